@@ -1,0 +1,65 @@
+# `make demo` and `make test` do everything on a fresh machine; both go through `make venv`.
+PYTHON ?= python3
+TORCH  := torch==2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.stamp
+DOCS   := $(VENV)/.stamp-docs
+
+.PHONY: help venv demo test lint types unit format bench docs clean
+
+help:
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 14
+
+venv: $(STAMP) ## create .venv with torch, this package and the development tools (quick when nothing changed)
+
+$(STAMP): pyproject.toml Makefile
+	@echo "==> creating $(VENV) with $(TORCH) and the development tools"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) --editable '.[dev]'
+	@touch $@
+
+$(DOCS): $(STAMP)
+	@echo "==> adding the documentation tools to $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) --editable '.[docs]'
+	@touch $@
+
+demo: venv ## install, then show what the library does on this machine
+	@echo "==> 1/3 what this machine offers: ds_report"
+	@$(BIN)/ds_report
+	@echo "==> 2/3 a config, explained: python -m deepspeed.config explain examples/zero2_bf16.json --world-size 2"
+	@$(BIN)/python -m deepspeed.config explain examples/zero2_bf16.json --world-size 2
+	@echo "==> 3/3 two ranks, every collective, its bandwidth: examples/collectives.py"
+	@$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/collectives.py
+
+test: lint types unit ## lint, type check, import contract and every test
+
+lint: venv
+	@echo "==> lint, format, import contract"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports --config .importlinter
+
+types: venv
+	@echo "==> strict type check of the package"
+	@$(BIN)/mypy
+
+unit: venv
+	@echo "==> tests"
+	@$(BIN)/python -m pytest -n 2 tests
+
+format: venv ## rewrite the sources in the project's format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: venv ## compare with real DeepSpeed and plain PyTorch (builds an environment of its own in .bench)
+	@$(BIN)/python -m benchmarks
+
+docs: $(DOCS) ## build the documentation into site/ and fail on any warning
+	@$(BIN)/python -m docs.generate
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "==> site/index.html"
+
+clean: ## remove everything that the other targets made
+	rm -rf $(VENV) .bench site build dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,1 @@
+"""Train and serve models larger than your GPUs: one JSON file, no change to the model."""

@@ -1,0 +1,69 @@
+"""Every exception that the library raises, in one tree.
+
+DeepSpeedError
+├── DeepSpeedConfigError (ValueError)        the JSON config, or a value in it
+│   ├── BatchSizeError (AssertionError)      train = micro × accumulation × data-parallel ranks
+│   └── FeatureUnavailable                   a known key whose feature is not part of this version
+├── AcceleratorError (RuntimeError)          no such device, or none of the wanted kind
+├── CommError (RuntimeError)                 a collective, or process groups
+│   └── RendezvousError                      environment variables that do not describe one job
+├── LayoutError (ValueError, AssertionError) sizes and ranks that do not tile the world
+└── OpUnavailable (RuntimeError)             an operation that this machine cannot run
+
+Each also inherits the builtin that scripts catch today. A message says what was found, what was expected and
+what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AcceleratorError",
+    "BatchSizeError",
+    "CommError",
+    "DeepSpeedConfigError",
+    "DeepSpeedError",
+    "FeatureUnavailable",
+    "LayoutError",
+    "OpUnavailable",
+    "RendezvousError",
+]
+
+
+class DeepSpeedError(Exception):
+    """Base of every error of this library."""
+
+
+class DeepSpeedConfigError(DeepSpeedError, ValueError):
+    """The config is wrong; `path` is the dotted path of the offending key, empty for the whole config."""
+
+    def __init__(self, message: str, *, path: str = "") -> None:
+        super().__init__(message)
+        self.path = path
+
+
+class BatchSizeError(DeepSpeedConfigError, AssertionError):
+    """The three batch keys and the number of data-parallel ranks do not fit together."""
+
+
+class FeatureUnavailable(DeepSpeedConfigError):
+    """A valid key asks for a feature that this version does not have."""
+
+
+class AcceleratorError(DeepSpeedError, RuntimeError):
+    """The wanted accelerator is unknown or not usable on this machine."""
+
+
+class CommError(DeepSpeedError, RuntimeError):
+    """A collective was misused, or process groups are not in the needed state."""
+
+
+class RendezvousError(CommError):
+    """The environment variables that describe the job are missing, partial or contradict each other."""
+
+
+class LayoutError(DeepSpeedError, ValueError, AssertionError):
+    """Parallel sizes or rank lists that do not tile the world."""
+
+
+class OpUnavailable(DeepSpeedError, RuntimeError):
+    """No implementation of an operation can run here."""

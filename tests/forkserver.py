@@ -1,0 +1,195 @@
+"""The process that forks ranks: it has torch loaded, runs no tensor operation itself, and serves one pytest process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import importlib.util
+import io
+import multiprocessing.connection as mpc
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.harness import Job, Outcome
+
+GRACE = 2.0  # seconds that the other ranks get once one has failed
+PRELOAD = ("torch", "torch.distributed", "pytest", "hypothesis", "pydantic", "hjson", "deepspeed")
+
+
+@dataclass
+class Rank:
+    """One forked rank as the server sees it."""
+
+    rank: int
+    pid: int
+    connection: Connection
+    folder: Path
+    outcome: Outcome | None = None
+
+    def output(self) -> str:
+        return (self.folder / f"out{self.rank}").read_text(errors="replace")[-6000:]
+
+    def stacks(self) -> str:
+        """The Python stacks of every thread of the rank, written by its faulthandler on SIGUSR1."""
+        file = self.folder / f"stack{self.rank}"
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+        size, until = -1, time.monotonic() + 2
+        while time.monotonic() < until and not (size == file.stat().st_size > 0):
+            size = file.stat().st_size
+            time.sleep(0.05)
+        return file.read_text(errors="replace") or "no stack: the rank did not answer"
+
+
+def serve(connection: Connection) -> None:
+    while True:
+        try:
+            job: Job = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        connection.send_bytes(pickle.dumps(run(job)))
+
+
+def run(job: Job) -> list[Outcome]:
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    started = [fork(job, rank, folder) for rank in range(job.world)]
+    try:
+        collect(started, job.timeout)
+    finally:
+        for rank in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(rank.pid, 0)
+            rank.connection.close()
+        shutil.rmtree(folder, ignore_errors=True)
+    return [rank.outcome for rank in started if rank.outcome is not None]
+
+
+def collect(ranks: list[Rank], timeout: float) -> None:
+    """Wait for every rank's outcome; the deadline shrinks to a short grace when one fails."""
+    deadline = time.monotonic() + timeout
+    why = f"hung: not finished after {timeout:g} s"
+    while waiting := [rank for rank in ranks if rank.outcome is None]:
+        ready = mpc.wait([rank.connection for rank in waiting], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            for rank in waiting:
+                text = f"{why}; its stacks:\n{rank.stacks()}"
+                rank.outcome = Outcome(rank.rank, "hung", text, rank.output(), time.monotonic())
+            return
+        for rank in waiting:
+            if rank.connection in ready:
+                rank.outcome = receive(rank)
+                if rank.outcome.kind not in ("passed", "skipped"):
+                    deadline = min(deadline, time.monotonic() + GRACE)
+                    why = f"still running {GRACE:g} s after rank {rank.rank} {rank.outcome.kind}"
+
+
+def receive(rank: Rank) -> Outcome:
+    try:
+        kind, text = pickle.loads(rank.connection.recv_bytes())
+    except EOFError:
+        _, status = os.waitpid(rank.pid, 0)
+        code = os.waitstatus_to_exitcode(status)
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        kind, text = "died", f"{how} before its test body ended"
+    return Outcome(rank.rank, kind, text, rank.output(), time.monotonic())
+
+
+def fork(job: Job, rank: int, folder: Path) -> Rank:
+    ours, theirs = mpc.Pipe()
+    for name in (f"out{rank}", f"stack{rank}"):
+        (folder / name).touch()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        become(job, rank, folder, theirs)
+    theirs.close()
+    return Rank(rank, pid, ours, folder)
+
+
+def become(job: Job, rank: int, folder: Path, connection: Connection) -> None:
+    """The life of a rank; never returns. It waits to be killed, so that no peer sees its sockets close early."""
+    try:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank never outlives the server
+        redirect(folder, rank)
+        environ = {"RANK": rank, "WORLD_SIZE": job.world, "LOCAL_RANK": rank, "LOCAL_SIZE": job.world}
+        os.environ.update({name: str(value) for name, value in environ.items()})
+        os.environ["TEST_STORE"] = str(folder / "user_store")
+        if job.init:
+            rendezvous(job, rank, folder)
+        connection.send_bytes(pickle.dumps(execute(job)))
+        connection.poll(None)
+    finally:
+        os._exit(0)
+
+
+def redirect(folder: Path, rank: int) -> None:
+    out = os.open(folder / f"out{rank}", os.O_WRONLY | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
+    sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
+    stack = open(folder / f"stack{rank}", "a")  # noqa: SIM115 - stays open for the handler
+    faulthandler.enable(stack)
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+
+
+def rendezvous(job: Job, rank: int, folder: Path) -> None:
+    import torch.distributed as dist
+
+    store = dist.FileStore(str(folder / "store"), job.world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world)
+
+
+def execute(job: Job) -> tuple[str, str]:
+    import pytest
+
+    try:
+        find(job)(**job.kwargs)
+    except pytest.skip.Exception as skipped:
+        return "skipped", str(skipped)
+    except BaseException as error:
+        told = traceback.TracebackException.from_exception(error, capture_locals=True)
+        told.stack = traceback.StackSummary.from_list(
+            [frame for frame in told.stack if frame.filename != __file__]
+        )
+        for frame in told.stack:
+            frame.locals = {name: text[:300] for name, text in (frame.locals or {}).items()}
+        return "failed", "".join(told.format())
+    return "passed", ""
+
+
+def find(job: Job) -> Any:
+    """The undecorated test body; test modules are imported after the fork, so the server never goes stale."""
+    name = ".".join(Path(job.file).relative_to(Path.cwd()).with_suffix("").parts)
+    spec = importlib.util.spec_from_file_location(name, job.file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    target: Any = module
+    for part in job.qualname.split("."):
+        target = getattr(target() if isinstance(target, type) else target, part)
+    while hasattr(target, "__wrapped__"):
+        target = target.__wrapped__
+    return target
+
+
+if __name__ == "__main__":
+    for module_name in PRELOAD:
+        importlib.import_module(module_name)
+    sys.modules["torch"].set_num_threads(1)
+    serve(Connection(int(sys.argv[1])))
