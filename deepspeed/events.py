@@ -3,11 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any, TypeVar
 
-__all__ = ["EventStream", "Subscription"]
+__all__ = [
+    "EventStream",
+    "OverflowFound",
+    "Phase",
+    "PhaseBegan",
+    "PhaseFinished",
+    "StepFinished",
+    "Subscription",
+]
 
 E = TypeVar("E")
+
+
+class Phase(str, Enum):
+    """The parts of a training step that are timed, as they nest."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INNER = "backward_inner"
+    """Autograd alone."""
+    BACKWARD_REDUCE = "backward_allreduce"
+    """What is left of gradient reduction once autograd has finished."""
+    STEP = "step"
+    """Clipping, the optimizer and the schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseBegan:
+    """A phase of a micro step starts; nothing has been launched for it yet."""
+
+    phase: Phase
+    micro_step: int
+    """Micro steps since the engine was built, this one included from 0."""
+    at_boundary: bool
+    """This micro step ends with an optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseFinished:
+    """A phase has returned; its device work may still be running."""
+
+    phase: Phase
+    micro_step: int
+    at_boundary: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OverflowFound:
+    """A gradient was inf or NaN: the optimizer step was skipped on every rank."""
+
+    step: int
+    scale_before: float
+    scale_after: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFinished:
+    """An optimizer step was taken, or skipped because of an overflow."""
+
+    step: int
+    """Optimizer steps since training began, skipped ones included: `engine.global_steps`."""
+    samples: int
+    """Samples since training began, over all data-parallel ranks: `engine.global_samples`."""
+    applied: bool
+    skipped_steps: int
+    lr: tuple[float, ...]
+    """Per parameter group, as used by this step."""
+    momentum: tuple[Any, ...]
+    """Per parameter group: betas or momentum, where the optimizer has them."""
+    loss_scale: float | None
+    """None where the loss is not scaled."""
+    grad_norm: Any
+    """Global norm before clipping: a number, a tensor that is still being computed, or None."""
+    loss: Any
+    """This rank's losses of the step's micro batches: a tensor that is still being computed, or None."""
 
 
 class Subscription:

@@ -1,4 +1,4 @@
-"""The process that forks ranks: it has torch loaded, runs no tensor operation itself, and serves one pytest process."""
+"""The process that forks ranks: torch is loaded, no tensor operation runs in it, one pytest process uses it."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def fork(job: Job, rank: int, folder: Path) -> Rank:
 
 
 def become(job: Job, rank: int, folder: Path, connection: Connection) -> None:
-    """The life of a rank; never returns. It waits to be killed, so that no peer sees its sockets close early."""
+    """The life of a rank; never returns. It waits to be killed: no peer sees its sockets close early."""
     try:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank never outlives the server
         redirect(folder, rank)
@@ -176,7 +176,8 @@ def find(job: Job) -> Any:
     """The undecorated test body; test modules are imported after the fork, so the server never goes stale."""
     name = ".".join(Path(job.file).relative_to(Path.cwd()).with_suffix("").parts)
     spec = importlib.util.spec_from_file_location(name, job.file)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

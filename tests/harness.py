@@ -1,8 +1,8 @@
 """Rank tests: `@ranks(2)` runs a test's body on forked processes that form one gloo group over a file store.
 
-The ranks are forked by a server (`tests/forkserver.py`) that has torch loaded, one server per pytest process, so a
-two-rank test costs a fork and a rendezvous, not an import. A failing rank's traceback, its local variables and its
-output are shown with its number; a hang ends after `timeout` seconds with the stacks of all ranks.
+The ranks are forked by a server (`tests/forkserver.py`) that has torch loaded, one server per pytest process,
+so a two-rank test costs a fork and a rendezvous, not an import. A failing rank's traceback, its local variables
+and its output are shown with its number; a hang ends after `timeout` seconds with the stacks of all ranks.
 """
 
 from __future__ import annotations
