@@ -1,0 +1,368 @@
+"""The accelerator contract: every question that the library, or a user's script, may ask about the device.
+
+Third parties subclass `DeepSpeedAccelerator` directly, or `GenericAccelerator` where their device has a module
+`torch.<name>`. The few methods that are not abstract came late to the contract; what they answer here is right
+for a device that has never heard of them, so that older classes keep working.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import AbstractContextManager
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.errors import AcceleratorError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["DeepSpeedAccelerator", "UnknownNameError"]
+
+
+class UnknownNameError(AcceleratorError, ValueError):
+    """A name or a setting that this library, torch or this machine does not have."""
+
+
+class DeepSpeedAccelerator(ABC):
+    """One kind of device; an index always counts devices of this kind, None means the current one."""
+
+    _name: str
+    _communication_backend_name: str
+
+    # ---- nature of the device -------------------------------------------------------------------------------
+
+    @abstractmethod
+    def is_synchronized_device(self) -> bool:
+        """True if work is done when the call that asked for it returns: streams and events mean nothing."""
+
+    @abstractmethod
+    def use_host_timers(self) -> bool:
+        """True if the host's clock times device work correctly."""
+
+    @abstractmethod
+    def resolves_data_dependency(self) -> bool:
+        """True if the device orders work by its data, so that no stream has to be told to wait."""
+
+    @abstractmethod
+    def handles_memory_backpressure(self) -> bool:
+        """True if the device itself slows the host down when memory runs short."""
+
+    # ---- device ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def device_name(self, device_index: int | None = None) -> str:
+        """`"cuda"`, or `"cuda:1"` when an index is given."""
+
+    @abstractmethod
+    def device(self, device_index: int | None = None) -> AbstractContextManager[Any]:
+        """A context in which this device is the current one."""
+
+    @abstractmethod
+    def set_device(self, device_index: int) -> None:
+        """Make this device the current one of this process."""
+
+    @abstractmethod
+    def current_device(self) -> int:
+        """Index of the current device."""
+
+    @abstractmethod
+    def current_device_name(self) -> str:
+        """Name of the current device, with its index where the kind has several."""
+
+    @abstractmethod
+    def device_count(self) -> int:
+        """Number of devices that this process may use; asking must not create a device context."""
+
+    @abstractmethod
+    def synchronize(self, device_index: int | None = None) -> None:
+        """Wait until all work queued on the device is done."""
+
+    # ---- random numbers -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def random(self) -> ModuleType:
+        """torch's module of random-number functions."""
+
+    @abstractmethod
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        """Put the device's generator into a state that `get_rng_state` returned."""
+
+    @abstractmethod
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        """State of the device's generator, a byte tensor on the host."""
+
+    @abstractmethod
+    def manual_seed(self, seed: int) -> None:
+        """Seed the current device's generator."""
+
+    @abstractmethod
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of all devices of this kind."""
+
+    @abstractmethod
+    def initial_seed(self) -> int:
+        """The seed last given to the current device's generator."""
+
+    @abstractmethod
+    def default_generator(self, device_index: int) -> torch.Generator:
+        """The generator that random functions use on this device."""
+
+    # ---- streams and events ---------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def Stream(self) -> Any:
+        """The stream class, or None where the device has no streams."""
+
+    @abstractmethod
+    def stream(self, stream: Any) -> AbstractContextManager[Any]:
+        """A context in which work is queued on `stream`; None changes nothing."""
+
+    @abstractmethod
+    def current_stream(self, device_index: int | None = None) -> Any:
+        """The stream that work is queued on now, or None where the device has no streams."""
+
+    @abstractmethod
+    def default_stream(self, device_index: int | None = None) -> Any:
+        """The device's default stream, or None where the device has no streams."""
+
+    @property
+    @abstractmethod
+    def Event(self) -> Any:
+        """The event class: record, wait, query, synchronize, elapsed_time (milliseconds)."""
+
+    # ---- memory, in bytes -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def empty_cache(self) -> None:
+        """Give memory that the allocator keeps but does not use back to the system."""
+
+    @abstractmethod
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        """Bytes that tensors hold now."""
+
+    @abstractmethod
+    def max_memory_allocated(self, device_index: int | None = None) -> int:
+        """Most bytes that tensors held since the last reset."""
+
+    @abstractmethod
+    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
+        """Start the peak of `max_memory_allocated` anew."""
+
+    @abstractmethod
+    def memory_cached(self, device_index: int | None = None) -> int:
+        """Old name of `memory_reserved`."""
+
+    @abstractmethod
+    def max_memory_cached(self, device_index: int | None = None) -> int:
+        """Old name of `max_memory_reserved`."""
+
+    @abstractmethod
+    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
+        """Start the peak of `max_memory_reserved` anew."""
+
+    @abstractmethod
+    def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
+        """The allocator's counters, named as `torch.cuda.memory_stats` names them."""
+
+    @abstractmethod
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        """Start all peaks anew."""
+
+    @abstractmethod
+    def memory_reserved(self, device_index: int | None = None) -> int:
+        """Bytes that the allocator holds, used or not."""
+
+    @abstractmethod
+    def max_memory_reserved(self, device_index: int | None = None) -> int:
+        """Most bytes that the allocator held since the last reset."""
+
+    @abstractmethod
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Bytes that the device has."""
+
+    @abstractmethod
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Bytes that this process can still allocate: free on the device, or reserved and unused."""
+
+    # ---- dtypes ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def is_bf16_supported(self) -> bool:
+        """True if bfloat16 can be computed with."""
+
+    @abstractmethod
+    def is_fp16_supported(self) -> bool:
+        """True if float16 can be computed with."""
+
+    def is_fp64_supported(self) -> bool:
+        """True if float64 can be computed with."""
+        return True
+
+    @abstractmethod
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Floating-point dtypes that can be computed with."""
+
+    # ---- misc -----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def is_available(self) -> bool:
+        """True if at least one device can be used; asking must not create a device context."""
+
+    @abstractmethod
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
+        """Open a named range for the device's profiler."""
+
+    @abstractmethod
+    def range_pop(self, domain: str | None = None) -> None:
+        """Close the range opened last."""
+
+    @abstractmethod
+    def lazy_call(self, callback: Callable[[], Any]) -> None:
+        """Run `callback` once the device is initialised: now, or when that happens."""
+
+    @abstractmethod
+    def communication_backend_name(self) -> str:
+        """Name of the torch.distributed backend for tensors on this device."""
+
+    @abstractmethod
+    def is_triton_supported(self) -> bool:
+        """True if Triton kernels run on this device and Triton is installed."""
+
+    def prefer_triton_grouped_mm(self) -> bool:
+        """True if a Triton grouped matrix product beats torch's own on this device."""
+        return False
+
+    # ---- graphs ---------------------------------------------------------------------------------------------
+
+    def is_current_stream_capturing(self) -> bool:
+        """True while work on the current stream is recorded into a graph."""
+        return False
+
+    @abstractmethod
+    def create_graph(self) -> Any:
+        """An empty graph, or None where the device has no graphs."""
+
+    @abstractmethod
+    def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
+        """A context in which work is recorded into `graph`; with graph None it simply runs."""
+
+    @abstractmethod
+    def replay_graph(self, graph: Any) -> None:
+        """Run what was recorded; nothing for graph None."""
+
+    # ---- tensors: callables that make a tensor on the current device from data --------------------------------
+
+    @property
+    @abstractmethod
+    def BFloat16Tensor(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    @abstractmethod
+    def ByteTensor(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    @abstractmethod
+    def DoubleTensor(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    @abstractmethod
+    def FloatTensor(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    @abstractmethod
+    def HalfTensor(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    @abstractmethod
+    def IntTensor(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    @abstractmethod
+    def LongTensor(self) -> Callable[..., torch.Tensor]: ...
+
+    # ---- page-locked host memory ----------------------------------------------------------------------------
+
+    def register_host_memory(self, address: int, num_bytes: int) -> bool:
+        """Page-lock existing host memory for the device; False if the device has no need or no way."""
+        return False
+
+    def unregister_host_memory(self, address: int) -> bool:
+        """Undo `register_host_memory`; False if that had returned False."""
+        return False
+
+    def pin_memory_alignment(self) -> int:
+        """What `pin_empty` returns starts at a multiple of this many bytes."""
+        return 64
+
+    @abstractmethod
+    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """A page-locked tensor like `tensor`: with its values, unless make_copy is False; flat, unless match_shape."""
+
+    @abstractmethod
+    def pin_empty(self, *size: Any, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+        """An uninitialised page-locked tensor."""
+
+    @abstractmethod
+    def pin_empty_like(
+        self, tensor: torch.Tensor, device: str = "cpu", dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """An uninitialised page-locked tensor of the same shape."""
+
+    @abstractmethod
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor lies in page-locked memory."""
+
+    def unpin_memory(self, tensor: torch.Tensor) -> None:
+        """Say that `tensor` need not stay page-locked; torch's allocator takes its memory back with the tensor."""
+        return
+
+    @abstractmethod
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor lies on a device of this kind."""
+
+    # ---- ops ------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def op_builder_dir(self) -> str:
+        """Dotted name of the module that holds the op builders."""
+
+    @abstractmethod
+    def create_op_builder(self, class_name: str) -> Any:
+        """An instance of the op builder with this class name, or None if there is none."""
+
+    @abstractmethod
+    def get_op_builder(self, class_name: str) -> Any:
+        """The op builder class with this name, or None if there is none."""
+
+    @abstractmethod
+    def build_extension(self) -> Any:
+        """The setuptools command class that compiles extensions for this device."""
+
+    # ---- environment of launched processes ------------------------------------------------------------------
+
+    @abstractmethod
+    def export_envs(self) -> list[str]:
+        """Prefixes of the environment variables that remote nodes must receive."""
+
+    @abstractmethod
+    def visible_devices_envs(self) -> list[str]:
+        """Environment variables that limit which devices a process sees."""
+
+    @abstractmethod
+    def set_visible_devices_envs(
+        self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int | str]
+    ) -> None:
+        """Write the ids into `current_env` under every variable of `visible_devices_envs`."""
+
+    # ---- compile --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def get_compile_backend(self) -> str:
+        """The torch.compile backend used by default."""
+
+    @abstractmethod
+    def set_compile_backend(self, backend: str) -> None:
+        """Change that backend; a name that torch does not know is an error."""
