@@ -1,0 +1,293 @@
+"""Facts about this machine that an implementation may require; each knows the reason for its answer.
+
+    needs = has_triton & on_cuda & compute_capability(9)
+    needs.holds     False
+    needs.reason    "the package triton is not installed; the accelerator in use is cpu"
+
+A fact about the machine is looked up once, when it is first asked for; asking never raises.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import errno
+import functools
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+
+__all__ = [
+    "Capability",
+    "Verdict",
+    "always",
+    "compute_capability",
+    "cxx_compiler",
+    "has_avx2",
+    "has_avx512",
+    "has_cxx_compiler",
+    "has_gds",
+    "has_io_uring",
+    "has_libaio",
+    "has_neon",
+    "has_ninja",
+    "has_nvcc",
+    "has_sve",
+    "has_triton",
+    "nvcc",
+    "on_cuda",
+]
+
+# What asking a driver, a file system, a package or a tool can raise. Anything else is a mistake in the probe.
+_PROBE_FAILURES = (
+    OSError,
+    ImportError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    subprocess.SubprocessError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a fact holds, and what was found: a phrase that reads well after "because"."""
+
+    holds: bool
+    reason: str
+
+
+class Capability:
+    """A fact, or several joined with `&`, `|` and `~`; one that is not `lasting` is looked up at every question."""
+
+    def __init__(self, name: str, probe: Callable[[], Verdict], *, lasting: bool = True) -> None:
+        self.name = name
+        self._probe = probe
+        self._lasting = lasting
+        self._known: Verdict | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """The answer; a probe that fails means no for now, with the error as the reason."""
+        if self._known is not None:
+            return self._known
+        try:
+            verdict = self._probe()
+        except _PROBE_FAILURES as error:
+            found = (str(error).splitlines() or [""])[0]
+            return Verdict(False, f"{self.name} could not be determined: {type(error).__name__}: {found}")
+        if self._lasting:
+            self._known = verdict
+        return verdict
+
+    @property
+    def holds(self) -> bool:
+        return self.verdict.holds
+
+    @property
+    def reason(self) -> str:
+        return self.verdict.reason
+
+    def __bool__(self) -> bool:
+        return self.holds
+
+    def __and__(self, other: Capability) -> Capability:
+        def probe() -> Verdict:
+            failing = [fact.reason for fact in (self, other) if not fact.holds]
+            if failing:
+                return Verdict(False, _joined(failing))
+            return Verdict(True, _joined([self.reason, other.reason]))
+
+        return Capability(f"{self.name} & {other.name}", probe, lasting=False)
+
+    def __or__(self, other: Capability) -> Capability:
+        def probe() -> Verdict:
+            for fact in (self, other):
+                if fact.holds:
+                    return fact.verdict
+            return Verdict(False, _joined([self.reason, other.reason]))
+
+        return Capability(f"({self.name} | {other.name})", probe, lasting=False)
+
+    def __invert__(self) -> Capability:
+        return Capability(f"~({self.name})", lambda: Verdict(not self.holds, self.reason), lasting=False)
+
+    def __repr__(self) -> str:
+        return f"Capability({self.name})"
+
+
+def _joined(reasons: list[str]) -> str:
+    """Each reason once, in order, without the empty ones."""
+    return "; ".join(dict.fromkeys(part for reason in reasons if reason for part in reason.split("; ")))
+
+
+def _fact(name: str, *, lasting: bool = True) -> Callable[[Callable[[], Verdict]], Capability]:
+    return lambda probe: Capability(name, probe, lasting=lasting)
+
+
+always = Capability("always", lambda: Verdict(True, ""))
+
+
+@_fact("triton")
+def has_triton() -> Verdict:
+    # Looked for, not imported: importing it takes longer than the rest of the library.
+    if importlib.util.find_spec("triton") is None:
+        return Verdict(False, "the package triton is not installed")
+    for distribution in ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows"):
+        try:
+            return Verdict(True, f"triton {importlib.metadata.version(distribution)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Verdict(True, "triton of an unknown version")
+
+
+@_fact("cuda", lasting=False)  # another accelerator may be set
+def on_cuda() -> Verdict:
+    name = get_accelerator()._name
+    if name != "cuda":
+        return Verdict(False, f"the accelerator in use is {name}")
+    if torch.version.hip is not None:
+        return Verdict(False, f"the accelerator in use is ROCm {torch.version.hip}")
+    return Verdict(True, f"CUDA {torch.version.cuda}")
+
+
+def compute_capability(major: int, minor: int = 0) -> Capability:
+    """The current NVIDIA GPU is at least of this compute capability."""
+
+    def probe() -> Verdict:
+        if not on_cuda.holds:
+            return on_cuda.verdict
+        found = torch.cuda.get_device_capability()
+        text = f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}"
+        if found < (major, minor):
+            return Verdict(False, f"{text}, {major}.{minor} is needed")
+        return Verdict(True, text)
+
+    return Capability(f"compute capability {major}.{minor}", probe, lasting=False)
+
+
+def cxx_compiler() -> str | None:
+    """The C++ compiler that a build would use: `$CXX`, else the first of c++, g++ and clang++ on PATH."""
+    wanted = os.environ.get("CXX")
+    if wanted:
+        return shutil.which(wanted.split()[0])
+    return next((path for name in ("c++", "g++", "clang++") if (path := shutil.which(name))), None)
+
+
+def nvcc() -> str | None:
+    """The CUDA compiler: below `$CUDA_HOME` or `$CUDA_PATH`, else on PATH, else at its usual place."""
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    given = [str(Path(home, "bin", "nvcc")) for home in homes]
+    return next((path for name in (*given, "nvcc", "/usr/local/cuda/bin/nvcc") if (path := shutil.which(name))), None)
+
+
+@_fact("a C++ compiler")
+def has_cxx_compiler() -> Verdict:
+    path = cxx_compiler()
+    if path is not None:
+        return Verdict(True, f"C++ compiler {path}")
+    wanted = os.environ.get("CXX")
+    found = f"CXX={wanted} is no program" if wanted else "there is no c++, g++ or clang++ on PATH"
+    return Verdict(False, found)
+
+
+@_fact("nvcc")
+def has_nvcc() -> Verdict:
+    path = nvcc()
+    return Verdict(path is not None, path or "nvcc is neither below CUDA_HOME nor on PATH")
+
+
+@_fact("ninja")
+def has_ninja() -> Verdict:
+    path = shutil.which("ninja")
+    return Verdict(path is not None, path or "ninja is not on PATH")
+
+
+@functools.lru_cache(None)
+def _cpu_flags() -> frozenset[str]:
+    """The instruction sets that the processor names, as Linux writes them."""
+    flags: set[str] = set()
+    if sys.platform == "linux":
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("flags", "Features"):
+                flags.update(value.split())
+                break
+    if platform.machine().lower() in ("arm64", "aarch64"):
+        flags.add("asimd")  # part of the architecture; other systems do not list it
+    level = torch.backends.cpu.get_cpu_capability()
+    flags.update({"AVX2": ("avx2",), "AVX512": ("avx2", "avx512f")}.get(level, ()))
+    return frozenset(flags)
+
+
+def _instruction_set(flag: str, name: str) -> Capability:
+    def probe() -> Verdict:
+        found = flag in _cpu_flags()
+        machine = platform.machine() or "unknown"
+        return Verdict(found, f"the processor ({machine}) has {'' if found else 'no '}{name}")
+
+    return Capability(name, probe)
+
+
+has_avx2 = _instruction_set("avx2", "AVX2")
+has_avx512 = _instruction_set("avx512f", "AVX-512")
+has_neon = _instruction_set("asimd", "NEON")
+has_sve = _instruction_set("sve", "SVE")
+
+
+@_fact("libaio")
+def has_libaio() -> Verdict:
+    library = ctypes.util.find_library("aio")
+    if library is None:
+        return Verdict(False, "the library libaio is not installed")
+    prefixes = [os.environ[name] for name in ("CONDA_PREFIX", "VIRTUAL_ENV") if os.environ.get(name)]
+    folders = [Path(prefix, "include") for prefix in (*prefixes, "/usr", "/usr/local")]
+    for name in ("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH"):
+        folders.extend(Path(folder) for folder in os.environ.get(name, "").split(os.pathsep) if folder)
+    if not any((folder / "libaio.h").is_file() for folder in folders):
+        return Verdict(False, f"{library} is there, but its header libaio.h is not (package libaio-dev)")
+    return Verdict(True, library)
+
+
+_IO_URING_SETUP = 425  # the same number on every architecture
+
+
+@_fact("io_uring")
+def has_io_uring() -> Verdict:
+    if sys.platform != "linux":
+        return Verdict(False, f"io_uring is part of Linux, this is {sys.platform}")
+    # Asked without arguments: a kernel that offers it complains about the arguments, and nothing is created.
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), ctypes.c_void_p(None))
+    answer = ctypes.get_errno()
+    if answer in (errno.EFAULT, errno.EINVAL):
+        return Verdict(True, f"io_uring of Linux {platform.release()}")
+    if answer == errno.ENOSYS:
+        return Verdict(False, f"Linux {platform.release()} offers no io_uring, or the container hides it")
+    if answer == errno.EPERM:
+        return Verdict(False, "io_uring is forbidden (kernel.io_uring_disabled, or the container's rules)")
+    return Verdict(False, f"io_uring answers {errno.errorcode.get(answer, answer)}")
+
+
+@_fact("GPUDirect Storage", lasting=False)
+def has_gds() -> Verdict:
+    if not on_cuda.holds:
+        return on_cuda.verdict
+    library = ctypes.util.find_library("cufile")
+    if library is None:
+        return Verdict(False, "the library libcufile is not installed")
+    if not Path("/proc/driver/nvidia-fs").exists():
+        return Verdict(False, f"{library} is there, but the kernel module nvidia-fs is not loaded")
+    return Verdict(True, f"{library} with nvidia-fs")

@@ -1,0 +1,243 @@
+"""Which implementation of an operation runs here: registration, choice, and the reasons for the choice.
+
+    @reference("adam")                                                  the torch version, the tests' oracle
+    def adam(params, grads, ...): ...
+
+    @implementation("adam", name="triton", requires=has_triton & on_cuda, rank=20)
+    def _load_triton():                                                 may import, may compile; called once
+        from .fused import adam
+        return adam
+
+    op("adam")(params, grads, ...)
+
+The implementation of the highest rank whose requirements hold is taken; if it cannot be loaded, a warning says so
+and the next one is taken. `DS_OP_ADAM=reference` takes that one or nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from deepspeed.errors import OpUnavailable
+from deepspeed.ops.capability import Capability, always
+from deepspeed.utils.logging import logger
+
+__all__ = ["Explanation", "Implementation", "Op", "State", "explain", "implementation", "op", "operations", "reference"]
+
+Kernel = Callable[..., Any]
+F = TypeVar("F", bound=Kernel)
+
+# The modules whose import registers the library's own operations.
+_FAMILIES = ("deepspeed.ops.multi_tensor",)
+
+# What importing or building a kernel can raise. Anything else is a mistake in the loader and is shown as such.
+_LOAD_FAILURES = (
+    ImportError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    subprocess.SubprocessError,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """One way to run an operation: what it needs, how to get it, and its place among the others."""
+
+    name: str
+    requires: Capability
+    load: Callable[[], Kernel]
+    rank: int
+
+
+class State(str, Enum):
+    """What became of an implementation."""
+
+    CHOSEN = "chosen"
+    AVAILABLE = "available"
+    UNAVAILABLE = "not available"
+    FAILED = "failed to load"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """One line of the answer to "what runs here, and why"."""
+
+    op: str
+    implementation: str
+    rank: int
+    state: State
+    reason: str
+
+
+class Op:
+    """An operation and its implementations; the choice among them is made once, at the first use."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.variable = "DS_OP_" + re.sub(r"\W", "_", name).strip("_").upper()
+        self._implementations: dict[str, Implementation] = {}
+        self._chosen: tuple[Implementation, Kernel] | None = None
+        self._failures: dict[str, str] = {}
+
+    @property
+    def implementations(self) -> tuple[Implementation, ...]:
+        """All of them, the preferred first."""
+        return tuple(sorted(self._implementations.values(), key=lambda each: -each.rank))
+
+    def add(self, candidate: Implementation) -> None:
+        """Register; a choice already made is made again at the next use."""
+        if candidate.name in self._implementations:
+            raise ValueError(f"op {self.name!r} already has an implementation called {candidate.name!r}")
+        self._implementations[candidate.name] = candidate
+        self.forget()
+
+    def forget(self) -> None:
+        """Choose again at the next use: the environment, or the implementations, have changed."""
+        self._chosen = None
+        self._failures.clear()
+
+    @property
+    def kernel(self) -> Kernel:
+        """The function of the chosen implementation."""
+        if self._chosen is None:
+            self._chosen = self._choose()
+        return self._chosen[1]
+
+    def demand(self, name: str) -> Implementation:
+        """The implementation called `name`, as `DS_OP_<NAME>` asks for it; an error if it cannot run here."""
+        each = self._implementations.get(name)
+        if each is None:
+            known = ", ".join(known.name for known in self.implementations)
+            raise OpUnavailable(f"{self.variable}={name}: op {self.name!r} has no such implementation; it has {known}")
+        if not each.requires.holds:
+            raise OpUnavailable(
+                f"{self.variable}={name}: this implementation cannot run here: {each.requires.reason}. "
+                f"Unset {self.variable} to let the best available one be chosen."
+            )
+        return each
+
+    def explain(self) -> tuple[Explanation, ...]:
+        """Every implementation with its state; nothing is loaded for it, so nothing is built either."""
+        forced = os.environ.get(self.variable) or None
+        chosen = self._chosen[0] if self._chosen else self._candidate(forced)
+        return tuple(
+            Explanation(self.name, each.name, each.rank, *self._state(each, chosen, forced))
+            for each in self.implementations
+        )
+
+    def _state(self, each: Implementation, chosen: Implementation | None, forced: str | None) -> tuple[State, str]:
+        if each.name in self._failures:
+            return State.FAILED, self._failures[each.name]
+        if not each.requires.holds:
+            return State.UNAVAILABLE, each.requires.reason
+        if each is chosen:
+            state, why = State.CHOSEN, f"{self.variable}={each.name}" if forced else "the best that runs here"
+        else:
+            state, why = State.AVAILABLE, f"{self.variable}={each.name} chooses it"
+        return state, "; ".join(part for part in (why, each.requires.reason) if part)
+
+    def _candidate(self, forced: str | None) -> Implementation | None:
+        """What would be tried first."""
+        able = [each for each in self.implementations if each.requires.holds]
+        return next((each for each in able if forced in (None, each.name)), None)
+
+    def _choose(self) -> tuple[Implementation, Kernel]:
+        forced = os.environ.get(self.variable)
+        if forced:
+            return self._force(forced)
+        for each in self.implementations:
+            if not each.requires.holds:
+                continue
+            try:
+                return each, each.load()
+            except _LOAD_FAILURES as error:
+                self._failures[each.name] = f"{type(error).__name__}: {error}"
+                logger.warning(
+                    "op %s: implementation %s could not be loaded, the next one is used: %s: %s",
+                    self.name,
+                    each.name,
+                    type(error).__name__,
+                    error,
+                )
+        found = "; ".join(f"{line.implementation}: {line.reason}" for line in self.explain()) or "none is registered"
+        raise OpUnavailable(f"op {self.name!r} has no implementation that runs here ({found})")
+
+    def _force(self, name: str) -> tuple[Implementation, Kernel]:
+        each = self.demand(name)
+        try:
+            return each, each.load()
+        except _LOAD_FAILURES as error:
+            self._failures[name] = f"{type(error).__name__}: {error}"
+            raise OpUnavailable(
+                f"{self.variable}={name}: this implementation could not be loaded: {self._failures[name]}. "
+                f"Unset {self.variable} to let the best available one be chosen."
+            ) from error
+
+
+_OPS: dict[str, Op] = {}
+
+
+def implementation(
+    op: str, *, name: str | None = None, requires: Capability = always, rank: int = 10
+) -> Callable[[F], F]:
+    """Register the decorated loader: a function without arguments that returns the kernel.
+
+    The implementation is called `name`, by default as the loader is. `reference` has rank 0.
+    """
+
+    def register(load: F) -> F:
+        label = name or load.__name__.strip("_")
+        if not label:
+            raise ValueError(f"an implementation of op {op!r} needs a name: @implementation({op!r}, name=...)")
+        _OPS.setdefault(op, Op(op)).add(Implementation(label, requires, load, rank))
+        return load
+
+    return register
+
+
+def reference(op: str) -> Callable[[F], F]:
+    """Register the decorated function itself as the torch version that always runs."""
+
+    def register(kernel: F) -> F:
+        implementation(op, name="reference", rank=0)(lambda: kernel)
+        return kernel
+
+    return register
+
+
+@functools.lru_cache(None)
+def _load_families() -> None:
+    for module in _FAMILIES:
+        importlib.import_module(module)
+
+
+def operations() -> dict[str, Op]:
+    """Every registered operation by its name."""
+    _load_families()
+    return dict(_OPS)
+
+
+def op(name: str) -> Kernel:
+    """The function that runs operation `name` on this machine."""
+    found = _OPS.get(name)
+    if found is None:
+        found = operations().get(name)
+    if found is None:
+        raise OpUnavailable(f"there is no op {name!r}; there are {', '.join(sorted(_OPS))}")
+    return found.kernel
+
+
+def explain() -> tuple[Explanation, ...]:
+    """Every implementation of every operation, and what became of it."""
+    return tuple(line for _, each in sorted(operations().items()) for line in each.explain())
