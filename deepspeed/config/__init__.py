@@ -1,0 +1,19 @@
+"""The JSON config: one schema, one loader, one error type."""
+
+from __future__ import annotations
+
+from deepspeed.config.deepspeed_config import DeepSpeedConfig
+from deepspeed.config.load import Loaded, load
+from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.schema import Schema
+from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
+
+__all__ = [
+    "BatchSizeError",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedConfigModel",
+    "Loaded",
+    "Schema",
+    "load",
+]

@@ -1,0 +1,127 @@
+"""`python -m deepspeed.config check|explain|schema`: look at a config without running anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+
+from deepspeed.config.deepspeed_config import data_parallel_ranks
+from deepspeed.config.explain import Row, batch_values, rows
+from deepspeed.config.features import unbuilt
+from deepspeed.config.json_schema import json_schema
+from deepspeed.config.load import Loaded, load
+from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; 0 is a good config, 1 a bad one, 2 a wrong command line."""
+    given = _parser().parse_args(arguments)
+    try:
+        return int(given.run(given))
+    except DeepSpeedConfigError as error:
+        sys.stderr.write(f"{given.file}: {error}\n")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m deepspeed.config", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="check|explain|schema")
+    check = commands.add_parser("check", help="validate a config and say everything that is wrong with it")
+    explain = commands.add_parser("explain", help="print every effective value and where it came from")
+    for command, run in ((check, _check), (explain, _explain)):
+        command.add_argument("file", metavar="FILE", help="a JSON or HJSON file, or base64 text")
+        command.add_argument("--world-size", type=int, default=None, metavar="N", help="number of processes")
+        command.set_defaults(run=run)
+    explain.add_argument("--changed", action="store_true", help="leave out the values that are defaults")
+    explain.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    schema = commands.add_parser("schema", help="write a JSON Schema for editors")
+    schema.add_argument("--output", metavar="FILE", help="write to this file instead of the standard output")
+    schema.set_defaults(run=_schema, file="schema")
+    return parser
+
+
+def _ranks(loaded: Loaded, world_size: int | None) -> int:
+    if world_size is not None and world_size < 1:
+        raise DeepSpeedConfigError(f"--world-size is {world_size}; it must be at least 1")
+    return data_parallel_ranks(loaded.schema, None, None, world_size or 1)
+
+
+def _check(given: argparse.Namespace) -> int:
+    loaded = load(given.file, partial=True)
+    notes = [f'{path}: left at "auto"; a client must fill it before the engine is built' for path in loaded.autos]
+    missing = unbuilt(loaded.schema)
+    for problem in missing:
+        sys.stderr.write(f"{given.file}: {problem}\n")
+    if missing:
+        return 1
+    if not loaded.autos or given.world_size is not None:
+        batch_values(loaded, _ranks(loaded, given.world_size))
+    for note in notes:
+        sys.stdout.write(f"{given.file}: {note}\n")
+    sys.stdout.write(f"{given.file}: valid\n")
+    return 0
+
+
+def _explain(given: argparse.Namespace) -> int:
+    loaded = load(given.file, partial=True)
+    ranks = _ranks(loaded, given.world_size)
+    try:
+        batch = batch_values(loaded, ranks)
+    except BatchSizeError:
+        if not loaded.autos:
+            raise
+        batch = {}
+    shown = [row for row in rows(loaded, batch) if not (given.changed and row.is_default)]
+    if given.json:
+        table = [{"key": row.path, "value": row.value, "origin": row.origin} for row in shown]
+        sys.stdout.write(json.dumps(table, indent=2, default=_plain) + "\n")
+    else:
+        _print(shown, f"{given.file} on {ranks} data-parallel rank{'s' if ranks != 1 else ''}")
+    for problem in unbuilt(loaded.schema):
+        sys.stderr.write(f"note: {problem}\n")
+    return 0
+
+
+def _plain(value: object) -> object:
+    return getattr(value, "value", None) or str(value)
+
+
+def _print(shown: list[Row], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
+    table.add_column("key", no_wrap=True, overflow="fold")
+    table.add_column("value", overflow="fold")
+    table.add_column("origin", overflow="fold")
+    section = None
+    for row in shown:
+        head = row.path.split(".")[0] if "." in row.path else ""
+        if section is not None and head != section:
+            table.add_section()
+        section = head
+        value = json.dumps(row.value, default=_plain)
+        style = "dim" if row.is_default else "green" if row.origin.startswith("given") else "cyan"
+        table.add_row(row.path, value, row.origin, style=style)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=max(console.width, 160))
+    console.print(table)
+
+
+def _schema(given: argparse.Namespace) -> int:
+    text = json.dumps(json_schema(), indent=2) + "\n"
+    if given.output:
+        with open(given.output, "w", encoding="utf-8") as file:
+            file.write(text)
+    else:
+        sys.stdout.write(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""The `activation_checkpointing` section: how saved activations are kept until backward."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from .model import PositiveCount, Section
+
+__all__ = ["ActivationCheckpointingConfig"]
+
+
+class ActivationCheckpointingConfig(Section):
+    """Defaults of `deepspeed.checkpointing.configure`; arguments of that call take precedence."""
+
+    partition_activations: bool = Field(
+        False, description="Whether saved inputs are sharded over the model-parallel ranks."
+    )
+    cpu_checkpointing: bool = Field(False, description="Whether saved inputs wait in host memory.")
+    contiguous_memory_optimization: bool = Field(
+        False,
+        description="Whether all saved inputs share one buffer; needs partition_activations and number_checkpoints.",
+    )
+    number_checkpoints: PositiveCount | None = Field(
+        None, description="Number of checkpointed calls in one forward pass, which gives that buffer its size."
+    )
+    synchronize_checkpoint_boundary: bool = Field(
+        False, description="Whether the device is synchronised at the start and end of each checkpointed call."
+    )
+    profile: bool = Field(False, description="Whether the time of each checkpointed call is measured.")

@@ -1,0 +1,91 @@
+"""The `checkpoint`, `datastates_ckpt` and `nebula` sections: how checkpoints are written and read."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from .model import PositiveCount, Section
+from .values import Lower, Upper
+
+__all__ = [
+    "CheckpointConfig",
+    "CheckpointWriterConfig",
+    "DataStatesOptions",
+    "NebulaConfig",
+    "ParallelWriteConfig",
+]
+
+
+class ParallelWriteConfig(Section):
+    """Which files several ranks write together."""
+
+    pipeline_stage: bool = Field(
+        False, description="Whether the layer files of a pipeline stage are spread over its data-parallel ranks."
+    )
+
+
+class CheckpointWriterConfig(Section):
+    """The fast checkpoint writer; the presence of the block switches it on."""
+
+    type: Annotated[Literal["FAST", "PYTHON", "MOCK"], Upper] = Field(
+        "FAST", description="File writer: FAST (asynchronous I/O), PYTHON (plain files) or MOCK (writes nothing)."
+    )
+    io_buffer_size: PositiveCount = Field(67_108_864, description="Size of the write buffer, in bytes.")
+    io_buffer_double: bool = Field(True, description="Whether a second buffer is filled while the first is written.")
+    io_multiplier: PositiveCount = Field(1, description="Factor on the number of writers.")
+    show_statistics: bool = Field(False, description="Whether the write speed is logged.")
+    data_parallel: Annotated[Literal["replica", "socket", "machine"], Lower] | None = Field(
+        None, description="Over which data-parallel ranks the writing is spread: replica, socket or machine."
+    )
+    decoupled: bool = Field(False, description="Whether writing goes on in a background process.")
+
+
+class CheckpointConfig(Section):
+    """Saving and loading of checkpoints."""
+
+    tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], Upper] = Field(
+        "WARN", description="What happens when ranks save under different tags: IGNORE, WARN or FAIL (any case)."
+    )
+    load_universal: bool = Field(False, description="Whether checkpoints are loaded from the universal format.")
+    use_node_local_storage: bool = Field(
+        False, description="Whether every node writes its own copy, for folders that nodes do not share."
+    )
+    parallel_write: ParallelWriteConfig = Field(
+        default_factory=ParallelWriteConfig, description="Which files several ranks write together."
+    )
+    checkpoint_serialization: bool = Field(
+        True, description="Whether torch.save uses its zip format; false is its older format."
+    )
+    writer: CheckpointWriterConfig | None = Field(
+        None, description="The fast writer; the block, even empty, switches it on."
+    )
+
+
+def _off_is_none(value: Any) -> Any:
+    """`false` and `null` are off, `true` is on without options."""
+    if isinstance(value, bool):
+        return {} if value else None
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"expected true, false or an object with options, found {value!r}")
+    return value
+
+
+DataStatesOptions = Annotated[dict[str, Any] | None, BeforeValidator(_off_is_none)]
+"""Options handed on to the DataStates engine unread; None is off."""
+
+
+class NebulaConfig(Section):
+    """Asynchronous checkpoints through Azure's Nebula service."""
+
+    enabled: bool = Field(False, description="Whether checkpoints go through Nebula.")
+    persistent_storage_path: str | None = Field(None, description="Folder where Nebula keeps checkpoints for good.")
+    persistent_time_interval: PositiveCount = Field(
+        100, description="Seconds between two checkpoints that are kept for good."
+    )
+    num_of_version_in_retention: PositiveCount = Field(2, description="Number of checkpoints kept at a time.")
+    enable_nebula_load: bool = Field(True, description="Whether checkpoints are loaded through Nebula too.")
+    nebula_load_path: str | None = Field(
+        None, description="Folder from which checkpoints are loaded; null means persistent_storage_path."
+    )

@@ -1,0 +1,169 @@
+"""Walks a raw config along the schema: unknown keys, `null`, `"auto"`, comments. Reports, never raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepspeed.config.names import nearest
+from deepspeed.config.renamed import REMOVED
+from deepspeed.config.shape import Key, Model, keys_of, places_of
+
+__all__ = ["Findings", "Problem", "clean"]
+
+AUTO = "auto"
+# Words that many sections use; one of them in a wrong place says nothing about where it belongs.
+_COMMON = 2
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong, with the dotted path of its key."""
+
+    path: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.text}" if self.path else self.text
+
+
+@dataclass
+class Findings:
+    """What a walk found; `data` is what is left to validate."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    aliens: list[str] = field(default_factory=list)
+    """Paths of keys that look like nothing in the schema."""
+    autos: list[str] = field(default_factory=list)
+    """Paths whose value is "auto" although the key does not own that word; they are not in `data`."""
+    given: dict[str, str] = field(default_factory=dict)
+    """Usual path of every key that was given → the path as the user spelled it."""
+
+
+def clean(raw: dict[str, Any], schema: Model) -> Findings:
+    """Sort the keys of `raw` into what can be validated and what must be told; `raw` is not changed."""
+    found = Findings()
+    _place_dotted(raw, schema, found)
+    found.data = _object(raw, schema, _Place("", "", schema, found))
+    return found
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the walk is: `path` in the usual spelling, `spelled` as the user wrote it."""
+
+    path: str
+    spelled: str
+    root: Model
+    found: Findings
+
+    def inside(self, json: str, given: str | None = None) -> _Place:
+        def join(parent: str, child: str) -> str:
+            return f"{parent}{child}" if child.startswith("[") or not parent else f"{parent}.{child}"
+
+        return _Place(join(self.path, json), join(self.spelled, given or json), self.root, self.found)
+
+
+def _is_comment(name: str) -> bool:
+    return name.startswith(("_", "//", "#", "$"))
+
+
+def _object(raw: dict[str, Any], model: Model, place: _Place) -> dict[str, Any]:
+    """The known keys of one object of the config."""
+    keys = keys_of(model)
+    kept: dict[str, Any] = {}
+    for name, value in raw.items():
+        key = keys.get(name)
+        if key is None and model.model_config.get("extra") == "allow":
+            kept[name] = value  # handed on to another package, which knows its own keys
+            continue
+        if key is None:
+            _unknown(name, model, place)
+            continue
+        here = place.inside(key.json, name)
+        place.found.given[here.path] = here.spelled
+        _value(name, value, key, here, kept)
+    return kept
+
+
+def _value(name: str, value: Any, key: Key, here: _Place, kept: dict[str, Any]) -> None:
+    """Keep the value of a known key, or leave it out where it says nothing."""
+    if value is None and not key.optional:
+        here.found.given.pop(here.path)
+        return
+    if isinstance(value, str) and value == AUTO and not key.owns_auto:
+        here.found.autos.append(here.path)
+        return
+    inner: Callable[[Any, _Place], Any] | None = None
+    if key.section is not None:
+        section = key.section
+
+        def inner(item: Any, at: _Place) -> Any:
+            return _object(item, section, at) if isinstance(item, dict) else item
+
+    if inner is not None and key.container == "dict" and isinstance(value, dict):
+        kept[name] = {label: inner(item, here.inside(label)) for label, item in value.items()}
+    elif inner is not None and key.container == "list" and isinstance(value, list):
+        kept[name] = [inner(item, here.inside(f"[{index}]")) for index, item in enumerate(value)]
+    elif inner is not None:
+        kept[name] = inner(value, here)
+    elif key.free and isinstance(value, dict):
+        kept[name] = _free(value, here)
+    else:
+        kept[name] = value
+
+
+def _free(value: dict[str, Any], place: _Place) -> dict[str, Any]:
+    """An object with names of its own: only "auto" is looked for."""
+    kept: dict[str, Any] = {}
+    for name, item in value.items():
+        here = place.inside(name)
+        if here.path in REMOVED:
+            place.found.problems.append(Problem(here.path, REMOVED[here.path]))
+        elif isinstance(item, str) and item == AUTO:
+            place.found.autos.append(here.path)
+        else:
+            kept[name] = item
+        place.found.given[here.path] = here.spelled
+    return kept
+
+
+def _unknown(name: str, model: Model, place: _Place) -> None:
+    """Say what an unknown key was meant to be; one that looks like nothing known is an alien."""
+    found, here = place.found, place.inside(name)
+    if here.path in REMOVED:
+        found.problems.append(Problem(here.spelled, REMOVED[here.path]))
+        return
+    if _is_comment(name):
+        return
+    meant = nearest(name, keys_of(model))
+    if meant is not None:
+        found.problems.append(Problem(here.spelled, f"unknown key; did you mean {meant!r}?"))
+        return
+    elsewhere = places_of(place.root).get(name, ())
+    if 0 < len(elsewhere) <= _COMMON:
+        homes = " or ".join(repr(home) if home else "the top level" for home in elsewhere)
+        found.problems.append(Problem(here.spelled, f"unknown key here; it belongs under {homes}"))
+        return
+    found.aliens.append(here.spelled)
+
+
+def _place_dotted(raw: dict[str, Any], schema: Model, found: Findings) -> None:
+    """`"zero_optimization.reduce_bucket_size": 1` at the top level, as some clients write it.
+
+    It sets the nested key unless that is given too. `raw` belongs to the loader, so it is changed in place.
+    """
+    for name in [name for name in raw if "." in name and isinstance(name, str)]:
+        head, _, tail = name.partition(".")
+        section = keys_of(schema).get(head)
+        if section is None or section.section is None or tail not in keys_of(section.section):
+            continue
+        value = raw.pop(name)
+        target = raw.get(section.json) if section.json in raw else raw.get(section.name)
+        if target is None:
+            target = raw[section.json] = {}
+        key = keys_of(section.section)[tail]
+        if isinstance(target, dict) and target.get(key.json) is None and target.get(key.name) is None:
+            target[tail] = value

@@ -1,0 +1,128 @@
+"""`DeepSpeedConfig`: a loaded config with its batch sizes resolved, under the attribute names that scripts read."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from operator import attrgetter
+from typing import Any
+
+from deepspeed.config.attributes import ATTRIBUTES
+from deepspeed.config.batch import Batch, resolve
+from deepspeed.config.explain import batch_values, rows
+from deepspeed.config.features import unbuilt
+from deepspeed.config.load import Loaded, load
+from deepspeed.config.read import ConfigSource
+from deepspeed.config.schema import Schema
+from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
+from deepspeed.utils.logging import logger
+
+__all__ = ["DeepSpeedConfig"]
+
+
+class DeepSpeedConfig:
+    """The config of one engine.
+
+    `schema` is the validated config, `batch` the resolved batch sizes. Every top-level key is an attribute, and so
+    are the older names of `config/attributes.py`. A `partial` config may hold "auto" and lack batch sizes.
+    """
+
+    def __init__(
+        self,
+        config: ConfigSource,
+        mpu: Any = None,
+        mesh_device: Any = None,
+        *,
+        world_size: int | None = None,
+        partial: bool = False,
+    ) -> None:
+        self.loaded: Loaded = load(config, partial=partial)
+        self.schema: Schema = self.loaded.schema
+        self.mpu = mpu
+        self.mesh_device = mesh_device
+        missing = unbuilt(self.schema)
+        if missing:
+            raise FeatureUnavailable("\n".join(str(problem) for problem in missing), path=missing[0].path)
+        self.world_size = data_parallel_ranks(self.schema, mpu, mesh_device, world_size)
+        self.batch: Batch | None = _batch(self.schema, self.world_size, partial)
+
+    @property
+    def train_batch_size(self) -> int | None:
+        """Samples per optimizer step over all data-parallel ranks."""
+        return self.batch.train if self.batch else self.schema.train_batch_size
+
+    @property
+    def train_micro_batch_size_per_gpu(self) -> int | None:
+        """Samples per rank in one forward and backward."""
+        return self.batch.micro if self.batch else self.schema.train_micro_batch_size_per_gpu
+
+    @property
+    def gradient_accumulation_steps(self) -> int | None:
+        """Micro steps per optimizer step."""
+        return self.batch.steps if self.batch else self.schema.gradient_accumulation_steps
+
+    @property
+    def _param_dict(self) -> dict[str, Any]:
+        return copy.copy(self.loaded.raw)
+
+    def __getattr__(self, name: str) -> Any:
+        schema = self.__dict__.get("schema")
+        if schema is None or name.startswith("__"):
+            raise AttributeError(name)
+        found = ATTRIBUTES.get(name)
+        if found is not None:
+            return found(schema) if callable(found) else attrgetter(found)(schema)
+        if name in type(schema).model_fields:
+            return getattr(schema, name)
+        raise AttributeError(f"DeepSpeedConfig has no attribute {name!r}")
+
+    def print_user_config(self) -> None:
+        """Log the config as it was given."""
+        logger.info("  json = %s", json.dumps(self.loaded.raw, indent=2, default=str))
+
+    def print(self, name: str) -> None:
+        """Log every effective value under a heading, then the config as it was given."""
+        logger.info("%s:", name)
+        batch = {} if self.batch is None else batch_values(self.loaded, self.world_size)
+        for row in rows(self.loaded, batch):
+            logger.info("  %s %s %s", row.path, "." * max(1, 50 - len(row.path)), row.value)
+        self.print_user_config()
+
+
+def data_parallel_ranks(schema: Schema, mpu: Any, mesh_device: Any, world_size: int | None) -> int:
+    """How many ranks each take a different part of the batch."""
+    world = _process_count() if world_size is None else world_size
+    if mpu is not None:
+        if hasattr(mpu, "get_data_parallel_world_size"):
+            return int(mpu.get_data_parallel_world_size())
+        return _divide(world, int(mpu.get_sequence_parallel_world_size()), "the mpu's sequence-parallel size")
+    if mesh_device is not None:
+        return int(mesh_device["data_parallel"].size())
+    if schema.sequence_parallel_size:
+        return _divide(world, schema.sequence_parallel_size, "sequence_parallel_size")
+    return world
+
+
+def _divide(world: int, size: int, what: str) -> int:
+    if world % size:
+        raise DeepSpeedConfigError(
+            f"world size {world} is not divisible by {what} {size}. Use a multiple of {size} processes.",
+            path="sequence_parallel_size",
+        )
+    return world // size
+
+
+def _process_count() -> int:
+    """The size of the process group if there is one, else 1."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return 1
+    return int(distributed.get_world_size())
+
+
+def _batch(schema: Schema, ranks: int, partial: bool) -> Batch | None:
+    train, micro = schema.train_batch_size, schema.train_micro_batch_size_per_gpu
+    if partial and train is None and micro is None:
+        return None
+    return resolve(train, micro, schema.gradient_accumulation_steps, ranks)

@@ -1,0 +1,94 @@
+"""Every effective value of a config and where it came from: given, default, derived or renamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.config.batch import MICRO, STEPS, TRAIN, resolve
+from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.shape import keys_of
+
+if TYPE_CHECKING:
+    from deepspeed.config.load import Loaded
+    from deepspeed.config.schema import Schema
+
+__all__ = ["Row", "batch_values", "rows"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value: its dotted path, what it is now, where that came from, what it means."""
+
+    path: str
+    value: Any
+    origin: str
+    meaning: str
+
+    @property
+    def is_default(self) -> bool:
+        """True if the user had no part in it."""
+        return self.origin == "default"
+
+
+def rows(loaded: Loaded, batch: dict[str, int] | None = None) -> Iterator[Row]:
+    """The rows of a loaded config; `batch` holds batch sizes that were derived from the others."""
+    derived = {**_derived(loaded.schema), **{key: (value, "derived") for key, value in (batch or {}).items()}}
+    for path, value, meaning in _values(loaded.schema, ""):
+        origin = _origin(path, loaded)
+        if origin == "default" and path in derived:
+            value, origin = derived[path]
+        yield Row(path, value, origin, meaning)
+
+
+def _values(model: DeepSpeedConfigModel, prefix: str) -> Iterator[tuple[str, Any, str]]:
+    for name in type(model).model_fields:
+        key = keys_of(type(model))[name]
+        path, value = f"{prefix}{key.json}", getattr(model, name)
+        if isinstance(value, DeepSpeedConfigModel):
+            yield from _values(value, path + ".")
+        elif key.section is not None and isinstance(value, dict) and value:
+            for label, item in value.items():
+                yield from _values(item, f"{path}.{label}.")
+        elif key.section is not None and isinstance(value, (list, tuple)) and value:
+            for index, item in enumerate(value):
+                yield from _values(item, f"{path}[{index}].")
+        elif key.free and isinstance(value, dict) and value:
+            yield from ((f"{path}.{label}", item, "") for label, item in value.items())
+        else:
+            yield path, value, key.info.description or ""
+
+
+def _origin(path: str, loaded: Loaded) -> str:
+    for new, old in loaded.renamed.items():
+        if path == new or path.startswith(new + "."):
+            return f"renamed from {old}"
+    if path in loaded.autos:
+        return 'default (was "auto")'
+    spelled = loaded.given.get(path)
+    if spelled is None:
+        return "default"
+    return "given" if spelled == path else f"given as {spelled}"
+
+
+def _derived(schema: Schema) -> dict[str, tuple[Any, str]]:
+    """Values that are null in the schema and follow from others."""
+    table: dict[str, tuple[Any, str]] = {}
+    if schema.zero_optimization.overlap_comm is None:
+        on = schema.zero_optimization.stage == 3
+        table["zero_optimization.overlap_comm"] = (on, "derived from the stage")
+    if schema.communication_data_type is None:
+        precision = "fp16" if schema.fp16.enabled else "bf16" if schema.bf16.enabled else "fp32"
+        table["communication_data_type"] = (precision, "derived from the precision")
+    return table
+
+
+def batch_values(loaded: Loaded, ranks: int) -> dict[str, int]:
+    """The batch keys that were not given, resolved for that many data-parallel ranks."""
+    schema = loaded.schema
+    batch = resolve(
+        schema.train_batch_size, schema.train_micro_batch_size_per_gpu, schema.gradient_accumulation_steps, ranks
+    )
+    values = {TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.steps}
+    return {key: value for key, value in values.items() if key in batch.derived}

@@ -1,0 +1,110 @@
+"""The features that the schema knows and this version does not have: one table, one check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepspeed.config.clean import Problem
+from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.schema import Schema
+
+__all__ = ["UNBUILT", "Feature", "unbuilt"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A key that asks for something this version does not have."""
+
+    path: str
+    name: str
+    asked: Callable[[Schema], bool]
+
+
+def _offloads(device: object) -> bool:
+    return str(getattr(device, "value", device)) != "none"
+
+
+def _switched_on(section: DeepSpeedConfigModel) -> bool:
+    """True if the section, or any section in it, has its `enabled` on."""
+    values = dict(section)
+    nested = [value for value in values.values() if isinstance(value, DeepSpeedConfigModel)]
+    return values.get("enabled") is True or any(_switched_on(inner) for inner in nested)
+
+
+def _data_techniques(schema: Schema) -> bool:
+    """The outer switches of `data_efficiency` turn nothing on by themselves; the techniques do."""
+    data = schema.data_efficiency
+    inner = (*dict(data.data_sampling).values(), *dict(data.data_routing).values())
+    return any(isinstance(section, DeepSpeedConfigModel) and _switched_on(section) for section in inner)
+
+
+UNBUILT: tuple[Feature, ...] = (
+    Feature(
+        "zero_optimization.offload_optimizer",
+        "optimizer offload",
+        lambda c: (
+            c.zero_optimization.offload_optimizer is not None
+            and _offloads(c.zero_optimization.offload_optimizer.device)
+        ),
+    ),
+    Feature(
+        "zero_optimization.offload_param",
+        "parameter offload",
+        lambda c: c.zero_optimization.offload_param is not None and _offloads(c.zero_optimization.offload_param.device),
+    ),
+    Feature("zero_optimization.zenflow", "ZenFlow", lambda c: c.zero_optimization.zenflow is not None),
+    Feature(
+        "zero_optimization.zero_hpz_partition_size", "hpZ", lambda c: c.zero_optimization.zero_hpz_partition_size > 1
+    ),
+    Feature("zero_optimization.zero_quantized_weights", "qwZ", lambda c: c.zero_optimization.zero_quantized_weights),
+    Feature(
+        "zero_optimization.zero_quantized_nontrainable_weights",
+        "quantised frozen weights",
+        lambda c: c.zero_optimization.zero_quantized_nontrainable_weights,
+    ),
+    Feature(
+        "zero_optimization.zero_quantized_gradients", "qgZ", lambda c: c.zero_optimization.zero_quantized_gradients
+    ),
+    Feature("zero_optimization.zeropp_loco_param", "LoCo", lambda c: c.zero_optimization.zeropp_loco_param is not None),
+    Feature("zero_optimization.mics_shard_size", "MiCS", lambda c: c.zero_optimization.mics_shard_size > 0),
+    Feature("sequence_parallel_size", "sequence parallelism", lambda c: (c.sequence_parallel_size or 1) > 1),
+    Feature("tensor_parallel.autotp_size", "AutoTP", lambda c: c.tensor_parallel.autotp_size > 1),
+    Feature("expert_parallel", "AutoEP", lambda c: c.expert_parallel.enabled),
+    Feature("compile.deepcompile", "DeepCompile", lambda c: c.compile.deepcompile),
+    Feature("hybrid_engine", "the hybrid engine", lambda c: c.hybrid_engine.enabled),
+    Feature(
+        "weight_quantization",
+        "weight quantisation",
+        lambda c: bool(c.weight_quantization.quantized_initialization or c.weight_quantization.post_init_quant),
+    ),
+    Feature("autotuning", "the autotuner", lambda c: c.autotuning.enabled),
+    Feature("flops_profiler", "the flops profiler", lambda c: c.flops_profiler.enabled),
+    Feature("elasticity", "elasticity", lambda c: c.elasticity.enabled),
+    Feature("compression_training", "compression", lambda c: _switched_on(c.compression_training)),
+    Feature("eigenvalue", "eigenvalue", lambda c: c.eigenvalue.enabled),
+    Feature("quantize_training", "MoQ", lambda c: c.quantize_training.enabled),
+    Feature("progressive_layer_drop", "progressive layer drop", lambda c: c.progressive_layer_drop.enabled),
+    Feature("curriculum_learning", "curriculum learning", lambda c: c.curriculum_learning.enabled),
+    Feature("data_efficiency", "data efficiency", _data_techniques),
+    Feature("sparse_attention", "sparse attention", lambda c: c.sparse_attention is not None),
+    Feature("amp", "Apex AMP (use bf16, fp16 or torch_autocast)", lambda c: c.amp.enabled),
+    Feature("nebula", "Nebula checkpoints", lambda c: c.nebula.enabled),
+    Feature("datastates_ckpt", "DataStates checkpoints", lambda c: c.datastates_ckpt is not None),
+    Feature("checkpoint.writer", "the fast checkpoint writer", lambda c: c.checkpoint.writer is not None),
+    Feature("graph_harvesting", "graph harvesting", lambda c: c.graph_harvesting),
+    Feature(
+        "optimizer.type",
+        "1-bit optimizers",
+        lambda c: (c.optimizer.type or "").lower() in ("onebitadam", "zerooneadam", "onebitlamb"),
+    ),
+)
+
+
+def unbuilt(schema: Schema) -> list[Problem]:
+    """What this config asks for and this version does not have."""
+    return [
+        Problem(feature.path, f"{feature.name}: not part of this version yet; remove the key or turn it off")
+        for feature in UNBUILT
+        if feature.asked(schema)
+    ]

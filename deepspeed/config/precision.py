@@ -1,0 +1,137 @@
+"""The `fp16`, `bf16`, `torch_autocast`, `data_types` and `amp` sections: which dtype holds what."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Le
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
+from .model import Count, Section
+from .values import DtypeName, Names, Number, Whole, raise_together
+
+__all__ = ["AmpConfig", "DataTypesConfig", "DeepSpeedBF16Config", "DeepSpeedFP16Config", "TorchAutocastConfig"]
+
+
+class DeepSpeedFP16Config(Section):
+    """Training in fp16 with fp32 master weights and loss scaling."""
+
+    enabled: bool = Field(False, description="Whether to train in fp16, keeping fp32 master weights.")
+    auto_cast: bool = Field(False, description="Whether to cast floating inputs of the model to fp16 in forward.")
+    loss_scale: Annotated[Number, Ge(0)] = Field(
+        0, description="Fixed factor on the loss; 0 means a dynamic factor that adapts to overflows."
+    )
+    initial_scale_power: Annotated[Count, Le(127)] = Field(
+        16, description="The dynamic loss scale starts at 2 to this power; 127 is the largest that fp32 can hold."
+    )
+    loss_scale_window: Whole = Field(
+        1000, description="Number of optimizer steps without overflow after which the dynamic scale doubles."
+    )
+    hysteresis: Whole = Field(2, description="Number of overflows tolerated before the dynamic scale is halved.")
+    consecutive_hysteresis: bool = Field(
+        False, description="Whether every step without overflow refills the hysteresis count."
+    )
+    min_loss_scale: Whole = Field(1, description="Lowest value that the dynamic loss scale may reach.")
+    fp16_master_weights_and_grads: bool = Field(
+        False, description="Whether master weights and gradients are kept in fp16 instead of fp32 (ZeRO stages 1-3)."
+    )
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the loss scale adapts to overflows."""
+        return self.loss_scale == 0
+
+    @model_validator(mode="after")
+    def _rules(self) -> DeepSpeedFP16Config:
+        if self.enabled and self.dynamic:
+            limits = {
+                "loss_scale_window": self.loss_scale_window,
+                "hysteresis": self.hysteresis,
+                "min_loss_scale": self.min_loss_scale,
+            }
+            raise_together(
+                [
+                    f"{key} must be at least 1 with a dynamic loss scale, found {value}"
+                    for key, value in limits.items()
+                    if value < 1
+                ]
+            )
+        return self
+
+
+class DeepSpeedBF16Config(Section):
+    """Training in bf16; its range is that of fp32, so the loss is not scaled."""
+
+    enabled: bool = Field(False, description="Whether to train in bf16, keeping fp32 master weights.")
+    immediate_grad_update: bool = Field(
+        False,
+        description="Whether gradients are added to their fp32 copy as they arrive in backward (ZeRO stage 1 with "
+        "fp32 accumulation, or a pipeline).",
+    )
+    check_grad_overflow: bool = Field(
+        True, description="Whether a step whose gradients hold inf or NaN is skipped (ZeRO stages 1 and 2)."
+    )
+    bf16_master_weights_and_grads: bool = Field(
+        False, description="Whether master weights and gradients are kept in bf16 instead of fp32 (ZeRO stages 1-3)."
+    )
+    bf16_optimizer_states: bool = Field(
+        False,
+        description="Whether the optimizer's moments are kept in bf16 too; needs bf16_master_weights_and_grads.",
+    )
+
+    @model_validator(mode="after")
+    def _rules(self) -> DeepSpeedBF16Config:
+        if self.bf16_optimizer_states and not self.bf16_master_weights_and_grads:
+            raise ValueError(
+                "bf16_optimizer_states is true but bf16_master_weights_and_grads is false; set both, or neither"
+            )
+        return self
+
+
+class TorchAutocastConfig(Section):
+    """torch.autocast around the forward pass."""
+
+    enabled: bool = Field(
+        False, description="Whether forward runs under torch.autocast; an autocast opened outside is replaced."
+    )
+    dtype: DtypeName | None = Field(
+        None, description="Dtype that autocast computes in; null means the default that torch has for the device."
+    )
+    lower_precision_safe_modules: Names | None = Field(
+        None,
+        description="Fully qualified classes whose own parameters are communicated in that dtype; null means "
+        "torch.nn Linear, Conv1d, Conv2d and Conv3d.",
+    )
+
+
+def _auto_or_list(value: Any) -> Any:
+    if value == "auto" or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+        return value
+    raise ValueError(f'expected "auto" or a list of buffer name patterns, found {value!r}')
+
+
+class DataTypesConfig(Section):
+    """Dtypes by role, where they differ from the training dtype."""
+
+    grad_accum_dtype: DtypeName | None = Field(
+        None, description="Dtype in which gradients are accumulated; null means the model's dtype."
+    )
+    param_dtype: DtypeName | None = Field(
+        None, description="Dtype that the parameters are expected to have; a check only, it never changes them."
+    )
+    buffer_dtype: DtypeName | None = Field(
+        None, description="Dtype to which floating buffers are cast with fp16 or bf16 on; null leaves them alone."
+    )
+    keep_in_fp32_modules: Annotated[list[str] | Literal["auto"], BeforeValidator(_auto_or_list)] = Field(
+        "auto",
+        description="Buffers that stay in fp32, as name patterns where * matches anything; auto asks the model's "
+        "modules, an empty list keeps none.",
+    )
+
+
+class AmpConfig(Section):
+    """Apex mixed precision; every other key is handed to `apex.amp.initialize` unchanged."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = Field(False, description="Whether Apex AMP wraps the model and the optimizer.")

@@ -1,0 +1,114 @@
+"""Reads a config from where users keep it: a dict, a JSON or HJSON file, or base64 text."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from deepspeed.errors import DeepSpeedConfigError
+
+__all__ = ["ConfigSource", "read"]
+
+ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
+
+
+def read(source: ConfigSource) -> tuple[dict[str, Any], str]:
+    """The config as plain dicts and lists that nobody else holds, and where it came from, for messages."""
+    if isinstance(source, Mapping):
+        try:
+            return _own(source, ""), "the given dict"
+        except RecursionError:
+            raise DeepSpeedConfigError("the given dict contains itself, or is nested too deeply") from None
+    if not isinstance(source, (str, os.PathLike)):
+        raise DeepSpeedConfigError(
+            f"a config is a dict, the path of a JSON or HJSON file, or base64 text; found {type(source).__name__}"
+        )
+    path = os.fspath(source)
+    if os.path.exists(path):
+        return _parse(_text_of(path), path), path
+    return _parse(_decode(path), "base64 text"), "base64 text"
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DeepSpeedConfigError(f"config file {path!r} cannot be read: {error}") from error
+
+
+def _decode(text: str) -> str:
+    try:
+        padded = text.strip() + "=" * (-len(text.strip()) % 4)
+        return base64.b64decode(padded.encode("ascii"), altchars=b"-_", validate=True).decode("utf-8")
+    except (binascii.Error, UnicodeError, ValueError):
+        shown = text if len(text) <= 200 else text[:200] + "…"
+        raise DeepSpeedConfigError(
+            f"config {shown!r}: there is no such file in {os.getcwd()}, and it is not base64 text either. "
+            "Give the path of a JSON file, a dict, or URL-safe base64 of the JSON text."
+        ) from None
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    """JSON if it is JSON (which also knows Infinity), else HJSON; a key given twice is an error in both."""
+    if not text.strip():
+        raise DeepSpeedConfigError(f"{source} is empty; a config is a JSON object")
+    found: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        table: dict[str, Any] = {}
+        for key, value in items:
+            if key in table:
+                found.append(key)
+            table[key] = value
+        return table
+
+    try:
+        data = json.loads(text, object_pairs_hook=pairs)
+    except RecursionError:
+        raise DeepSpeedConfigError(f"{source}: nested too deeply to be a config") from None
+    except ValueError as json_error:
+        found.clear()
+        data = _parse_hjson(text, source, pairs, json_error)
+    if found:
+        names = sorted(set(found))
+        raise DeepSpeedConfigError(
+            f"Duplicate keys in DeepSpeed config: {names} ({source}). Only the last of each would count; keep one.",
+            path=names[0],
+        )
+    if not isinstance(data, dict):
+        raise DeepSpeedConfigError(f"{source}: a config is a JSON object, found {type(data).__name__}")
+    return data
+
+
+def _parse_hjson(text: str, source: str, pairs: Any, json_error: ValueError) -> Any:
+    import hjson
+
+    try:
+        return hjson.loads(text, object_pairs_hook=pairs)
+    except (hjson.HjsonDecodeError, RecursionError, ValueError) as hjson_error:
+        raise DeepSpeedConfigError(
+            f"{source} is neither JSON ({json_error}) nor HJSON ({hjson_error})"
+        ) from hjson_error
+
+
+def _own(value: Mapping[Any, Any], path: str) -> dict[str, Any]:
+    """The dicts and lists of the caller's config, copied; leaves (dtypes, process groups) are shared."""
+    copy: dict[str, Any] = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            raise DeepSpeedConfigError(f"{path or 'the config'}: keys are text, found {key!r}", path=path)
+        copy[key] = _own_any(item, f"{path}.{key}" if path else key)
+    return copy
+
+
+def _own_any(value: Any, path: str) -> Any:
+    if isinstance(value, Mapping):
+        return _own(value, path)
+    if type(value) is list:
+        return [_own_any(item, f"{path}[{index}]") for index, item in enumerate(value)]
+    return value

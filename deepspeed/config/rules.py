@@ -1,0 +1,278 @@
+"""The rules between sections of the config; a rule raises ValueError whose text begins with the keys concerned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .keys import Keys
+from .optimizer import ONE_BIT_OPTIMIZERS
+
+__all__ = ["RULES", "violations"]
+
+
+def _refuse(keys: str, why: str) -> None:
+    raise ValueError(f"{keys}: {why}")
+
+
+def _stage(config: Keys) -> int:
+    return int(config.zero_optimization.stage)
+
+
+def one_precision(config: Keys) -> None:
+    if config.fp16.enabled and config.bf16.enabled:
+        _refuse("fp16.enabled, bf16.enabled", "both are true; a model trains in one of them, set the other to false")
+
+
+def amp_alone(config: Keys) -> None:
+    if not config.amp.enabled:
+        return
+    others = {
+        "fp16.enabled": config.fp16.enabled,
+        "bf16.enabled": config.bf16.enabled,
+        f"zero_optimization.stage {_stage(config)}": _stage(config) > 0,
+    }
+    found = [name for name, on in others.items() if on]
+    if found:
+        _refuse("amp.enabled", f"Apex AMP does not work with {', '.join(found)}; use one of them")
+
+
+def low_precision_masters_need_zero(config: Keys) -> None:
+    keys = {
+        "fp16.fp16_master_weights_and_grads": config.fp16.fp16_master_weights_and_grads,
+        "bf16.bf16_master_weights_and_grads": config.bf16.bf16_master_weights_and_grads,
+        "bf16.bf16_optimizer_states": config.bf16.bf16_optimizer_states,
+    }
+    given = [key for key, on in keys.items() if on]
+    if given and _stage(config) == 0:
+        _refuse(", ".join(given), "16-bit master state needs zero_optimization.stage 1, 2 or 3, found stage 0")
+
+
+def parameters_have_the_expected_dtype(config: Keys) -> None:
+    expected = config.data_types.param_dtype
+    actual = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
+    if expected is not None and expected != actual:
+        _refuse(
+            "data_types.param_dtype",
+            f"{expected} is expected, but the fp16 and bf16 sections make the parameters {actual}",
+        )
+
+
+def autocast_without_quantized_weights(config: Keys) -> None:
+    if config.torch_autocast.enabled and config.zero_optimization.zero_quantized_weights:
+        _refuse("torch_autocast.enabled, zero_optimization.zero_quantized_weights", "they exclude each other; keep one")
+
+
+def clipping_needs_the_norm(config: Keys) -> None:
+    if not config.zero_optimization.compute_grad_norm and config.gradient_clipping > 0:
+        _refuse(
+            "zero_optimization.compute_grad_norm, gradient_clipping",
+            f"clipping at {config.gradient_clipping} needs the norm; set gradient_clipping to 0 (its default is 1.0) "
+            "or compute_grad_norm to true",
+        )
+
+
+def sum_of_gradients(config: Keys) -> None:
+    if config.gradient_allreduce_op != "sum":
+        return
+    others = {
+        "zero_optimization.stage 3": _stage(config) == 3,
+        "zero_optimization.zenflow": config.zero_optimization.zenflow is not None,
+        "compile.deepcompile": config.compile.deepcompile,
+    }
+    found = [name for name, on in others.items() if on]
+    if found:
+        _refuse("gradient_allreduce_op", f'"sum" does not work with {", ".join(found)}; use "mean"')
+
+
+def scaling_before_reduction(config: Keys) -> None:
+    zero = config.zero_optimization
+    stage = _stage(config)
+    divided = stage == 3 or (stage == 2 and config.gradient_allreduce_op == "mean")
+    given = []
+    if config.prescale_gradients:
+        given.append("prescale_gradients")
+    if config.gradient_predivide_factor != 1.0:
+        given.append("gradient_predivide_factor")
+    if given and divided and zero.reduce_scatter:
+        _refuse(
+            ", ".join(given),
+            f"no effect is possible at ZeRO stage {stage} with zero_optimization.reduce_scatter; remove the key, or "
+            "set reduce_scatter to false",
+        )
+
+
+def unmanaged_accumulation(config: Keys) -> None:
+    if config.managed_gradient_accumulation:
+        return
+    if config.compile.deepcompile:
+        _refuse("managed_gradient_accumulation, compile.deepcompile", "false does not work with DeepCompile")
+    if config.zero_optimization.overlaps_comm and _stage(config) < 2:
+        _refuse(
+            "managed_gradient_accumulation, zero_optimization.overlap_comm",
+            f"false with overlap_comm needs ZeRO stage 2 or 3, found stage {_stage(config)}",
+        )
+
+
+def one_bit_without_zero(config: Keys) -> None:
+    if config.optimizer.type in ONE_BIT_OPTIMIZERS and _stage(config) > 0:
+        _refuse(
+            "optimizer.type, zero_optimization.stage",
+            f"{config.optimizer.type} communicates by itself and needs stage 0, found stage {_stage(config)}",
+        )
+
+
+def lamb_scales_dynamically(config: Keys) -> None:
+    if config.optimizer.type in ("Lamb", "OneBitLamb") and config.fp16.enabled and not config.fp16.dynamic:
+        _refuse(
+            "optimizer.type, fp16.loss_scale",
+            f"{config.optimizer.type} in fp16 needs a dynamic loss scale (0), found {config.fp16.loss_scale}",
+        )
+
+
+def muon_without_quantized_gradients(config: Keys) -> None:
+    if config.optimizer.type == "Muon" and config.zero_optimization.zero_quantized_gradients:
+        _refuse(
+            "optimizer.type, zero_optimization.zero_quantized_gradients",
+            "Muon needs whole gradients, which the quantised exchange does not give",
+        )
+
+
+def one_optimizer_offload(config: Keys) -> None:
+    if config.compile.offload_opt_states and config.zero_optimization.offloads_optimizer:
+        _refuse(
+            "compile.offload_opt_states, zero_optimization.offload_optimizer",
+            "both move the optimizer state; keep one",
+        )
+
+
+def compiled_passes(config: Keys) -> None:
+    passes = config.compile.passes or ()
+    if not config.compile.deepcompile:
+        return
+    if "autosp" in passes and _stage(config) > 1:
+        _refuse("compile.passes", f"autosp needs ZeRO stage 0 or 1, found stage {_stage(config)}")
+    if "autotp" in passes and config.tensor_parallel.autotp_size < 2:
+        _refuse(
+            "compile.passes",
+            f"autotp needs tensor_parallel.autotp_size above 1, found {config.tensor_parallel.autotp_size}",
+        )
+    if "autotp" in passes and config.tensor_parallel.tp_overlap_comm:
+        _refuse("compile.passes, tensor_parallel.tp_overlap_comm", "the autotp pass does not overlap; set it to false")
+
+
+def compiled_around_experts(config: Keys) -> None:
+    if not config.compile.autoep_non_moe:
+        return
+    zero = config.zero_optimization
+    others = {
+        "expert_parallel.comm_backend deepep": config.expert_parallel.comm_backend == "deepep",
+        "tensor_parallel.autotp_size": config.tensor_parallel.autotp_size > 1,
+        "sequence_parallel_size": (config.sequence_parallel_size or 1) > 1,
+        "zero_optimization.stage 3": _stage(config) == 3,
+        "zero_optimization.offload_optimizer": zero.offloads_optimizer,
+        "zero_optimization.offload_param": zero.offloads_parameters,
+    }
+    found = [name for name, on in others.items() if on]
+    if found:
+        _refuse("compile.autoep_non_moe", f"does not work with {', '.join(found)}")
+
+
+def expert_and_tensor_presets_agree(config: Keys) -> None:
+    expert, tensor = config.expert_parallel.preset_model, config.tensor_parallel.preset_model
+    if config.expert_parallel.enabled and expert is not None and tensor is not None and expert != tensor:
+        _refuse(
+            "expert_parallel.preset_model, tensor_parallel.preset_model",
+            f"they describe one model and must be equal, found {expert} and {tensor}",
+        )
+
+
+def experts_with_tensor_parallel(config: Keys) -> None:
+    expert, zero = config.expert_parallel, config.zero_optimization
+    if not expert.enabled or config.tensor_parallel.autotp_size < 2:
+        return
+    others = {
+        f"autoep_size {expert.autoep_size} (needs more than 1)": expert.autoep_size < 2,
+        "sequence_parallel_size": (config.sequence_parallel_size or 1) > 1,
+        "zero_optimization.offload_optimizer": zero.offloads_optimizer,
+        "zero_optimization.offload_param": zero.offloads_parameters,
+        "compile.deepcompile": config.compile.deepcompile,
+        "use_data_before_expert_parallelism": config.use_data_before_expert_parallelism,
+        "expert_parallel.async_split_plan": expert.async_split_plan,
+        "expert_parallel.combine_impl fused_weighted_sum": expert.combine_impl == "fused_weighted_sum",
+    }
+    found = [name for name, on in others.items() if on]
+    if found:
+        _refuse("expert_parallel.enabled, tensor_parallel.autotp_size", f"together do not work with {', '.join(found)}")
+
+
+def experts_with_sharded_parameters(config: Keys) -> None:
+    zero = config.zero_optimization
+    if not config.expert_parallel.enabled or _stage(config) != 3:
+        return
+    others = {
+        "sequence_parallel_size": (config.sequence_parallel_size or 1) > 1,
+        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
+    found = [name for name, on in others.items() if on]
+    if found:
+        _refuse("expert_parallel.enabled, zero_optimization.stage", f"stage 3 does not work with {', '.join(found)}")
+
+
+def elastic_batch_sizes(config: Keys) -> None:
+    elastic = config.elasticity
+    if not elastic.enabled or elastic.ignore_non_elastic_batch_info:
+        return
+    keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    given = [key for key in keys if getattr(config, key) is not None]
+    if given:
+        _refuse(
+            f"elasticity.enabled, {', '.join(given)}",
+            "elasticity computes the batch sizes; remove these keys, or set "
+            "elasticity.ignore_non_elastic_batch_info to true",
+        )
+
+
+def quantized_weights_in_the_step(config: Keys) -> None:
+    shared = config.compression_training.weight_quantization.shared_parameters
+    if shared.enabled and not shared.quantize_weight_in_forward and not config.fp16.enabled:
+        _refuse(
+            "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward",
+            "false quantises in the fp16 optimizer step, but fp16.enabled is false; set it to true",
+        )
+
+
+RULES: tuple[Callable[[Keys], None], ...] = (
+    one_precision,
+    amp_alone,
+    low_precision_masters_need_zero,
+    parameters_have_the_expected_dtype,
+    autocast_without_quantized_weights,
+    clipping_needs_the_norm,
+    sum_of_gradients,
+    scaling_before_reduction,
+    unmanaged_accumulation,
+    one_bit_without_zero,
+    lamb_scales_dynamically,
+    muon_without_quantized_gradients,
+    one_optimizer_offload,
+    compiled_passes,
+    compiled_around_experts,
+    expert_and_tensor_presets_agree,
+    experts_with_tensor_parallel,
+    experts_with_sharded_parameters,
+    elastic_batch_sizes,
+    quantized_weights_in_the_step,
+)
+"""Every rule between sections."""
+
+
+def violations(config: Keys) -> list[str]:
+    """The texts of all rules that `config` breaks."""
+    found = []
+    for rule in RULES:
+        try:
+            rule(config)
+        except ValueError as error:
+            found.append(str(error))
+    return found

@@ -1,0 +1,81 @@
+"""The public surface is exactly what `__all__` says, cheap to import, and free of side effects."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib import metadata
+
+import deepspeed
+import deepspeed.utils
+from tests.architecture.source import ROOT
+
+PUBLIC = """
+    TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedConfig DeepSpeedConfigError DeepSpeedError __git_branch__ __git_hash__
+    __version__ __version_major__ __version_minor__ __version_patch__ accelerator add_config_arguments comm
+    get_accelerator init_distributed log_dist logger ops parallel utils
+""".split()
+
+
+def fresh(code: str) -> str:
+    """What a new interpreter prints."""
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    return result.stdout
+
+
+def test_all_is_exact():
+    assert sorted(deepspeed.__all__) == sorted(PUBLIC)
+    assert dir(deepspeed) == sorted(PUBLIC)
+
+
+def test_every_public_name_resolves():
+    for name in deepspeed.__all__:
+        getattr(deepspeed, name)
+    for name in deepspeed.utils.__all__:
+        getattr(deepspeed.utils, name)
+
+
+def test_an_unknown_name_is_an_ordinary_attribute_error():
+    assert not hasattr(deepspeed, "no_such_name")
+
+
+def test_the_version_is_the_distribution_version():
+    assert deepspeed.__version__ == metadata.version("deepspeed") == "0.20.0"
+    parts = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
+    assert ".".join(map(str, parts)) == deepspeed.__version__
+
+
+def test_import_loads_nothing_optional_and_touches_no_device():
+    code = """
+import json, sys, torch
+before = set(sys.modules)
+import deepspeed
+new = sorted({name.split(".")[0] for name in set(sys.modules) - before})
+print(json.dumps({"new": new, "cuda": torch.cuda.is_initialized(), "dist": torch.distributed.is_initialized(),
+                  "count": len([m for m in sys.modules if m.startswith("deepspeed")])}))
+"""
+    facts = json.loads(fresh(code))
+    assert facts["new"] == ["deepspeed"]
+    assert not facts["cuda"]
+    assert not facts["dist"]
+    assert facts["count"] < 20
+
+
+def test_the_modules_clients_reach_by_attribute_are_there_after_a_plain_import():
+    code = """
+import deepspeed
+deepspeed.utils.logger, deepspeed.utils.logging.logger, deepspeed.comm.is_initialized, deepspeed.utils.groups
+print("ok")
+"""
+    assert fresh(code) == "ok\n"
+
+
+def test_optional_packages_are_not_imported_by_any_layer():
+    code = """
+import sys
+import deepspeed.comm, deepspeed.config, deepspeed.accelerator, deepspeed.parallel, deepspeed.ops, deepspeed.utils.groups
+optional = {"mpi4py", "transformers", "accelerate", "triton", "wandb", "tensorboard", "comet_ml", "psutil"}
+print(sorted(optional & set(sys.modules)))
+"""
+    assert fresh(code) == "[]\n"

@@ -1,0 +1,62 @@
+"""An import points downwards, and there are no cycles: the contract of .importlinter, run as a test."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import grimp
+import pytest
+
+from tests.architecture.source import ROOT
+
+
+def test_the_layer_contract_holds():
+    result = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return grimp.build_graph(
+        "deepspeed", include_external_packages=True, exclude_type_checking_imports=True, cache_dir=None
+    )
+
+
+def test_no_import_cycle(graph):
+    """Depth-first over what the modules of the package import when they run."""
+    edges = {
+        module: sorted(
+            target for target in graph.find_modules_directly_imported_by(module) if target.startswith("deepspeed")
+        )
+        for module in graph.modules
+        if module.startswith("deepspeed")
+    }
+    done, path = set(), []
+
+    def visit(module):
+        if module in path:
+            pytest.fail("import cycle: " + " → ".join([*path[path.index(module) :], module]))
+        if module in done:
+            return
+        path.append(module)
+        for target in edges.get(module, ()):
+            visit(target)
+        path.pop()
+        done.add(module)
+
+    for module in sorted(edges):
+        visit(module)
+
+
+def test_layer_zero_is_free_of_torch(graph):
+    """`python -m deepspeed.config check` and the schema need no tensor library."""
+    for module in graph.modules:
+        if module.startswith(("deepspeed.config", "deepspeed.errors", "deepspeed.events", "deepspeed.utils.logging")):
+            assert not graph.direct_import_exists(importer=module, imported="torch"), module

@@ -1,0 +1,213 @@
+"""The rules between sections: each fires, each names its keys, all are told together."""
+
+import pytest
+from pydantic import ValidationError
+
+from deepspeed.config.rules import RULES, violations
+from deepspeed.config.schema import Schema
+
+ON = {"enabled": True}
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+QUANTIZED = {"shared_parameters": ON, "different_groups": {"g": {"params": {"start_bits": 8, "target_bits": 4}}}}
+
+
+def zero(stage, **values):
+    return {"zero_optimization": {"stage": stage, **values}}
+
+
+# rule, a config that breaks it, how the text begins, a close config that keeps it
+CASES = [
+    ("one_precision", {"fp16": ON, "bf16": ON}, "fp16.enabled, bf16.enabled: ", {"fp16": ON}),
+    ("amp_alone", {"amp": ON, **zero(1)}, "amp.enabled: ", {"amp": ON}),
+    ("amp_alone", {"amp": ON, "bf16": ON}, "amp.enabled: ", {"bf16": ON}),
+    (
+        "low_precision_masters_need_zero",
+        {"fp16": {"fp16_master_weights_and_grads": True}},
+        "fp16.fp16_master_weights_and_grads: ",
+        {"fp16": {"fp16_master_weights_and_grads": True}, **zero(1)},
+    ),
+    (
+        "low_precision_masters_need_zero",
+        {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states: ",
+        {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, **zero(3)},
+    ),
+    (
+        "parameters_have_the_expected_dtype",
+        {"data_types": {"param_dtype": "bf16"}},
+        "data_types.param_dtype: bf16 is expected",
+        {"data_types": {"param_dtype": "bf16"}, "bf16": ON},
+    ),
+    (
+        "autocast_without_quantized_weights",
+        {"torch_autocast": ON, **zero(3, zero_quantized_weights=True)},
+        "torch_autocast.enabled, zero_optimization.zero_quantized_weights: ",
+        {"torch_autocast": ON, **zero(3)},
+    ),
+    (
+        "clipping_needs_the_norm",
+        zero(2, compute_grad_norm=False),
+        "zero_optimization.compute_grad_norm, gradient_clipping: clipping at 1.0",
+        {"gradient_clipping": 0, **zero(2, compute_grad_norm=False)},
+    ),
+    (
+        "sum_of_gradients",
+        {"gradient_allreduce_op": "sum", "compile": {"deepcompile": True}, **zero(3)},
+        'gradient_allreduce_op: "sum" does not work with zero_optimization.stage 3, compile.deepcompile',
+        {"gradient_allreduce_op": "sum", **zero(2)},
+    ),
+    (
+        "sum_of_gradients",
+        {"gradient_allreduce_op": "sum", **zero(2, zenflow={}, **OFFLOAD)},
+        'gradient_allreduce_op: "sum" does not work with zero_optimization.zenflow',
+        zero(2, zenflow={}, **OFFLOAD),
+    ),
+    (
+        "scaling_before_reduction",
+        {"prescale_gradients": True, "gradient_predivide_factor": 2.0, **zero(2)},
+        "prescale_gradients, gradient_predivide_factor: ",
+        {"prescale_gradients": True, **zero(2, reduce_scatter=False)},
+    ),
+    (
+        "scaling_before_reduction",
+        {"gradient_predivide_factor": 2.0, **zero(3)},
+        "gradient_predivide_factor: ",
+        {"gradient_predivide_factor": 2.0, **zero(1)},
+    ),
+    (
+        "unmanaged_accumulation",
+        {"managed_gradient_accumulation": False, "compile": {"deepcompile": True}},
+        "managed_gradient_accumulation, compile.deepcompile: ",
+        {"compile": {"deepcompile": True}},
+    ),
+    (
+        "unmanaged_accumulation",
+        {"managed_gradient_accumulation": False, **zero(1, overlap_comm=True)},
+        "managed_gradient_accumulation, zero_optimization.overlap_comm: ",
+        {"managed_gradient_accumulation": False, **zero(3)},
+    ),
+    (
+        "one_bit_without_zero",
+        {"optimizer": {"type": "onebitadam"}, **zero(1)},
+        "optimizer.type, zero_optimization.stage: OneBitAdam",
+        {"optimizer": {"type": "onebitadam"}},
+    ),
+    (
+        "lamb_scales_dynamically",
+        {"optimizer": {"type": "Lamb"}, "fp16": {**ON, "loss_scale": 128}},
+        "optimizer.type, fp16.loss_scale: Lamb in fp16",
+        {"optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 128}},
+    ),
+    (
+        "muon_without_quantized_gradients",
+        {"optimizer": {"type": "Muon"}, **zero(3, zero_quantized_gradients=True)},
+        "optimizer.type, zero_optimization.zero_quantized_gradients: ",
+        {"optimizer": {"type": "Muon"}, **zero(3)},
+    ),
+    (
+        "one_optimizer_offload",
+        {"compile": {"offload_opt_states": True}, **zero(3, **OFFLOAD)},
+        "compile.offload_opt_states, zero_optimization.offload_optimizer: ",
+        {"compile": {"offload_opt_states": True}, **zero(3, offload_optimizer={"device": "none"})},
+    ),
+    (
+        "compiled_passes",
+        {"compile": {"deepcompile": True, "passes": ["autosp"]}, **zero(2)},
+        "compile.passes: autosp needs ZeRO stage 0 or 1, found stage 2",
+        {"compile": {"deepcompile": True, "passes": ["autosp"]}, **zero(1)},
+    ),
+    (
+        "compiled_passes",
+        {"compile": {"deepcompile": True, "passes": ["autotp"]}},
+        "compile.passes: autotp needs tensor_parallel.autotp_size above 1, found 0",
+        {"compile": {"deepcompile": True, "passes": ["autotp"]}, "tensor_parallel": {"autotp_size": 2}},
+    ),
+    (
+        "compiled_passes",
+        {
+            "compile": {"deepcompile": True, "passes": ["autotp"]},
+            "tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True},
+        },
+        "compile.passes, tensor_parallel.tp_overlap_comm: ",
+        {"tensor_parallel": {"autotp_size": 2, "tp_overlap_comm": True}},
+    ),
+    (
+        "compiled_around_experts",
+        {"compile": {"autoep_non_moe": True}, "sequence_parallel_size": 2, **zero(3)},
+        "compile.autoep_non_moe: does not work with sequence_parallel_size, zero_optimization.stage 3",
+        {"compile": {"autoep_non_moe": True}, **zero(2, offload_optimizer={"device": "none"})},
+    ),
+    (
+        "expert_and_tensor_presets_agree",
+        {"expert_parallel": {**ON, "preset_model": "mixtral"}, "tensor_parallel": {"preset_model": "qwen2"}},
+        "expert_parallel.preset_model, tensor_parallel.preset_model: ",
+        {"expert_parallel": {**ON, "preset_model": "mixtral"}, "tensor_parallel": {"preset_model": "Mixtral"}},
+    ),
+    (
+        "experts_with_tensor_parallel",
+        {"expert_parallel": {**ON, "autoep_size": 2, "async_split_plan": True}, "tensor_parallel": {"autotp_size": 2}},
+        "expert_parallel.enabled, tensor_parallel.autotp_size: together do not work with expert_parallel.async",
+        {
+            "expert_parallel": {**ON, "autoep_size": 2},
+            "tensor_parallel": {"autotp_size": 2},
+            **zero(2, offload_optimizer={"device": "none", "nvme_path": None}),
+        },
+    ),
+    (
+        "experts_with_sharded_parameters",
+        {"expert_parallel": ON, **zero(3, zero_hpz_partition_size=8)},
+        "expert_parallel.enabled, zero_optimization.stage: stage 3 does not work with zero_optimization.zero_hpz",
+        {"expert_parallel": ON, **zero(3)},
+    ),
+    (
+        "elastic_batch_sizes",
+        {"elasticity": {**ON, "max_train_batch_size": 8, "micro_batch_sizes": [2]}, "train_batch_size": 8},
+        "elasticity.enabled, train_batch_size: ",
+        {
+            "elasticity": {
+                **ON,
+                "max_train_batch_size": 8,
+                "micro_batch_sizes": [2],
+                "ignore_non_elastic_batch_info": True,
+            },
+            "train_batch_size": 8,
+        },
+    ),
+    (
+        "quantized_weights_in_the_step",
+        {"compression_training": {"weight_quantization": QUANTIZED}},
+        "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward: ",
+        {"compression_training": {"weight_quantization": QUANTIZED}, "fp16": ON},
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "broken", "begins", "kept"), CASES)
+def test_a_rule_fires_and_names_its_keys(rule, broken, begins, kept):
+    with pytest.raises(ValidationError) as caught:
+        Schema(**broken)
+    (error,) = caught.value.errors()
+    assert error["loc"] == ()
+    lines = error["msg"].removeprefix("Value error, ").splitlines()
+    assert any(line.startswith(begins) for line in lines), lines
+    assert violations(Schema(**kept)) == []
+
+
+def test_every_rule_has_a_case():
+    assert {rule.__name__ for rule in RULES} == {name for name, *_ in CASES}
+
+
+def test_all_broken_rules_are_told_together():
+    with pytest.raises(ValidationError) as caught:
+        Schema(fp16=ON, bf16=ON, **zero(2, compute_grad_norm=False), optimizer={"type": "ZeroOneAdam"})
+    (error,) = caught.value.errors()
+    lines = error["msg"].removeprefix("Value error, ").splitlines()
+    assert [line.partition(":")[0] for line in lines] == [
+        "fp16.enabled, bf16.enabled",
+        "zero_optimization.compute_grad_norm, gradient_clipping",
+        "optimizer.type, zero_optimization.stage",
+    ]
+
+
+def test_muon_at_stage_3_needs_no_special_setting():
+    Schema(optimizer={"type": "Muon"}, **zero(3))
