@@ -15,6 +15,12 @@ PUBLIC_METHODS = 25
 
 # file::name → why its size is right
 EXCEPTIONS: dict[str, str] = {
+    "deepspeed/comm/collectives.py::all_to_all_single": "the public signature",
+    "deepspeed/comm/collectives.py::gather": "the public signature",
+    "deepspeed/comm/collectives.py::reduce": "the public signature",
+    "deepspeed/comm/collectives.py::reduce_scatter": "the public signature",
+    "deepspeed/comm/collectives.py::reduce_scatter_tensor": "the public signature",
+    "deepspeed/comm/collectives.py::scatter": "the public signature",
     "deepspeed/comm/init.py::init_distributed": "the public signature",
     "deepspeed/accelerator/interface.py::DeepSpeedAccelerator": "the public contract fixes the methods",
     "deepspeed/accelerator/generic.py::GenericAccelerator": "the public contract fixes the methods",

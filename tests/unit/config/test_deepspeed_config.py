@@ -38,9 +38,7 @@ def test_the_mpu_says_how_many_ranks_share_the_batch():
     assert DeepSpeedConfig(CONFIG, mpu=mpu, world_size=10).train_batch_size == 30
     ulysses = SimpleNamespace(get_sequence_parallel_world_size=lambda: 2)
     assert DeepSpeedConfig(CONFIG, mpu=ulysses, world_size=8).train_batch_size == 24
-    with pytest.raises(
-        DeepSpeedConfigError, match="world size 9 is not divisible by the mpu's sequence-parallel size 2"
-    ):
+    with pytest.raises(DeepSpeedConfigError, match="world size 9 is not divisible by the mpu's"):
         DeepSpeedConfig(CONFIG, mpu=ulysses, world_size=9)
 
 
