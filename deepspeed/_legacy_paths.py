@@ -1,0 +1,74 @@
+"""The table of old import paths: where a whole module lives now, or where each of its names does."""
+
+from __future__ import annotations
+
+__all__ = ["MOVED", "SPLIT"]
+
+# old module → the module that it is now, all of it
+MOVED: dict[str, str] = {
+    "deepspeed.accelerator.abstract_accelerator": "deepspeed.accelerator.interface",
+    "deepspeed.accelerator.cpu_accelerator": "deepspeed.accelerator.cpu",
+    "deepspeed.accelerator.cuda_accelerator": "deepspeed.accelerator.cuda",
+    "deepspeed.accelerator.hpu_accelerator": "deepspeed.accelerator.hpu",
+    "deepspeed.accelerator.mlu_accelerator": "deepspeed.accelerator.mlu",
+    "deepspeed.accelerator.mps_accelerator": "deepspeed.accelerator.mps",
+    "deepspeed.accelerator.npu_accelerator": "deepspeed.accelerator.npu",
+    "deepspeed.accelerator.real_accelerator": "deepspeed.accelerator",
+    "deepspeed.accelerator.sdaa_accelerator": "deepspeed.accelerator.sdaa",
+    "deepspeed.accelerator.xpu_accelerator": "deepspeed.accelerator.xpu",
+    "deepspeed.comm.comm": "deepspeed.comm",
+    "deepspeed.compile.config": "deepspeed.config.compile",
+    "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
+    "deepspeed.runtime.zenflow.zenflow_config": "deepspeed.config.zenflow",
+    "deepspeed.runtime.zero.leaf_module_config": "deepspeed.config.leaf_module",
+    "deepspeed.runtime.zero.offload_config": "deepspeed.config.offload",
+}
+
+# old module → its names → home of each: "module" if the name is the same there, else "module:name"
+SPLIT: dict[str, dict[str, str]] = {
+    "deepspeed.monitor.config": {
+        "CSVConfig": "deepspeed.config.monitor",
+        "CometConfig": "deepspeed.config.monitor",
+        "DeepSpeedMonitorConfig": "deepspeed.config.monitor",
+        "TensorBoardConfig": "deepspeed.config.monitor",
+        "WandbConfig": "deepspeed.config.monitor",
+        "get_monitor_config": "deepspeed._legacy_config",
+    },
+    "deepspeed.runtime.config": {
+        "ADAM_OPTIMIZER": "deepspeed._legacy_config",
+        "DeepSpeedConfig": "deepspeed.config",
+        "DeepSpeedConfigError": "deepspeed.errors",
+        "get_gradient_clipping": "deepspeed._legacy_config",
+        "get_log_level": "deepspeed._legacy_config",
+    },
+    "deepspeed.runtime.config_utils": {
+        "DeepSpeedConfigModel": "deepspeed.config.model",
+    },
+    "deepspeed.runtime.constants": {
+        "GRADIENT_CLIPPING_DEFAULT": "deepspeed._legacy_config",
+        "LOG_LEVEL_DEFAULT": "deepspeed._legacy_config",
+    },
+    "deepspeed.runtime.precision_config": {
+        "DeepSpeedBF16Config": "deepspeed.config.precision",
+        "DeepSpeedFP16Config": "deepspeed.config.precision",
+        "get_bfloat16_config": "deepspeed._legacy_config",
+    },
+    "deepspeed.runtime.tensor_parallel.config": {
+        "TPConfig": "deepspeed.config.parallel",
+        "TPTrainingConfig": "deepspeed.config.parallel",
+        "get_tensor_parallel_config": "deepspeed._legacy_config",
+    },
+    "deepspeed.runtime.zero.config": {
+        "DeepSpeedZeroConfig": "deepspeed.config.zero",
+        "DeepSpeedZeroOffloadOptimizerConfig": "deepspeed.config.offload",
+        "DeepSpeedZeroOffloadParamConfig": "deepspeed.config.offload",
+        "ZeroStageEnum": "deepspeed.config.zero",
+    },
+    "deepspeed.utils.comms_logging": {
+        "CommsLogger": "deepspeed.comm.logger",
+        "calc_bw_log": "deepspeed.comm.statistics",
+        "convert_size": "deepspeed.comm.statistics",
+        "get_caller_func": "deepspeed.comm.statistics",
+        "print_rank_0": "deepspeed.comm.logger",
+    },
+}

@@ -1,0 +1,343 @@
+"""What `ds_report` tells: facts about this machine and this installation, gathered without changing either.
+
+Every function works without a GPU, a network or any optional tool; what cannot be found out is None.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from deepspeed._version import __git_branch__, __git_hash__, __version__
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.detect import survey
+from deepspeed.accelerator.interface import DeepSpeedAccelerator
+from deepspeed.errors import AcceleratorError
+from deepspeed.launcher import network, variables
+from deepspeed.ops import capability, registry
+
+__all__ = ["AcceleratorFacts", "Device", "Finding", "Machine", "Report", "SharedMemory", "Tool", "gather"]
+
+SHM_WANTED = 512 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of the accelerator in use."""
+
+    index: int
+    name: str
+    memory: int | None
+    compute_capability: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that was looked for; `reason` says what was found, or why it is not available."""
+
+    name: str
+    available: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """The host; `cores` are those that this process may use, `memory` is in bytes."""
+
+    system: str
+    processor: str
+    cores: int | None
+    memory: int | None
+    vector_instructions: tuple[str, ...]
+    storage: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AcceleratorFacts:
+    """The accelerator in use, or the problem that left none."""
+
+    name: str | None
+    communication_backend: str | None
+    problem: str | None
+    devices: tuple[Device, ...]
+    candidates: tuple[Finding, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A program; `path` is None where it was not found."""
+
+    name: str
+    path: str | None
+    version: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """The memory that data-loader workers and NCCL share between processes, in bytes."""
+
+    path: str
+    total: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything; `dataclasses.asdict` of it is what `--json` prints."""
+
+    versions: Mapping[str, str | None]
+    machine: Machine
+    paths: Mapping[str, str | None]
+    accelerator: AcceleratorFacts
+    ops: tuple[registry.Explanation, ...]
+    build_tools: tuple[Tool, ...]
+    shared_memory: SharedMemory | None
+    interfaces: tuple[network.Interface, ...]
+    suggested_interface: str | None
+    launchers: tuple[Tool, ...]
+    environment: Mapping[str, str]
+    warnings: tuple[str, ...]
+
+
+def gather() -> Report:
+    """Ask everything once."""
+    accelerator = accelerator_facts()
+    tools = build_tools()
+    shared = shared_memory()
+    found = network.interfaces()
+    warned = [*_accelerator_warnings(accelerator), *_build_warnings(tools), *_shm_warnings(shared)]
+    return Report(
+        versions=versions(),
+        machine=machine(),
+        paths=paths(),
+        accelerator=accelerator,
+        ops=registry.explain(),
+        build_tools=tools,
+        shared_memory=shared,
+        interfaces=found,
+        suggested_interface=network.suggested(found),
+        launchers=launchers(),
+        environment=variables.relevant(),
+        warnings=(*warned, *variables.warnings()),
+    )
+
+
+def _distribution(name: str) -> str | None:
+    """The installed version, without importing the package."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _nccl() -> str | None:
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+
+
+def versions() -> dict[str, str | None]:
+    """Name → version of what is installed."""
+    git = f" (git {__git_hash__}, {__git_branch__})" if __git_hash__ else ""
+    optional = ("triton", "pydantic", "hjson", "rich", "numpy", "mpi4py", "transformers", "accelerate", "peft", "trl")
+    return {
+        "deepspeed": __version__ + git,
+        "torch": torch.__version__,
+        "torch built for CUDA": torch.version.cuda,
+        "torch built for ROCm": torch.version.hip,
+        "nccl": _nccl(),
+        "python": platform.python_version(),
+        **{name: _distribution(name) for name in optional},
+    }
+
+
+def _cpu_model() -> str | None:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return platform.processor() or None
+    models = (line.partition(":")[2].strip() for line in lines if line.lower().startswith("model name"))
+    return next(models, None) or platform.processor() or None
+
+
+def _host_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def machine() -> Machine:
+    """The host: system, processor, cores that this process may use, memory, what kernels and storage could use."""
+    sets = (capability.has_avx2, capability.has_avx512, capability.has_neon, capability.has_sve)
+    storage = (capability.has_libaio, capability.has_io_uring, capability.has_gds)
+    return Machine(
+        system=platform.platform(),
+        processor=" ".join(part for part in (platform.machine(), _cpu_model()) if part),
+        cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
+        memory=_host_memory(),
+        vector_instructions=tuple(fact.name for fact in sets if fact.holds),
+        storage=tuple(Finding(fact.name, fact.holds, fact.reason) for fact in storage),
+    )
+
+
+def paths() -> dict[str, str | None]:
+    """Where things are installed."""
+    return {
+        "python": sys.executable or None,
+        "torch": torch.__path__[0],
+        "deepspeed": str(Path(__file__).resolve().parents[1]),
+    }
+
+
+def gibibytes(count: int) -> str:
+    """Bytes for people."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def _device(accelerator: DeepSpeedAccelerator, index: int) -> Device:
+    kind = accelerator._name
+    name, arch = accelerator.device_name(index), None
+    if kind == "cuda":
+        properties = torch.cuda.get_device_properties(index)
+        name, arch = properties.name, f"{properties.major}.{properties.minor}"
+    elif kind == "xpu":
+        name = torch.xpu.get_device_name(index)
+    elif kind == "cpu":
+        name = _cpu_model() or platform.machine()
+    try:
+        memory: int | None = accelerator.total_memory(index)
+    except (AttributeError, RuntimeError):
+        memory = None
+    return Device(index, name, memory, arch)
+
+
+def accelerator_facts() -> AcceleratorFacts:
+    """The accelerator that this process would use, its devices, and why the others are not there."""
+    candidates = tuple(Finding(each.name, each.available, each.reason or "") for each in survey())
+    try:
+        accelerator = get_accelerator()
+        devices = tuple(_device(accelerator, index) for index in range(accelerator.device_count()))
+    except (AcceleratorError, RuntimeError) as error:
+        return AcceleratorFacts(None, None, str(error), (), candidates)
+    return AcceleratorFacts(accelerator._name, accelerator.communication_backend_name(), None, devices, candidates)
+
+
+def _output(*command: str) -> str:
+    """What a program prints, empty if it cannot be run or takes too long."""
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=10,
+            check=False,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.decode(errors="replace")
+
+
+def _first_line(text: str) -> str | None:
+    return next((line.strip() for line in text.splitlines() if line.strip()), None)
+
+
+def _tool(name: str, path: str | None, *version: str) -> Tool:
+    return Tool(name, path, _first_line(_output(path, *version)) if path and version else None)
+
+
+def build_tools() -> tuple[Tool, ...]:
+    """What compiling a kernel needs."""
+    nvcc = capability.nvcc()
+    release = [line for line in _output(nvcc, "--version").splitlines() if "release" in line] if nvcc else []
+    return (
+        _tool("C++ compiler", capability.cxx_compiler(), "--version"),
+        Tool("nvcc", nvcc, release[0].strip() if release else None),
+        _tool("ninja", shutil.which("ninja"), "--version"),
+    )
+
+
+def mpi_name(text: str) -> str | None:
+    """Which MPI a `mpirun --version` belongs to."""
+    known = {
+        "open mpi": "Open MPI",
+        "openrte": "Open MPI",
+        "intel(r) mpi": "Intel MPI",
+        "mvapich": "MVAPICH",
+        "hydra": "MPICH",
+        "mpich": "MPICH",
+    }
+    low = text.lower()
+    return next((name for mark, name in known.items() if mark in low), None)
+
+
+def _mpirun() -> Tool:
+    path = shutil.which("mpirun")
+    text = _output(path, "--version") if path else ""
+    name, line = mpi_name(text), _first_line(text)
+    return Tool("mpirun", path, f"{name}: {line}" if name and line else line)
+
+
+def launchers() -> tuple[Tool, ...]:
+    """The programs that can start ranks, and what they lean on."""
+    # An environment that is not activated has torchrun beside its interpreter, but not on PATH.
+    beside = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    return (
+        _tool("torchrun", shutil.which("torchrun") or beside),
+        _tool("pdsh", shutil.which("pdsh"), "-V"),
+        _tool("ssh", shutil.which("ssh"), "-V"),
+        _mpirun(),
+        _tool("srun", shutil.which("srun"), "--version"),
+        _tool("numactl", shutil.which("numactl")),
+    )
+
+
+def shared_memory(path: str = "/dev/shm") -> SharedMemory | None:
+    """Size of the shared-memory file system; None where there is none."""
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return SharedMemory(path, usage.total, usage.free)
+
+
+def _accelerator_warnings(found: AcceleratorFacts) -> list[str]:
+    if found.problem is not None:
+        first, *others = found.problem.splitlines() or [""]
+        return [f"{first}. {others[-1].strip()}" if others else first]  # what lies between is in the table
+    if found.name == "cpu" and torch.version.cuda is None and Path("/dev/nvidiactl").exists():
+        return [
+            f"this machine has an NVIDIA GPU, but torch {torch.__version__} is built without CUDA: "
+            "install a CUDA build of torch"
+        ]
+    return []
+
+
+def _build_warnings(tools: tuple[Tool, ...]) -> list[str]:
+    wanted = torch.version.cuda
+    nvcc = next((tool.version for tool in tools if tool.name == "nvcc" and tool.version), None)
+    if wanted is None or nvcc is None:
+        return []
+    found = nvcc.partition("release ")[2].partition(",")[0]
+    if found.split(".")[0] == wanted.split(".")[0]:
+        return []
+    return [f"nvcc is of CUDA {found}, torch of CUDA {wanted}: kernels built here would not load; set CUDA_HOME"]
+
+
+def _shm_warnings(found: SharedMemory | None) -> list[str]:
+    if found is None or found.total >= SHM_WANTED:
+        return []
+    return [
+        f"{found.path} holds only {gibibytes(found.total)}, less than {gibibytes(SHM_WANTED)}: NCCL and data-loader "
+        "workers may fail; in Docker add --shm-size=1g or --ipc=host"
+    ]
