@@ -1,0 +1,230 @@
+"""Megatron's model-parallel unit (mpu): one of them → a layout that uses its groups, and a layout → an mpu."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from torch import distributed as dist
+
+from deepspeed.errors import LayoutError
+
+from .axes import GRID_AXES, LayoutPlan, RankGrid
+from .layout import AxisGroup, ParallelLayout
+from .process_groups import rank_and_world, ranks_of
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["LayoutMpu", "layout_from_mpu"]
+
+# axis -> the X of get_X_parallel_{rank,group,world_size}, in the order they are tried
+_SPELLINGS: dict[str, tuple[str, ...]] = {
+    "pp": ("pipeline_model", "pipe", "pipeline"),
+    "dp": ("data",),
+    "sp": ("sequence",),
+    "tp": ("tensor_model", "slice"),
+}
+
+
+def layout_from_mpu(mpu: Any, *, ranks_per_node: int | None = None) -> ParallelLayout:
+    """The layout that an mpu describes; its groups are used as they are and never destroyed.
+
+    Sizes that the mpu does not tell follow from the world size. An mpu without a data-parallel size (the one of
+    Ulysses sequence parallelism) has dp = world / sp. All ranks must call this together.
+    """
+    rank, world = rank_and_world()
+    sizes = _sizes(mpu, world)
+    groups = {name: _group(mpu, name, size, world) for name, size in sizes.items()}
+    grid = _grid(sizes, groups, world)
+    layout = ParallelLayout(LayoutPlan(grid), rank=rank, per_node=ranks_per_node)
+    for name, group in groups.items():
+        if group is not None:
+            layout.table.adopt(grid.axis(name), group)
+    _adopt_combined(layout, mpu, world)
+    _compare_ranks(layout, mpu)
+    return layout
+
+
+class LayoutMpu:
+    """A layout in the shape of an mpu, for code that expects one."""
+
+    def __init__(self, layout: ParallelLayout) -> None:
+        self.layout = layout
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """All ranks that together hold one copy of the model: stages × tensor slices."""
+        return self._model.group
+
+    def get_model_parallel_rank(self) -> int:
+        return self._model.rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._model.size
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        return self.layout["dp"].group
+
+    def get_data_parallel_rank(self) -> int:
+        return self.layout["dp"].rank
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.layout["dp"].size
+
+    def get_tensor_model_parallel_group(self) -> ProcessGroup:
+        return self.layout["tp"].group
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self.layout["tp"].rank
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self.layout["tp"].size
+
+    def get_tensor_model_parallel_src_rank(self) -> int:
+        """The global rank of the first rank of this tensor-parallel group."""
+        return self.layout["tp"].ranks[0]
+
+    def get_pipe_parallel_group(self) -> ProcessGroup:
+        return self.layout["pp"].group
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.layout["pp"].rank
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.layout["pp"].size
+
+    def get_sequence_parallel_group(self) -> ProcessGroup:
+        return self.layout["sp"].group
+
+    def get_sequence_parallel_rank(self) -> int:
+        return self.layout["sp"].rank
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.layout["sp"].size
+
+    def get_sequence_data_parallel_group(self) -> ProcessGroup:
+        """All ranks whose gradients are averaged: data × sequence."""
+        return self.layout["dp", "sp"].group
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        return self.layout["dp", "sp"].rank
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        return self.layout["dp", "sp"].size
+
+    get_slice_parallel_group = get_tensor_model_parallel_group
+    get_slice_parallel_rank = get_tensor_model_parallel_rank
+    get_slice_parallel_world_size = get_tensor_model_parallel_world_size
+    get_pipeline_model_parallel_group = get_pipe_parallel_group
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_parallel_group = get_pipe_parallel_group
+    get_pipeline_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_parallel_world_size = get_pipe_parallel_world_size
+
+    @property
+    def _model(self) -> AxisGroup:
+        return self.layout["pp", "tp"]
+
+
+def _ask(mpu: Any, spellings: tuple[str, ...], what: str) -> Any:
+    """What the first method `get_<spelling>_parallel_<what>` of the mpu answers; None if it has none of them."""
+    for spelling in spellings:
+        method = getattr(mpu, f"get_{spelling}_parallel_{what}", None)
+        if method is not None:
+            return method()
+    return None
+
+
+def _sizes(mpu: Any, world: int) -> dict[str, int]:
+    told = {name: _ask(mpu, _SPELLINGS[name], "world_size") for name in GRID_AXES}
+    pp, sp = int(told["pp"] or 1), int(told["sp"] or 1)
+    model = _ask(mpu, ("model",), "world_size")
+    tp, dp = told["tp"], told["dp"]
+    if tp is None:
+        if model is not None and model % pp:
+            raise LayoutError(
+                f"the mpu's model-parallel size {model} is not divisible by its pipeline size {pp}. "
+                "Model-parallel ranks are stages × tensor slices; correct the mpu."
+            )
+        tp = model // pp if model is not None else 1 if dp is None else world // (pp * int(dp) * sp)
+    if dp is None:
+        return LayoutPlan.fit(world, pp=pp, sp=sp, tp=int(tp)).sizes
+    sizes = {"pp": pp, "dp": int(dp), "sp": sp, "tp": int(tp)}
+    if math.prod(sizes.values()) != world:
+        terms = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        raise LayoutError(
+            f"the mpu's sizes {terms} = {math.prod(sizes.values())} do not make up the world size {world}. "
+            "Initialise the mpu for this job, or give it the methods get_pipeline_model_parallel_world_size, "
+            "get_sequence_parallel_world_size and get_tensor_model_parallel_world_size."
+        )
+    return sizes
+
+
+def _group(mpu: Any, name: str, size: int, world: int) -> ProcessGroup | None:
+    """The mpu's own group for an axis; an axis of one rank, or of all ranks, may do without."""
+    model_is_tensor = name == "tp" and _ask(mpu, _SPELLINGS["pp"], "world_size") in (None, 1)
+    spellings = (*_SPELLINGS[name], "model") if model_is_tensor else _SPELLINGS[name]
+    if size == 1 and name != "dp":
+        return None
+    return _process_group(_ask(mpu, spellings, "group"), name, size, world)
+
+
+def _process_group(group: Any, name: str, size: int, world: int) -> ProcessGroup | None:
+    if group is None:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise LayoutError(
+            f"the mpu's group for axis {name!r} is a {type(group).__name__} for {size} of {world} ranks. "
+            "Its get_…_parallel_group methods must return torch.distributed process groups."
+        )
+    if group.size() != size:
+        raise LayoutError(
+            f"the mpu's group for axis {name!r} has {group.size()} ranks, but its size is given as {size}. "
+            "Let the mpu's sizes and groups agree."
+        )
+    return group
+
+
+def _grid(sizes: dict[str, int], groups: dict[str, ProcessGroup | None], world: int) -> RankGrid:
+    """The grid in which the mpu's groups lie: an axis is the slower the farther apart its neighbours are.
+
+    An axis whose group is not known keeps its usual distance, or goes behind a known one of the same distance.
+    """
+    usual = RankGrid(GRID_AXES, tuple(sizes[name] for name in GRID_AXES))
+    distances = dict(zip(usual.names, usual.strides, strict=True))
+    told = {name: group for name, group in groups.items() if group is not None and sizes[name] > 1}
+    for name, group in told.items():
+        first, second, *_ = ranks_of(group)
+        distances[name] = second - first
+    order = sorted(GRID_AXES, key=lambda name: (-distances[name], name in told))
+    grid = RankGrid(tuple(order), tuple(sizes[name] for name in order))
+    assert grid.world == world, "sizes were checked against the world"
+    return grid
+
+
+def _adopt_combined(layout: ParallelLayout, mpu: Any, world: int) -> None:
+    for axes, spelling in ((("dp", "sp"), "sequence_data"), (("pp", "tp"), "model")):
+        axis = layout.grid.axis(*axes)
+        told = _ask(mpu, (spelling,), "world_size")
+        if told is not None and told != axis.size:
+            raise LayoutError(
+                f"the mpu's {spelling} parallel size is {told}, but its other sizes make {axis.name} {axis.size}. "
+                "Let the mpu's sizes agree."
+            )
+        if axis.size > 1:
+            group = _process_group(_ask(mpu, (spelling,), "group"), axis.name, axis.size, world)
+            if group is not None:
+                layout.table.adopt(axis, group)
+
+
+def _compare_ranks(layout: ParallelLayout, mpu: Any) -> None:
+    asked: list[tuple[tuple[str, ...], tuple[str, ...]]] = [((name,), _SPELLINGS[name]) for name in GRID_AXES]
+    asked += [(("dp", "sp"), ("sequence_data",)), (("pp", "tp"), ("model",))]
+    for axes, spellings in asked:
+        told = _ask(mpu, spellings, "rank")
+        if told is not None and told != layout[axes].rank:
+            raise LayoutError(
+                f"rank {layout.rank}: the mpu's {spellings[0]} parallel rank is {told}, but its sizes "
+                f"{layout.sizes} put this process at {layout[axes].rank}. Let the mpu's ranks and sizes agree."
+            )

@@ -1,0 +1,147 @@
+"""The process groups of a layout: made on demand in one agreed order, one per rank set, destroyed by who made them.
+
+[Note: agreed order] A process group is made by all ranks of the world together, also by those outside it. So the
+first use of an axis makes all of its groups, in the order of the axis, and every rank has to use its axes for the
+first time in the same order. Groups of one rank are the exception: they concern nobody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from deepspeed import comm
+from deepspeed.errors import LayoutError
+
+from .axes import Axis, Ranks
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["GroupTable", "create_group", "destroy_group", "rank_and_world", "ranks_of"]
+
+
+def create_group(ranks: Sequence[int], *, alone: bool = False) -> ProcessGroup | None:
+    """Make one process group, None on ranks outside it; the only place in this layer that does.
+
+    With `alone` only the members take part; that is no act of the world and does not count in its sequence.
+    """
+    if alone:
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+    else:
+        group = comm.new_group(list(ranks))
+    return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
+
+
+def destroy_group(group: ProcessGroup) -> None:
+    """Destroy a group made by `create_group`; one that went down with its world is passed over."""
+    if not comm.is_initialized():
+        return
+    try:
+        comm.destroy_process_group(group)
+    except ValueError:
+        # torch no longer knows the group: the world it belonged to was destroyed and another one made since.
+        return
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the world size; an error where there is no world."""
+    if not comm.is_initialized():
+        raise LayoutError(
+            "torch.distributed is not initialised, so rank and world size are unknown. "
+            "Call deepspeed.init_distributed() first, or ParallelLayout.plan(world=…) for a layout without processes."
+        )
+    return comm.get_rank(), comm.get_world_size()
+
+
+def ranks_of(group: ProcessGroup) -> Ranks:
+    """The global ranks of a group."""
+    return tuple(comm.get_all_ranks_from_group(group))
+
+
+class GroupTable:
+    """The groups of one world, deduplicated by rank set; those it made are destroyed by `close()`."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank = rank
+        self.world = world
+        self.closed = False
+        self._home = dist.group.WORLD if comm.is_initialized() else None
+        self._groups: dict[Ranks, ProcessGroup | None] = {}
+        self._made: list[ProcessGroup] = []
+
+    @property
+    def alive(self) -> bool:
+        """False once closed, or once the world in which the groups were made is gone."""
+        return not self.closed and (self._home is None or self._home is dist.group.WORLD)
+
+    def adopt(self, axis: Axis, group: ProcessGroup) -> None:
+        """Use a group that somebody else made and will destroy; every rank adopts its own one of the axis."""
+        mine = axis.group_of(self.rank)
+        if ranks_of(group) != mine:
+            raise LayoutError(
+                f"rank {self.rank}: the given group for axis {axis.name!r} holds the ranks {list(ranks_of(group))}, "
+                f"but the layout puts {list(mine)} there. Give groups and sizes that describe the same grid."
+            )
+        for ranks in axis.groups:
+            self._groups.setdefault(ranks, None)
+        if self._groups[mine] is None:
+            self._groups[mine] = group
+
+    def group(self, axis: Axis) -> ProcessGroup:
+        """This rank's group of the axis; the first request makes the groups of the whole axis."""
+        self._check()
+        mine = axis.group_of(self.rank)
+        if len(mine) == self.world and mine not in self._groups:
+            return comm.get_world_group()
+        if len(mine) == 1 and _can_be_made_alone():
+            if mine not in self._groups:
+                self._make(mine, alone=True)
+        else:
+            for ranks in axis.groups:
+                if ranks not in self._groups:
+                    self._make(ranks)
+        found = self._groups[mine]
+        if found is None:
+            raise LayoutError(
+                f"rank {self.rank} has no group for axis {axis.name!r}, ranks {list(mine)}. "
+                "Give every rank the same groups in the same order."
+            )
+        return found
+
+    def close(self) -> None:
+        """Destroy the groups made here, in the order they were made; closing twice is harmless."""
+        made, self._made = self._made, []
+        self._groups.clear()
+        self.closed = True
+        for group in made:
+            destroy_group(group)
+
+    def _make(self, ranks: Ranks, *, alone: bool = False) -> None:
+        group = create_group(ranks, alone=alone)
+        self._groups[ranks] = group
+        if group is not None:
+            self._made.append(group)
+
+    def _check(self) -> None:
+        if self.closed:
+            raise LayoutError("this layout is closed and its groups are gone. Build a new layout.")
+        rank, world = rank_and_world()
+        if (rank, world) != (self.rank, self.world):
+            raise LayoutError(
+                f"the layout was made for rank {self.rank} of {self.world}, but this process is rank {rank} of "
+                f"{world}. Build the layout after torch.distributed is initialised."
+            )
+        if not self.alive:
+            raise LayoutError(
+                "torch.distributed was initialised again since this layout was made, and its groups are gone. "
+                "Build a new layout."
+            )
+        self._home = comm.get_world_group()
+
+
+def _can_be_made_alone() -> bool:
+    """MPI has no partial creation, and a world bound to a device splits its communicator with all ranks."""
+    return comm.get_world_group().bound_device_id is None and dist.get_backend() != dist.Backend.MPI
