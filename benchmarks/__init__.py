@@ -1,0 +1,1 @@
+"""One runner that compares this library, real DeepSpeed and plain PyTorch: `python -m benchmarks`."""
