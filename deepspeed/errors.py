@@ -8,7 +8,8 @@ DeepSpeedError
 ├── CommError (RuntimeError)                 a collective, or process groups
 │   └── RendezvousError                      environment variables that do not describe one job
 ├── LayoutError (ValueError, AssertionError) sizes and ranks that do not tile the world
-└── OpUnavailable (RuntimeError)             an operation that this machine cannot run
+├── OpUnavailable (RuntimeError)             an operation that this machine cannot run
+└── UsageError (ValueError, AssertionError)  arguments of a public function that contradict each other
 
 Each also inherits the builtin that scripts catch today. A message says what was found, what was expected and
 what to do.
@@ -26,6 +27,7 @@ __all__ = [
     "LayoutError",
     "OpUnavailable",
     "RendezvousError",
+    "UsageError",
 ]
 
 
@@ -67,3 +69,7 @@ class LayoutError(DeepSpeedError, ValueError, AssertionError):
 
 class OpUnavailable(DeepSpeedError, RuntimeError):
     """No implementation of an operation can run here."""
+
+
+class UsageError(DeepSpeedError, ValueError, AssertionError):
+    """A public function was called with arguments that are missing or contradict each other."""

@@ -18,6 +18,7 @@ from deepspeed import errors
         (errors.RendezvousError, (RuntimeError,)),
         (errors.LayoutError, (ValueError, AssertionError)),
         (errors.OpUnavailable, (RuntimeError,)),
+        (errors.UsageError, (ValueError, AssertionError)),
     ],
 )
 def test_every_error_is_ours_and_the_builtin(kind, builtins):

@@ -1,0 +1,187 @@
+"""`Precision`: which dtype holds what, decided once from the config and handed to everybody who needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.precision.autocast import AutocastPolicy, forward_context
+from deepspeed.precision.cast import BufferRule, CastReport, cast_inputs, cast_module
+from deepspeed.precision.dtypes import DTYPES, short
+from deepspeed.precision.scale import DynamicScale, LossScale, NoScale, StaticScale
+
+if TYPE_CHECKING:
+    from deepspeed.config.schema import Schema
+
+__all__ = ["Precision", "make_scale"]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Dtypes by role, and what follows from them; all of it is a value, nothing here changes while training."""
+
+    param: torch.dtype = torch.float32
+    """Parameters, and the computation where autocast does not choose."""
+    master: torch.dtype = torch.float32
+    """The parameters that the optimizer updates; equal to `param` where there is no second copy."""
+    accumulate: torch.dtype = torch.float32
+    """Gradients while they are summed over micro steps."""
+    reduce: torch.dtype = torch.float32
+    """Gradients on their way between ranks; `reduce_dtypes` has the exceptions."""
+    state: torch.dtype = torch.float32
+    """The optimizer's moments."""
+    autocast: AutocastPolicy | None = None
+    """torch.autocast in forward; None is off."""
+    check_overflow: bool = False
+    """A step whose gradients hold inf or NaN is skipped."""
+    inputs: torch.dtype | None = None
+    """Floating inputs of forward are cast to this; None leaves them alone."""
+    reduce_given: bool = False
+    """`reduce` was asked for by name, so that it holds for every parameter."""
+    buffers: BufferRule = field(default_factory=BufferRule)
+
+    @classmethod
+    def from_config(
+        cls, schema: Schema, *, sequence_size: int | None = None, device_type: str | None = None
+    ) -> Precision:
+        """The policy of a config.
+
+        `sequence_size` is the number of ranks that share a sequence, where it is known better than by the config;
+        `device_type` is that of the accelerator unless given.
+        """
+        fp16, bf16, types = schema.fp16, schema.bf16, schema.data_types
+        param = torch.float16 if fp16.enabled else torch.bfloat16 if bf16.enabled else torch.float32
+        narrow_master = (fp16.enabled and fp16.fp16_master_weights_and_grads) or (
+            bf16.enabled and bf16.bf16_master_weights_and_grads
+        )
+        accumulate = param if types.grad_accum_dtype is None else DTYPES[types.grad_accum_dtype]
+        _check_accumulation(accumulate, param)
+        autocast = AutocastPolicy.from_config(schema.torch_autocast, device_type)
+        sequence_size = sequence_size or schema.sequence_parallel_size or 1
+        keep = types.keep_in_fp32_modules
+        return cls(
+            param=param,
+            master=param if narrow_master else torch.float32,
+            accumulate=accumulate,
+            reduce=_reduce_dtype(schema, param, sequence_size),
+            state=torch.bfloat16 if bf16.enabled and bf16.bf16_optimizer_states else torch.float32,
+            autocast=autocast,
+            check_overflow=_computes_in_fp16(param, autocast) or (bf16.enabled and bf16.check_grad_overflow),
+            inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
+            reduce_given=schema.communication_data_type is not None,
+            buffers=BufferRule(
+                dtype=None if types.buffer_dtype is None else DTYPES[types.buffer_dtype],
+                keep=None if keep == "auto" else tuple(keep),
+            ),
+        )
+
+    @property
+    def has_master(self) -> bool:
+        """The optimizer updates a copy of the parameters in another dtype."""
+        return self.master != self.param
+
+    def require_device(self, accelerator: DeepSpeedAccelerator | None = None) -> None:
+        """Refuse a dtype that the device cannot compute with."""
+        device = accelerator or get_accelerator()
+        supported = {torch.float16: device.is_fp16_supported, torch.bfloat16: device.is_bf16_supported}
+        wanted = {f"{short(self.param)}.enabled": self.param}
+        if self.autocast is not None:
+            wanted["torch_autocast.dtype"] = self.autocast.dtype
+        for key, dtype in wanted.items():
+            if dtype in supported and not supported[dtype]():
+                able = ", ".join(short(each) for each in device.supported_dtypes())
+                raise DeepSpeedConfigError(
+                    f"{key}: the {device.device_name()} device does not compute in {short(dtype)}; it has {able}",
+                    path=key,
+                )
+
+    def cast_module(self, module: nn.Module) -> CastReport:
+        """Give the module its training dtype, in place."""
+        return cast_module(module, self.param, self.buffers)
+
+    def cast_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """What forward is called with: the arguments themselves unless `inputs` says otherwise."""
+        return (args, kwargs) if self.inputs is None else cast_inputs(args, kwargs, self.inputs)
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        """A context for one forward: autocast as configured, whatever is open outside."""
+        return forward_context(self.autocast)
+
+    def reduce_dtypes(self, module: nn.Module) -> dict[nn.Parameter, torch.dtype]:
+        """The parameters whose gradients travel in another dtype than `reduce`; empty unless autocast is on."""
+        if self.autocast is None or self.reduce_given:
+            return {}
+        return self.autocast.communication_dtypes(module)
+
+    def describe(self) -> str:
+        """One line for the log."""
+        parts = [f"{short(self.param)} parameters"]
+        parts.append(f"{short(self.master)} master weights" if self.has_master else "no separate master weights")
+        parts.append(f"gradients accumulated in {short(self.accumulate)} and reduced in {short(self.reduce)}")
+        parts.append(f"{short(self.state)} optimizer state")
+        if self.autocast is not None:
+            parts.append(self.autocast.describe())
+        if self.inputs is not None:
+            parts.append(f"inputs cast to {short(self.inputs)}")
+        parts.append("steps with inf or NaN gradients skipped" if self.check_overflow else "no overflow check")
+        return ", ".join(parts)
+
+
+def make_scale(schema: Schema, precision: Precision | None = None) -> LossScale:
+    """A new loss scale for a config: fp16 scales, by the keys of its section; fp16 autocast by GradScaler's values."""
+    fp16 = schema.fp16
+    if fp16.enabled and not fp16.dynamic:
+        return StaticScale(fp16.loss_scale)
+    if fp16.enabled:
+        _check_start(fp16.initial_scale_power, fp16.min_loss_scale)
+        return DynamicScale(
+            init=2.0**fp16.initial_scale_power,
+            window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            minimum=fp16.min_loss_scale,
+        )
+    policy = precision or Precision.from_config(schema)
+    if _computes_in_fp16(policy.param, policy.autocast):
+        # GradScaler itself knows no minimum. At the least normal number of fp32 a run has overflowed 142 times in a
+        # row, and its gradients could not be unscaled any more.
+        return DynamicScale(init=2.0**16, window=2000, hysteresis=1, minimum=torch.finfo(torch.float32).tiny)
+    return NoScale()
+
+
+def _computes_in_fp16(param: torch.dtype, autocast: AutocastPolicy | None) -> bool:
+    return param == torch.float16 or (autocast is not None and autocast.dtype == torch.float16)
+
+
+def _reduce_dtype(schema: Schema, param: torch.dtype, sequence_size: int) -> torch.dtype:
+    """What the user asked for; else what split sequences need, if they are; else the training dtype."""
+    name = schema.communication_data_type
+    if name is None and sequence_size > 1:
+        name = schema.seq_parallel_communication_data_type
+    return param if name is None else DTYPES[name]
+
+
+def _check_accumulation(accumulate: torch.dtype, param: torch.dtype) -> None:
+    if accumulate not in (param, torch.float32):
+        allowed = " or ".join(dict.fromkeys((short(param), "fp32")))
+        raise DeepSpeedConfigError(
+            f"data_types.grad_accum_dtype: {short(accumulate)} would lose what the {short(param)} gradients hold; use "
+            f"{allowed}, or leave the key out",
+            path="data_types.grad_accum_dtype",
+        )
+
+
+def _check_start(power: int, minimum: int) -> None:
+    if 2**power < minimum:
+        raise DeepSpeedConfigError(
+            f"fp16.initial_scale_power, fp16.min_loss_scale: the loss scale would begin at 2^{power} = {2**power}, "
+            f"below its minimum of {minimum}; raise the power, or lower the minimum",
+            path="fp16.min_loss_scale",
+        )
