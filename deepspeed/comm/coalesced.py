@@ -1,0 +1,244 @@
+"""Many tensors, one collective per dtype: pack, launch, unpack; without packing where the backend can batch itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as td
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm.dispatch import DEFAULT
+from deepspeed.comm.groups import get_world_group
+from deepspeed.comm.operations import OPERATIONS, Operation
+from deepspeed.comm.pending import CollectiveWork, Pending, Waitable
+from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.errors import CommError
+
+__all__ = ["all_gather_coalesced", "all_reduce_coalesced", "reduce_scatter_coalesced"]
+
+T = TypeVar("T")
+
+_gather_single = OPERATIONS["all_gather_into_tensor"].call
+_scatter_single = OPERATIONS["reduce_scatter_tensor"].call
+_run = DEFAULT.run
+
+
+class _All:
+    """Several works as one."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Waitable]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        for work in self._works:
+            wait: Callable[..., object] = work.wait
+            wait() if timeout is None else wait(timeout)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+
+def _settle(works: Sequence[Waitable], finish: Callable[[T], T], result: T, async_op: bool) -> Pending[T] | None:
+    pending = Pending(result, _All(works), finish)
+    if async_op:
+        return pending
+    pending.wait()
+    return None
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
+    """Positions of the tensors that can travel in one buffer, in order of first appearance (equal on all ranks)."""
+    found: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        found.setdefault((tensor.dtype, tensor.device), []).append(index)
+    return list(found.values())
+
+
+def _batches_itself(group: ProcessGroup | None) -> bool:
+    """NCCL launches several tensors as one fused operation, which saves both copies."""
+    return str(td.get_backend(group)) == "nccl"
+
+
+def _real(group: ProcessGroup | None) -> ProcessGroup:
+    return get_world_group() if group is None else group
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+
+
+# --- all-reduce ---------------------------------------------------------------------------------------------------
+
+
+def _all_reduce(tensors: list[Tensor], op: Any, group: ProcessGroup | None, async_op: bool) -> Waitable | None:
+    works: list[Waitable] = []
+    packed: list[tuple[list[Tensor], Tensor]] = []
+    for positions in _by_dtype(tensors):
+        some = [tensors[i] for i in positions]
+        if _batches_itself(group):
+            options = td.AllreduceCoalescedOptions()
+            options.reduceOp = op
+            works.append(_real(group).allreduce_coalesced(some, options))
+            continue
+        flat = _flat(some)
+        works.append(td.all_reduce(flat, op, group, True))
+        if len(some) > 1 or flat.data_ptr() != some[0].data_ptr():
+            packed.append((some, flat))
+
+    def unpack(result: bool) -> bool:
+        for some, flat in packed:
+            for tensor, part in zip(some, flat.split_with_sizes([t.numel() for t in some]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+        return result
+
+    return _settle(works, unpack, True, async_op)
+
+
+_ALL_REDUCE = Operation("all_reduce_coalesced", _all_reduce)
+
+
+def all_reduce_coalesced(
+    tensors: list[Tensor],
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Reduce every tensor of the list over the group, in place, on every rank."""
+    return _run(  # type: ignore[no-any-return]
+        _ALL_REDUCE, (tensors, op, group, async_op), tensors, group, async_op, (prof, log_name, debug)
+    )
+
+
+# --- all-gather ---------------------------------------------------------------------------------------------------
+
+
+def _all_gather(
+    outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup | None, async_op: bool
+) -> Waitable | None:
+    world = td.get_world_size(group)
+    _check_outputs(outputs, inputs, world)
+    works: list[Waitable] = []
+    packed: list[tuple[list[int], Tensor]] = []
+    for positions in _by_dtype(inputs):
+        outs, ins = [outputs[i].view(-1) for i in positions], [inputs[i].reshape(-1) for i in positions]
+        if _batches_itself(group):
+            works.append(_real(group).allgather_into_tensor_coalesced(outs, ins))
+        elif len(ins) == 1:
+            works.append(_gather_single(outs[0], ins[0], group, True))
+        else:
+            flat = _flat(ins)
+            gathered = flat.new_empty(world, flat.numel())  # [world, all inputs]
+            works.append(_gather_single(gathered.view(-1), flat, group, True))
+            packed.append((positions, gathered))
+
+    def unpack(result: bool) -> bool:
+        for positions, gathered in packed:
+            parts = gathered.split_with_sizes([inputs[i].numel() for i in positions], 1)  # each [world, one input]
+            for index, part in zip(positions, parts, strict=True):
+                outputs[index].view(world, -1).copy_(part)
+        return result
+
+    return _settle(works, unpack, True, async_op)
+
+
+def _check_outputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], world: int) -> None:
+    if len(outputs) != len(inputs):
+        raise CommError(f"all_gather_coalesced got {len(outputs)} outputs for {len(inputs)} inputs. Give one each.")
+    for index, (out, part) in enumerate(zip(outputs, inputs, strict=True)):
+        if out.numel() != world * part.numel() or out.dtype != part.dtype or not out.is_contiguous():
+            raise CommError(
+                f"all_gather_coalesced: output {index} is {out.dtype}{list(out.shape)}, input {index} is "
+                f"{part.dtype}{list(part.shape)} on each of {world} ranks. The output must be contiguous, of the same "
+                f"dtype, with {world * part.numel()} elements."
+            )
+
+
+_ALL_GATHER = Operation("all_gather_coalesced", _all_gather)
+
+
+def all_gather_coalesced(
+    output_tensors: list[Tensor],
+    input_tensors: list[Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+) -> CollectiveWork | None:
+    """Gather every rank's i-th input into the i-th output, concatenated by rank."""
+    return _run(  # type: ignore[no-any-return]
+        _ALL_GATHER,
+        (output_tensors, input_tensors, group, async_op),
+        input_tensors,
+        group,
+        async_op,
+        (False, "all_gather_coalesced", None),
+    )
+
+
+# --- reduce-scatter -----------------------------------------------------------------------------------------------
+
+
+def _pack_rows(tensors: Sequence[Tensor], chunks: Sequence[int], world: int) -> Tensor:
+    """[world, sum of chunks]: row r holds chunk r of each tensor; the last chunks are padded with zeros."""
+    rows = tensors[0].new_zeros(world, sum(chunks))
+    offset = 0
+    for tensor, chunk in zip(tensors, chunks, strict=True):
+        flat = tensor.detach().reshape(-1)
+        whole = flat.numel() // chunk if chunk else 0  # rows that this tensor fills
+        rows[:whole, offset : offset + chunk].copy_(flat[: whole * chunk].view(whole, chunk))
+        rest = flat[whole * chunk :]
+        if rest.numel():
+            rows[whole, offset : offset + rest.numel()].copy_(rest)
+        offset += chunk
+    return rows
+
+
+def _reduce_scatter(
+    tensors: list[Tensor], shards: list[Tensor], op: Any, group: ProcessGroup | None, async_op: bool
+) -> Waitable | None:
+    world, rank = td.get_world_size(group), td.get_rank(group)
+    works: list[Waitable] = []
+    packed: list[tuple[list[int], list[int], Tensor]] = []
+    for positions in _by_dtype(tensors):
+        some = [tensors[i] for i in positions]
+        chunks = [-(-tensor.numel() // world) for tensor in some]
+        rows = _pack_rows(some, chunks, world)
+        if op == ReduceOp.AVG:
+            rows.div_(world)  # before the sum: in half precision the sum itself could overflow
+        mine = rows.new_empty(rows.shape[1])
+        works.append(_scatter_single(mine, rows.view(-1), ReduceOp.SUM if op == ReduceOp.AVG else op, group, True))
+        packed.append((positions, chunks, mine))
+    for positions, chunks, mine in packed:
+        for index, chunk, part in zip(positions, chunks, mine.split_with_sizes(chunks), strict=True):
+            shards[index] = part[: max(0, min(chunk, tensors[index].numel() - rank * chunk))]
+    return _settle(works, bool, True, async_op)
+
+
+_REDUCE_SCATTER = Operation("reduce_scatter_coalesced", _reduce_scatter)
+
+
+def reduce_scatter_coalesced(
+    tensors: list[Tensor], group: ProcessGroup | None = None, op: Any = ReduceOp.AVG, async_op: bool = False
+) -> list[Tensor] | Pending[list[Tensor]]:
+    """Reduce each tensor (by default to the mean) and give this rank its shard of each.
+
+    A tensor's flat elements are cut into equal chunks, one per rank, the last ones shorter or empty where it does
+    not divide; shards are 1-D. The inputs are left as they are.
+    """
+    shards = [tensor.detach().reshape(-1)[:0] for tensor in tensors]
+    work = _run(
+        _REDUCE_SCATTER,
+        (tensors, shards, op, group, async_op),
+        tensors,
+        group,
+        async_op,
+        (False, "reduce_scatter_coalesced", None),
+    )
+    return Pending(shards, work) if async_op else shards

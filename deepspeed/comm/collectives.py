@@ -1,0 +1,381 @@
+"""The collectives of `deepspeed.comm`: torch's signatures and three keywords for the logger, each one dispatched call.
+
+`prof=True` records this call even where the logger does not record all; `log_name` is the name it is recorded under;
+`debug` is the caller's name in the logger's debug mode, by default that of the calling function.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed.comm.dispatch import DEFAULT
+from deepspeed.comm.operations import OPERATIONS, Operation
+from deepspeed.comm.pending import CollectiveWork
+from deepspeed.comm.reduce_op import ReduceOp
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "allgather_fn",
+    "barrier",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "inference_all_reduce",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_fn",
+    "reduce_scatter_tensor",
+    "scatter",
+    "timed_op",
+]
+
+_ALL_REDUCE = OPERATIONS["all_reduce"]
+_INFERENCE_ALL_REDUCE = OPERATIONS["inference_all_reduce"]
+_BROADCAST = OPERATIONS["broadcast"]
+_REDUCE = OPERATIONS["reduce"]
+_ALL_GATHER = OPERATIONS["all_gather"]
+_ALL_GATHER_INTO_TENSOR = OPERATIONS["all_gather_into_tensor"]
+_REDUCE_SCATTER = OPERATIONS["reduce_scatter"]
+_REDUCE_SCATTER_TENSOR = OPERATIONS["reduce_scatter_tensor"]
+_ALL_TO_ALL = OPERATIONS["all_to_all"]
+_ALL_TO_ALL_SINGLE = OPERATIONS["all_to_all_single"]
+_GATHER = OPERATIONS["gather"]
+_SCATTER = OPERATIONS["scatter"]
+_BARRIER = OPERATIONS["barrier"]
+_MONITORED_BARRIER = OPERATIONS["monitored_barrier"]
+_BROADCAST_OBJECT_LIST = OPERATIONS["broadcast_object_list"]
+_ALL_GATHER_OBJECT = OPERATIONS["all_gather_object"]
+
+_run = DEFAULT.run
+
+
+def all_reduce(
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Reduce over the group, in place, on every rank."""
+    return _run(  # type: ignore[no-any-return]
+        _ALL_REDUCE, (tensor, op, group, async_op), tensor, group, async_op, (prof, log_name, debug)
+    )
+
+
+def inference_all_reduce(
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_reduce",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """As `all_reduce`; the name under which inference layers call it."""
+    return _run(  # type: ignore[no-any-return]
+        _INFERENCE_ALL_REDUCE, (tensor, op, group, async_op), tensor, group, async_op, (prof, log_name, debug)
+    )
+
+
+def broadcast(
+    tensor: Tensor,
+    src: int,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "broadcast",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Copy the tensor of global rank `src` to every rank of the group."""
+    return _run(  # type: ignore[no-any-return]
+        _BROADCAST, (tensor, src, group, async_op), tensor, group, async_op, (prof, log_name, debug)
+    )
+
+
+def reduce(
+    tensor: Tensor,
+    dst: int,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Reduce over the group onto global rank `dst`."""
+    return _run(  # type: ignore[no-any-return]
+        _REDUCE, (tensor, dst, op, group, async_op), tensor, group, async_op, (prof, log_name, debug)
+    )
+
+
+def all_gather(
+    tensor_list: list[Tensor],
+    tensor: Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_gather",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Gather every rank's tensor into a list, one tensor per rank."""
+    return _run(  # type: ignore[no-any-return]
+        _ALL_GATHER, (tensor_list, tensor, group, async_op), tensor, group, async_op, (prof, log_name, debug)
+    )
+
+
+def all_gather_into_tensor(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_gather_into_tensor",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Gather every rank's tensor into one, concatenated or stacked by rank."""
+    return _run(  # type: ignore[no-any-return]
+        _ALL_GATHER_INTO_TENSOR,
+        (output_tensor, tensor, group, async_op),
+        tensor,
+        group,
+        async_op,
+        (prof, log_name, debug),
+    )
+
+
+def allgather_fn(
+    output_tensor: Tensor,
+    input_tensor: Tensor,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """As `all_gather_into_tensor`."""
+    return _run(  # type: ignore[no-any-return]
+        _ALL_GATHER_INTO_TENSOR,
+        (output_tensor, input_tensor, group, async_op),
+        input_tensor,
+        group,
+        async_op,
+        (False, "all_gather_into_tensor", debug),
+    )
+
+
+def reduce_scatter(
+    output: Tensor,
+    input_list: list[Tensor],
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce_scatter",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Reduce a list of one tensor per rank; each rank gets the one of its own number."""
+    return _run(  # type: ignore[no-any-return]
+        _REDUCE_SCATTER, (output, input_list, op, group, async_op), output, group, async_op, (prof, log_name, debug)
+    )
+
+
+def reduce_scatter_tensor(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "reduce_scatter_tensor",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Reduce a tensor; each rank gets its shard of it."""
+    return _run(  # type: ignore[no-any-return]
+        _REDUCE_SCATTER_TENSOR,
+        (output_tensor, tensor, op, group, async_op),
+        output_tensor,
+        group,
+        async_op,
+        (prof, log_name, debug),
+    )
+
+
+def reduce_scatter_fn(
+    output_tensor: Tensor,
+    tensor: Tensor,
+    op: Any = ReduceOp.SUM,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """As `reduce_scatter_tensor`."""
+    return _run(  # type: ignore[no-any-return]
+        _REDUCE_SCATTER_TENSOR,
+        (output_tensor, tensor, op, group, async_op),
+        output_tensor,
+        group,
+        async_op,
+        (prof, "reduce_scatter_tensor", debug),
+    )
+
+
+def all_to_all(
+    output_tensor_list: list[Tensor],
+    input_tensor_list: list[Tensor],
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_to_all",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Send the i-th tensor to rank i of the group and receive one from each."""
+    return _run(  # type: ignore[no-any-return]
+        _ALL_TO_ALL,
+        (output_tensor_list, input_tensor_list, group, async_op),
+        input_tensor_list,
+        group,
+        async_op,
+        (prof, log_name, debug),
+    )
+
+
+def all_to_all_single(
+    output: Tensor,
+    tensor: Tensor,
+    output_split_sizes: list[int] | None = None,
+    input_split_sizes: list[int] | None = None,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "all_to_all_single",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Split a tensor along its first dim, send a part to each rank, concatenate what comes."""
+    return _run(  # type: ignore[no-any-return]
+        _ALL_TO_ALL_SINGLE,
+        (output, tensor, output_split_sizes, input_split_sizes, group, async_op),
+        tensor,
+        group,
+        async_op,
+        (prof, log_name, debug),
+    )
+
+
+def gather(
+    tensor: Tensor,
+    gather_list: list[Tensor] | None = None,
+    dst: int = 0,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "gather",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Gather every rank's tensor into a list on global rank `dst`."""
+    return _run(  # type: ignore[no-any-return]
+        _GATHER, (tensor, gather_list, dst, group, async_op), tensor, group, async_op, (prof, log_name, debug)
+    )
+
+
+def scatter(
+    tensor: Tensor,
+    scatter_list: list[Tensor] | None = None,
+    src: int = 0,
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "scatter",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Give each rank one tensor of the list of global rank `src`."""
+    return _run(  # type: ignore[no-any-return]
+        _SCATTER, (tensor, scatter_list, src, group, async_op), tensor, group, async_op, (prof, log_name, debug)
+    )
+
+
+def barrier(
+    group: ProcessGroup | None = None,
+    async_op: bool = False,
+    device_ids: list[int] | None = None,
+    prof: bool = False,
+    log_name: str = "barrier",
+    debug: str | None = None,
+) -> CollectiveWork | None:
+    """Wait until every rank of the group is here."""
+    return _run(  # type: ignore[no-any-return]
+        _BARRIER, (group, async_op, device_ids), None, group, async_op, (prof, log_name, debug)
+    )
+
+
+def monitored_barrier(
+    group: ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,
+    prof: bool = False,
+    log_name: str = "monitored_barrier",
+    debug: str | None = None,
+) -> None:
+    """A gloo barrier that names the ranks which do not come within `timeout`."""
+    _run(_MONITORED_BARRIER, (group, timeout, wait_all_ranks), None, group, False, (prof, log_name, debug))
+
+
+def broadcast_object_list(
+    object_list: list[Any],
+    src: int,
+    group: ProcessGroup | None = None,
+    device: torch.device | None = None,
+    prof: bool = False,
+    log_name: str = "broadcast_object_list",
+    debug: str | None = None,
+) -> None:
+    """Replace the list's objects, on every rank, by those of global rank `src`."""
+    _run(_BROADCAST_OBJECT_LIST, (object_list, src, group, device), None, group, False, (prof, log_name, debug))
+
+
+def all_gather_object(
+    object_list: list[Any],
+    obj: Any,
+    group: ProcessGroup | None = None,
+    prof: bool = False,
+    log_name: str = "all_gather_object",
+    debug: str | None = None,
+) -> None:
+    """Gather every rank's object into a list, one object per rank."""
+    _run(_ALL_GATHER_OBJECT, (object_list, obj, group), None, group, False, (prof, log_name, debug))
+
+
+def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function of your own an operation: recorded, numbered and measured under its name.
+
+    Of its parameters, `tensor` (or `tensors`, `input_list`, `input_tensor_list`) is the message, `group` the group,
+    and `async_op`, `prof`, `log_name`, `debug` mean what they mean elsewhere; all are optional.
+    """
+    signature = inspect.signature(func)
+    names = ("tensor", "tensors", "input_list", "input_tensor_list")
+    message = next((name for name in names if name in signature.parameters), None)
+    operation = Operation(func.__name__, lambda bound: func(*bound.args, **bound.kwargs))
+
+    @functools.wraps(func)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        given = {**{name: p.default for name, p in signature.parameters.items()}, **bound.arguments}
+        log = (bool(given.get("prof", False)), str(given.get("log_name", func.__name__)), given.get("debug"))
+        sent = given[message] if message else None
+        return _run(operation, (bound,), sent, given.get("group"), bool(given.get("async_op", False)), log)
+
+    return run

@@ -1,0 +1,298 @@
+"""Who am I in this job: launcher variables → `RankFacts`. Pure: reads a mapping it is given, writes nothing.
+
+[Note: discovery] Launchers overlap: an MPI job may run inside Slurm, torchrun inside either. RANK and WORLD_SIZE, where
+both are set, decide. MPI's variables come next, then Slurm's, then "a single process". What is set by hand beside them
+must agree with them, because ranks that read different variables do not meet and wait for each other until a timeout.
+Two exceptions: torchrun and the deepspeed launcher start one agent per machine under MPI or Slurm, whose variables then
+describe the agent; and Slurm's describe its own tasks, so RANK and WORLD_SIZE set by something else are no conflict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from deepspeed.comm.clouds import aml_master, in_aml, in_aws_sm, in_dlts, sagemaker_master
+from deepspeed.comm.nodelist import first_host
+from deepspeed.comm.variables import Found, number, problem, show
+from deepspeed.errors import RendezvousError
+
+__all__ = ["RankFacts", "discover", "from_arguments", "mpi_found", "slurm_found"]
+
+Probe = Callable[[], "RankFacts"]
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """This process's place in the job; `None` is what nobody said and nobody needs (with an `init_method`)."""
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_size: int | None
+    master_addr: str | None
+    master_port: int | None
+    source: str
+
+
+_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+# source, rank, size, local rank (any of), local size
+_MPI: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...]], ...] = (
+    (
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    (
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        ("MV2_COMM_WORLD_LOCAL_RANK",),
+        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    ("MPICH", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID"), ("MPI_LOCALNRANKS",)),
+)
+# Set by torchrun and by the deepspeed launcher in the processes that they start.
+_AGENTS = ("TORCHELASTIC_RUN_ID", "CROSS_RANK")
+
+
+def discover(
+    env: Mapping[str, str],
+    *,
+    port: int,
+    auto_mpi: bool = True,
+    need_master: bool = True,
+    probe: Probe | None = None,
+) -> RankFacts:
+    """The facts that the variables tell, or a `RendezvousError` that names those which are missing or disagree.
+
+    `probe` asks the MPI library itself; it is called only where MPI's variables are there but do not tell all.
+    """
+    own = _own(env)
+    agent = any(name in env for name in _AGENTS)
+    mpi = mpi_found(env) if auto_mpi and not agent else None
+    slurm = None if agent else slurm_found(env)
+    decided = own.rank is not None and own.world_size is not None
+    if decided and slurm is not None and not _agree(own, slurm):
+        slurm = None
+    other = mpi or slurm
+    if not decided and other is None:
+        return _single(env, port)
+    if other is not None:
+        _check_agreement(env, own, other)
+    merged = own.filled(other)
+    if merged.rank is None or merged.world_size is None:
+        raise _partial(env, merged)
+    if merged.local_rank is None and merged.world_size == 1:
+        merged = merged.filled(Found("", local_rank=0, local_size=1))
+    master, master_port = _master(env, merged, mpi, slurm, port) if need_master else (None, port)
+    lacking = merged.local_rank is None or (need_master and master is None)
+    if lacking and mpi is not None and probe is not None:
+        asked = probe()
+        merged = merged.filled(Found(asked.source, local_rank=asked.local_rank, local_size=asked.local_size))
+        master = master or asked.master_addr
+    if merged.local_rank is None or (need_master and master is None):
+        raise _partial(env, merged, master)
+    return _checked(env, merged, master, master_port, merged.source)
+
+
+def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int, need_master: bool) -> RankFacts:
+    """The facts where the caller of `init_distributed` gave them; what it left out comes from the environment."""
+    own = _own(env)
+    found = Found(
+        "arguments",
+        rank=rank if rank >= 0 else own.rank,
+        world_size=world_size if world_size > 0 else own.world_size,
+        local_rank=own.local_rank,
+        local_size=own.local_size,
+    )
+    if found.rank is None or found.world_size is None:
+        raise RendezvousError(
+            f"init_distributed got rank={rank}, world_size={world_size}, and {show(env, 'RANK', 'WORLD_SIZE')}. "
+            "Give both arguments, or neither and start the job with a launcher."
+        )
+    if found.rank >= found.world_size:
+        raise RendezvousError(
+            f"init_distributed got rank={found.rank} of world_size={found.world_size}. "
+            f"Ranks go from 0 to {found.world_size - 1}."
+        )
+    if found.world_size == 1 and found.local_rank is None:
+        found = found.filled(Found("", local_rank=0, local_size=1))
+    master, master_port = _master(env, found, None, None, port) if need_master else (None, port)
+    if need_master and master is None:
+        raise problem(
+            env,
+            ("MASTER_ADDR", "MASTER_PORT"),
+            f"rank {found.rank} of {found.world_size} does not know where to meet the others",
+            "Set MASTER_ADDR to the host of rank 0 on every rank, or give init_method.",
+        )
+    return _facts(found, master, master_port, "arguments")
+
+
+def mpi_found(env: Mapping[str, str]) -> Found | None:
+    """What the variables of an MPI launcher tell, if there is one."""
+    for source, rank, size, local_rank, local_size in _MPI:
+        if rank not in env and size not in env:
+            continue
+        if rank not in env or size not in env:
+            raise problem(env, (rank, size), f"{source} sets both of these", f"Start the job with {source}'s mpirun.")
+        ranks, sizes = _present(env, local_rank), _present(env, local_size)
+        return Found(
+            source,
+            rank=number(env, rank),
+            world_size=number(env, size),
+            local_rank=None if ranks is None else number(env, ranks),
+            local_size=None if sizes is None else number(env, sizes),
+            names={"rank": rank, "world_size": size, "local_rank": ranks or "", "local_size": sizes or ""},
+        )
+    return None
+
+
+def slurm_found(env: Mapping[str, str]) -> Found | None:
+    """What Slurm tells a task of a job step, if this is one; without SLURM_PROCID it is not."""
+    if "SLURM_PROCID" not in env:
+        return None
+    # The step's own size comes first: inside an allocation of many tasks, a step may run fewer.
+    size = _present(env, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
+    if size is None:
+        raise problem(
+            env,
+            ("SLURM_PROCID", "SLURM_NTASKS"),
+            "Slurm tells this task its number but not how many there are",
+            "Start the job with srun --ntasks=N.",
+        )
+    local = _present(env, ("SLURM_LOCALID",))
+    return Found(
+        "Slurm",
+        rank=number(env, "SLURM_PROCID"),
+        world_size=number(env, size),
+        local_rank=None if local is None else number(env, local),
+        names={"rank": "SLURM_PROCID", "world_size": size, "local_rank": local or ""},
+    )
+
+
+def _own(env: Mapping[str, str]) -> Found:
+    local_size = _present(env, ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
+    return Found(
+        "environment",
+        rank=number(env, "RANK"),
+        world_size=number(env, "WORLD_SIZE"),
+        local_rank=number(env, "LOCAL_RANK"),
+        local_size=None if local_size is None else number(env, local_size),
+        names={
+            "rank": "RANK",
+            "world_size": "WORLD_SIZE",
+            "local_rank": "LOCAL_RANK",
+            "local_size": local_size or "LOCAL_SIZE",
+        },
+    )
+
+
+def _present(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
+    return next((name for name in names if env.get(name, "").strip()), None)
+
+
+def _agree(own: Found, other: Found) -> bool:
+    return own.rank == other.rank and own.world_size == other.world_size
+
+
+def _check_agreement(env: Mapping[str, str], own: Found, other: Found) -> None:
+    for field in ("rank", "world_size", "local_rank", "local_size"):
+        mine, theirs = getattr(own, field), getattr(other, field)
+        if mine is not None and theirs is not None and mine != theirs:
+            names = (own.names[field], other.names[field])
+            raise problem(
+                env,
+                names,
+                f"these disagree about this process's {field.replace('_', ' ')}",
+                f"Unset {names[0]} to follow {other.source}, or start the job with one launcher only.",
+            )
+
+
+def _master(
+    env: Mapping[str, str], found: Found, mpi: Found | None, slurm: Found | None, port: int
+) -> tuple[str | None, int]:
+    """Where rank 0 waits: said outright, by a cloud, by Slurm, or this machine if no other takes part."""
+    cloud_port = None
+    address = env.get("MASTER_ADDR", "").strip() or None
+    if address is None and mpi is not None and in_aml(env) and not in_dlts(env):
+        address, cloud_port = aml_master(env, found.world_size == found.local_size)
+    if address is None and in_aws_sm(env):
+        address = sagemaker_master(env)
+    hosts = _present(env, ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
+    if address is None and slurm is not None and hosts is not None:
+        address = first_host(env[hosts])
+    if address is None and found.world_size in (1, found.local_size):
+        address = LOOPBACK
+    return address, number(env, "MASTER_PORT") or cloud_port or port
+
+
+def _single(env: Mapping[str, str], port: int) -> RankFacts:
+    """No launcher at all: one process; leftovers of one are an error, since the others would be waited for in vain."""
+    names = (*_OWN[:3], "MASTER_ADDR")
+    if any(env.get(name, "").strip() for name in names):
+        raise _partial(env, _own(env), env.get("MASTER_ADDR"))
+    return RankFacts(0, 1, 0, 1, LOOPBACK, number(env, "MASTER_PORT") or port, "single process")
+
+
+def _partial(env: Mapping[str, str], found: Found, master: str | None = None) -> RendezvousError:
+    values = {
+        "RANK": found.rank,
+        "WORLD_SIZE": found.world_size,
+        "LOCAL_RANK": found.local_rank,
+        "MASTER_ADDR": master or env.get("MASTER_ADDR", "").strip() or None,
+    }
+    missing = [name for name, value in values.items() if value is None]
+    names = (*values, "MASTER_PORT", *(name for name in found.names.values() if name in env and name not in values))
+    return problem(
+        env,
+        tuple(dict.fromkeys(names)),
+        f"these describe a job only in part ({found.source}): {', '.join(missing)} missing",
+        f"Set {', '.join(missing)} on every rank, or start the job with the deepspeed launcher, torchrun, srun or "
+        "mpirun (with mpi4py installed, MPI is asked for what is missing). For a single process, unset them all.",
+    )
+
+
+def _checked(env: Mapping[str, str], found: Found, master: str | None, master_port: int, source: str) -> RankFacts:
+    rank, world, local, size = found.rank, found.world_size, found.local_rank, found.local_size
+    assert rank is not None, "discovery found it"
+    assert world is not None, "discovery found it"
+    names = found.names
+    if rank >= world:
+        raise problem(env, (names["rank"], names["world_size"]), "a rank is below the world size", _numbering(world))
+    if size is not None and size > world:
+        raise problem(
+            env,
+            (names["local_size"], names["world_size"]),
+            "one machine cannot run more ranks than the job has",
+            "Correct or unset the first.",
+        )
+    if local is not None and size is not None and local >= size:
+        raise problem(
+            env,
+            (names["local_rank"], names["local_size"]),
+            "a local rank is below the number of this machine's ranks",
+            _numbering(size),
+        )
+    return _facts(found, master, master_port, source)
+
+
+def _numbering(count: int) -> str:
+    return f"Number the ranks from 0 to {count - 1}." if count else "Set the size to the number of processes."
+
+
+def _facts(found: Found, master: str | None, master_port: int, source: str) -> RankFacts:
+    assert found.rank is not None, "checked before"
+    assert found.world_size is not None, "checked before"
+    return RankFacts(
+        rank=found.rank,
+        world_size=found.world_size,
+        local_rank=found.local_rank,
+        local_size=found.local_size,
+        master_addr=master,
+        master_port=master_port if master is not None else None,
+        source=source,
+    )

@@ -1,0 +1,261 @@
+"""The one place that every collective passes: it numbers, records, measures if somebody listens, explains failures."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.distributed as td
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.failure import FAILURES, explain
+from deepspeed.comm.operations import Operation, switched_off
+from deepspeed.comm.pending import CollectiveWork
+from deepspeed.comm.records import CollectiveFinished, Entry, GroupState, OperationRecord, outline, read, size_of
+from deepspeed.errors import CommError
+from deepspeed.events import EventStream, Subscription
+from deepspeed.utils.logging import warn_once
+
+__all__ = ["CAPACITY", "DEFAULT", "Dispatcher", "LogArguments", "labelled", "recent_operations"]
+
+CAPACITY = 1024
+LogArguments = tuple[bool, str, "str | None"]  # prof, log_name, debug: the keywords that only the logger reads
+
+E = TypeVar("E")
+_getframe = sys._getframe
+
+
+def _synchronize() -> None:
+    get_accelerator().synchronize()
+
+
+class _Stream(EventStream):
+    """Knows at any moment whether somebody listens, without a call: every collective asks."""
+
+    __slots__ = ("wanted",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wanted = False
+
+    def subscribe(self, kind: type[E], handler: Callable[[E], None]) -> Subscription:
+        subscription = super().subscribe(kind, handler)
+        self.wanted = self.wants(CollectiveFinished)
+        return subscription
+
+    def _drop(self, kind: type, handler: Callable[[Any], None]) -> None:
+        super()._drop(kind, handler)
+        self.wanted = self.wants(CollectiveFinished)
+
+
+class Dispatcher:
+    """Runs operations, one sequence number per group and kind; keeps the last `CAPACITY` of them in a ring.
+
+    `label` names what the next operations are about (a parameter, a module); `labelled()` sets it for a while.
+    It is one slot for all threads: a race can only mislabel a record.
+    """
+
+    __slots__ = ("_clock", "_push", "_ring", "_states", "_synchronize", "_world", "events", "label")
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        synchronize: Callable[[], None] = _synchronize,
+    ) -> None:
+        self.events = _Stream()
+        self.label: str | None = None
+        self._clock = clock
+        self._synchronize = synchronize
+        self._ring: deque[Entry] = deque(maxlen=CAPACITY)
+        self._push = self._ring.append
+        self._world: GroupState | None = None
+        self._states: dict[int, GroupState] = {}
+
+    def run(
+        self,
+        operation: Operation,
+        args: tuple[Any, ...],
+        message: Any,
+        group: td.ProcessGroup | None,
+        async_op: bool,
+        log: LogArguments,
+    ) -> Any:
+        """Call `operation.call(*args)`; `message` is the tensor or list whose size counts as the message's.
+
+        Must be called directly by the public function, since the caller's caller is recorded as the call site.
+        """
+        state = self._world if group is None else self._states.get(id(group))
+        if state is None:
+            state = self._open(group)
+        if state.off and operation.name in state.off:
+            return self._skip(operation, state, async_op)
+        try:
+            shape, dtype = message.shape, message.dtype
+        except AttributeError:
+            shape, dtype = outline(message)
+        frame = _getframe(2)
+        peer = None if operation.peer is None else args[operation.peer]
+        p2p = operation.p2p
+        sequence = state.next_p2p() if p2p else state.next()
+        entry = (sequence, operation, state, shape, dtype, self.label, frame.f_code, frame.f_lasti, peer)
+        self._push(entry)
+        done = None
+        try:
+            if self.events.wanted and operation.timed:
+                result, done = self._measured(entry, args, size_of(message), async_op, log)
+            else:
+                result = operation.call(*args)
+        except FAILURES as error:
+            explained = self.failed(entry, error, args)
+            if explained is error:
+                raise
+            raise explained from error
+        if p2p:
+            state.returned_p2p = sequence
+        else:
+            state.returned = sequence
+        if async_op and result is not None:
+            return self._handles(result, entry, done)
+        return result
+
+    def failed(self, entry: Entry, error: Exception, args: tuple[Any, ...] = ()) -> Exception:
+        """The error to raise in place of `error`, with all that is known about the operation."""
+        return explain(entry, error, args, self.recent())
+
+    def recent(self) -> list[OperationRecord]:
+        """The recorded operations, oldest first, readable."""
+        return [read(entry) for entry in tuple(self._ring)]
+
+    def forget(self, group: td.ProcessGroup | None = None) -> None:
+        """Drop what is known of a group that ends, or of all of them; the ring stays for whoever asks later."""
+        if group is None or group is td.GroupMember.WORLD:
+            self._world = None
+            self._states.clear()
+        else:
+            self._states.pop(id(group), None)
+
+    def _open(self, group: Any) -> GroupState:
+        """The state of a group seen for the first time; the switches are read here, once per group."""
+        world = td.GroupMember.WORLD if td.is_available() else None
+        if world is None:
+            raise CommError(
+                "a collective was called before torch.distributed was initialised. "
+                "Call deepspeed.init_distributed() (or deepspeed.initialize) first."
+            )
+        real = world if group is None else group
+        if not isinstance(real, td.ProcessGroup):  # torch's marker for "this rank is not in the group", or a mistake
+            return GroupState("(not a member)", (), td.get_rank(), "none", {})
+        state = GroupState(
+            "world" if real is world else real.group_name,
+            tuple(td.get_process_group_ranks(real)),
+            td.get_rank(),
+            td.get_backend(real),
+            switched_off(),
+        )
+        # The group is known by its address as long as it lives: a strong reference would keep its sockets open.
+        key = id(real)
+        self._states[key] = state
+        weakref.finalize(real, self._gone, key, state).atexit = False
+        if real is world:
+            self._world = state
+        return state
+
+    def _gone(self, key: int, state: GroupState) -> None:
+        if self._states.get(key) is state:
+            del self._states[key]
+        if self._world is state:
+            self._world = None
+
+    def _skip(self, operation: Operation, state: GroupState, async_op: bool) -> CollectiveWork | None:
+        warn_once(
+            f"{operation.name} is switched off by {state.off[operation.name]} and is not run: "
+            "tensors keep their local values, so results are wrong; use this only to measure"
+        )
+        return CollectiveWork(None, None, self) if async_op else None
+
+    def _measured(
+        self, entry: Entry, args: tuple[Any, ...], size: int, async_op: bool, log: LogArguments
+    ) -> tuple[Any, Callable[[], None] | None]:
+        """Run synchronously and tell the listeners, now or (for free handles) when the handle has been waited for."""
+        operation = entry[1]
+        self._synchronize()
+        start = self._clock()
+
+        def done() -> None:
+            self._synchronize()
+            self._tell(entry, size, self._clock() - start, log)
+
+        result = operation.call(*args)
+        if operation.free and result is not None:
+            return result, done
+        if async_op and result is not None:
+            result.wait()
+        done()
+        return result, None
+
+    def _tell(self, entry: Entry, size: int, duration: float, log: LogArguments) -> None:
+        sequence, operation, state, _, _, label, code, _, _ = entry
+        prof, log_name, debug = log
+        event = CollectiveFinished(
+            op=operation.name,
+            log_name=log_name,
+            bytes=size,
+            group_size=max(1, len(state.ranks)),
+            duration=duration,
+            label=label,
+            sequence=sequence,
+            caller=debug or code.co_name,
+            prof=prof,
+        )
+        self.events.emit(event)
+
+    def _handles(self, result: Any, entry: Entry, done: Callable[[], None] | None) -> Any:
+        if not isinstance(result, list):
+            return CollectiveWork(result, entry, self, done)
+        if done is not None:
+            done = _last_of(len(result), done)
+        return [CollectiveWork(work, entry, self, done) for work in result]
+
+
+def _last_of(count: int, done: Callable[[], None]) -> Callable[[], None]:
+    """A function that calls `done` when it is called for the `count`-th time."""
+    calls = itertools.count(1)
+
+    def one() -> None:
+        if next(calls) == count:
+            done()
+
+    return one
+
+
+DEFAULT = Dispatcher()
+
+
+class labelled:
+    """Label the operations of a `with` block, for records and errors; labels nest."""
+
+    __slots__ = ("_before", "_dispatcher", "_label")
+
+    def __init__(self, label: str | None, dispatcher: Dispatcher = DEFAULT) -> None:
+        self._label = label
+        self._dispatcher = dispatcher
+
+    def __enter__(self) -> None:
+        self._before = self._dispatcher.label
+        self._dispatcher.label = self._label
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._dispatcher.label = self._before
+
+
+def recent_operations() -> list[OperationRecord]:
+    """The last operations of this rank, oldest first: what a hang is compared by."""
+    return DEFAULT.recent()

@@ -1,0 +1,101 @@
+"""Failed operations, told so that a person can act: rank, group, operation, tensors, label, call site, history."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as td
+
+from deepspeed.comm.records import Entry, OperationRecord, read
+from deepspeed.errors import CommError
+
+__all__ = ["FAILURES", "explain"]
+
+# What torch raises for a failed collective: the backend's errors are RuntimeErrors, misuse is one of the others.
+FAILURES: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError)
+_HISTORY = 6  # operations shown before the failed one
+
+
+class _ArgumentError(CommError, ValueError):
+    """Arguments that torch refused; also a ValueError, as torch raises it."""
+
+
+class _ArgumentTypeError(CommError, TypeError):
+    """An argument of the wrong type; also a TypeError, as torch raises it."""
+
+
+class _BackendError(CommError, td.DistBackendError):
+    """The backend failed; also the DistBackendError that fault-tolerant scripts catch."""
+
+
+class _NetworkError(CommError, td.DistNetworkError):
+    """The connection failed; also a DistNetworkError."""
+
+
+_KINDS: tuple[tuple[type[Exception], type[CommError]], ...] = (
+    (td.DistBackendError, _BackendError),
+    (td.DistNetworkError, _NetworkError),
+    (ValueError, _ArgumentError),
+    (TypeError, _ArgumentTypeError),
+)
+
+
+def explain(entry: Entry, error: Exception, args: tuple[object, ...], history: Sequence[OperationRecord]) -> Exception:
+    """The error to raise instead of `error`; errors that already say enough come back unchanged."""
+    if isinstance(error, (CommError, torch.OutOfMemoryError)):
+        return error
+    kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), CommError)
+    return kind(_message(entry, error, args, history))
+
+
+def _message(entry: Entry, error: Exception, args: tuple[object, ...], history: Sequence[OperationRecord]) -> str:
+    record, group = read(entry), entry[2]
+    number = f"{'point-to-point operation' if record.p2p else 'collective'} #{record.sequence}"
+    members = f"group {group.name!r}, ranks {list(group.ranks)}, {group.backend}"
+    lines = [
+        f"{record.op} failed on rank {group.rank}: {number} of {members}: {str(error).strip() or type(error).__name__}",
+        f"  tensors   : {_tensors(args) or record.what or 'none'}",
+        f"  label     : {record.label or 'none'}",
+        f"  called at : {record.file}:{record.line} in {record.function}",
+    ]
+    if record.peer is not None:
+        lines.append(f"  peer/root : rank {record.peer}")
+    lines.append(f"  {_advice(error, record)}")
+    earlier = [item for item in history if (item.sequence, item.p2p, item.group) != _key(record)][-_HISTORY:]
+    if earlier:
+        lines.append("  this rank's operations before it, latest last:")
+        lines += [f"    {item}" for item in earlier]
+    return "\n".join(lines)
+
+
+def _tensors(args: tuple[object, ...]) -> str:
+    """The shapes of all tensors among the arguments, as they stand in the call: outputs, then inputs."""
+    lists = [arg if isinstance(arg, (list, tuple)) else [arg] for arg in args]
+    shown = [
+        " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in items if isinstance(t, torch.Tensor))
+        for items in lists
+    ]
+    return ", ".join(text for text in shown if text)
+
+
+def _key(record: OperationRecord) -> tuple[int, bool, str]:
+    return record.sequence, record.p2p, record.group
+
+
+def _advice(error: Exception, record: OperationRecord) -> str:
+    text = str(error).lower()
+    others = list(record.ranks)
+    if isinstance(error, (ValueError, TypeError)):
+        return "torch refused this rank's own arguments before anything was sent; correct them here."
+    if "timeout" in text or "timed out" in text or "time out" in text:
+        return (
+            f"At least one of ranks {others} did not make this call in time. Compare this history with theirs: "
+            "the first difference is where they went apart."
+        )
+    if "connection" in text or "closed" in text or "peer" in text:
+        return (
+            f"One of ranks {others} ended or left. Its own error, printed earlier, is the cause; if it has none, "
+            "it was killed, or called another operation or other sizes than this rank."
+        )
+    return f"Every one of ranks {others} must make the same call, in the same order, with matching sizes and dtypes."

@@ -1,0 +1,224 @@
+"""`init_distributed`: discovers this process's place, writes it to the environment, joins the job."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as td
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm import clouds
+from deepspeed.comm.discover import RankFacts, discover, from_arguments, mpi_found
+from deepspeed.comm.dispatch import DEFAULT
+from deepspeed.comm.groups import is_initialized
+from deepspeed.comm.logger import configure
+from deepspeed.comm.mpi import ask_mpi
+from deepspeed.comm.variables import Found, number, problem, show
+from deepspeed.errors import CommError, RendezvousError
+from deepspeed.utils.logging import log_dist, warn_once
+
+__all__ = [
+    "default_timeout",
+    "in_aml",
+    "in_aws_sm",
+    "in_dlts",
+    "init_deepspeed_backend",
+    "init_distributed",
+    "mpi_discovery",
+    "patch_aml_env_for_torch_nccl_backend",
+    "patch_aws_sm_env_for_torch_nccl_backend",
+    "set_backend",
+]
+
+DEFAULT_PORT = 29500
+_DEFAULT_MINUTES = 10.0
+_AML_INTERFACES = "^docker0,lo"  # NCCL must not choose the container bridge of Azure ML's machines
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = DEFAULT_PORT,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Initialise torch.distributed unless somebody has; without any launcher this is a job of one process.
+
+    `timeout` defaults to DEEPSPEED_TIMEOUT minutes (10); the backend to the accelerator's. `rank` and `world_size`
+    override the environment. `config` sets up the comms logger. `dist_init_required=False` only checks.
+    """
+    if config is not None:
+        configure(deepspeed_config=config)
+    if is_initialized():
+        return
+    if dist_init_required is False:
+        raise CommError(
+            "dist_init_required=False says that torch.distributed is initialised already, but it is not. "
+            "Initialise it first, or leave dist_init_required out."
+        )
+    limit = default_timeout(os.environ) if timeout is None else timeout
+    backend = dist_backend or get_accelerator().communication_backend_name()
+    if not backend:
+        raise CommError(
+            f"accelerator {get_accelerator().device_name()!r} names no communication backend. Give dist_backend."
+        )
+    need_master = init_method is None
+    if rank >= 0 or world_size > 0:
+        facts = from_arguments(os.environ, rank, world_size, distributed_port, need_master)
+    else:
+        probe = functools.partial(ask_mpi, distributed_port)
+        facts = discover(
+            os.environ, port=distributed_port, auto_mpi=auto_mpi_discovery, need_master=need_master, probe=probe
+        )
+    _warn_if_alone(os.environ, facts)
+    _publish(facts)
+    if in_aml() and not in_dlts():
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", _AML_INTERFACES)
+    _join(backend, facts, limit, init_method)
+    if verbose:
+        log_dist(
+            f"torch.distributed initialised: backend {backend}, {facts.world_size} ranks, by {facts.source}", ranks=[0]
+        )
+
+
+def default_timeout(env: Mapping[str, str]) -> timedelta:
+    """How long a collective may take: DEEPSPEED_TIMEOUT in minutes, 10 if it is unset."""
+    text = env.get("DEEPSPEED_TIMEOUT", "").strip()
+    try:
+        minutes = float(text) if text else _DEFAULT_MINUTES
+    except ValueError:
+        minutes = math.nan
+    if not (0 < minutes < math.inf):
+        raise problem(env, ("DEEPSPEED_TIMEOUT",), "a positive number of minutes is expected", "Correct or unset it.")
+    return timedelta(minutes=minutes)
+
+
+def _warn_if_alone(env: Mapping[str, str], facts: RankFacts) -> None:
+    """A batch script's body looks like task 0 of its job, but nobody starts the others."""
+    steps = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST", "SLURM_STEP_NUM_TASKS")
+    if facts.source == "Slurm" and facts.world_size > 1 and not any(name in env for name in steps):
+        warn_once(
+            f"{show(env, 'SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_STEP_ID')}: this process was not started by srun; "
+            f"waiting for {facts.world_size - 1} other ranks. Use srun, or unset SLURM_PROCID for a single process"
+        )
+
+
+def _publish(facts: RankFacts) -> None:
+    """Write the facts where torch and scripts look for them; the only place that changes the environment."""
+    values = {
+        "RANK": facts.rank,
+        "WORLD_SIZE": facts.world_size,
+        "LOCAL_RANK": facts.local_rank,
+        "LOCAL_SIZE": facts.local_size,
+        "MASTER_ADDR": facts.master_addr,
+        "MASTER_PORT": facts.master_port,
+    }
+    os.environ.update({name: str(value) for name, value in values.items() if value is not None})
+
+
+def _join(backend: str, facts: RankFacts, timeout: timedelta, init_method: str | None) -> None:
+    # A job of one meets nobody: an in-memory store needs no port and no file.
+    alone = facts.world_size == 1 and init_method is None
+    where: dict[str, Any] = {"init_method": init_method or "env://"}
+    if alone:
+        where = {"store": td.HashStore()}  # type: ignore[attr-defined]
+    try:
+        td.init_process_group(backend, timeout=timeout, rank=facts.rank, world_size=facts.world_size, **where)
+    except (RuntimeError, ValueError) as error:
+        place = init_method or f"{facts.master_addr}:{facts.master_port}"
+        raise RendezvousError(
+            f"rank {facts.rank} of {facts.world_size} (found by {facts.source}) could not join the job at {place} "
+            f"with backend {backend!r} within {timeout}: {error}. Every rank must reach that address, use the same "
+            "one, and be started; a port in use by another job needs another MASTER_PORT or distributed_port."
+        ) from error
+
+
+def set_backend() -> None:
+    """Use the process group that torch has now; needed only after it was replaced behind this package's back."""
+    if not is_initialized():
+        raise CommError("set_backend found no process group. Call deepspeed.init_distributed() first.")
+    DEFAULT.forget()
+
+
+def init_deepspeed_backend(ds_backend: str | None, timeout: timedelta | None, init_method: str | None) -> None:
+    """Initialise with this backend; as `init_distributed` without its other choices."""
+    init_distributed(dist_backend=ds_backend, timeout=timeout, init_method=init_method)
+
+
+def in_aml() -> bool:
+    """True in a job of Azure Machine Learning."""
+    return clouds.in_aml(os.environ)
+
+
+def in_aws_sm() -> bool:
+    """True in a job of Amazon SageMaker."""
+    return clouds.in_aws_sm(os.environ)
+
+
+def in_dlts() -> bool:
+    """True in a job of a DLTS cluster."""
+    return clouds.in_dlts(os.environ)
+
+
+def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
+    """Write this process's place in an MPI job to the environment; asks mpi4py for what the variables do not tell."""
+    probe = functools.partial(ask_mpi, distributed_port)
+    if mpi_found(os.environ) is None:
+        facts = probe()
+    else:
+        facts = discover(os.environ, port=distributed_port, probe=probe)
+    _publish(facts)
+    if verbose:
+        log_dist(f"MPI discovery: {facts}", ranks=[0])
+
+
+def patch_aml_env_for_torch_nccl_backend(master_port: int = clouds.AML_PORT, verbose: bool = True) -> None:
+    """Write this process's place in an Azure ML job that MPI started to the environment."""
+    found = _started_by_mpi("Azure ML")
+    single_node = found.world_size == found.local_size
+    address, port = clouds.aml_master(os.environ, single_node, master_port)
+    if not single_node:
+        port = number(os.environ, "MASTER_PORT") or port
+    facts = _of(found, address, port, "Azure ML")
+    _publish(facts)
+    os.environ["NCCL_SOCKET_IFNAME"] = _AML_INTERFACES
+    if verbose:
+        log_dist(f"Azure ML discovery: {facts}", ranks=[0])
+
+
+def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
+    """Write this process's place in a SageMaker job that MPI started to the environment."""
+    found = _started_by_mpi("SageMaker")
+    address = os.environ.get("MASTER_ADDR") or clouds.sagemaker_master(os.environ)
+    facts = _of(found, address, number(os.environ, "MASTER_PORT") or (DEFAULT_PORT if address else None), "SageMaker")
+    _publish(facts)
+    if verbose:
+        log_dist(f"SageMaker discovery: {facts}", ranks=[0])
+
+
+def _started_by_mpi(cloud: str) -> Found:
+    found = mpi_found(os.environ)
+    if found is None:
+        raise problem(
+            os.environ,
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+            f"a {cloud} job started by MPI has these",
+            "Choose MPI as the job's distribution, or set RANK, WORLD_SIZE, LOCAL_RANK and MASTER_ADDR.",
+        )
+    return found
+
+
+def _of(found: Found, address: str | None, port: int | None, source: str) -> RankFacts:
+    assert found.rank is not None, "MPI's variables tell it"
+    assert found.world_size is not None, "MPI's variables tell it"
+    return RankFacts(found.rank, found.world_size, found.local_rank, found.local_size, address, port, source)

@@ -1,0 +1,161 @@
+"""What is kept of an operation: the raw ring entry, its readable record, and the event told to listeners."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+
+from deepspeed.comm.operations import Operation
+
+__all__ = ["CollectiveFinished", "Entry", "GroupState", "OperationRecord", "Several", "outline", "read", "size_of"]
+
+SHOWN = 8  # shapes kept of a list of tensors
+
+
+class GroupState:
+    """What the dispatcher knows of one process group; it never holds the group itself."""
+
+    __slots__ = ("backend", "name", "next", "next_p2p", "off", "rank", "ranks", "returned", "returned_p2p")
+
+    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, backend: str, off: dict[str, str]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.rank = rank
+        self.backend = backend
+        self.off = off
+        # itertools.count steps atomically, and collectives may come from the autograd threads as well.
+        self.next: Callable[[], int] = itertools.count(1).__next__
+        self.next_p2p: Callable[[], int] = itertools.count(1).__next__
+        self.returned = 0
+        self.returned_p2p = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """The outline of a list of tensors: the first shapes, how many there are, and all their elements."""
+
+    shapes: tuple[torch.Size, ...]
+    count: int
+    numel: int
+
+
+# [Note: ring entries] An entry is a plain tuple because building one costs a fifth of building any object with
+# named fields, and every collective builds one. It holds shapes and a code object, never a tensor, a frame or a
+# group, so that the ring keeps nothing of the user's alive. The fields, in order:
+#   sequence, operation, group, shape or Several or type name, dtype, label, code of the caller, its instruction, peer
+Entry = tuple[int, Operation, GroupState, Any, "torch.dtype | None", "str | None", CodeType, int, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveFinished:
+    """One operation is done; told only while somebody listens. `bytes` is the message, `duration` is seconds."""
+
+    op: str
+    log_name: str
+    bytes: int
+    group_size: int
+    duration: float
+    label: str | None
+    sequence: int
+    caller: str
+    prof: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRecord:
+    """One operation of the ring buffer, readable. `returned` says the call gave control back to its caller."""
+
+    sequence: int
+    op: str
+    p2p: bool
+    group: str
+    ranks: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    tensors: int
+    dtype: str | None
+    bytes: int
+    peer: int | None
+    label: str | None
+    file: str
+    line: int
+    function: str
+    returned: bool
+
+    @property
+    def what(self) -> str:
+        """`float32[4, 8] (128 B)`, or how many tensors there are; empty where there is none."""
+        if not self.tensors:
+            return ""
+        shapes = " ".join(str(list(shape)) for shape in self.shapes)
+        more = f" … {self.tensors} tensors" if self.tensors > len(self.shapes) else ""
+        return f"{self.dtype}{shapes}{more} ({self.bytes} B)"
+
+    def __str__(self) -> str:
+        peer = "" if self.peer is None else f" peer {self.peer}"
+        label = "" if self.label is None else f" {self.label!r}"
+        state = "" if self.returned else " (not returned)"
+        kind = "p2p " if self.p2p else ""
+        what = f" {self.what}" if self.what else ""
+        where = f"{self.file}:{self.line} in {self.function}"
+        return f"{kind}#{self.sequence} {self.op}{what}{peer}{label} group {list(self.ranks)} at {where}{state}"
+
+
+def outline(message: object) -> tuple[Any, torch.dtype | None]:
+    """Shape and dtype of what is not one tensor: a list of them, nothing, or something wrong."""
+    if message is None:
+        return None, None
+    if isinstance(message, Sequence) and all(isinstance(item, torch.Tensor) for item in message):
+        shapes = tuple(item.shape for item in message[:SHOWN])
+        dtype = message[0].dtype if message else None
+        return Several(shapes, len(message), sum(item.numel() for item in message)), dtype
+    return type(message).__name__, None
+
+
+def size_of(message: object) -> int:
+    """Bytes of a tensor or of a list of them; 0 for what has no size that is known before it is sent."""
+    if isinstance(message, torch.Tensor):
+        return message.numel() * message.element_size()
+    if isinstance(message, (list, tuple)):
+        return sum(size_of(item) for item in message)
+    return 0
+
+
+def line_of(code: CodeType, instruction: int) -> int:
+    """The source line of an instruction; looked up late because finding it walks the code's line table."""
+    for start, stop, line in code.co_lines():
+        if start <= instruction < stop and line is not None:
+            return line
+    return code.co_firstlineno
+
+
+def read(entry: Entry) -> OperationRecord:
+    """The readable record of a raw entry."""
+    sequence, operation, group, shape, dtype, label, code, instruction, peer = entry
+    shapes: tuple[tuple[int, ...], ...] = ()
+    tensors = numel = 0
+    if isinstance(shape, Several):
+        shapes, tensors, numel = tuple(map(tuple, shape.shapes)), shape.count, shape.numel
+    elif isinstance(shape, torch.Size):
+        shapes, tensors, numel = (tuple(shape),), 1, shape.numel()
+    return OperationRecord(
+        sequence=sequence,
+        op=operation.name,
+        p2p=operation.p2p,
+        group=group.name,
+        ranks=group.ranks,
+        shapes=shapes,
+        tensors=tensors,
+        dtype=None if dtype is None else str(dtype).removeprefix("torch."),
+        bytes=0 if dtype is None else numel * dtype.itemsize,
+        peer=peer if isinstance(peer, int) else None,
+        label=label,
+        file=code.co_filename,
+        line=line_of(code, instruction),
+        function=code.co_name,
+        returned=sequence <= (group.returned_p2p if operation.p2p else group.returned),
+    )

@@ -1,0 +1,125 @@
+"""The summary of recorded communication as a dict and as the table that users read."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from deepspeed.comm.collectives import all_gather_object, all_reduce
+from deepspeed.comm.groups import get_rank, get_world_size, group_device, is_initialized
+from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.comm.statistics import convert_size, trimmed_mean
+
+__all__ = ["Recorded", "as_dict", "as_text", "stragglers", "summarise"]
+
+# operation → message bytes → [count, latencies in ms, algorithm bandwidths, bus bandwidths in Gbit/s]
+Recorded = Mapping[str, Mapping[int, list[Any]]]
+Rows = dict[str, dict[int, dict[str, Any]]]
+
+_COLUMNS = (
+    ("count", "Count", "d"),
+    ("total_latency_ms", "Total Latency(ms)", ".2f"),
+    ("avg_latency_ms", "Avg Latency(ms)", ".2f"),
+    ("tput_avg_gbps", "tput_avg (Gbps)", ".2f"),
+    ("busbw_avg_gbps", "busbw_avg (Gbps)", ".2f"),
+)
+_STRAGGLER_COLUMNS = (
+    ("count", "Count", "d"),
+    ("total_comm_lat_ms", "Total comm lat(ms)", ".2f"),
+    ("total_straggler_ms", "Total straggler(ms)", ".2f"),
+    ("avg_comm_lat_ms", "Avg comm lat(ms)", ".2f"),
+    ("avg_straggler_ms", "Avg straggler(ms)", ".2f"),
+)
+
+
+def summarise(sizes: Mapping[int, list[Any]]) -> dict[int, dict[str, Any]]:
+    """One operation's rows by message size, smallest first."""
+    return {
+        size: {
+            "count": count,
+            "total_latency_ms": sum(latencies),
+            "avg_latency_ms": trimmed_mean(latencies),
+            "tput_avg_gbps": trimmed_mean(algorithm),
+            "busbw_avg_gbps": trimmed_mean(bus),
+            "msg_size_bytes": size,
+            "msg_size_str": convert_size(size),
+        }
+        for size, (count, latencies, algorithm, bus) in sorted(sizes.items())
+    }
+
+
+def stragglers(recorded: Recorded) -> Rows:
+    """How much longer this rank took than the quickest one, call by call; every rank must ask at the same time.
+
+    The quickest rank's latency is the communication itself: it came last, so it waited for nobody. What the
+    others took longer, they waited for it. Only rows that all ranks recorded equally often can be compared.
+    """
+    counts = {(op, size): row[0] for op, sizes in recorded.items() for size, row in sizes.items()}
+    if not is_initialized():
+        common = sorted(counts)
+    else:
+        everyone: list[Any] = [None] * get_world_size()
+        all_gather_object(everyone, counts)
+        common = sorted(key for key, n in counts.items() if all(other.get(key) == n for other in everyone))
+    if not common:
+        return {}
+    latencies = [recorded[op][size][1] for op, size in common]
+    mine = torch.tensor([value for values in latencies for value in values], dtype=torch.float64)
+    least = mine.clone()
+    if is_initialized():
+        least = least.to(group_device())
+        all_reduce(least, op=ReduceOp.MIN)
+        least = least.cpu()
+    lengths = [len(values) for values in latencies]
+    rows: Rows = {}
+    for (op, size), quickest, own in zip(
+        common, least.split_with_sizes(lengths), mine.split_with_sizes(lengths), strict=True
+    ):
+        waited = own - quickest
+        rows.setdefault(op, {})[size] = {
+            "count": len(own),
+            "total_comm_lat_ms": float(quickest.sum()),
+            "total_straggler_ms": float(waited.sum()),
+            "avg_comm_lat_ms": trimmed_mean(quickest.tolist()),
+            "avg_straggler_ms": trimmed_mean(waited.tolist()),
+            "msg_size_bytes": size,
+            "msg_size_str": convert_size(size),
+        }
+    return rows
+
+
+def as_dict(recorded: Recorded, straggler: Rows | None) -> dict[str, Any]:
+    """The dict form of the summary."""
+    return {
+        "summary": {op: summarise(sizes) for op, sizes in recorded.items()},
+        "straggler_analysis": straggler,
+        "metadata": {
+            "world_size": get_world_size() if is_initialized() else 1,
+            "rank": get_rank() if is_initialized() else 0,
+            "timestamp": datetime.datetime.now().isoformat(),
+        },
+    }
+
+
+def as_text(summary: Mapping[str, Any]) -> str:
+    """The summary as tables with columns 20 wide; the operation's name stands above its rows."""
+    if not summary["summary"]:
+        return "No communication has been recorded: is comms_logger enabled?\n"
+    text = _table(summary["summary"], _COLUMNS)
+    if summary["straggler_analysis"] is not None:
+        text += "\n" + _table(summary["straggler_analysis"], _STRAGGLER_COLUMNS)
+    return text
+
+
+def _table(rows: Rows, columns: tuple[tuple[str, str, str], ...]) -> str:
+    titles = ("Comm. Op", "Message Size", *(title for _, title, _ in columns))
+    lines = ["".join(f"{title:<20}" for title in titles)]
+    for op, sizes in rows.items():
+        lines.append(op)
+        for row in sizes.values():
+            cells = (f"{row[key]:{form}}" for key, _, form in columns)
+            lines.append(f"{'':<20}{row['msg_size_str']:<20}" + "".join(f"{cell:<20}" for cell in cells))
+    return "\n".join(line.rstrip() for line in lines) + "\n"
