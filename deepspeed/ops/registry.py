@@ -36,7 +36,14 @@ Kernel = Callable[..., Any]
 F = TypeVar("F", bound=Kernel)
 
 # The modules whose import registers the library's own operations.
-_FAMILIES = ("deepspeed.ops.multi_tensor",)
+_FAMILIES = (
+    "deepspeed.ops.multi_tensor",
+    "deepspeed.ops.adam.rule",
+    "deepspeed.ops.lion.rule",
+    "deepspeed.ops.lamb.rule",
+    "deepspeed.ops.adagrad.rule",
+    "deepspeed.ops.muon.newton_schulz",
+)
 
 # What importing or building a kernel can raise. Anything else is a mistake in the loader and is shown as such.
 _LOAD_FAILURES = (

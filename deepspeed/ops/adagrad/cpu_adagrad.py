@@ -1,0 +1,46 @@
+"""`DeepSpeedCPUAdagrad`: Adagrad for parameters in host memory."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_
+from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters
+
+__all__ = ["DeepSpeedCPUAdagrad"]
+
+
+class DeepSpeedCPUAdagrad(BatchOptimizer):
+    """Adagrad with an L2 term, of parameters on the CPU.
+
+    The sums of squares are float32, or have the dtype of their parameter if `fp32_optimizer_states` is false.
+    `adamw_mode` is there for client libraries that hand it to every CPU optimizer; it changes nothing.
+    """
+
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+    settings: ClassVar[tuple[str, ...]] = ("fp32_optimizer_states",)
+    cpu_only: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
+        *,
+        adamw_mode: bool | None = None,
+    ) -> None:
+        if amsgrad:
+            raise RuntimeError("Adagrad has no AMSGrad variant; leave amsgrad out")
+        check_hyperparameters("DeepSpeedCPUAdagrad", lr=lr, eps=eps, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
+        super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": False})
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` returns."""
+        return self._step(closure)
+
+    def _apply(self, group: Group, batch: Batch) -> None:
+        adagrad_(batch, AdagradRule.of(group))

@@ -1,0 +1,111 @@
+"""The Adagrad update over lists of tensors: op `adagrad`.
+
+g ← g + decay·p;  v ← v + g²;  p ← p − lr·g / (√v + eps)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.capability import Capability, Verdict
+from deepspeed.ops.optimizer import Batch, TensorLists, contiguous, wide, widely
+from deepspeed.ops.registry import implementation, op, reference
+
+__all__ = ["AdagradRule", "adagrad_", "adagrad_reference"]
+
+Tensors = list[Tensor]
+Kernel = Callable[[Tensors, Tensors, Tensors, "AdagradRule"], None]
+
+
+@dataclass(frozen=True, slots=True)
+class AdagradRule:
+    """The numbers of one update; weight decay is an L2 term of the gradient."""
+
+    lr: float
+    eps: float = 1e-10
+    weight_decay: float = 0.0
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> AdagradRule:
+        """The rule of a parameter group."""
+        return cls(float(group["lr"]), group["eps"], group["weight_decay"])
+
+
+def adagrad_(batch: Batch, rule: AdagradRule) -> None:
+    """Update parameters and the sums of squares (exp_avg_sq) in place."""
+    op("adagrad")(batch.params, batch.grads, *batch.moments, rule)
+
+
+@reference("adagrad")
+@torch.no_grad()
+def adagrad_reference(params: Tensors, grads: Tensors, sums: Tensors, rule: AdagradRule) -> None:
+    """Tensor by tensor, computed in float32 (float64 for float64) and rounded once."""
+    for param, grad, total in zip(params, grads, sums, strict=True):
+        dtype = wide(param.dtype)
+        p, g, v = (tensor.to(dtype) for tensor in (param, grad, total))
+        g = g + rule.weight_decay * p
+        v = v + g * g
+        param.copy_(p - rule.lr * g / (v.sqrt() + rule.eps))
+        total.copy_(v)
+
+
+@torch.no_grad()
+def _adagrad_foreach(params: Tensors, grads: Tensors, sums: Tensors, rule: AdagradRule) -> None:
+    def update(lists: TensorLists) -> None:
+        p, g, v = lists
+        if rule.weight_decay:
+            g = list(torch._foreach_add(g, p, alpha=rule.weight_decay))
+        torch._foreach_addcmul_(v, g, g, 1.0)
+        denominators = torch._foreach_sqrt(v)
+        torch._foreach_add_(denominators, rule.eps)
+        torch._foreach_addcdiv_(p, g, denominators, -rule.lr)
+
+    widely(update, (params, grads, sums))
+
+
+@torch.no_grad()
+def _adagrad_fused(params: Tensors, grads: Tensors, sums: Tensors, rule: AdagradRule) -> None:
+    lists = (params, grads, sums)
+    if not params:
+        return
+    if params[0].device.type != "cpu" or not contiguous(lists):
+        _adagrad_foreach(params, grads, sums, rule)
+        return
+    count = torch.ones(())  # matters only to a decaying learning rate, which this rule does not have
+
+    def update(lists: TensorLists) -> None:
+        p, g, v = lists
+        torch._fused_adagrad_(
+            p,
+            g,
+            v,
+            [count] * len(p),
+            lr=rule.lr,
+            lr_decay=0.0,
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
+            maximize=False,
+        )
+
+    widely(update, lists)
+
+
+def _probe() -> Verdict:
+    if "_fused_adagrad_" not in vars(torch):
+        return Verdict(False, f"torch {torch.__version__} has no _fused_adagrad_")
+    return Verdict(True, f"fused kernels of torch {torch.__version__}")
+
+
+@implementation("adagrad", name="foreach", rank=10)
+def _load_foreach() -> Kernel:
+    return _adagrad_foreach
+
+
+@implementation("adagrad", name="fused", requires=Capability("torch's fused Adagrad", _probe), rank=20)
+def _load_fused() -> Kernel:
+    return _adagrad_fused

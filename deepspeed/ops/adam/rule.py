@@ -1,0 +1,161 @@
+"""The Adam and AdamW update over lists of tensors: op `adam`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.capability import Capability, Verdict
+from deepspeed.ops.optimizer import Batch, TensorLists, contiguous, wide, widely
+from deepspeed.ops.registry import implementation, op, reference
+
+__all__ = ["AdamRule", "adam_", "adam_reference"]
+
+Tensors = list[Tensor]
+Kernel = Callable[[Tensors, Tensors, Tensors, Tensors, int, "AdamRule"], None]
+
+# Where torch's fused kernels are known to run.
+_FUSED_DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class AdamRule:
+    """The numbers of one update; `decoupled` weight decay is AdamW's, else it is an L2 term of the gradient."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decoupled: bool = True
+    bias_correction: bool = True
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], *, decoupled: bool) -> AdamRule:
+        """The rule of a parameter group."""
+        beta1, beta2 = group["betas"]
+        return cls(
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=decoupled,
+            bias_correction=group.get("bias_correction", True),
+        )
+
+    def corrections(self, step: int) -> tuple[float, float]:
+        """What the two moments are divided by at this step."""
+        if not self.bias_correction:
+            return 1.0, 1.0
+        return 1 - self.beta1**step, 1 - self.beta2**step
+
+
+def adam_(batch: Batch, rule: AdamRule) -> None:
+    """Update parameters and moments (exp_avg, exp_avg_sq) in place; `batch.step` counts from 1."""
+    op("adam")(batch.params, batch.grads, *batch.moments, batch.step, rule)
+
+
+@reference("adam")
+@torch.no_grad()
+def adam_reference(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int, rule: AdamRule
+) -> None:
+    """Tensor by tensor, computed in float32 (float64 for float64) and rounded once."""
+    first, second = rule.corrections(step)
+    for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        dtype = wide(param.dtype)
+        p, g, m, v = (tensor.to(dtype) for tensor in (param, grad, exp_avg, exp_avg_sq))
+        if rule.decoupled:
+            p = p * (1 - rule.lr * rule.weight_decay)
+        else:
+            g = g + rule.weight_decay * p
+        m = m.lerp(g, 1 - rule.beta1)
+        v = rule.beta2 * v + (1 - rule.beta2) * g * g
+        p = p - rule.lr / first * m / (v.sqrt() / math.sqrt(second) + rule.eps)
+        for target, result in ((param, p), (exp_avg, m), (exp_avg_sq, v)):
+            target.copy_(result)
+
+
+@torch.no_grad()
+def _adam_foreach(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int, rule: AdamRule
+) -> None:
+    first, second = rule.corrections(step)
+
+    def update(lists: TensorLists) -> None:
+        p, g, m, v = lists
+        if rule.weight_decay and rule.decoupled:
+            torch._foreach_mul_(p, 1 - rule.lr * rule.weight_decay)
+        elif rule.weight_decay:
+            g = list(torch._foreach_add(g, p, alpha=rule.weight_decay))
+        torch._foreach_lerp_(m, g, 1 - rule.beta1)
+        torch._foreach_mul_(v, rule.beta2)
+        torch._foreach_addcmul_(v, g, g, 1 - rule.beta2)
+        denominators = torch._foreach_sqrt(v)
+        torch._foreach_div_(denominators, math.sqrt(second))
+        torch._foreach_add_(denominators, rule.eps)
+        torch._foreach_addcdiv_(p, m, denominators, -rule.lr / first)
+
+    widely(update, (params, grads, exp_avgs, exp_avg_sqs))
+
+
+@torch.no_grad()
+def _adam_fused(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int, rule: AdamRule
+) -> None:
+    lists = (params, grads, exp_avgs, exp_avg_sqs)
+    if not params:
+        return
+    device = params[0].device
+    if device.type not in _FUSED_DEVICES or not contiguous(lists):
+        _adam_foreach(params, grads, exp_avgs, exp_avg_sqs, step, rule)
+        return
+    kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
+    # The kernel has no switch for the bias correction: at step infinity both corrections are exactly 1.
+    count = torch.full((), step if rule.bias_correction else math.inf, dtype=torch.float32, device=device)
+
+    def update(lists: TensorLists) -> None:
+        p, g, m, v = lists
+        kernel(
+            p,
+            g,
+            m,
+            v,
+            [],
+            [count] * len(p),
+            lr=rule.lr,
+            beta1=rule.beta1,
+            beta2=rule.beta2,
+            weight_decay=rule.weight_decay,
+            eps=rule.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    if len({tensors[0].dtype for tensors in lists}) == 1:
+        update(lists)  # the kernel itself computes 16-bit tensors in float32
+    else:
+        widely(update, lists)
+
+
+def _probe() -> Verdict:
+    missing = [name for name in ("_fused_adam_", "_fused_adamw_") if name not in vars(torch)]
+    if missing:
+        return Verdict(False, f"torch {torch.__version__} has no {missing[0]}")
+    return Verdict(True, f"fused kernels of torch {torch.__version__}")
+
+
+@implementation("adam", name="foreach", rank=10)
+def _load_foreach() -> Kernel:
+    return _adam_foreach
+
+
+@implementation("adam", name="fused", requires=Capability("torch's fused Adam", _probe), rank=20)
+def _load_fused() -> Kernel:
+    return _adam_fused

@@ -1,0 +1,130 @@
+"""The LAMB update over lists of tensors: op `lamb`, which returns each parameter's coefficient.
+
+g ← g / scale;  m ← β1·m + (1−β1)·g;  v ← β2·v + (1−β2)·g²
+u = m / (√v + eps) + decay·p                             √(v + eps) if `eps_inside_sqrt`
+coefficient = ‖p‖ / ‖u‖ within [min, max]                1 where a norm is 0
+p ← p − lr·√(1−β2ᵗ)/(1−β1ᵗ)·coefficient·u                the middle factor only with bias correction
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.optimizer import Batch, TensorLists, wide, widely
+from deepspeed.ops.registry import implementation, op, reference
+
+__all__ = ["LambRule", "lamb_", "lamb_reference"]
+
+Tensors = list[Tensor]
+Kernel = Callable[[Tensors, Tensors, Tensors, Tensors, int, "LambRule"], list[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class LambRule:
+    """The numbers of one update; gradients are divided by `scale`, a number or a 0-dim tensor."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_coeff: float = 10.0
+    min_coeff: float = 0.01
+    bias_correction: bool = True
+    eps_inside_sqrt: bool = False
+    scale: float | Tensor = 1.0
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any], *, eps_inside_sqrt: bool, scale: float | Tensor) -> LambRule:
+        """The rule of a parameter group."""
+        beta1, beta2 = group["betas"]
+        same = ("eps", "weight_decay", "max_coeff", "min_coeff", "bias_correction")
+        return cls(
+            lr=float(group["lr"]),
+            beta1=beta1,
+            beta2=beta2,
+            eps_inside_sqrt=eps_inside_sqrt,
+            scale=scale,
+            **{name: group[name] for name in same},
+        )
+
+    def step_size(self, step: int) -> float:
+        """The learning rate with the bias correction of both moments."""
+        if not self.bias_correction:
+            return self.lr
+        return self.lr * math.sqrt(1 - self.beta2**step) / (1 - self.beta1**step)
+
+    def coefficients(self, weights: Tensor, updates: Tensor) -> Tensor:
+        """Trust ratios of norms."""
+        ratios = (weights / updates).clamp(self.min_coeff, self.max_coeff)
+        return torch.where((weights != 0) & (updates != 0), ratios, torch.ones_like(ratios))
+
+
+def lamb_(batch: Batch, rule: LambRule) -> list[Tensor]:
+    """Update parameters and moments (exp_avg, exp_avg_sq) in place; the coefficients as 0-dim tensors."""
+    coefficients: list[Tensor] = op("lamb")(batch.params, batch.grads, *batch.moments, batch.step, rule)
+    return coefficients
+
+
+@reference("lamb")
+@torch.no_grad()
+def lamb_reference(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int, rule: LambRule
+) -> list[Tensor]:
+    """Tensor by tensor, computed in float32 (float64 for float64) and rounded once."""
+    coefficients = []
+    for param, grad, exp_avg, exp_avg_sq in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        dtype = wide(param.dtype)
+        p, g, m, v = (tensor.to(dtype) for tensor in (param, grad, exp_avg, exp_avg_sq))
+        g = g / rule.scale
+        m = m.lerp(g, 1 - rule.beta1)
+        v = rule.beta2 * v + (1 - rule.beta2) * g * g
+        denominator = (v + rule.eps).sqrt() if rule.eps_inside_sqrt else v.sqrt() + rule.eps
+        update = m / denominator + rule.weight_decay * p
+        coefficient = rule.coefficients(torch.linalg.vector_norm(p), torch.linalg.vector_norm(update))
+        coefficients.append(coefficient)
+        for target, result in ((param, p - rule.step_size(step) * coefficient * update), (exp_avg, m), (exp_avg_sq, v)):
+            target.copy_(result)
+    return coefficients
+
+
+@torch.no_grad()
+def _lamb_foreach(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int, rule: LambRule
+) -> list[Tensor]:
+    def update(lists: TensorLists) -> list[Tensor]:
+        p, g, m, v = lists
+        if isinstance(rule.scale, Tensor) or rule.scale != 1:
+            g = list(torch._foreach_div(g, rule.scale))
+        torch._foreach_lerp_(m, g, 1 - rule.beta1)
+        torch._foreach_mul_(v, rule.beta2)
+        torch._foreach_addcmul_(v, g, g, 1 - rule.beta2)
+        if rule.eps_inside_sqrt:
+            denominators = torch._foreach_add(v, rule.eps)
+            torch._foreach_sqrt_(denominators)
+        else:
+            denominators = torch._foreach_sqrt(v)
+            torch._foreach_add_(denominators, rule.eps)
+        updates = list(torch._foreach_div(m, denominators))
+        if rule.weight_decay:
+            torch._foreach_add_(updates, p, alpha=rule.weight_decay)
+        norms = (torch.stack(list(torch._foreach_norm(tensors))) for tensors in (p, updates))
+        coefficients = list(rule.coefficients(*norms).unbind())
+        torch._foreach_mul_(updates, coefficients)
+        torch._foreach_add_(p, updates, alpha=-rule.step_size(step))
+        return coefficients
+
+    # The trust ratio is one of the whole parameter, so none may be cut.
+    parts = widely(update, (params, grads, exp_avgs, exp_avg_sqs), elementwise=False)
+    return [coefficient for part in parts for coefficient in part]
+
+
+@implementation("lamb", name="foreach", rank=10)
+def _load_foreach() -> Kernel:
+    return _lamb_foreach

@@ -1,0 +1,43 @@
+"""`DeepSpeedCPULion`: Lion for parameters in host memory."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from deepspeed.ops.lion.rule import LionRule, lion_
+from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters
+
+__all__ = ["DeepSpeedCPULion"]
+
+
+class DeepSpeedCPULion(BatchOptimizer):
+    """Lion with decoupled weight decay, of parameters on the CPU.
+
+    The momentum is float32, or has the dtype of its parameter if `fp32_optimizer_states` is false. `adamw_mode` is
+    there for client libraries that hand it to every CPU optimizer: Lion's decay is decoupled either way.
+    """
+
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    settings: ClassVar[tuple[str, ...]] = ("fp32_optimizer_states",)
+    cpu_only: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        model_params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0,
+        fp32_optimizer_states: bool = True,
+        *,
+        adamw_mode: bool | None = None,
+    ) -> None:
+        check_hyperparameters("DeepSpeedCPULion", lr=lr, betas=betas, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
+        super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update every parameter that has a gradient; returns what `closure` returns."""
+        return self._step(closure)
+
+    def _apply(self, group: Group, batch: Batch) -> None:
+        lion_(batch, LionRule.of(group))

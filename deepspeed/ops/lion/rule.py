@@ -1,0 +1,72 @@
+"""The Lion update over lists of tensors: op `lion`.
+
+u = sign(β1·m + (1−β1)·g);  p ← p·(1 − lr·decay) − lr·u;  m ← β2·m + (1−β2)·g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.optimizer import Batch, TensorLists, wide, widely
+from deepspeed.ops.registry import implementation, op, reference
+
+__all__ = ["LionRule", "lion_", "lion_reference"]
+
+Tensors = list[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LionRule:
+    """The numbers of one update."""
+
+    lr: float
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> LionRule:
+        """The rule of a parameter group."""
+        beta1, beta2 = group["betas"]
+        return cls(float(group["lr"]), beta1, beta2, group["weight_decay"])
+
+
+def lion_(batch: Batch, rule: LionRule) -> None:
+    """Update parameters and momentum (exp_avg) in place."""
+    op("lion")(batch.params, batch.grads, *batch.moments, rule)
+
+
+@reference("lion")
+@torch.no_grad()
+def lion_reference(params: Tensors, grads: Tensors, exp_avgs: Tensors, rule: LionRule) -> None:
+    """Tensor by tensor, computed in float32 (float64 for float64) and rounded once."""
+    for param, grad, exp_avg in zip(params, grads, exp_avgs, strict=True):
+        dtype = wide(param.dtype)
+        p, g, m = (tensor.to(dtype) for tensor in (param, grad, exp_avg))
+        direction = m.lerp(g, 1 - rule.beta1).sign()
+        param.copy_(p * (1 - rule.lr * rule.weight_decay) - rule.lr * direction)
+        exp_avg.copy_(m.lerp(g, 1 - rule.beta2))
+
+
+@torch.no_grad()
+def _lion_foreach(params: Tensors, grads: Tensors, exp_avgs: Tensors, rule: LionRule) -> None:
+    def update(lists: TensorLists) -> None:
+        p, g, m = lists
+        directions = torch._foreach_lerp(m, g, 1 - rule.beta1)
+        torch._foreach_sign_(directions)
+        if rule.weight_decay:
+            torch._foreach_mul_(p, 1 - rule.lr * rule.weight_decay)
+        torch._foreach_add_(p, directions, alpha=-rule.lr)
+        torch._foreach_lerp_(m, g, 1 - rule.beta2)
+
+    widely(update, (params, grads, exp_avgs))
+
+
+@implementation("lion", name="foreach", rank=10)
+def _load_foreach() -> Callable[[Tensors, Tensors, Tensors, LionRule], None]:
+    return _lion_foreach

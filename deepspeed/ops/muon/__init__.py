@@ -1,0 +1,28 @@
+"""Muon: momentum whose matrices are made orthogonal, beside Adam for everything that is no matrix."""
+
+from __future__ import annotations
+
+from deepspeed.ops.muon.aux_adam import MuonWithAuxAdam, SingleDeviceMuonWithAuxAdam
+from deepspeed.ops.muon.heads import tag_attention_heads
+from deepspeed.ops.muon.muon import Muon, SingleDeviceMuon
+from deepspeed.ops.muon.newton_schulz import (
+    NS_METHODS,
+    ns_compute_dtype,
+    zeropower_via_gram_newtonschulz,
+    zeropower_via_newtonschulz5,
+)
+from deepspeed.ops.muon.update import adam_update, muon_update
+
+__all__ = [
+    "NS_METHODS",
+    "Muon",
+    "MuonWithAuxAdam",
+    "SingleDeviceMuon",
+    "SingleDeviceMuonWithAuxAdam",
+    "adam_update",
+    "muon_update",
+    "ns_compute_dtype",
+    "tag_attention_heads",
+    "zeropower_via_gram_newtonschulz",
+    "zeropower_via_newtonschulz5",
+]

@@ -1,0 +1,122 @@
+"""The Muon update of one parameter, or of many at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed.ops.muon.newton_schulz import orthogonalize
+from deepspeed.ops.optimizer import wide
+
+__all__ = ["MuonRule", "adam_update", "muon_update", "muon_updates"]
+
+# Elements that one batched product takes.
+_STACKED_ELEMENTS = 2**25
+
+
+@dataclass(frozen=True, slots=True)
+class MuonRule:
+    """How a momentum becomes an update: its decay and the iteration that makes it orthogonal."""
+
+    beta: float = 0.95
+    ns_steps: int = 5
+    nesterov: bool = True
+    ns_method: str = "gram"
+
+
+def muon_update(
+    grad: Tensor,
+    momentum: Tensor,
+    beta: float = 0.95,
+    ns_steps: int = 5,
+    nesterov: bool = True,
+    ns_method: str = "gram",
+    is_expert_group: bool = False,
+    num_heads: int | None = None,
+) -> Tensor:
+    """Advance `momentum` in place and return the update: orthogonal, scaled by √max(1, rows/columns).
+
+    A gradient of 3 dims is a batch of matrices, one of 4 or more (a convolution) is flattened to the matrix
+    [first dim, rest], and with `is_expert_group` to one such matrix per expert. With `num_heads` the rows are cut into
+    as many matrices. A gradient that is not finite leaves the momentum alone and is returned as it is.
+    """
+    rule = MuonRule(beta, ns_steps, nesterov, ns_method)
+    return _update(grad[None], momentum[None], rule, is_expert_group=is_expert_group, num_heads=num_heads)[0]
+
+
+def muon_updates(
+    grads: Sequence[Tensor], momenta: Sequence[Tensor], heads: Sequence[int | None], rule: MuonRule
+) -> Iterator[tuple[int, Tensor]]:
+    """(place, update) of every gradient, in any order; alike ones go through the iteration together."""
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for place, (grad, momentum) in enumerate(zip(grads, momenta, strict=True)):
+        key = (grad.shape, grad.dtype, grad.device, momentum.dtype, heads[place])
+        alike.setdefault(key, []).append(place)
+    for places in alike.values():
+        first = grads[places[0]]
+        # A processor gains nothing from a batch, and a batch is a copy.
+        together = 1 if first.device.type == "cpu" else max(1, _STACKED_ELEMENTS // max(1, first.numel()))
+        for start in range(0, len(places), together):
+            chosen = places[start : start + together]
+            yield from zip(chosen, _stacked(grads, momenta, chosen, rule, heads[chosen[0]]), strict=True)
+
+
+def _stacked(
+    grads: Sequence[Tensor], momenta: Sequence[Tensor], chosen: Sequence[int], rule: MuonRule, heads: int | None
+) -> Sequence[Tensor]:
+    if len(chosen) == 1:
+        place = chosen[0]
+        return [_update(grads[place][None], momenta[place][None], rule, num_heads=heads)[0]]
+    stacked = torch.stack([momenta[place] for place in chosen])
+    updates = _update(torch.stack([grads[place] for place in chosen]), stacked, rule, num_heads=heads)
+    torch._foreach_copy_([momenta[place] for place in chosen], list(stacked.unbind()))
+    return updates.unbind()
+
+
+@torch.no_grad()
+def _update(
+    grad: Tensor, momentum: Tensor, rule: MuonRule, *, is_expert_group: bool = False, num_heads: int | None = None
+) -> Tensor:
+    """The update of equal parameters stacked along the first dim."""
+    dtype = wide(grad.dtype)
+    g, m = grad.to(dtype), momentum.to(dtype)
+    finite = torch.isfinite(g).flatten(1).all(1).view(-1, *(1 for _ in grad.shape[1:]))
+    m = torch.where(finite, m.lerp(g, 1 - rule.beta), m)
+    momentum.copy_(m)
+    direction = g.lerp(m, rule.beta) if rule.nesterov else m
+    matrices = _as_matrices(direction, is_expert_group=is_expert_group, num_heads=num_heads)
+    scale = max(1.0, matrices.size(-2) / max(1, matrices.size(-1))) ** 0.5
+    update = (orthogonalize(matrices, rule.ns_steps, rule.ns_method) * scale).view(grad.shape)
+    return torch.where(finite, update, g).to(grad.dtype)
+
+
+def _as_matrices(stacked: Tensor, *, is_expert_group: bool, num_heads: int | None) -> Tensor:
+    """[count, *parameter] as [..., rows, columns]."""
+    shape = tuple(stacked.shape[1:])
+    if len(shape) < 2 + is_expert_group:
+        kind = "expert parameters of 3 dims (experts first)" if is_expert_group else "parameters of 2 dims"
+        raise ValueError(f"Muon updates {kind} or more, found shape {shape}; give it to the Adam half")
+    if is_expert_group:
+        matrices = stacked.flatten(3)
+    elif len(shape) > 3:
+        matrices = stacked.flatten(2)
+    else:
+        matrices = stacked
+    if num_heads is None:
+        return matrices
+    rows = matrices.size(-2)
+    if num_heads < 1 or rows % num_heads:
+        raise ValueError(
+            f"per-head Muon: {rows} rows of a parameter of shape {shape} do not split into {num_heads} heads"
+        )
+    return matrices.reshape(*matrices.shape[:-2], num_heads, rows // num_heads, matrices.size(-1))
+
+
+def adam_update(grad: Tensor, buf1: Tensor, buf2: Tensor, step: int, betas: tuple[float, float], eps: float) -> Tensor:
+    """Advance both moments in place and return Adam's bias-corrected direction."""
+    buf1.lerp_(grad, 1 - betas[0])
+    buf2.lerp_(grad.square(), 1 - betas[1])
+    return (buf1 / (1 - betas[0] ** step)) / ((buf2 / (1 - betas[1] ** step)).sqrt() + eps)

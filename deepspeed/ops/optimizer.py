@@ -1,0 +1,236 @@
+"""What the library's optimizers share: gradients collected into batches, moments, checks, state dicts, wide copies.
+
+An update rule is an op over lists of tensors. An optimizer sorts its parameters into batches whose lists have one
+device and one dtype each and the same step number, and hands every batch to the op.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Batch",
+    "BatchOptimizer",
+    "Closure",
+    "Group",
+    "TensorLists",
+    "check_hyperparameters",
+    "contiguous",
+    "evaluate",
+    "refuse",
+    "wide",
+    "widely",
+]
+
+Closure = Callable[[], Any]
+Group = dict[str, Any]
+TensorLists = Sequence[list[Tensor]]
+
+# Elements that are copied to float32 at once: the copies of a batch never take more than a few hundred megabytes.
+WIDE_ELEMENTS = 2**24
+
+# The place of the gradients among the lists of a batch; they are read, all other lists are written.
+_GRADS = 1
+
+
+@dataclass(slots=True)
+class Batch:
+    """Parameters that one call of an update rule takes: lists of one device and one dtype each, and one step number."""
+
+    step: int
+    moments: tuple[list[Tensor], ...]
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+
+
+class BatchOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers; a subclass names its moments and updates one parameter group."""
+
+    moments: ClassVar[tuple[str, ...]] = ()
+    """State tensors of a parameter, shaped like it; beside them the state holds the int `step`."""
+
+    cpu_only: ClassVar[bool] = False
+    settings: ClassVar[tuple[str, ...]] = ()
+    """Attributes that a copied or unpickled optimizer keeps; torch keeps only groups and state."""
+
+    fp32_optimizer_states: bool = False
+
+    def _update_group(self, group: Group) -> None:
+        """Apply the rule to every parameter of `group` that has a gradient."""
+        for batch in self._batches(group, self.moments):
+            self._apply(group, batch)
+
+    def _apply(self, group: Group, batch: Batch) -> None:
+        raise TypeError(f"{type(self).__name__} defines no update rule")
+
+    @torch.no_grad()
+    def _step(self, closure: Closure | None, groups: Sequence[Group] | None = None) -> Any:
+        """The whole step: the closure's loss, the checks, then every group."""
+        loss = evaluate(closure)
+        groups = self.param_groups if groups is None else groups
+        self._check(groups)
+        for group in groups:
+            self._update_group(group)
+        return loss
+
+    def _check(self, groups: Iterable[Group]) -> None:
+        """Refuse what no rule can update, before anything has changed."""
+        for group in groups:
+            for param in group["params"]:
+                grad = param.grad
+                if grad is None:
+                    continue
+                if grad.layout is not torch.strided:
+                    raise RuntimeError(
+                        f"{type(self).__name__} found a {grad.layout} gradient of a parameter of shape "
+                        f"{tuple(param.shape)}; it updates dense gradients only. Turn sparse gradients off in the "
+                        "layer (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam"
+                    )
+                if not param.is_floating_point():
+                    raise TypeError(
+                        f"{type(self).__name__} updates floating-point parameters, found {param.dtype} of shape "
+                        f"{tuple(param.shape)}"
+                    )
+                if self.cpu_only and param.device.type != "cpu":
+                    raise RuntimeError(
+                        f"{type(self).__name__} found a parameter of shape {tuple(param.shape)} on {param.device}; it "
+                        "updates parameters on the CPU. Move them there, or use the Fused class of the same name"
+                    )
+
+    def _batches(self, group: Group, names: Sequence[str]) -> list[Batch]:
+        """Advance the step of every parameter with a gradient and sort them into batches; the empty ones have none."""
+        found: dict[tuple[Any, ...], Batch] = {}
+        for param in group["params"]:
+            grad = param.grad
+            if grad is None:
+                continue
+            state = self.state[param]
+            if "step" not in state:
+                self._begin(group, param, state, names)
+            step = state["step"] + 1
+            state["step"] = step
+            if not param.numel():
+                continue
+            first: Tensor = state[names[0]]
+            dense = param.is_contiguous() and grad.is_contiguous()
+            key = (step, param.device, param.dtype, grad.dtype, first.dtype, dense)
+            batch = found.get(key)
+            if batch is None:
+                batch = found[key] = Batch(step, tuple([] for _ in names))
+            batch.params.append(param)
+            batch.grads.append(grad)
+            for tensors, name in zip(batch.moments, names, strict=True):
+                tensors.append(state[name])
+        return list(found.values())
+
+    def _begin(self, group: Group, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
+        # Checkpoints of long ago count steps per group.
+        state["step"] = int(group.get("step", 0))
+        for name in names:
+            state[name] = torch.zeros_like(param, dtype=self._state_dtype(param), requires_grad=False)
+
+    def _state_dtype(self, param: Tensor) -> torch.dtype:
+        return wide(param.dtype) if self.fp32_optimizer_states else param.dtype
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over groups and state; unlike in torch, moments keep the precision of this optimizer's states."""
+        super().load_state_dict(dict(state_dict))
+        indices = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for index, param in zip(indices, params, strict=True):
+            state = self.state.get(param, {})
+            for name, value in state_dict["state"].get(index, {}).items():
+                state[name] = self._restored(param, name, value)
+
+    def _restored(self, param: Tensor, name: str, value: Any) -> Any:
+        """A value of a saved state, as this optimizer keeps it."""
+        if name == "step":
+            return int(value)  # torch's own optimizers save a tensor
+        if name in self.moments and isinstance(value, Tensor):
+            return value.to(device=param.device, dtype=self._state_dtype(param))
+        return value
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept: dict[str, Any] = super().__getstate__()
+        return {**kept, **{name: getattr(self, name) for name in self.settings}}
+
+
+def evaluate(closure: Closure | None) -> Any:
+    """The loss that the closure computes; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def refuse(step: str, **given: Any) -> None:
+    """Arguments of a `step` that the public signature names, and that no version of it has a use for any more."""
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        raise RuntimeError(
+            f"{step} was given {', '.join(names)}: gradients come from param.grad, already unscaled and clipped. "
+            "Leave the argument out; loss scaling and clipping are the engine's (fp16, gradient_clipping)"
+        )
+
+
+def check_hyperparameters(name: str, *, betas: Sequence[float] = (), **amounts: float) -> None:
+    """Refuse numbers outside their range: betas are in [0, 1), every other amount is at least 0."""
+    for key, value in amounts.items():
+        if not float(value) >= 0 or math.isinf(float(value)):
+            raise ValueError(f"{name}: {key} is {value}; it must be a finite number of at least 0")
+    if betas and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):
+        raise ValueError(f"{name}: betas is {tuple(betas)}; it must be two numbers of at least 0 and below 1")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a rule computes in: float32, or float64 for a float64 parameter."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def contiguous(lists: TensorLists) -> bool:
+    """True if every tensor is: torch's fused CPU kernels walk memory and do not look at strides."""
+    return all(tensor.is_contiguous() for tensors in lists for tensor in tensors)
+
+
+def widely(kernel: Callable[[TensorLists], Any], lists: TensorLists, *, elementwise: bool = True) -> list[Any]:
+    """Run `kernel` on float32 copies of the narrower lists and write the results back, rounded once.
+
+    The lists are params, grads and moments. A rule that is not `elementwise` sees whole tensors.
+    """
+    if not lists[0]:
+        return []
+    dtype = wide(lists[0][0].dtype)
+    if all(tensors[0].dtype == dtype for tensors in lists):
+        return [kernel(lists)]
+    results = []
+    for piece in _pieces(lists, split=elementwise):
+        copies = [[tensor.to(dtype) for tensor in tensors] for tensors in piece]
+        results.append(kernel(copies))
+        for place, (tensors, computed) in enumerate(zip(piece, copies, strict=True)):
+            if place != _GRADS and tensors[0].dtype != dtype:
+                torch._foreach_copy_(tensors, computed)
+    return results
+
+
+def _pieces(lists: TensorLists, *, split: bool) -> Iterator[list[list[Tensor]]]:
+    """The lists in portions of about WIDE_ELEMENTS; larger tensors are cut if that may be."""
+    rows: list[tuple[Tensor, ...]] = []
+    size = 0
+    for row in zip(*lists, strict=True):
+        parts: Iterable[tuple[Tensor, ...]] = [row]
+        if split and row[0].numel() > WIDE_ELEMENTS and all(tensor.is_contiguous() for tensor in row):
+            parts = zip(*(tensor.view(-1).split(WIDE_ELEMENTS) for tensor in row), strict=True)
+        for part in parts:
+            if rows and size + part[0].numel() > WIDE_ELEMENTS:
+                yield [list(column) for column in zip(*rows, strict=True)]
+                rows, size = [], 0
+            rows.append(part)
+            size += part[0].numel()
+    yield [list(column) for column in zip(*rows, strict=True)]

@@ -1,0 +1,262 @@
+"""From the `optimizer` section of the config to the optimizer object."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.config.optimizer import ONE_BIT_OPTIMIZERS, OptimizerConfig
+from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.muon import MuonWithAuxAdam
+
+__all__ = ["TESTED_WITH_ZERO", "build_optimizer", "is_tested_with_zero"]
+
+TESTED_WITH_ZERO: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    FusedAdam,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPULion,
+    FusedLion,
+    MuonWithAuxAdam,
+)
+"""The exact types that ZeRO takes without `zero_allow_untested_optimizer`."""
+
+# Where a class has no switch for what it does anyway, naming that very thing is no mistake.
+_IMPLIED: Mapping[str, Any] = {
+    "amsgrad": False,
+    "bias_correction": True,
+    "capturable": False,
+    "differentiable": False,
+    "foreach": None,
+    "fused": None,
+    "maximize": False,
+    "set_grad_none": True,
+}
+
+_MUP_TYPES = ("MuAdam", "MuAdamW", "MuSGD")
+_MUON_KEYS = ("lr", "momentum", "weight_decay", "ns_method")
+_ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
+_NOT_MATRICES = ("embed", "lm_head")
+
+
+def is_tested_with_zero(optimizer: torch.optim.Optimizer) -> bool:
+    """True for the exact types of TESTED_WITH_ZERO and for Apex's FusedAdam."""
+    kind = type(optimizer)
+    return kind in TESTED_WITH_ZERO or (kind.__name__ == "FusedAdam" and kind.__module__.partition(".")[0] == "apex")
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What is to be built: the params of the section are taken out one by one."""
+
+    kind: str
+    params: dict[str, Any]
+    parameters: list[Any]
+    names: Mapping[int, str] = field(default_factory=dict)
+    offloaded: bool = False
+    bf16_states: bool = False
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Take a switch out of the params."""
+        value = self.params.pop(key, default)
+        if not isinstance(value, bool):
+            raise _wrong(key, f"is {value!r}; it must be true or false")
+        return value
+
+
+def build_optimizer(
+    section: OptimizerConfig,
+    parameters: Iterable[Any],
+    *,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    offloaded: bool = False,
+    bf16_states: bool = False,
+) -> torch.optim.Optimizer:
+    """The optimizer that the section names, over a list of parameters or of parameter groups.
+
+    Muon needs the names. `offloaded`: the parameters to update are in host memory. `bf16_states`: the moments of
+    an offloaded optimizer have the dtype of the parameters.
+    """
+    if section.type is None:
+        raise DeepSpeedConfigError("optimizer.type is missing; name the class to build", path="optimizer.type")
+    names = {id(param): name for name, param in named_parameters or ()}
+    order = _Order(section.type, dict(section.params), list(parameters), names, offloaded, bf16_states)
+    if section.type in ("Adam", "AdamW"):
+        kind, _, arguments = _adam(order)
+        return _built(order, kind, {**order.params, **arguments})
+    if section.type == "Muon":
+        return _muon(order)
+    if section.type in ONE_BIT_OPTIMIZERS:
+        raise FeatureUnavailable(
+            f"optimizer.type is {section.type}: 1-bit optimizers are not part of this version yet; use Adam or Lamb",
+            path="optimizer.type",
+        )
+    return _built(order, _class(order), order.params)
+
+
+def _wrong(key: str, found: str) -> DeepSpeedConfigError:
+    return DeepSpeedConfigError(f"optimizer.params.{key} {found}", path=f"optimizer.params.{key}")
+
+
+def _adam(order: _Order) -> tuple[type[torch.optim.Optimizer], bool, dict[str, Any]]:
+    """Which of the Adams, whether its weight decay is decoupled, and the arguments that go with the choice."""
+    # "Adam" decays like AdamW too, unless told otherwise.
+    decoupled = order.flag("adam_w_mode", True) or order.kind == "AdamW"
+    wide_states = order.flag("fp32_optimizer_states", True) and not order.bf16_states
+    if order.flag("torch_adam", False):
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), decoupled, {}
+    if order.offloaded:
+        return DeepSpeedCPUAdam, decoupled, {"adamw_mode": decoupled, "fp32_optimizer_states": wide_states}
+    return FusedAdam, decoupled, {"adam_w_mode": decoupled}
+
+
+def _class(order: _Order) -> Any:
+    """The class of every type that needs no more than a choice of one."""
+    if order.kind == "Lamb":
+        return FusedLamb
+    if order.kind in ("Lion", "Adagrad") and order.offloaded:
+        if order.bf16_states:
+            order.params["fp32_optimizer_states"] = False
+        return DeepSpeedCPULion if order.kind == "Lion" else DeepSpeedCPUAdagrad
+    if order.kind in ("Lion", "Adagrad"):
+        order.params.pop("fp32_optimizer_states", None)  # only the classes for host memory choose
+    if order.kind == "Lion":
+        return FusedLion
+    if order.kind in _MUP_TYPES:
+        return _from_mup(order.kind)
+    found = getattr(torch.optim, order.kind, None)
+    if not (inspect.isclass(found) and issubclass(found, torch.optim.Optimizer)) or found is torch.optim.Optimizer:
+        raise DeepSpeedConfigError(
+            f"optimizer.type is {order.kind!r}; it must be one of Adam, AdamW, Adagrad, Lamb, Lion, Muon (any case) or "
+            "the exact name of a torch.optim class",
+            path="optimizer.type",
+        )
+    return found
+
+
+def _from_mup(kind: str) -> Any:
+    try:
+        return getattr(importlib.import_module("mup"), kind)
+    except ImportError as error:
+        raise DeepSpeedConfigError(
+            f"optimizer.type is {kind}, which is of the package mup, and mup cannot be imported ({error}); "
+            "install it with: pip install mup",
+            path="optimizer.type",
+        ) from error
+
+
+def _built(order: _Order, kind: Any, arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """Construct, telling errors at the key they come from."""
+    if order.kind in _MUP_TYPES:
+        accepted = dict(arguments)  # plain functions there, which hand on whatever they are given
+    else:
+        accepted = dict(_accepted(order, kind, arguments))
+    try:
+        made: torch.optim.Optimizer = kind(order.parameters, **accepted)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DeepSpeedConfigError(
+            f"optimizer.params: {kind.__name__}, which optimizer.type {order.kind} chose, refused them: {error}",
+            path="optimizer.params",
+        ) from error
+    return made
+
+
+def _accepted(order: _Order, kind: type, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The arguments that the class takes; an error for one that would have no effect."""
+    known = inspect.signature(kind).parameters
+    for key, value in arguments.items():
+        if key in known:
+            yield key, tuple(value) if key == "betas" and isinstance(value, list) else value
+        elif key not in _IMPLIED or value != _IMPLIED[key]:
+            takes = ", ".join(list(known)[1:])
+            raise _wrong(key, f"is {value!r}: {kind.__name__}, which type {order.kind} chose, takes only {takes}")
+
+
+def _muon(order: _Order) -> torch.optim.Optimizer:
+    """Matrices of hidden layers to Muon, everything else to Adam."""
+    adam, decoupled, arguments = _adam(order)
+    per_head = order.flag("per_head_muon", False)
+    unknown = sorted(order.params.keys() - {*_MUON_KEYS, *_ADAM_KEYS, "muon_lr", "adam_lr"})
+    if unknown:
+        raise _wrong(unknown[0], f"is {order.params[unknown[0]]!r}: Muon has no such parameter")
+    groups = [half for group in _groups(order) for half in _halves(order, group, per_head)]
+    if per_head and not any("num_heads" in group for group in groups):
+        raise _wrong(
+            "per_head_muon",
+            "is true, but no parameter of the Muon half is an attention projection of a known number of heads; set "
+            "muon_num_heads on the projection weights (deepspeed.ops.muon.tag_attention_heads does it from "
+            "model.config), or remove the key",
+        )
+    try:
+        # FusedAdam would do what the optimizer does by itself.
+        inline = adam is FusedAdam
+        return MuonWithAuxAdam(
+            groups,
+            adam_optimizer=None if inline else adam,
+            adam_optimizer_kwargs=None if inline else arguments,
+            adam_w_mode=decoupled,
+        )
+    except (TypeError, ValueError) as error:
+        raise DeepSpeedConfigError(f"optimizer.params: Muon refused them: {error}", path="optimizer.params") from error
+
+
+def _groups(order: _Order) -> list[dict[str, Any]]:
+    if order.parameters and all(isinstance(each, dict) for each in order.parameters):
+        return order.parameters
+    return [{"params": order.parameters}]
+
+
+def _halves(order: _Order, group: Mapping[str, Any], per_head: bool) -> Iterator[dict[str, Any]]:
+    """The group cut in two, or more where heads differ; its own values win over those of the config."""
+    halves: dict[tuple[bool, int | None], list[Any]] = {}
+    members = group["params"]
+    for member in [members] if isinstance(members, Tensor) else members:
+        name, param = member if isinstance(member, tuple) else (order.names.get(id(member)), member)
+        matrix = group["use_muon"] if "use_muon" in group else _is_matrix(name, param)
+        heads = getattr(param, "muon_num_heads", None) if per_head and matrix else None
+        halves.setdefault((bool(matrix), heads), []).append(member)
+    for (matrix, heads), chosen in sorted(halves.items(), key=lambda item: (not item[0][0], item[0][1] or 0)):
+        own, shared = dict(group), dict(order.params)
+        for values in (shared, own):
+            rates = {True: values.pop("muon_lr", None), False: values.pop("adam_lr", None)}
+            if rates[matrix] is not None:
+                values["lr"] = rates[matrix]
+        keys, others = (_MUON_KEYS, _ADAM_KEYS) if matrix else (_ADAM_KEYS, _MUON_KEYS)
+        half = {key: value for key, value in shared.items() if key in keys}
+        half.update({key: value for key, value in own.items() if key in keys or key not in others})
+        if isinstance(half.get("betas"), list):
+            half["betas"] = tuple(half["betas"])
+        if heads is not None:
+            half["num_heads"] = heads
+        yield {**half, "params": chosen, "use_muon": matrix}
+
+
+def _is_matrix(name: str | None, param: Tensor) -> bool:
+    """True if the parameter goes to Muon; its own mark `use_muon` decides, else its dims and its name."""
+    marked = getattr(param, "use_muon", None)
+    if marked is not None:
+        return bool(marked)
+    shape = tuple(getattr(param, "ds_shape", param.shape))  # a sharded parameter has no dims of its own
+    if len(shape) < 2:
+        return False
+    if name is None:
+        raise DeepSpeedConfigError(
+            f"optimizer.type is Muon, and a parameter of shape {shape} has no name to tell whether it is an embedding; "
+            "mark it with param.use_muon = True or False, put use_muon into its parameter group, or let the engine "
+            "use parameters of the model",
+            path="optimizer.type",
+        )
+    return not any(part in name.lower() for part in _NOT_MATRICES)
