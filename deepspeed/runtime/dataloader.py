@@ -1,0 +1,374 @@
+"""Data loaders: each data-parallel rank's share of a dataset, reshuffled per epoch, resumable at the exact sample."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import FeatureUnavailable, LayoutError
+from deepspeed.runtime.sampling import GivenOrder, HasEpoch, RankOrder, RankStream, TakesEpoch
+from deepspeed.utils.logging import logger, warn_once
+
+__all__ = [
+    "ROUTE_EVAL",
+    "ROUTE_PREDICT",
+    "ROUTE_TRAIN",
+    "DeepSpeedDataLoader",
+    "RepeatingLoader",
+    "build_dataloader",
+    "default_workers",
+]
+
+ROUTE_TRAIN = "train"
+ROUTE_EVAL = "eval"
+ROUTE_PREDICT = "predict"
+
+_END = object()
+_MOST_WORKERS = 2
+
+
+class DeepSpeedDataLoader:
+    """Batches of one data-parallel rank; `iter()` begins the next epoch, `next()` gives the next batch.
+
+    [Note: epochs and places]
+    Every pass is an epoch, with its own order, the same on a rerun: the sampler is told the epoch at the start of
+    each pass. A pass that is left midway counts as an epoch. A script may still call `set_epoch`, here or on its
+    sampler. `state_dict()` says the epoch, the samples of it that all ranks together have been given, and the seed;
+    after `load_state_dict()` the next batch is the one that would have come next, also for a loop that is under way,
+    and also on another number of ranks or with another batch size. Samples that workers read ahead do not count.
+    What a dataset draws at random in a worker is the same on a rerun of an epoch, not after resuming in its middle.
+
+    Without `drop_last` up to one sample per rank is repeated, so that all ranks make equally many steps; with it no
+    sample is, and the last global batch is dropped if it is incomplete.
+
+    An iterable dataset is read by every rank, and each keeps its share of the samples; pass `shard_iterable=False`
+    if the dataset splits itself among ranks. It must split itself among workers, as torch asks. Resuming reads
+    through what was already used.
+
+    `local_rank` is used only if the data-parallel size is not given: if negative the loader is not distributed, else
+    all processes are data-parallel. `tput_timer.start()` is called before each batch is fetched.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        pin_memory: bool,
+        local_rank: int,
+        tput_timer: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+        data_sampler: Iterable[Any] | None = None,
+        data_parallel_world_size: int | None = None,
+        data_parallel_rank: int | None = None,
+        dataloader_drop_last: bool = False,
+        deepspeed_dataloader_config: Mapping[str, Any] | None = None,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        shard_iterable: bool = True,
+    ) -> None:
+        _check(batch_size, deepspeed_dataloader_config)
+        ranks, rank = _data_parallel(local_rank, data_parallel_world_size, data_parallel_rank)
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.collate_fn = collate_fn
+        self.tput_timer = tput_timer
+        self.dataloader_drop_last = dataloader_drop_last
+        self.post_process_func: Callable[[Any, dict[str, Any]], Any] | None = None
+        """Called with each batch and the state of the sampler (or of this loader); its result is the batch."""
+        # Pinning only serves copies to a device, and torch complains where there is none.
+        self.pin_memory = pin_memory and get_accelerator().device_name() != "cpu"
+
+        streams = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        self.data_sampler: Any = data_sampler
+        self._order: RankOrder | GivenOrder | None = None
+        if streams:
+            dataset = self._stream(dataset, ranks if shard_iterable else 1, rank if shard_iterable else 0)
+        elif data_sampler is None:
+            drop = dataloader_drop_last
+            self._order = RankOrder(dataset, ranks=ranks, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop)
+            self.data_sampler = self._order
+        else:
+            self._order = GivenOrder(data_sampler, ranks)
+        self.num_local_io_workers = default_workers(streams) if num_local_io_workers is None else num_local_io_workers
+
+        self._ranks, self._rank, self._seed = ranks, rank, seed
+        # The epoch that the sampler heard of last; a sampler given by the user may begin at any.
+        self._told = self.data_sampler.epoch if isinstance(self.data_sampler, HasEpoch) else 0
+        self._epoch = max(0, self._told)
+        self._start = 0  # samples of the epoch, over all ranks, before this pass
+        self._given = 0  # batches of this pass
+        self._left: int | None = None  # batches of this pass, if known
+        self._finished = False
+        self._batches: Iterator[Any] | None = None
+        # Seeds the workers. torch would draw that seed from the program's own random state at every pass.
+        self._generator = torch.Generator()
+        self.dataloader = self._torch_loader(dataset)
+
+    def __len__(self) -> int:
+        """Batches of a whole epoch, on each rank."""
+        return len(self.dataloader)
+
+    def __iter__(self) -> DeepSpeedDataLoader:
+        if self._given:
+            self._turn()
+        self._finished = False
+        return self
+
+    def __next__(self) -> Any:
+        if self._finished:
+            raise StopIteration
+        if self.tput_timer is not None:
+            self.tput_timer.start()
+        batch = next(self._open() if self._batches is None else self._batches, _END)
+        if batch is _END and self._start and not self._given:
+            # Resumed where nothing of the epoch was left.
+            self._turn()
+            batch = next(self._open(), _END)
+        if batch is _END:
+            self._turn()
+            self._finished = True
+            raise StopIteration
+        self._given += 1
+        if self.post_process_func is None:
+            return batch
+        state = getattr(self.data_sampler, "state_dict", self.state_dict)()
+        return self.post_process_func(batch, state)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be that epoch; naming the current epoch changes nothing."""
+        if epoch != self._epoch:
+            self._turn(epoch)
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the next batch comes from: the same on every rank."""
+        if self._left is not None and 0 < self._left <= self._given:
+            return {"epoch": self._epoch + 1, "samples": 0, "seed": self._seed}
+        samples = self._start + self._given * self.batch_size * self._ranks
+        return {"epoch": self._epoch, "samples": samples, "seed": self._seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Continue where the state was taken, with its seed."""
+        missing = {"epoch", "samples", "seed"} - set(state)
+        if missing:
+            raise ValueError(f"the data loader's state has no {', '.join(sorted(missing))}; it has {sorted(state)}")
+        self._seek(state["samples"])
+        self._turn(state["epoch"])
+        self._start = state["samples"]
+        self._seed = state["seed"]
+        if isinstance(self._order, RankOrder):
+            self._order.seed = self._seed
+        self._finished = False
+        self._tell_epoch()
+
+    def _stream(self, dataset: Any, ranks: int, rank: int) -> RankStream:
+        if self.data_sampler is not None:
+            raise ValueError(
+                f"a data_sampler ({type(self.data_sampler).__name__}) was given for the iterable dataset "
+                f"{type(self.dataset).__name__}, which has no indices to sample; pass one or the other"
+            )
+        if ranks > 1:
+            warn_once(
+                f"the iterable dataset {type(dataset).__name__} is read by all {ranks} data-parallel ranks, and each "
+                "keeps its share; if it splits itself among ranks, pass shard_iterable=False"
+            )
+        return RankStream(dataset, ranks=ranks, rank=rank, drop_last=self.dataloader_drop_last)
+
+    def _torch_loader(self, dataset: Any) -> DataLoader[Any]:
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            sampler=self._order,
+            num_workers=self.num_local_io_workers,
+            collate_fn=self.collate_fn,
+            pin_memory=self.pin_memory,
+            drop_last=self.dataloader_drop_last,
+            generator=self._generator,
+        )
+        if isinstance(self._order, RankOrder) and len(loader) == 0:
+            logger.warning(
+                "the data loader has no batch: %d samples, %d ranks with a batch size of %d, drop_last %s",
+                *(len(dataset), self._ranks, self.batch_size, self.dataloader_drop_last),
+            )
+        return loader
+
+    def _turn(self, epoch: int | None = None) -> None:
+        """Leave the pass; the next one is the given epoch, or the following one."""
+        self._epoch = self._epoch + 1 if epoch is None else epoch
+        self._start = self._given = 0
+        self._left = None
+        self._batches = None
+
+    def _tell_epoch(self) -> None:
+        for listener in (self.data_sampler, self.dataset):
+            if isinstance(listener, TakesEpoch):
+                listener.set_epoch(self._epoch)
+        self._told = self._epoch
+
+    def _seek(self, samples: int) -> int:
+        """Go to a place in the epoch; returns how many batches must still be passed over."""
+        if self._order is not None:
+            self._order.seek(samples)
+            return 0
+        batches, rest = divmod(samples, self.batch_size * self._ranks)
+        if rest:
+            raise ValueError(
+                f"the data loader cannot continue an iterable dataset after {samples} samples: they are not whole "
+                f"batches of {self.batch_size} on {self._ranks} ranks. Resume with sizes that divide them"
+            )
+        return batches
+
+    def _open(self) -> Iterator[Any]:
+        if isinstance(self.data_sampler, HasEpoch) and self.data_sampler.epoch not in (self._told, self._epoch):
+            self._turn(self.data_sampler.epoch)  # the script told the sampler itself
+        self._tell_epoch()
+        behind = self._seek(self._start)
+        left = None if self._order is None else self._order.left()
+        if left is not None:
+            self._left = left // self.batch_size if self.dataloader_drop_last else -(-left // self.batch_size)
+        self._generator.manual_seed(self._seed + self._epoch * self._ranks + self._rank)
+        self._batches = iter(self.dataloader)
+        for _ in range(behind):
+            next(self._batches, None)
+        return self._batches
+
+
+class RepeatingLoader:
+    """An endless iterator over a loader, epoch after epoch.
+
+    `loader` is anything that can be iterated again and again (a data loader, a list), or a function that returns a
+    fresh iterable. A torch DataLoader whose sampler takes an epoch is told the next one before each further pass.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        if not isinstance(loader, Iterable) and not callable(loader):
+            raise TypeError(
+                f"RepeatingLoader got a {type(loader).__name__}; it needs an iterable, or a function that returns one"
+            )
+        self.loader = loader
+        # Begun with the first batch, so that a position loaded before it counts.
+        self.data_iter: Iterator[Any] | None = None
+        self._passes = 0
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __len__(self) -> int:
+        """Batches of one pass."""
+        return len(self.loader)
+
+    def __next__(self) -> Any:
+        if self.data_iter is None:
+            self.data_iter = self._begin()
+        batch = next(self.data_iter, _END)
+        if batch is _END:
+            self._passes += 1
+            self._tell_epoch()
+            self.data_iter = self._begin()
+            batch = next(self.data_iter, _END)
+        if batch is _END:
+            self.data_iter = None
+            raise ValueError(
+                f"RepeatingLoader: a whole pass over the {type(self.loader).__name__} gave no batch, after "
+                f"{self._passes} passes. Give it data, or, if it can be iterated only once, a function that returns "
+                "a fresh one"
+            )
+        return batch
+
+    def _begin(self) -> Iterator[Any]:
+        return iter(self.loader if isinstance(self.loader, Iterable) else self.loader())
+
+    def _tell_epoch(self) -> None:
+        if isinstance(self.loader, DeepSpeedDataLoader):
+            return  # it counts its own passes
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        places = (self.loader, getattr(self.loader, "sampler", None), batch_sampler)
+        for listener in (*places, getattr(batch_sampler, "sampler", None)):
+            if isinstance(listener, TakesEpoch):
+                listener.set_epoch(listener.epoch + 1 if isinstance(listener, HasEpoch) else self._passes)
+                return
+
+
+def build_dataloader(
+    dataset: Any,
+    *,
+    batch_size: int,
+    data_parallel_rank: int,
+    data_parallel_size: int,
+    route: str = ROUTE_TRAIN,
+    pin_memory: bool = True,
+    data_sampler: Iterable[Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_local_io_workers: int | None = None,
+    drop_last: bool = False,
+    seed: int = 0,
+    tput_timer: Any = None,
+    shard_iterable: bool = True,
+) -> DeepSpeedDataLoader:
+    """What `engine.deepspeed_io` returns; only the route `train` shuffles and drives the throughput timer."""
+    routes = (ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT)
+    if route not in routes:
+        raise ValueError(f"deepspeed_io: route is {route!r}; it must be one of {', '.join(routes)}")
+    return DeepSpeedDataLoader(
+        dataset,
+        batch_size,
+        pin_memory,
+        local_rank=0,
+        tput_timer=tput_timer if route == ROUTE_TRAIN else None,
+        collate_fn=collate_fn,
+        num_local_io_workers=num_local_io_workers,
+        data_sampler=data_sampler,
+        data_parallel_world_size=data_parallel_size,
+        data_parallel_rank=data_parallel_rank,
+        dataloader_drop_last=drop_last,
+        shuffle=route == ROUTE_TRAIN,
+        seed=seed,
+        shard_iterable=shard_iterable,
+    )
+
+
+def default_workers(streams: bool = False) -> int:
+    """Worker processes of a loader that was not told: 2, or what the cores allow.
+
+    None for an iterable dataset, which would have to split itself among them, none where training itself runs on
+    the cores, and never more than this rank's share of the cores less one.
+    """
+    if streams or get_accelerator().device_name() == "cpu":
+        return 0
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    neighbours = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ""
+    share = cores // max(1, int(neighbours) if neighbours.isdigit() else 1)
+    return max(0, min(_MOST_WORKERS, share - 1))
+
+
+def _check(batch_size: Any, config: Mapping[str, Any] | None) -> None:
+    if config:
+        raise FeatureUnavailable(
+            f"deepspeed_dataloader_config has {', '.join(sorted(config))}; this version has no curriculum sampling. "
+            "Pass nothing there",
+            path="data_efficiency",
+        )
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"the data loader's batch_size is {batch_size!r}; it must be a positive integer")
+
+
+def _data_parallel(local_rank: int, size: int | None, rank: int | None) -> tuple[int, int]:
+    """The number of data-parallel ranks, and this process's place among them."""
+    if size is None:
+        if rank is not None:
+            raise LayoutError(
+                f"the data loader got data_parallel_rank {rank} without data_parallel_world_size; give both or none"
+            )
+        return (comm.get_world_size(), comm.get_rank()) if local_rank >= 0 and comm.is_initialized() else (1, 0)
+    if rank is None:
+        rank = comm.get_rank() if size > 1 else 0
+    if not 0 <= rank < size:
+        raise LayoutError(f"the data loader got data_parallel_rank {rank} of {size}; it must lie in 0..{size - 1}")
+    return size, rank
