@@ -142,7 +142,7 @@ def _distribution(name: str) -> str | None:
 def _nccl() -> str | None:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
 def versions() -> dict[str, str | None]:

@@ -1,0 +1,111 @@
+"""The options of the `deepspeed` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from deepspeed.utils.logging import log_levels
+
+__all__ = ["DEFAULT_HOSTFILE", "LAUNCHERS", "parse_args"]
+
+DEFAULT_HOSTFILE = "/job/hostfile"
+DEFAULT_PORT = 29500
+LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
+
+
+class _StorePort(argparse.Action):
+    """Stores the port, and that the user chose it: only the default gives way to a free one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        namespace.master_port_chosen = True
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The parsed command line; everything after the script belongs to the script."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed",
+        description="Starts one process per device, here or on several hosts, and waits for all of them.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_resources(parser)
+    _add_meeting(parser)
+    _add_script(parser)
+    _add_process(parser)
+    _add_elastic(parser)
+    parser.add_argument("user_script", help="the script to start, followed by its own arguments")
+    parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
+    parser.set_defaults(master_port_chosen=False)
+    return parser.parse_args(args)
+
+
+def _add_resources(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("devices").add_argument
+    add("-H", "--hostfile", default=DEFAULT_HOSTFILE, help="hosts, one `name slots=count` per line")
+    add("-i", "--include", default="", help="hosts and slots to use: w0@w1:0,2 is all of w0 and two slots of w1")
+    add("-e", "--exclude", default="", help="hosts and slots not to use, written like --include")
+    add("--num_nodes", type=int, default=-1, help="use only the first hosts of the hostfile")
+    add(
+        "--num_gpus",
+        "--num_accelerators",
+        type=int,
+        default=-1,
+        help="use the devices 0 to N-1 of every host; without devices, start N processes on the CPU",
+    )
+
+
+def _add_meeting(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("several hosts").add_argument
+    add(
+        "--master_port",
+        type=int,
+        default=DEFAULT_PORT,
+        action=_StorePort,
+        help="port at which rank 0 waits; if it is not given and in use, a single host takes a free one",
+    )
+    add("--master_addr", default="", help="address of the host of rank 0; one host: 127.0.0.1, else the first host")
+    add("--node_rank", type=int, default=-1, help="number of this host in the hostfile, with --no_ssh")
+    add("--launcher", type=str.lower, choices=LAUNCHERS, default="pdsh", help="what starts ranks on other hosts")
+    add("--launcher_args", default="", help="words for that program")
+    add("--no_ssh", action="store_true", help="every host runs this command itself, with its --node_rank")
+    add("--no_ssh_check", action="store_true", help="do not test that the first host can be reached")
+    add("--force_multi", action="store_true", help="use the program of --launcher for a single host too")
+    add("--ssh_port", type=int, default=None, help="port of ssh on the other hosts")
+    add("--venv_script", default=None, help="script to source on each host before the start")
+
+
+def _add_script(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("script").add_argument
+    add("--module", action="store_true", help="run the script as a module, like python -m")
+    add("--no_python", action="store_true", help="run the script itself, not with Python")
+    add("--no_local_rank", action="store_true", help="do not give the script --local_rank=N")
+    add("--autotuning", choices=("tune", "run"), default="", help="search a fast configuration (not in this version)")
+
+
+def _add_process(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("processes").add_argument
+    add(
+        "--save_pid",
+        action="store_true",
+        help="write this launcher's pid to <pid>.deepspeed in $XDG_RUNTIME_DIR or the cache folder",
+    )
+    add("--enable_each_rank_log", default="None", metavar="FOLDER", help="write each rank's output to a file there")
+    add("--bind_cores_to_rank", action="store_true", help="give each rank an equal share of the cores")
+    add("--bind_core_list", default=None, help="bind to these cores, such as 0,2-4,6, instead of all")
+    add("--log_level", choices=list(log_levels), default="info", help="what the launcher itself tells")
+    add("-q", "--quiet", action="store_true", help="the same as --log_level error")
+
+
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("elastic training (not in this version)").add_argument
+    add("--elastic_training", action="store_true", help="let the number of hosts change")
+    add("--min_elastic_nodes", type=int, default=-1, help="fewest hosts")
+    add("--max_elastic_nodes", type=int, default=-1, help="most hosts")

@@ -1,0 +1,31 @@
+"""What the launcher raises when a job cannot be started as asked, and how its programs end then."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+
+from deepspeed.errors import DeepSpeedError
+
+__all__ = ["MISTAKE", "LaunchError", "run_program"]
+
+MISTAKE = 2  # exit status: the job was never started, as with a wrong option
+
+
+class LaunchError(DeepSpeedError, ValueError):
+    """The command line, the hostfile or this machine does not allow the job that was asked for."""
+
+
+def run_program(program: str, body: Callable[[], int]) -> None:
+    """Run a command line program: a status other than 0 ends the process, an error of ours ends it readably."""
+    try:
+        status = body()
+    except DeepSpeedError as error:
+        sys.stdout.flush()
+        sys.stderr.write(f"{program}: error: {error}\n")
+        sys.exit(MISTAKE)
+    except KeyboardInterrupt:  # before the ranks were started; afterwards it is passed on to them
+        sys.exit(128 + signal.SIGINT)
+    if status:
+        sys.exit(status)

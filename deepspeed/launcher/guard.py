@@ -1,0 +1,368 @@
+"""The guard: starts the ranks of a node, passes on their output and signals, and leaves no process behind.
+
+[Note: the guard] The launcher (torch loaded, the process users see) starts one small process, this one, in a session of
+its own, and waits for it. The guard is the parent of the ranks, each again in a session of its own:
+
+- The guard reads a pipe whose other end only the launcher holds. A byte is the number of a signal to pass on; the end
+  of the pipe means that the launcher is dead, in whatever way, and everything below the guard is killed.
+- Orphans become children of the guard (Linux), so it finds every process that a rank ever started, daemons included.
+- The kernel kills the ranks if the guard dies (Linux); the launcher then kills the orphans that come to it.
+
+Elsewhere than on Linux processes are only found by the process group of their rank: a rank's child that left its group
+is missed, and ranks outlive a guard that is killed.
+
+[Note: who failed first] Each rank's end makes a pidfd readable, and epoll reports descriptors in the order in which
+they became ready. So the first failure is known even when the guard was late and finds several ranks dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from deepspeed.launcher import processes
+from deepspeed.launcher.output import Channel, last_lines
+from deepspeed.launcher.plan import Plan, RankPlan
+from deepspeed.launcher.verdict import Ending, failure, rank_list
+from deepspeed.utils.logging import logger, set_log_level_from_string
+
+__all__ = ["FAILURE_GRACE", "SIGNAL_GRACE", "Guard", "main"]
+
+FAILURE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL once a rank has failed
+SIGNAL_GRACE = 30.0  # seconds that ranks get to end after a signal of the user, for instance to save a checkpoint
+_CHILDREN_GRACE = 2.0  # seconds that processes which ranks left behind get to end by themselves
+_KILL_WAIT = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
+_TICK = 0.05  # seconds between looks at processes that are not our children
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class _Rank:
+    """A started rank; `code` is None while it runs, `told` means that it ended after the guard told it to."""
+
+    plan: RankPlan
+    process: subprocess.Popen[bytes]
+    channels: list[Channel]
+    log_start: int
+    started: float = field(default_factory=time.monotonic)
+    code: int | None = None
+    at: float = 0.0
+    told: bool = False
+
+    def ending(self) -> Ending:
+        """How it ended; its output must have been read to the end."""
+        source, lines = "stdout and stderr", []
+        if self.plan.log is not None:
+            lines = last_lines(self.plan.log, self.log_start)
+        elif len(self.channels) == 1:
+            lines = self.channels[0].tail.lines()
+        else:  # what went wrong is told on stderr, if anything was
+            out, err = self.channels
+            source, chosen = ("stderr", err) if err.tail.lines() else ("stdout", out)
+            lines = chosen.tail.lines()
+        code = 0 if self.code is None else self.code
+        return Ending(self.plan, self.process.pid, code, self.at, self.told, source, lines)
+
+
+class Guard:
+    """Runs a plan; `control` is the reading end of the launcher's pipe."""
+
+    def __init__(self, plan: Plan, control: int) -> None:
+        self._plan = plan
+        self._control = control
+        self._ranks: list[_Rank] = []
+        self._first: _Rank | None = None
+        self._signal: int | None = None  # that the user sent to stop the job
+        self._agenda: list[tuple[float, Callable[[], None]]] = []  # what happens if processes do not end by then
+        self._stopping = self._killed = self._hurried = self._stuck = False
+        self._selector = selectors.DefaultSelector()
+        self._stop_read, self._stop_write = os.pipe()
+        self._locks = {1: threading.Lock(), 2: threading.Lock()}
+
+    def run(self) -> int:
+        """Start the ranks, wait for all, and return the exit status of the job."""
+        processes.adopt_orphans()
+        self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
+        with self._own_signals():
+            trouble = self._start()
+            if trouble is not None:
+                self._kill()
+            while self._running() or self._left_behind():
+                self._turn(_TICK if self._agenda else None)
+                self._keep_agenda()
+            self._reap([])  # what has just ended is not left to whoever comes after us
+            self._drain()
+        if trouble is not None:
+            logger.error("%s", trouble)
+            return 127
+        return self._verdict()
+
+    # ---- starting
+
+    def _start(self) -> str | None:
+        """Start every rank; what went wrong if one could not be started."""
+        arm = processes.end_with_parent()
+        for plan in self._plan.ranks:
+            try:
+                self._ranks.append(self._spawn(plan, arm))
+            except (OSError, subprocess.SubprocessError) as error:
+                return f"rank {plan.rank} could not be started: {error}; its command is: {plan.shown}"
+        # Threads come after all forks: a forked child must not find a lock held by a thread that it does not have.
+        for rank in self._ranks:
+            for channel in rank.channels:
+                channel.start()
+        return None
+
+    def _spawn(self, plan: RankPlan, arm: Callable[[], None]) -> _Rank:
+        channels: list[Channel] = []
+        log_start = 0
+        if plan.log is not None:
+            out = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            log_start = os.fstat(out).st_size
+            inlets = (out, out)
+        else:
+            targets = (1,) if os.path.sameopenfile(1, 2) else (1, 2)
+            channels = [Channel(target, self._stop_read, self._locks[target]) for target in targets]
+            inlets = (channels[0].inlet, channels[-1].inlet)
+
+        def prepare() -> None:
+            arm()
+            if plan.cores:
+                os.sched_setaffinity(0, plan.cores)
+
+        process = subprocess.Popen(
+            plan.command,
+            env={**os.environ, **plan.environment},
+            stdout=inlets[0],
+            stderr=inlets[1],
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
+        if plan.log is not None:
+            os.close(inlets[0])
+        if sys.platform == "linux":
+            with suppress(OSError):  # a kernel before 5.3
+                descriptor = os.pidfd_open(process.pid)
+                self._selector.register(descriptor, selectors.EVENT_READ, process.pid)
+        return _Rank(plan, process, channels, log_start)
+
+    # ---- waiting
+
+    def _running(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if rank.code is None]
+
+    def _turn(self, wait: float | None) -> None:
+        """Wait for something to happen, and deal with it."""
+        order = []
+        for key, _ in self._selector.select(wait):
+            if callable(key.data):
+                key.data()
+            else:
+                self._selector.unregister(key.fileobj)
+                os.close(key.fd)
+                order.append(key.data)
+        self._reap(order)
+
+    def _reap(self, order: list[int]) -> None:
+        """Note the end of ranks, those in `order` first; then let orphans that were adopted go."""
+        watched = {key.data for key in self._selector.get_map().values()}
+        running = {rank.process.pid: rank for rank in self._running()}
+        for pid in [*order, *(pid for pid in running if pid not in watched and pid not in order)]:
+            found, waited = os.waitpid(pid, os.WNOHANG)
+            if found:
+                self._ended(running[pid], os.waitstatus_to_exitcode(waited))
+        while sys.platform == "linux":
+            try:
+                orphan = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if orphan is None or any(rank.process.pid == orphan.si_pid for rank in self._running()):
+                return  # a rank: its pidfd is readable now, and says who was first
+            os.waitpid(orphan.si_pid, 0)
+
+    def _ended(self, rank: _Rank, code: int) -> None:
+        rank.code = rank.process.returncode = code
+        rank.at = time.monotonic() - rank.started
+        rank.told = self._stopping or self._killed or self._signal is not None
+        logger.debug("rank %d (pid %d) %s", rank.plan.rank, rank.process.pid, processes.described(code))
+        if code != 0 and not rank.told and self._first is None:
+            self._first = rank
+        if not self._running() and not self._killed and self._first is None:
+            self._plan_end(_CHILDREN_GRACE, self._end_children)
+
+    def _left_behind(self) -> bool:
+        """True while processes that ranks started are alive; only asked once no rank runs."""
+        return not self._stuck and bool(self._targets())
+
+    def _targets(self) -> list[int]:
+        """Every process below the guard, or elsewhere than on Linux every group that a rank leads."""
+        if processes.LINUX:
+            return processes.below(os.getpid())
+        groups = []
+        for rank in self._ranks:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(rank.process.pid, 0)
+                groups.append(-rank.process.pid)
+        return groups
+
+    # ---- signals
+
+    @contextmanager
+    def _own_signals(self) -> Iterator[None]:
+        """Signals sent to the guard itself wake it; one that stops counts as if the launcher had passed it on."""
+        read, write = os.pipe()
+        os.set_blocking(read, False)
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        # A signal for all processes of a job reaches the ranks and the launcher as well: here it must not be fatal.
+        for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, *_STOPPING):
+            signal.signal(number, lambda *_: None)
+
+        def woken() -> None:
+            for number in os.read(read, 4096):
+                if self._signal is None and number in _STOPPING:
+                    self._on_stop(number)
+
+        self._selector.register(read, selectors.EVENT_READ, woken)
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(-1)
+
+    def _on_control(self) -> None:
+        numbers = os.read(self._control, 4096)
+        for number in numbers:
+            self._on_signal(number)
+        if not numbers:
+            self._selector.unregister(self._control)
+            self._hurried = True
+            if self._plan.pid_file is not None:
+                with suppress(OSError):
+                    os.unlink(self._plan.pid_file)
+            logger.error("the launcher was killed: ending %s", rank_list([each.rank for each in self._plan.ranks]))
+            self._kill()
+
+    def _on_signal(self, number: int) -> None:
+        if number in _STOPPING:
+            self._on_stop(number)
+        elif number == signal.SIGWINCH:
+            for rank in self._ranks:
+                for channel in rank.channels:
+                    channel.resize()
+        elif number in (signal.SIGTSTP, signal.SIGCONT):
+            sent = signal.SIGSTOP if number == signal.SIGTSTP else signal.SIGCONT
+            processes.send(sent, [-rank.process.pid for rank in self._running()])
+        else:
+            self._forward(number)
+
+    def _on_stop(self, number: int) -> None:
+        name = signal.Signals(number).name
+        if self._signal is None and self._first is None and self._running():
+            self._signal = number
+            logger.warning("%s: passed on to %s", name, rank_list([rank.plan.rank for rank in self._running()]))
+            self._forward(number)
+            self._plan_end(SIGNAL_GRACE, self._kill)
+        elif number == signal.SIGINT or not self._running():  # the user insists, or only output is waited for
+            self._hurried = True
+            self._kill()
+
+    def _forward(self, number: int) -> None:
+        # A Python rank decides itself what a signal means to its data loaders; a shell script would not tell anybody.
+        sign = -1 if self._plan.forward_to_groups else 1
+        processes.send(number, [sign * rank.process.pid for rank in self._running()])
+
+    # ---- ending
+
+    def _plan_end(self, grace: float, then: Callable[[], None]) -> None:
+        self._agenda = [(time.monotonic() + grace, then)]
+
+    def _keep_agenda(self) -> None:
+        """Do what is due; processes that appear after a SIGKILL are killed as well."""
+        if self._first is not None and not self._stopping:
+            self._stop_others(self._first)
+        if self._killed:
+            processes.send(signal.SIGKILL, self._targets())
+        if self._agenda and time.monotonic() >= self._agenda[0][0]:
+            self._agenda.pop(0)[1]()
+
+    def _stop_others(self, first: _Rank) -> None:
+        self._stopping = True
+        if others := [rank.plan.rank for rank in self._running()]:
+            what = processes.described(first.code or 0)
+            logger.error("rank %d %s: ending %s", first.plan.rank, what, rank_list(others))
+        processes.send(signal.SIGTERM, self._targets())
+        self._plan_end(FAILURE_GRACE, self._kill)
+
+    def _end_children(self) -> None:
+        left = self._targets()
+        logger.warning("all ranks have ended but left processes behind: ending pid %s", ", ".join(map(str, left)))
+        processes.send(signal.SIGTERM, left)
+        self._plan_end(FAILURE_GRACE, self._kill)
+
+    def _kill(self) -> None:
+        if not self._killed and self._running() and not self._hurried:
+            logger.warning("killing %s", rank_list([rank.plan.rank for rank in self._running()]))
+        self._killed = True
+        processes.send(signal.SIGKILL, self._targets())
+        self._plan_end(_KILL_WAIT, self._give_up)
+
+    def _give_up(self) -> None:
+        left = self._targets()
+        logger.error(
+            "pid %s did not die of SIGKILL: stuck in the kernel, look at the driver", ", ".join(map(str, left))
+        )
+        for rank in self._running():
+            rank.code, rank.told = -signal.SIGKILL, True
+        self._stuck = True
+
+    def _drain(self) -> None:
+        """Pass on all output that there is, unless the user is in a hurry."""
+        os.close(self._stop_write)
+        while not self._hurried and any(channel.busy() for rank in self._ranks for channel in rank.channels):
+            self._turn(_TICK / 10)
+
+    def _verdict(self) -> int:
+        endings = [rank.ending() for rank in self._ranks]
+        if self._first is not None:
+            first = self._first.ending()
+            others = [ending for ending in endings if ending.plan.rank != first.plan.rank]
+            logger.error("%s", failure(first, others, self._plan.host))
+            return processes.status(first.code)
+        if self._signal is not None and any(ending.code != 0 for ending in endings):
+            logger.error("the job was stopped by %s", signal.Signals(self._signal).name)
+            return 128 + self._signal
+        return max((processes.status(ending.code) for ending in endings), default=0)
+
+
+def main(control: int) -> int:
+    """Read the plan from the launcher's pipe and run it."""
+    os.set_inheritable(control, False)
+    length = int.from_bytes(_exactly(control, 8), "big")
+    line = _exactly(control, length)
+    if not line:
+        return 1  # the launcher was killed before it could say what to start
+    plan = Plan.loads(line.decode("ascii"))
+    set_log_level_from_string(plan.log_level)
+    logging.raiseExceptions = False  # stderr may be closed; there is nobody to tell
+    return Guard(plan, control).run()
+
+
+def _exactly(descriptor: int, count: int) -> bytes:
+    """So many bytes, or none if the other end is closed before."""
+    data = b""
+    while len(data) < count:
+        more = os.read(descriptor, count - len(data))
+        if not more:
+            return b""
+        data += more
+    return data

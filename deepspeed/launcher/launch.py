@@ -1,0 +1,202 @@
+"""The launcher of one node, `python -m deepspeed.launcher.launch`: environment and command of each rank, then its run.
+
+Exit status: 0 if every rank ended with 0; else that of the rank that failed first, 128 + s if signal s killed it;
+128 + s if signal s was sent to the launcher and not every rank ended with 0; 127 if a rank could not be started;
+2 for a mistake found before anything was started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.launcher.binding import Binding, bind
+from deepspeed.launcher.errors import LaunchError, run_program
+from deepspeed.launcher.pidfile import pid_file
+from deepspeed.launcher.plan import Plan, RankPlan
+from deepspeed.launcher.ports import check_port
+from deepspeed.launcher.resources import Slots, decode_world_info
+from deepspeed.launcher.supervise import supervise
+from deepspeed.launcher.variables import MASK
+from deepspeed.utils.logging import log_levels, logger, set_log_level_from_string
+
+__all__ = ["main", "parse_args", "rank_environments", "run"]
+
+_SECRET = re.compile(r"--?(?:[\w-]+[-_])?(?:key|token|secret|password|passwd|credentials?)", re.IGNORECASE)
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the per-node launcher; everything after the script belongs to the script."""
+    parser = argparse.ArgumentParser(
+        prog="deepspeed.launcher.launch",
+        description="Starts the ranks of one node and waits for them; `deepspeed` calls it.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--node_rank", type=int, default=0, help="which of the hosts of the world info this is")
+    add("--master_addr", default="127.0.0.1", help="address of the host of rank 0")
+    add("--master_port", type=int, default=29500, help="port at which rank 0 waits for the others")
+    add("--world_info", required=True, help="hosts and their slots, coded by encode_world_info")
+    add("--module", action="store_true", help="run the script as a module, like python -m")
+    add("--no_python", action="store_true", help="run the script itself, not with Python")
+    add("--no_local_rank", action="store_true", help="do not give the script --local_rank=N")
+    add("--save_pid", type=int, default=0, help="name of the file that holds this launcher's pid; 0: no file")
+    add("--enable_each_rank_log", default="None", help="folder for one file with the output of each rank")
+    add("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
+    add("--bind_core_list", default=None, help="the cores to share out, such as 0,2-4,6")
+    add("--log_level", choices=list(log_levels), default="info", help="what the launcher itself tells")
+    add("-q", "--quiet", action="store_true", help="the same as --log_level error")
+    add("training_script", help="the script, module or program to start")
+    add("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the ranks of this node; a status other than 0 ends the process with it."""
+    run_program("deepspeed.launcher.launch", lambda: run(parse_args(args)))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the ranks of this node and return the exit status."""
+    level = "error" if args.quiet else args.log_level
+    set_log_level_from_string(level)
+    world = decode_world_info(args.world_info)
+    if not 0 <= args.node_rank < len(world):
+        raise LaunchError(f"--node_rank {args.node_rank}: the job has {len(world)} nodes, numbered from 0")
+    _check_program(args)
+    if args.node_rank == 0:
+        check_port(args.master_port)
+    host = list(world)[args.node_rank]
+    if not world[host]:
+        raise LaunchError(f"host {host!r} has no slots in --world_info; leave it out or give it some")
+    ranks = tuple(_ranks(args, world, host))
+    environment = dict(os.environ)
+    get_accelerator().set_visible_devices_envs(environment, world[host])
+    with ExitStack() as stack:
+        saved = None
+        if args.save_pid:
+            saved = stack.enter_context(pid_file(args.save_pid))
+            logger.info("pid %d saved in %s", os.getpid(), saved)
+        logger.info(
+            "starting %d of %d ranks on %s (slots %s), which meet at %s:%d: %s",
+            *(len(ranks), sum(map(len, world.values())), host, ",".join(map(str, world[host]))),
+            *(args.master_addr, args.master_port, ranks[0].shown),
+        )
+        plan = Plan(
+            host=socket.gethostname(),
+            ranks=ranks,
+            log_level=level,
+            pid_file=None if saved is None else str(saved),
+            forward_to_groups=args.no_python,
+        )
+        return supervise(plan, environment)
+
+
+def rank_environments(world: Slots, host: str, master_addr: str, master_port: int) -> list[dict[str, str]]:
+    """The variables of each rank of a host: ranks are numbered host by host, in the order of the slots."""
+    hosts = list(world)
+    node = hosts.index(host)
+    first = sum(len(world[before]) for before in hosts[:node])
+    local = len(world[host])
+    common = {
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": master_port,
+        "WORLD_SIZE": sum(map(len, world.values())),
+        "CROSS_RANK": node,
+        "CROSS_SIZE": len(hosts),
+        "LOCAL_SIZE": local,
+        "LOCAL_WORLD_SIZE": local,  # the same, as torch's own tools call it
+    }
+    return [
+        {name: str(value) for name, value in {**common, "RANK": first + number, "LOCAL_RANK": number}.items()}
+        for number in range(local)
+    ]
+
+
+def _ranks(args: argparse.Namespace, world: Slots, host: str) -> Iterator[RankPlan]:
+    environments = rank_environments(world, host, args.master_addr, args.master_port)
+    bindings: list[Binding] | None = None
+    if args.bind_cores_to_rank or args.bind_core_list:
+        bindings = bind(len(environments), args.bind_core_list)
+    logs = _log_files(args.enable_each_rank_log, [environment["RANK"] for environment in environments])
+    for local_rank, environment in enumerate(environments):
+        command = _command(args, local_rank)
+        cores: tuple[int, ...] = ()
+        if bindings is not None:
+            binding = bindings[local_rank]
+            command, cores = [*binding.prefix, *command], binding.affinity
+            environment["OMP_NUM_THREADS"] = str(len(binding.cores))
+        yield RankPlan(
+            rank=int(environment["RANK"]),
+            local_rank=local_rank,
+            command=tuple(command),
+            shown=shlex.join(_without_secrets(command)),
+            environment=environment,
+            cores=cores,
+            log=logs.get(environment["RANK"]),
+        )
+
+
+def _command(args: argparse.Namespace, local_rank: int) -> list[str]:
+    command = [] if args.no_python else [sys.executable, "-u", *(["-m"] if args.module else [])]
+    command.append(args.training_script)
+    if not args.no_local_rank:
+        command.append(f"--local_rank={local_rank}")
+    return [*command, *args.training_script_args]
+
+
+def _check_program(args: argparse.Namespace) -> None:
+    script = args.training_script
+    if args.module and args.no_python:
+        raise LaunchError("--module and --no_python contradict each other: a module is run by Python; give one of them")
+    if args.no_python:
+        if shutil.which(script) is None:
+            raise LaunchError(
+                f"--no_python: there is no program {script!r} that can be executed in {os.getcwd()} or PATH"
+            )
+    elif not args.module and not Path(script).exists():
+        raise LaunchError(
+            f"there is no script {script!r} in {os.getcwd()}. Options of the launcher come before the script; "
+            "a module needs --module, a program that is not Python --no_python."
+        )
+
+
+def _log_files(folder: str, ranks: Sequence[str]) -> Mapping[str, str]:
+    """Rank → the file for its output; empty if it is not asked for."""
+    if folder == "None":
+        return {}
+    path = Path(folder).resolve()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise LaunchError(f"--enable_each_rank_log {folder}: the folder cannot be made: {error}") from error
+    stamp = time.strftime("%Y%m%d%H%M%S")
+    logger.info("the output of each rank is in %s", path / f"{stamp}_rank*.log")
+    return {rank: str(path / f"{stamp}_rank{rank}.log") for rank in ranks}
+
+
+def _without_secrets(command: Sequence[str]) -> list[str]:
+    """The command for people: the values of options such as --api_key are masked."""
+    shown: list[str] = []
+    for word in command:
+        name, sign, _ = word.partition("=")
+        if shown and _SECRET.fullmatch(shown[-1]) and not word.startswith("-"):
+            shown.append(MASK)
+        else:
+            shown.append(f"{name}={MASK}" if sign and _SECRET.fullmatch(name) else word)
+    return shown
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""A rank's output on its way to the user: passed on at once, its last lines remembered.
+
+[Note: output] A rank writes into a pipe, or into a pseudo-terminal where the launcher itself writes to a terminal, so
+that progress bars and colours look as if there were no launcher. A thread per channel passes the bytes on. Only whole
+lines are written, so that those of several ranks do not mix; the beginning of a line waits for its rest a moment.
+Where stdout and stderr of the launcher are the same file, both of a rank go through one channel and keep their order.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import math
+import os
+import re
+import select
+import struct
+import termios
+import threading
+import time
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+
+__all__ = ["LINES", "Channel", "Tail", "last_lines"]
+
+LINES = 20  # remembered per channel
+_LINE_BYTES = 2000  # of a line that is remembered
+_PATIENCE = 0.02  # seconds that the beginning of a line waits for its rest
+_CHUNK = 2**16
+_ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
+
+
+class Tail:
+    """The last lines of a stream of bytes; of a line that was redrawn, what could be seen last."""
+
+    def __init__(self, count: int = LINES) -> None:
+        self._lines: deque[str] = deque(maxlen=count)
+        self._rest = b""
+
+    def feed(self, data: bytes) -> None:
+        """Take more of the stream."""
+        *whole, rest = (self._rest + data).split(b"\n")
+        for line in whole[-LINES:]:
+            self._keep(line)
+        # Nothing before the last redraw of an unfinished line is needed again.
+        self._rest = rest[rest.rfind(b"\r", 0, max(0, len(rest) - 1)) + 1 :][-4 * _LINE_BYTES :]
+
+    def _keep(self, line: bytes) -> None:
+        text = next((part for part in reversed(line.split(b"\r")) if part), b"")[:_LINE_BYTES]
+        self._lines.append(_ESCAPES.sub("", text.decode(errors="replace")))
+
+    def lines(self) -> list[str]:
+        """The lines, an unfinished one included; blank lines at either end are left out."""
+        copy = Tail()
+        copy._lines.extend(self._lines)
+        if self._rest:
+            copy._keep(self._rest)
+        found = list(copy._lines)
+        while found and not found[-1].strip():
+            found.pop()
+        while found and not found[0].strip():
+            found.pop(0)
+        return found
+
+
+def last_lines(path: str, start: int = 0) -> list[str]:
+    """The last lines of a file, not counting what was there before byte `start`."""
+    tail = Tail()
+    with suppress(OSError), Path(path).open("rb") as file:
+        file.seek(max(start, file.seek(0, os.SEEK_END) - LINES * _LINE_BYTES))
+        tail.feed(file.read())
+    return tail.lines()
+
+
+class Channel:
+    """One way from a rank to a file descriptor of ours: give `inlet` to the rank, then `start`."""
+
+    def __init__(self, target: int, stop: int, lock: threading.Lock) -> None:
+        self.target = target
+        self.tail = Tail()
+        self._stop = stop
+        self._lock = lock
+        self.terminal = os.isatty(target)
+        self._source, self.inlet = os.openpty() if self.terminal else os.pipe()
+        os.set_blocking(self._source, False)
+        if self.terminal:
+            _leave_bytes_alone(self.inlet)
+            self.resize()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def resize(self) -> None:
+        """Give the rank's terminal the size of ours."""
+        if self.terminal:
+            with suppress(OSError):  # ours was closed
+                size = fcntl.ioctl(self.target, termios.TIOCGWINSZ, struct.pack("HHHH", 0, 0, 0, 0))
+                fcntl.ioctl(self._source, termios.TIOCSWINSZ, size)
+
+    def start(self) -> None:
+        """Pass on what comes until the rank's side is closed, or until `stop` is readable and nothing is left."""
+        os.close(self.inlet)
+        self._thread.start()
+
+    def busy(self) -> bool:
+        """True until everything has been passed on."""
+        return self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            self._pump()
+        except OSError:
+            # Our side cannot be written any more (the reader is gone, the disk is full). Closing the source lets the
+            # rank find that out with its next write, as it would without a launcher.
+            pass
+        finally:
+            os.close(self._source)
+
+    def _pump(self) -> None:
+        poll = select.poll()
+        poll.register(self._source, select.POLLIN)
+        poll.register(self._stop, select.POLLIN)
+        pending = b""
+        due = math.inf  # when the beginning of a line has waited long enough
+        while True:
+            wait = None if due == math.inf else max(0.0, due - time.monotonic()) * 1000
+            ready = {descriptor for descriptor, _ in poll.poll(wait)}
+            chunk = self._read() if self._source in ready else None
+            if chunk:
+                self.tail.feed(chunk)
+                pending += chunk
+                cut = len(pending) if len(pending) > _CHUNK else max(pending.rfind(b"\n"), pending.rfind(b"\r")) + 1
+                if cut:
+                    self._write(pending[:cut])
+                    pending, due = pending[cut:], math.inf
+                if pending:
+                    due = min(due, time.monotonic() + _PATIENCE)
+            ended = chunk == b"" or (chunk is None and self._stop in ready)
+            if pending and (ended or time.monotonic() >= due):
+                self._write(pending)
+                pending, due = b"", math.inf
+            if ended:
+                return
+
+    def _read(self) -> bytes | None:
+        """What is there; nothing at the end of the stream; None if nothing is there yet."""
+        try:
+            return os.read(self._source, _CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            if error.errno == errno.EIO:  # how a pseudo-terminal says that its other side is closed
+                return b""
+            raise
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        with self._lock:
+            while view:
+                try:
+                    view = view[os.write(self.target, view) :]
+                except BlockingIOError:  # somebody made the shared descriptor non-blocking
+                    select.select([], [self.target], [])
+
+
+def _leave_bytes_alone(terminal: int) -> None:
+    """No translation of line ends and no echo: our own terminal does all that."""
+    settings = termios.tcgetattr(terminal)
+    settings[1] &= ~termios.OPOST
+    settings[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
+    termios.tcsetattr(terminal, termios.TCSANOW, settings)

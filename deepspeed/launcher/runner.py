@@ -1,0 +1,213 @@
+"""The `deepspeed` command: which devices of which hosts take part, and the start of the job on this one.
+
+Starting ranks on other hosts over ssh or MPI is not part of this version; a job of several hosts works where each runs
+the same command itself, with --no_ssh and its --node_rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.interface import DeepSpeedAccelerator
+from deepspeed.errors import AcceleratorError
+from deepspeed.launcher import launch
+from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, parse_args
+from deepspeed.launcher.errors import LaunchError, run_program
+from deepspeed.launcher.hostfile import fetch_hostfile
+from deepspeed.launcher.ports import free_port, is_free
+from deepspeed.launcher.resources import (
+    Slots,
+    apply_num_nodes_and_gpus,
+    decode_world_info,
+    encode_world_info,
+    parse_inclusion_exclusion,
+    parse_node_config,
+    parse_node_config_list,
+    parse_resource_filter,
+)
+from deepspeed.utils.logging import logger, set_log_level_from_string
+
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "apply_num_nodes_and_gpus",
+    "decode_world_info",
+    "encode_world_info",
+    "fetch_hostfile",
+    "main",
+    "parse_args",
+    "parse_inclusion_exclusion",
+    "parse_node_config",
+    "parse_node_config_list",
+    "parse_resource_filter",
+]
+
+# File in the home or working folder whose K=V lines go to other hosts; clients append to it.
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+
+_LOOPBACK = "127.0.0.1"
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The command; returns if all ranks ended with 0, else ends the process with the job's exit status."""
+    run_program("deepspeed", lambda: _run(parse_args(args)))
+
+
+def _run(args: argparse.Namespace) -> int:
+    set_log_level_from_string("error" if args.quiet else args.log_level)
+    _refuse(args)
+    accelerator = get_accelerator()
+    asked = bool(args.include or args.exclude or args.num_gpus > 0 or args.num_nodes > 0)
+    visible = _take_visible(accelerator)
+    there = accelerator.device_count()
+    pool = None
+    if args.hostfile != DEFAULT_HOSTFILE or Path(args.hostfile).is_file():
+        pool = fetch_hostfile(args.hostfile)
+    active: Slots
+    if pool is None and visible is not None and not asked:
+        active = {"localhost": _named_devices(*visible, there)}
+    else:
+        if visible is not None:
+            why = "options choose the devices" if pool is None else "the hostfile chooses the devices"
+            logger.warning("%s=%s is ignored: %s", *visible, why)
+        active = _chosen(args, _local_pool(args, accelerator, there) if pool is None else pool)
+    _check_reach(args, active)
+    node = args.node_rank if args.no_ssh else 0
+    _check_devices(active, list(active)[node], accelerator, there)
+    return launch.run(launch.parse_args(_launch_arguments(args, active)))
+
+
+def _refuse(args: argparse.Namespace) -> None:
+    """End with what cannot be done, or cannot be meant, before anything is looked at."""
+    later = {"--autotuning": args.autotuning, "--elastic_training": args.elastic_training}
+    for flag, value in later.items():
+        if value:
+            raise LaunchError(f"{flag} is not part of this version; start the job without it")
+    if max(args.min_elastic_nodes, args.max_elastic_nodes) > 0:
+        raise LaunchError(
+            "--min_elastic_nodes and --max_elastic_nodes belong to --elastic_training, not part of this version"
+        )
+    chosen = [name for name in ("include", "exclude") if getattr(args, name)]
+    counted = [name for name in ("num_nodes", "num_gpus") if getattr(args, name) > 0]
+    if chosen and counted:
+        raise LaunchError(f"--{counted[0]} and --{chosen[0]} both choose the devices; give one of them")
+    for name in ("num_nodes", "num_gpus"):
+        if getattr(args, name) != -1 and getattr(args, name) < 1:
+            raise LaunchError(f"--{name} {getattr(args, name)} is not a number of them; give 1 or more")
+    if args.node_rank != -1 and not args.no_ssh:
+        raise LaunchError(
+            f"--node_rank {args.node_rank} is only used with --no_ssh, where each host starts its own ranks"
+        )
+    for name in ("launcher_args", "ssh_port", "venv_script", "no_ssh_check"):
+        if getattr(args, name):
+            logger.warning("--%s has no effect: no other host is reached over ssh", name)
+
+
+def _take_visible(accelerator: DeepSpeedAccelerator) -> tuple[str, str] | None:
+    """Name and value of the variable that limits the visible devices; it is removed, since ranks get their own."""
+    taken = None
+    for name in accelerator.visible_devices_envs():
+        value = os.environ.pop(name, None)
+        if value is not None:
+            taken = name, value  # where several are set, the last one wins
+    return taken
+
+
+def _named_devices(name: str, value: str, there: int) -> list[int | str]:
+    """The devices that a visible-devices variable lists, in its order: numbers, or names such as UUIDs."""
+    devices: list[int | str] = []
+    for word in value.split(","):
+        text = word.strip()
+        if text.startswith("-"):
+            break  # as for the driver: nothing from here on
+        if text.isascii() and text.isdigit():
+            if int(text) >= there:
+                raise LaunchError(
+                    f"{name}={value}: No slot '{int(text)}' specified on host 'localhost'; it has {there} devices"
+                )
+            devices.append(int(text))
+        elif text:
+            devices.append(text)
+    if not devices:
+        raise AcceleratorError(f"{name}={value!r} hides all {there} devices; unset it, or list the devices to use")
+    return devices
+
+
+def _local_pool(args: argparse.Namespace, accelerator: DeepSpeedAccelerator, there: int) -> dict[str, int]:
+    if args.num_nodes > 1:
+        raise LaunchError(
+            f"--num_nodes {args.num_nodes}: there is no hostfile {args.hostfile}, so only this machine is known; "
+            "list the hosts in a hostfile"
+        )
+    if there == 0:
+        raise AcceleratorError(
+            f"no device of the accelerator {accelerator.device_name()!r} was found; ds_report tells why, and "
+            "DS_ACCELERATOR=cpu runs on the host's cores"
+        )
+    return {"localhost": there}
+
+
+def _chosen(args: argparse.Namespace, pool: dict[str, int]) -> dict[str, list[int]]:
+    active = parse_inclusion_exclusion(pool, args.include, args.exclude)
+    active = apply_num_nodes_and_gpus(active, args.num_nodes, args.num_gpus)
+    active = {host: slots for host, slots in active.items() if slots}
+    if not active:
+        raise LaunchError("no slot is left to run on: the hostfile has none, or --include and --exclude leave none")
+    return active
+
+
+def _check_reach(args: argparse.Namespace, active: Slots) -> None:
+    hosts = list(active)
+    if args.no_ssh:
+        if not 0 <= args.node_rank < len(hosts):
+            raise LaunchError(
+                f"--no_ssh needs --node_rank, from 0 to {len(hosts) - 1} ({', '.join(hosts)}); it is {args.node_rank}"
+            )
+    elif len(hosts) > 1 or args.force_multi:
+        why = "--force_multi" if args.force_multi else f"{len(hosts)} hosts ({', '.join(hosts)})"
+        raise LaunchError(
+            f"{why}: starting ranks on other hosts with --launcher {args.launcher} is not part of this version. "
+            "Run the same command on every host with --no_ssh, --node_rank and --master_addr, or choose one host "
+            "with --include."
+        )
+
+
+def _check_devices(active: Slots, host: str, accelerator: DeepSpeedAccelerator, there: int) -> None:
+    """Slots that this machine does not have would only fail in the ranks; cores of the CPU are no such limit."""
+    name = accelerator.device_name()
+    highest = max((slot for slot in active[host] if isinstance(slot, int)), default=-1)
+    if name != "cpu" and highest >= there:
+        raise AcceleratorError(
+            f"slots {','.join(map(str, active[host]))} of {host} are wanted, but this machine has {there} {name} "
+            f"device{'' if there == 1 else 's'}; ask for fewer"
+        )
+
+
+def _launch_arguments(args: argparse.Namespace, active: Slots) -> list[str]:
+    """The options of `deepspeed.launcher.launch` for this node."""
+    address = args.master_addr or (_LOOPBACK if len(active) == 1 else next(iter(active)))
+    port = args.master_port
+    if len(active) == 1 and not args.master_port_chosen and not is_free(port):
+        port = free_port()
+        logger.info("port %d is in use on this machine: the ranks meet at port %d", args.master_port, port)
+    words = [f"--world_info={encode_world_info(active)}", f"--master_addr={address}", f"--master_port={port}"]
+    if args.no_ssh:
+        words.append(f"--node_rank={args.node_rank}")
+    words += [f"--{name}" for name in ("no_python", "module", "no_local_rank") if getattr(args, name)]
+    if args.save_pid:
+        words.append(f"--save_pid={os.getpid()}")
+    words.append(f"--enable_each_rank_log={args.enable_each_rank_log}")
+    if args.bind_cores_to_rank:
+        words.append("--bind_cores_to_rank")
+    if args.bind_core_list is not None:
+        words.append(f"--bind_core_list={args.bind_core_list}")
+    if args.quiet:
+        words.append("--quiet")
+    return [*words, f"--log_level={args.log_level}", args.user_script, *args.user_args]
+
+
+if __name__ == "__main__":
+    main()
