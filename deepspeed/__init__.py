@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 # The check for CUDA must not create a context: a fork later in the program would then fail.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-import torch  # noqa: E402, F401 - the environment variable comes first
+import torch  # noqa: F401 - the environment variable comes first
 
-from deepspeed import _legacy  # noqa: E402
-from deepspeed._lazy import lazy  # noqa: E402
-from deepspeed._version import (  # noqa: E402
+from deepspeed import _legacy
+from deepspeed._lazy import lazy
+from deepspeed._version import (
     __git_branch__,
     __git_hash__,
     __version__,
@@ -24,25 +24,33 @@ from deepspeed._version import (  # noqa: E402
     __version_minor__,
     __version_patch__,
 )
-from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError  # noqa: E402
-from deepspeed.utils.logging import log_dist, logger  # noqa: E402
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.utils.logging import log_dist, logger
 
 if TYPE_CHECKING:
-    from deepspeed import accelerator, comm, ops, parallel, utils
-    from deepspeed._api import add_config_arguments
+    from deepspeed import accelerator, comm, ops, parallel, runtime, utils
+    from deepspeed._api import add_config_arguments, initialize
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm import init_distributed
     from deepspeed.config import DeepSpeedConfig
+    from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+    from deepspeed.runtime.dataloader import DeepSpeedDataLoader
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 # name → module, or module:attribute; imported when first asked for
 _LAZY = {
     "DeepSpeedConfig": "deepspeed.config:DeepSpeedConfig",
+    "DeepSpeedDataLoader": "deepspeed.runtime.dataloader:DeepSpeedDataLoader",
+    "DeepSpeedEngine": "deepspeed.runtime.engine:DeepSpeedEngine",
+    "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
     "accelerator": "deepspeed.accelerator",
     "add_config_arguments": "deepspeed._api:add_config_arguments",
     "comm": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator:get_accelerator",
     "init_distributed": "deepspeed.comm:init_distributed",
+    "initialize": "deepspeed._api:initialize",
     "ops": "deepspeed.ops",
+    "runtime": "deepspeed.runtime",
     "parallel": "deepspeed.parallel",
     "utils": "deepspeed.utils",
 }
@@ -53,7 +61,10 @@ __all__ = [
     "TORCH_DISTRIBUTED_DEFAULT_PORT",
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
+    "DeepSpeedEngine",
     "DeepSpeedError",
+    "DeepSpeedOptimizer",
     "__git_branch__",
     "__git_hash__",
     "__version__",
@@ -65,10 +76,12 @@ __all__ = [
     "comm",
     "get_accelerator",
     "init_distributed",
+    "initialize",
     "log_dist",
     "logger",
     "ops",
     "parallel",
+    "runtime",
     "utils",
 ]
 

@@ -18,9 +18,13 @@ MOVED: dict[str, str] = {
     "deepspeed.accelerator.xpu_accelerator": "deepspeed.accelerator.xpu",
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.compile.config": "deepspeed.config.compile",
+    "deepspeed.runtime.fp16.loss_scaler": "deepspeed.precision.loss_scaler",
     "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
     "deepspeed.runtime.zenflow.zenflow_config": "deepspeed.config.zenflow",
     "deepspeed.runtime.zero.leaf_module_config": "deepspeed.config.leaf_module",
+    "deepspeed.runtime.zero.muon": "deepspeed.ops.muon",
+    "deepspeed.runtime.zero.muon.muon_optimizer": "deepspeed.ops.muon",
+    "deepspeed.runtime.zero.muon.original_muon": "deepspeed.ops.muon",
     "deepspeed.runtime.zero.offload_config": "deepspeed.config.offload",
 }
 
@@ -33,6 +37,9 @@ SPLIT: dict[str, dict[str, str]] = {
         "TensorBoardConfig": "deepspeed.config.monitor",
         "WandbConfig": "deepspeed.config.monitor",
         "get_monitor_config": "deepspeed._legacy_config",
+    },
+    "deepspeed.runtime.comm.coalesced_collectives": {
+        "reduce_scatter_coalesced": "deepspeed.comm.coalesced",
     },
     "deepspeed.runtime.config": {
         "ADAM_OPTIMIZER": "deepspeed._legacy_config",
@@ -47,6 +54,9 @@ SPLIT: dict[str, dict[str, str]] = {
     "deepspeed.runtime.constants": {
         "GRADIENT_CLIPPING_DEFAULT": "deepspeed._legacy_config",
         "LOG_LEVEL_DEFAULT": "deepspeed._legacy_config",
+        "ROUTE_EVAL": "deepspeed.runtime.dataloader",
+        "ROUTE_PREDICT": "deepspeed.runtime.dataloader",
+        "ROUTE_TRAIN": "deepspeed.runtime.dataloader",
     },
     "deepspeed.runtime.precision_config": {
         "DeepSpeedBF16Config": "deepspeed.config.precision",
@@ -57,6 +67,9 @@ SPLIT: dict[str, dict[str, str]] = {
         "TPConfig": "deepspeed.config.parallel",
         "TPTrainingConfig": "deepspeed.config.parallel",
         "get_tensor_parallel_config": "deepspeed._legacy_config",
+    },
+    "deepspeed.runtime.utils": {
+        "see_memory_usage": "deepspeed.profiling.memory",
     },
     "deepspeed.runtime.zero.config": {
         "DeepSpeedZeroConfig": "deepspeed.config.zero",

@@ -25,7 +25,8 @@ from typing import Any
 from tests.harness import Job, Outcome
 
 GRACE = 2.0  # seconds that the other ranks get once one has failed
-PRELOAD = ("torch", "torch.distributed", "pytest", "hypothesis", "pydantic", "hjson", "deepspeed")
+PRELOAD = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo", "pytest", "hypothesis", "hjson")
+PRELOAD_OURS = ("deepspeed._assemble", "deepspeed.utils.groups")
 
 
 @dataclass
@@ -163,9 +164,7 @@ def execute(job: Job) -> tuple[str, str]:
         return "skipped", str(skipped)
     except BaseException as error:
         told = traceback.TracebackException.from_exception(error, capture_locals=True)
-        told.stack = traceback.StackSummary.from_list(
-            [frame for frame in told.stack if frame.filename != __file__]
-        )
+        told.stack = traceback.StackSummary.from_list([frame for frame in told.stack if frame.filename != __file__])
         for frame in told.stack:
             frame.locals = {name: text[:300] for name, text in (frame.locals or {}).items()}
         return "failed", "".join(told.format())
@@ -190,7 +189,7 @@ def find(job: Job) -> Any:
 
 
 if __name__ == "__main__":
-    for module_name in PRELOAD:
+    for module_name in (*PRELOAD, *PRELOAD_OURS):
         importlib.import_module(module_name)
     sys.modules["torch"].set_num_threads(1)
     serve(Connection(int(sys.argv[1])))

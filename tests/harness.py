@@ -81,9 +81,7 @@ class Server:
         except EOFError:
             status = self.process.wait() if self.process else None
             self.connection = self.process = None
-            raise RuntimeError(
-                f"the fork server ended with status {status} while it ran {job.qualname}"
-            ) from None
+            raise RuntimeError(f"the fork server ended with status {status} while it ran {job.qualname}") from None
 
     def close(self) -> None:
         if self.connection is not None:
@@ -95,9 +93,7 @@ class Server:
 SERVER = Server()
 
 
-def ranks(
-    *sizes: int, timeout: float = 60.0, init: bool = True
-) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def ranks(*sizes: int, timeout: float = 60.0, init: bool = True) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the test on that many ranks, once per given size.
 
     With `init=False` no process group is made: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_SIZE are set and

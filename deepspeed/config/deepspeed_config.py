@@ -10,12 +10,12 @@ from typing import Any
 
 from deepspeed.config.attributes import ATTRIBUTES
 from deepspeed.config.batch import Batch, resolve
-from deepspeed.config.explain import batch_values, rows
-from deepspeed.config.features import unbuilt
+from deepspeed.config.explain import batch_values, rows, without_secrets
+from deepspeed.config.features import require
 from deepspeed.config.load import Loaded, load
 from deepspeed.config.read import ConfigSource
 from deepspeed.config.schema import Schema
-from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.utils.logging import logger
 
 __all__ = ["DeepSpeedConfig"]
@@ -41,9 +41,7 @@ class DeepSpeedConfig:
         self.schema: Schema = self.loaded.schema
         self.mpu = mpu
         self.mesh_device = mesh_device
-        missing = unbuilt(self.schema)
-        if missing:
-            raise FeatureUnavailable("\n".join(str(problem) for problem in missing), path=missing[0].path)
+        require(self.schema)
         self.world_size = data_parallel_ranks(self.schema, mpu, mesh_device, world_size)
         self.batch: Batch | None = _batch(self.schema, self.world_size, partial)
 
@@ -79,7 +77,7 @@ class DeepSpeedConfig:
 
     def print_user_config(self) -> None:
         """Log the config as it was given."""
-        logger.info("  json = %s", json.dumps(self.loaded.raw, indent=2, default=str))
+        logger.info("  json = %s", json.dumps(without_secrets(self.loaded.raw), indent=2, default=str))
 
     def print(self, name: str) -> None:
         """Log every effective value under a heading, then the config as it was given."""

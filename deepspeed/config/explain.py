@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from deepspeed.config.load import Loaded
     from deepspeed.config.schema import Schema
 
-__all__ = ["Row", "batch_values", "rows"]
+__all__ = ["Row", "batch_values", "mask", "rows", "without_secrets"]
+
+_SECRET = ("api_key", "apikey", "token", "password", "secret")
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,22 @@ def rows(loaded: Loaded, batch: dict[str, int] | None = None) -> Iterator[Row]:
         origin = _origin(path, loaded)
         if origin == "default" and path in derived:
             value, origin = derived[path]
-        yield Row(path, value, origin, meaning)
+        yield Row(path, mask(path, value), origin, meaning)
+
+
+def mask(path: str, value: Any) -> Any:
+    """The value, unless its key says that it is a secret."""
+    name = path.rpartition(".")[2].lower()
+    return "***" if value and name.endswith(_SECRET) else value
+
+
+def without_secrets(raw: Any, path: str = "") -> Any:
+    """A raw config to show or to store: secrets are masked, everything else is as it was given."""
+    if isinstance(raw, dict):
+        return {key: without_secrets(value, f"{path}.{key}") for key, value in raw.items()}
+    if isinstance(raw, list):
+        return [without_secrets(value, path) for value in raw]
+    return mask(path, raw)
 
 
 def _values(model: DeepSpeedConfigModel, prefix: str) -> Iterator[tuple[str, Any, str]]:

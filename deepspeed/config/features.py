@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from deepspeed.config.clean import Problem
 from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.schema import Schema
+from deepspeed.errors import FeatureUnavailable
 
-__all__ = ["UNBUILT", "Feature", "unbuilt"]
+__all__ = ["UNBUILT", "UNBUILT_IN_ENGINE", "Feature", "require", "unbuilt"]
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,23 @@ UNBUILT: tuple[Feature, ...] = (
 )
 
 
-def unbuilt(schema: Schema) -> list[Problem]:
+UNBUILT_IN_ENGINE: tuple[Feature, ...] = (
+    Feature("zero_optimization.stage", "ZeRO stages 1, 2 and 3", lambda c: c.zero_optimization.stage > 0),
+)
+"""What a config may say, and other tools read, but the engine cannot do yet."""
+
+
+def unbuilt(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> list[Problem]:
     """What this config asks for and this version does not have."""
     return [
         Problem(feature.path, f"{feature.name}: not part of this version yet; remove the key or turn it off")
-        for feature in UNBUILT
+        for feature in features
         if feature.asked(schema)
     ]
+
+
+def require(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> None:
+    """Raise one FeatureUnavailable for all of them."""
+    missing = unbuilt(schema, features)
+    if missing:
+        raise FeatureUnavailable("\n".join(map(str, missing)), path=missing[0].path)

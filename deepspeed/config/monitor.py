@@ -53,7 +53,9 @@ class CometConfig(Section):
     )
     project: str | None = Field(None, description="Project that the experiment belongs to.")
     workspace: str | None = Field(None, description="Workspace that owns the project.")
-    api_key: str | None = Field(None, description="Key for the service; null reads it from Comet's own settings.")
+    api_key: str | None = Field(
+        None, repr=False, description="Key for the service; null reads it from Comet's own settings."
+    )
     experiment_name: str | None = Field(None, description="Name shown for the experiment.")
     experiment_key: str | None = Field(None, description="Identifier of the experiment, to continue one.")
     online: bool | None = Field(None, description="Whether metrics are sent live; false stores them locally.")

@@ -57,6 +57,11 @@ class CurrentLayout:
         """Make a layout the current one, or forget the current one."""
         self._layout = layout
 
+    def forget(self, layout: ParallelLayout) -> None:
+        """Stop using this layout; nothing happens if another one was set since."""
+        if self._layout is layout:
+            self._layout = None
+
     def keep(self, layout: ParallelLayout) -> ParallelLayout:
         """Close this layout at `reset()`."""
         self._own.append(layout)

@@ -10,16 +10,19 @@ from deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
 
 if TYPE_CHECKING:
     from deepspeed.comm import is_initialized
+    from deepspeed.runtime.dataloader import RepeatingLoader
     from deepspeed.utils import groups
     from deepspeed.utils.nvtx import instrument_w_nvtx
 
 _LAZY = {
+    "RepeatingLoader": "deepspeed.runtime.dataloader:RepeatingLoader",
     "groups": "deepspeed.utils.groups",
     "instrument_w_nvtx": "deepspeed.utils.nvtx:instrument_w_nvtx",
     "is_initialized": "deepspeed.comm:is_initialized",
 }
 
 __all__ = [
+    "RepeatingLoader",
     "groups",
     "instrument_w_nvtx",
     "is_initialized",

@@ -12,9 +12,10 @@ import deepspeed.utils
 from tests.architecture.source import ROOT
 
 PUBLIC = """
-    TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedConfig DeepSpeedConfigError DeepSpeedError __git_branch__ __git_hash__
+    TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader
+    DeepSpeedEngine DeepSpeedError DeepSpeedOptimizer __git_branch__ __git_hash__
     __version__ __version_major__ __version_minor__ __version_patch__ accelerator add_config_arguments comm
-    get_accelerator init_distributed log_dist logger ops parallel utils
+    get_accelerator init_distributed initialize log_dist logger ops parallel runtime utils
 """.split()
 
 
@@ -75,7 +76,7 @@ def test_optional_packages_are_not_imported_by_any_layer():
     code = """
 import sys
 import deepspeed.comm, deepspeed.config, deepspeed.accelerator, deepspeed.parallel, deepspeed.ops
-import deepspeed.utils.groups
+import deepspeed.utils.groups, deepspeed.monitor.monitor, deepspeed.profiling.timers, deepspeed._assemble
 optional = {"mpi4py", "transformers", "accelerate", "triton", "wandb", "tensorboard", "comet_ml", "psutil"}
 print(sorted(optional & set(sys.modules)))
 """

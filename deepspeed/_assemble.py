@@ -1,0 +1,275 @@
+"""The composition root: a request of the user → collaborators → engine. A failure on the way leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deepspeed import comm
+from deepspeed._watch import watch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.features import UNBUILT_IN_ENGINE, require
+from deepspeed.errors import UsageError
+from deepspeed.events import EventStream
+from deepspeed.ops.muon import tag_attention_heads
+from deepspeed.parallel import ParallelLayout, layout_from_mpu
+from deepspeed.parallel.current import current_layout
+from deepspeed.precision.policy import Precision, make_scale
+from deepspeed.runtime.accumulation import Accumulation
+from deepspeed.runtime.backward import Backward
+from deepspeed.runtime.base_optimizer import MixedPrecisionOptimizer
+from deepspeed.runtime.dataloader import build_dataloader
+from deepspeed.runtime.engine import DeepSpeedEngine, Parts
+from deepspeed.runtime.gradients import GradientReducer, Reduction, Slot
+from deepspeed.runtime.lr_schedules import build_scheduler
+from deepspeed.runtime.masters import Masters
+from deepspeed.runtime.optimizers import build_optimizer
+from deepspeed.runtime.sparse import embedding_parameters
+from deepspeed.runtime.stepper import Stepper
+from deepspeed.utils.logging import log_dist, set_log_level_from_string
+
+__all__ = ["Request", "assemble"]
+
+
+@dataclass
+class Request:
+    """What `deepspeed.initialize` was asked for, its arguments sorted out."""
+
+    config: DeepSpeedConfig
+    module: nn.Module
+    optimizer: Optimizer | Callable[..., Optimizer] | None = None
+    model_parameters: list[Any] | None = None
+    training_data: Any = None
+    lr_scheduler: Any = None
+    mpu: Any = None
+    mesh: Any = None
+    collate_fn: Callable[..., Any] | None = None
+
+
+def assemble(request: Request) -> DeepSpeedEngine:
+    """Build the engine; whatever was opened is closed again if that fails."""
+    with ExitStack() as stack:
+        engine = _build(request, stack)
+        engine._parts.resources = stack.pop_all()
+        return engine
+
+
+def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
+    config, module = request.config, request.module
+    schema = config.schema
+    require(schema, UNBUILT_IN_ENGINE)
+    if schema.log_level is not None:
+        set_log_level_from_string(schema.log_level)
+    layout = _layout(request, stack)
+    local_rank, device = _device()
+    precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
+    precision.require_device()
+    module.to(device)
+    precision.cast_module(module)
+    replicate(module, layout)
+    log_dist(f"precision: {precision.describe()}")
+
+    events = EventStream()
+    scale = make_scale(schema, precision)
+    basic = make_optimizer(request)
+    masters = Masters(basic, precision.master) if basic is not None else None
+    reducer = _reducer(request, layout, precision, masters)
+    stack.callback(reducer.close)
+    assert config.batch is not None, "a config that is not partial has its batch sizes"
+    accumulation = Accumulation(config.batch.steps, managed=schema.managed_gradient_accumulation)
+    backward = Backward(reducer, accumulation, scale, events)
+    parts = Parts(
+        config=config,
+        module=module,
+        device=device,
+        local_rank=local_rank,
+        layout=layout,
+        precision=precision,
+        scale=scale,
+        accumulation=accumulation,
+        reducer=reducer,
+        backward=backward,
+        events=events,
+        forward=_forward(module, precision),
+        make_loader=_loader_maker(schema.dataloader_drop_last, layout),
+        resources=stack,
+        masters=masters,
+        basic_optimizer=basic,
+        mpu=request.mpu,
+    )
+    if basic is not None and masters is not None:
+        model = layout["pp", "tp"]
+        parts.stepper = Stepper(
+            optimizer=basic,
+            masters=masters,
+            reducer=reducer,
+            backward=backward,
+            scale=scale,
+            check_overflow=precision.check_overflow,
+            clipping=schema.gradient_clipping,
+            model_group=model.group if model.size > 1 else None,
+            is_split=is_split,
+        )
+        parts.optimizer = _returned_optimizer(parts, basic, masters)
+    parts.lr_scheduler = make_scheduler(request, parts)
+    if request.training_data is not None:
+        parts.training_dataloader = parts.make_loader(
+            request.training_data, batch_size=config.batch.micro, collate_fn=request.collate_fn
+        )
+    watch(parts, stack)
+    return DeepSpeedEngine(parts)
+
+
+def _layout(request: Request, stack: ExitStack) -> ParallelLayout:
+    """The layout of the mpu, of the mesh, or all ranks data-parallel."""
+    if request.mpu is not None:
+        layout = layout_from_mpu(request.mpu)
+    elif request.mesh is not None:
+        layout = ParallelLayout.from_mesh(request.mesh)
+    else:
+        layout = ParallelLayout.build()
+    stack.callback(layout.close)
+    if request.mpu is not None or request.mesh is not None:
+        current_layout.set(layout)
+        stack.callback(current_layout.forget, layout)
+    layout.create_groups("dp", "sp", ("dp", "sp"), "tp", ("pp", "tp"))
+    return layout
+
+
+def _device() -> tuple[int, torch.device]:
+    accelerator = get_accelerator()
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if accelerator.device_name() == "cpu":
+        return local_rank, torch.device("cpu")
+    accelerator.set_device(local_rank)
+    return local_rank, torch.device(accelerator.device_name(local_rank))
+
+
+def replicate(module: nn.Module, layout: ParallelLayout) -> None:
+    """Give every rank the parameters and buffers of the first rank that holds a copy of the same part."""
+    axis = layout["dp", "sp"]
+    if axis.size == 1:
+        return
+    with torch.no_grad():
+        tensors = {id(t): (name, t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+        for name, tensor in tensors.values():
+            if tensor.numel() == 0:
+                continue
+            with comm.labelled(f"first copy of {name}"):
+                dense = tensor.detach().contiguous()
+                comm.broadcast(dense, src=axis.ranks[0], group=axis.group)
+                if dense.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(dense)
+
+
+def is_split(param: nn.Parameter) -> bool:
+    """True for a parameter of which model-parallel ranks hold different parts, by the marks Megatron sets."""
+    return bool(getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False))
+
+
+def make_optimizer(request: Request) -> Optimizer | None:
+    """The client's optimizer, else the one of the config, else None."""
+    schema = request.config.schema
+    given = request.optimizer
+    if isinstance(given, Optimizer):
+        return given
+    parameters = request.model_parameters
+    if parameters is None:
+        parameters = list(request.module.parameters())  # frozen ones too: they may be unfrozen later
+    if given is not None:
+        made = given(parameters)
+        if not isinstance(made, Optimizer):
+            raise UsageError(
+                f"optimizer: the callable given to deepspeed.initialize returned {type(made).__name__}; it takes the "
+                "parameters and returns a torch.optim.Optimizer"
+            )
+        return made
+    if schema.optimizer.type is None or not parameters:
+        return None
+    if schema.optimizer.params.get("per_head_muon"):
+        tag_attention_heads(request.module)
+    return build_optimizer(schema.optimizer, parameters, named_parameters=list(request.module.named_parameters()))
+
+
+def _reducer(
+    request: Request, layout: ParallelLayout, precision: Precision, masters: Masters | None
+) -> GradientReducer:
+    schema, module = request.config.schema, request.module
+    axis = layout["dp", "sp"]
+    travels = precision.reduce_dtypes(module)
+    slots = []
+    for name, param in module.named_parameters():
+        wide = masters is not None and param.dtype != precision.accumulate and param.is_floating_point()
+        holder = masters.of(param) if wide and masters is not None else param
+        own = param.dtype if param.dtype == torch.float32 and precision.param != torch.float32 else precision.reduce
+        slots.append(Slot(name, param, holder, travels.get(param, own)))
+    reduction = Reduction(
+        average=schema.gradient_allreduce_op == "mean",
+        prescale=schema.prescale_gradients,
+        predivide=schema.gradient_predivide_factor,
+    )
+    sparse, rows = embedding_parameters(module, all_rows=schema.sparse_gradients)
+    return GradientReducer(slots, axis.group if axis.size > 1 else None, axis.size, reduction, sparse, rows)
+
+
+def _returned_optimizer(parts: Parts, basic: Optimizer, masters: Masters) -> Optimizer | MixedPrecisionOptimizer:
+    """The torch optimizer itself where it updates the model's own parameters with unscaled gradients."""
+    assert parts.stepper is not None, "made just before"
+    if not masters.copies and parts.scale.value == 1.0 and not parts.scale.dynamic:
+        return basic
+    return MixedPrecisionOptimizer(
+        basic,
+        parts.stepper,
+        parts.scale,
+        backward=parts.backward.run,
+        clip_grad=parts.config.schema.gradient_clipping,
+    )
+
+
+def make_scheduler(request: Request, parts: Parts) -> Any:
+    """The client's schedule, made or called, else the one of the config, else None."""
+    given, section = request.lr_scheduler, parts.config.schema.scheduler
+    if given is None:
+        return build_scheduler(section, parts.basic_optimizer) if section.type and parts.basic_optimizer else None
+    if callable(given) and not hasattr(given, "step"):
+        if parts.basic_optimizer is None:
+            raise UsageError("lr_scheduler: a callable was given, but there is no optimizer to call it with")
+        return given(parts.basic_optimizer)
+    if not isinstance(request.optimizer, Optimizer):
+        raise UsageError(
+            f"lr_scheduler: a ready {type(given).__name__} was given without the optimizer that it acts on. Pass that "
+            "optimizer too, or a callable that takes the optimizer and returns the schedule."
+        )
+    return given
+
+
+def _forward(module: nn.Module, precision: Precision) -> Callable[..., Any]:
+    """How the engine calls the module."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        cast_args, cast_kwargs = precision.cast_inputs(args, kwargs)
+        with precision.forward_context():
+            return module(*cast_args, **cast_kwargs)
+
+    return call
+
+
+def _loader_maker(drop_last: bool, layout: ParallelLayout) -> Callable[..., Any]:
+    def make(dataset: Any, **options: Any) -> Any:
+        return build_dataloader(
+            dataset,
+            data_parallel_rank=layout["dp"].rank,
+            data_parallel_size=layout["dp"].size,
+            drop_last=drop_last,
+            **options,
+        )
+
+    return make

@@ -1,0 +1,89 @@
+"""What watches an engine: timers, throughput, progress lines, monitors. Nothing here is seen by what works."""
+
+from __future__ import annotations
+
+import gc
+import math
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from deepspeed import comm
+from deepspeed.events import OverflowFound
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.subscriber import MonitorSubscriber
+from deepspeed.profiling.memory import MemoryBreakdown
+from deepspeed.profiling.progress import StepLine
+from deepspeed.profiling.throughput import Throughput
+from deepspeed.profiling.timers import WallClock
+from deepspeed.utils.logging import logger
+from deepspeed.utils.timer import NoopTimer
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import Parts
+
+__all__ = ["watch"]
+
+
+def watch(parts: Parts, stack: ExitStack) -> None:
+    """Subscribe what the config asks for; it is closed with the stack."""
+    schema, events = parts.config.schema, parts.events
+    comm.configure(parts.config)
+    times = None
+    parts.timers = NoopTimer()
+    if schema.wall_clock_breakdown:
+        times = WallClock().attach(events)
+        parts.timers = times.timers
+        stack.callback(times.close)
+    if schema.memory_breakdown:
+        stack.callback(MemoryBreakdown().attach(events).close)
+    shown = schema.steps_per_print is not None and math.isfinite(schema.steps_per_print)
+    if schema.timers.throughput.enabled and shown:
+        parts.tput_timer = Throughput(
+            lambda: parts.config.batch.train if parts.config.batch else 0,
+            synchronized=schema.timers.throughput.synchronized,
+            devices=comm.get_world_size(),
+        ).attach(events)
+        stack.callback(parts.tput_timer.close)
+    if shown:
+        stack.callback(StepLine(schema.steps_per_print, throughput=parts.tput_timer).attach(events).close)
+    parts.monitor = MonitorMaster(schema.monitor_config)
+    stack.callback(parts.monitor.close)
+    if parts.monitor.enabled:
+        stack.callback(MonitorSubscriber(parts.monitor, times=times).attach(events).close)
+    if comm.get_rank() == 0:
+        stack.callback(events.subscribe(OverflowFound, _tell_overflow).close)
+    if schema.disable_python_gc:
+        stack.callback(_PYTHON_GC.release)
+        _PYTHON_GC.hold()
+
+
+def _tell_overflow(event: OverflowFound) -> None:
+    change = (
+        f"the loss scale falls from {event.scale_before:g} to {event.scale_after:g}"
+        if event.scale_after != event.scale_before
+        else f"the loss scale stays at {event.scale_before:g}"
+    )
+    logger.warning("step %d skipped: a gradient is inf or NaN on some rank; %s", event.step, change)
+
+
+class _PythonGc:
+    """Python's cyclic collector, off while somebody holds it; it belongs to the process, so holders are counted."""
+
+    def __init__(self) -> None:
+        self._holders = 0
+        self._was_on = False
+
+    def hold(self) -> None:
+        if self._holders == 0:
+            self._was_on = gc.isenabled()
+            gc.collect()
+            gc.disable()
+        self._holders += 1
+
+    def release(self) -> None:
+        self._holders -= 1
+        if self._holders == 0 and self._was_on:
+            gc.enable()
+
+
+_PYTHON_GC = _PythonGc()

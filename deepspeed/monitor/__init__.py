@@ -1,0 +1,9 @@
+"""Monitors: metrics written by rank 0 to TensorBoard, Weights & Biases, Comet and CSV files."""
+
+from __future__ import annotations
+
+from deepspeed.monitor.base import Monitor
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.subscriber import MonitorSubscriber
+
+__all__ = ["Monitor", "MonitorMaster", "MonitorSubscriber"]

@@ -1,0 +1,98 @@
+"""`MonitorSubscriber`: turns finished steps into metrics, with the number of samples as the x axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.events import EventStream, Phase, StepFinished, Subscription
+from deepspeed.monitor.base import Monitor, writes_here
+
+__all__ = ["MonitorSubscriber", "StepTimes"]
+
+_PREFIX = "Train/Samples/"
+
+
+class StepTimes(Protocol):
+    """Whatever measures the phases of a step (`profiling.timers.WallClock`)."""
+
+    def listen(self, handler: Callable[[StepFinished, Mapping[Phase, float]], None]) -> Any:
+        """Call `handler` with each step and its milliseconds per phase; what is returned has `close()`."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unread:
+    """Metrics of a step whose loss is on its way to the host; it has arrived once `arrived` has happened."""
+
+    metrics: list[tuple[str, Any, int]]
+    loss: torch.Tensor
+    samples: int
+    arrived: Any
+
+
+class MonitorSubscriber:
+    """Writes lr, loss scale, loss and times of every step to a monitor, on rank 0.
+
+    It never waits for the device: a loss that is still being computed is copied to the host behind the step's
+    work, and the step is written when the copy is there: at once, at the next step, or by `flush()`.
+    """
+
+    def __init__(self, monitor: Monitor, *, times: StepTimes | None = None) -> None:
+        self._monitor = monitor
+        self._times = times
+        self._unread: _Unread | None = None
+        self._subscriptions = ExitStack()
+
+    def attach(self, events: EventStream) -> MonitorSubscriber:
+        """Start listening; on other ranks than 0 nothing listens, so nothing is emitted for it."""
+        if writes_here():
+            subscription: Subscription = events.subscribe(StepFinished, self._step_finished)
+            self._subscriptions.callback(subscription.close)
+            if self._times is not None:
+                self._subscriptions.callback(self._times.listen(self._step_timed).close)
+        return self
+
+    def flush(self) -> None:
+        """Write what is still on its way from the device."""
+        unread, self._unread = self._unread, None
+        if unread is not None:
+            unread.arrived.synchronize()
+            self._monitor.write_events([*unread.metrics, (_PREFIX + "train_loss", unread.loss, unread.samples)])
+
+    def close(self) -> None:
+        """Write what is left and stop listening; the monitor stays open, whoever made it closes it."""
+        self.flush()
+        self._subscriptions.close()
+
+    def _step_finished(self, event: StepFinished) -> None:
+        self.flush()
+        metrics: list[tuple[str, Any, int]] = []
+        if event.lr:
+            metrics.append((_PREFIX + "lr", event.lr[0], event.samples))
+        if event.loss_scale is not None:
+            metrics.append((_PREFIX + "loss_scale", event.loss_scale, event.samples))
+        loss = event.loss
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach().float().mean()  # over the micro batches
+            accelerator = get_accelerator()
+            if accelerator.on_accelerator(loss) and not accelerator.is_synchronized_device():
+                copy, arrived = loss.to("cpu", non_blocking=True), accelerator.Event()
+                arrived.record()
+                self._unread = _Unread(metrics, copy, event.samples, arrived)
+                if arrived.query():
+                    self.flush()
+                return
+        if loss is not None:
+            metrics.append((_PREFIX + "train_loss", loss, event.samples))
+        self._monitor.write_events(metrics)
+
+    def _step_timed(self, event: StepFinished, milliseconds: Mapping[Phase, float]) -> None:
+        self.flush()  # steps are written in order: some services drop a step that is older than the last one
+        self._monitor.write_events(
+            [(f"{_PREFIX}elapsed_time_ms_{phase.value}", time, event.samples) for phase, time in milliseconds.items()]
+        )

@@ -1,0 +1,1 @@
+"""Orchestration: the engine and its collaborators."""

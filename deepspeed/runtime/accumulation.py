@@ -1,0 +1,51 @@
+"""Where the engine is between two optimizer steps: which micro step, and whether it is the last one."""
+
+from __future__ import annotations
+
+from deepspeed.errors import DeepSpeedConfigError
+
+__all__ = ["Accumulation"]
+
+
+class Accumulation:
+    """Counts micro steps; the boundary is the micro step that ends with an optimizer step.
+
+    The count decides unless the caller does: `boundary = True` or `False` holds until it is set again or to None.
+    Unmanaged, every step is a boundary.
+    """
+
+    __slots__ = ("boundary", "managed", "micro_steps", "steps")
+
+    def __init__(self, steps: int, *, managed: bool = True) -> None:
+        self.steps = steps
+        self.managed = managed
+        self.micro_steps = 0
+        self.boundary: bool | None = None
+
+    @property
+    def at_boundary(self) -> bool:
+        """True if this micro step ends with an optimizer step."""
+        if not self.managed:
+            return True
+        if self.boundary is not None:
+            return self.boundary
+        return (self.micro_steps + 1) % self.steps == 0
+
+    @property
+    def reduces_in_backward(self) -> bool:
+        """True if gradients are reduced while this micro step's backward runs, because it is known to be the last."""
+        return self.managed and self.at_boundary
+
+    def override(self, at_boundary: bool) -> None:
+        """Decide the boundary by hand from now on."""
+        if not self.managed:
+            raise DeepSpeedConfigError(
+                "set_gradient_accumulation_boundary has no meaning with managed_gradient_accumulation false: "
+                "every engine.step() is a boundary. Remove the call, or the key.",
+                path="managed_gradient_accumulation",
+            )
+        self.boundary = at_boundary
+
+    def advance(self) -> None:
+        """This micro step is over."""
+        self.micro_steps += 1

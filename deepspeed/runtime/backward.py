@@ -1,0 +1,157 @@
+"""Backward passes, run by the engine or by the user, and what their gradients are worth.
+
+[Note: unit of gradients] The gradients on the parameters are worth `unit` times their value: after
+`engine.backward(loss)` they still carry the loss scale, after a plain `loss.backward()` they are not yet divided by
+the number of accumulation steps. The optimizer step multiplies once by the unit (together with clipping). Where passes
+of both kinds meet in one step, the gradients that are there are brought to the new unit first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import DeepSpeedError
+from deepspeed.events import EventStream, Phase
+from deepspeed.ops.multi_tensor import scale_
+from deepspeed.precision.scale import LossScale
+from deepspeed.runtime.accumulation import Accumulation
+from deepspeed.runtime.gradients import GradientReducer
+from deepspeed.runtime.phases import phase
+from deepspeed.utils.logging import warn_once
+
+__all__ = ["Backward"]
+
+_DEPTH = 4  # how deep outputs are searched for tensors
+
+
+class Backward:
+    """Scales losses, runs autograd, and has gradients reduced when the micro step is the last one."""
+
+    def __init__(
+        self, reducer: GradientReducer, accumulation: Accumulation, scale: LossScale, events: EventStream
+    ) -> None:
+        self._reducer = reducer
+        self._accumulation = accumulation
+        self._scale = scale
+        self._events = events
+        self._running = False
+        self._plain_task = -1
+        self._scaled_by_user = False
+        self._has_gradients = False
+        self.suspended = False
+        """While True gradients only accumulate on this rank."""
+        self.unit = 1.0
+        """What the gradients are worth; see [Note: unit of gradients]."""
+
+    def run(self, loss: Tensor, *, retain_graph: bool = False, divide: bool = True) -> Tensor:
+        """Differentiate `loss`; returns it divided by the number of accumulation steps, without the loss scale."""
+        self._check(loss)
+        divided = loss / self._accumulation.steps if divide and self._accumulation.steps > 1 else loss
+        reduce = self._begin(1.0 / self._scale.value)
+        scaled = self._scale.apply(divided)
+        self._running = True
+        try:
+            with phase(self._events, Phase.BACKWARD_INNER, self._accumulation):
+                if reduce:
+                    handle = scaled.register_hook(self._entered)
+                scaled.backward(retain_graph=retain_graph)
+                if reduce:
+                    handle.remove()
+        except BaseException:
+            self._reducer.forget()
+            raise
+        finally:
+            self._running = False
+        if reduce:
+            with phase(self._events, Phase.BACKWARD_REDUCE, self._accumulation):
+                self._reducer.finish()
+        return divided.detach()
+
+    def watch(self, outputs: Any) -> None:
+        """Notice a backward that the user runs through these outputs of the module."""
+        for tensor in _tensors(outputs, _DEPTH):
+            if tensor.requires_grad:
+                tensor.register_hook(self._plain)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for a backward that the user runs."""
+        self._scaled_by_user = True
+        return self._scale.apply(loss)
+
+    def forget(self) -> None:
+        """The gradients were used or dropped."""
+        self._has_gradients = False
+        self.unit = 1.0
+        self._reducer.forget()
+
+    def _check(self, loss: Tensor) -> None:
+        if not isinstance(loss, Tensor):
+            raise DeepSpeedError(f"engine.backward() takes a tensor, found {type(loss).__name__}; pass the loss")
+        if loss.numel() != 1:
+            raise DeepSpeedError(
+                f"engine.backward() takes a scalar loss, found the shape {tuple(loss.shape)}; reduce it with .mean()"
+            )
+        if not loss.requires_grad:
+            raise DeepSpeedError(
+                "the loss does not require a gradient: no trained parameter took part in it, or it was computed under "
+                "torch.no_grad() or detached"
+            )
+
+    def _begin(self, unit: float) -> bool:
+        """Prepare for gradients that are worth `unit`; True if they are to be reduced."""
+        if self._has_gradients and unit != self.unit:
+            grads = [slot.holder.grad for slot in self._reducer.slots if slot.holder.grad is not None]
+            scale_(grads, self.unit / unit)
+        self.unit = unit
+        self._has_gradients = True
+        self._reducer.reopen()
+        reduce = self._accumulation.reduces_in_backward and not self.suspended
+        if reduce:
+            self._reducer.arm()
+        return reduce
+
+    def _entered(self, grad: Tensor) -> None:
+        self._reducer.begin()
+
+    def _plain(self, grad: Tensor) -> None:
+        """A gradient flows into an output of the module; the first one of a user's backward prepares for the rest."""
+        task = torch._C._current_graph_task_id()
+        if self._running or task == self._plain_task:
+            return
+        self._plain_task = task
+        value = self._scale.value
+        if value != 1.0 and not self._scaled_by_user:
+            warn_once(
+                "loss.backward() does not scale the loss, so small fp16 gradients become zero; "
+                "use engine.backward(loss), or engine.scale(loss).backward()"
+            )
+        factor = value if self._scaled_by_user else 1.0
+        self._scaled_by_user = False
+        reduce = self._begin(1.0 / (factor * self._accumulation.steps))
+        if reduce:
+            self._reducer.begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._plain_end)
+
+    def _plain_end(self) -> None:
+        with phase(self._events, Phase.BACKWARD_REDUCE, self._accumulation):
+            self._reducer.finish()
+
+
+def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors in a nested structure of the usual containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
+    elif depth and isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item, depth - 1)
+    elif depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for entry in dataclasses.fields(value):
+            yield from _tensors(getattr(value, entry.name), depth - 1)

@@ -1,0 +1,108 @@
+"""What the engine returns as the optimizer where it is more than a torch optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from deepspeed.precision.scale import LossScale
+    from deepspeed.runtime.stepper import Outcome, Stepper
+
+__all__ = ["DeepSpeedOptimizer", "MixedPrecisionOptimizer"]
+
+
+class DeepSpeedOptimizer:
+    """Base of every optimizer wrapper of this library."""
+
+
+class MixedPrecisionOptimizer(DeepSpeedOptimizer):
+    """An optimizer over master weights: `step()` unscales, checks, clips, updates and publishes.
+
+    `param_groups` and `state` are those of the torch optimizer inside, so schedules act on either.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        stepper: Stepper,
+        scale: LossScale,
+        *,
+        backward: Callable[..., Any],
+        clip_grad: float,
+    ) -> None:
+        self.optimizer = optimizer
+        self.overflow = False
+        self.clip_grad = clip_grad
+        self._stepper = stepper
+        self._scale = scale
+        self._backward = backward
+        self._global_grad_norm: Tensor | float | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer inside."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:
+        """The state of the optimizer inside, by master weight."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The default hyperparameters of the optimizer inside."""
+        return self.optimizer.defaults
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale that the next backward uses."""
+        return self._scale.value
+
+    loss_scale = cur_scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """True if the loss scale adapts to overflows."""
+        return self._scale.dynamic
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> Any:
+        """As `engine.backward`."""
+        return self._backward(loss, retain_graph=retain_graph)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Take one optimizer step, or skip it on overflow; `overflow` tells which."""
+        if closure is not None:
+            raise TypeError("a closure cannot be used here: backward runs before step, call engine.backward(loss)")
+        self.take_step()
+
+    def take_step(self) -> Outcome:
+        """As `step`, and says what became of it."""
+        outcome = self._stepper.step()
+        self.overflow = not outcome.applied
+        self._global_grad_norm = outcome.grad_norm
+        return outcome
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop every gradient; `set_to_none=False` has no other meaning here."""
+        self._stepper.zero_grad()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer inside and of the loss scale."""
+        return {"optimizer_state_dict": self.optimizer.state_dict(), "loss_scaler": self._scale.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        self._scale.load_state_dict(state_dict["loss_scaler"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r}, loss scale {self.cur_scale:g})"

@@ -1,0 +1,321 @@
+"""Gradient reduction over data-parallel ranks where parameters are whole: bucketed, overlapped with backward.
+
+[Note: when a bucket is launched] Buckets are launched in their own order, which is the same on every rank, each as
+soon as its last gradient has arrived and all buckets before it are launched. Two things forbid launching before
+backward ends: the first backward, in which we learn how this model behaves, and reentrant checkpointing, which runs
+a backward inside a backward, so that a parameter's gradient may arrive several times.
+
+[Note: absent gradients] A rank whose parameter got no gradient contributes zeros, since other ranks may have one.
+Each bucket carries one number per parameter that counts the ranks which had a gradient; where that is zero the
+gradient stays None, as in a single process, and the optimizer leaves the parameter alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed import comm
+from deepspeed.errors import CommError
+from deepspeed.runtime import buckets
+from deepspeed.runtime.sparse import reduce_rows, reduce_sparse
+
+__all__ = ["GradientReducer", "Reduction", "Slot"]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced."""
+
+    average: bool = True
+    prescale: bool = False
+    """Divide before the sum instead of after it."""
+    predivide: float = 1.0
+    """Without prescale: divide by this before the sum, and by the rest after it."""
+    bucket_bytes: int = buckets.BUCKET_BYTES
+
+    def factors(self, size: int) -> tuple[float, float]:
+        """What gradients are multiplied by before and after the sum."""
+        whole = 1.0 / size if self.average else 1.0
+        if self.prescale:
+            return whole, 1.0
+        return 1.0 / self.predivide, self.predivide * whole
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One parameter and the tensor whose `.grad` collects its gradients.
+
+    Usually that is the parameter itself. Where gradients are accumulated in another dtype it is the master weight,
+    and what autograd leaves on the parameter is moved there at once.
+    """
+
+    name: str
+    param: nn.Parameter
+    holder: nn.Parameter
+    travels: torch.dtype
+    """The dtype of its gradient between ranks."""
+
+    @property
+    def banked(self) -> bool:
+        """True if gradients move from the parameter to another holder."""
+        return self.holder is not self.param
+
+    @torch.no_grad()
+    def bank(self) -> None:
+        """Add the parameter's gradient to the holder's, and clear it."""
+        grad, self.param.grad = self.param.grad, None
+        if grad is None:
+            return
+        if self.holder.grad is None:
+            self.holder.grad = grad.to(self.holder.dtype)
+        else:
+            self.holder.grad.add_(grad)
+
+
+@dataclass
+class _Bucket:
+    """Gradients that travel together, and where they are on their way."""
+
+    packed: list[Slot]
+    alone: list[Slot]
+    missing: set[int] = field(default_factory=set)
+    had: list[bool] = field(default_factory=list)
+    flat: Tensor | None = None
+    single: list[Tensor] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+    launched: bool = False
+
+    @property
+    def members(self) -> list[Slot]:
+        return self.packed + self.alone
+
+
+def _graph_task() -> int:
+    """The number of the backward that is running in this thread, -1 outside one; nested ones have their own."""
+    return int(torch._C._current_graph_task_id())
+
+
+class GradientReducer:
+    """Sums or averages gradients over one process group; with one rank it only banks what has to be banked."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        group: Any,
+        size: int,
+        reduction: Reduction,
+        sparse: frozenset[int] = frozenset(),
+        rows: frozenset[int] = frozenset(),
+    ) -> None:
+        self._slots = list(slots)
+        self._group = group
+        self._size = size
+        self._reduction = reduction
+        self._sparse_ids = sparse
+        self._row_ids = rows
+        self._handles: list[Any] = []
+        self._buckets: list[_Bucket] = []
+        self._sparse: list[Slot] = []
+        self._flags: tuple[bool, ...] = ()
+        self._armed = False
+        self._early = False
+        self._seen_backward = False
+        self._reentrant = False
+        self._task = -1
+        self._next = 0
+        self._dirty = False
+        self._reduced = False
+        self.refresh()
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Every parameter with the holder of its gradient, in the order of the model."""
+        return self._slots
+
+    def rehome(self, holder_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
+        """Collect gradients at other holders, where the reducer banks them at all."""
+        if any(slot.banked for slot in self._slots):
+            self._slots = [replace(slot, holder=holder_of(slot.param)) for slot in self._slots]
+            self._flags = ()
+
+    def refresh(self) -> None:
+        """Look again at which parameters are trained; freezing and unfreezing between steps is allowed."""
+        if self._size == 1 and not any(slot.banked for slot in self._slots):
+            return
+        flags = tuple(slot.param.requires_grad for slot in self._slots)
+        if flags == self._flags:
+            return
+        self._flags = flags
+        self._drop_hooks()
+        trained = [slot for slot in self._slots if slot.param.requires_grad]
+        special = self._sparse_ids | self._row_ids
+        self._sparse = [slot for slot in trained if id(slot.param) in special]
+        dense = [slot for slot in trained if id(slot.param) not in special]
+        plans = buckets.plan(
+            [slot.holder.numel() * slot.holder.element_size() for slot in dense],
+            [(slot.holder.dtype, slot.holder.device, slot.travels) for slot in dense],
+            self._reduction.bucket_bytes,
+        )
+        self._buckets = [_Bucket([dense[i] for i in plan.packed], [dense[i] for i in plan.alone]) for plan in plans]
+        homes: dict[int, _Bucket] = {id(slot): bucket for bucket in self._buckets for slot in bucket.members}
+        for slot in trained:
+            if self._size > 1 or slot.banked:
+                hook = self._hook(slot, homes.get(id(slot)))
+                self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
+        self._seen_backward = False
+
+    @torch.no_grad()
+    def reopen(self) -> None:
+        """More gradients are about to be added to what may have been reduced already.
+
+        The mean of equal gradients is the gradient, so reducing a mean again does no harm; a sum must be undone.
+        """
+        if self._reduced and not self._reduction.average:
+            for slot in self._slots:
+                if slot.param.requires_grad and slot.holder.grad is not None:
+                    slot.holder.grad.div_(self._size)
+        self._reduced = False
+
+    def arm(self) -> None:
+        """The backward that starts now is the last one before the optimizer: reduce while it runs."""
+        if self._size == 1 or self._armed:
+            return
+        self._armed = True
+        self._early = self._seen_backward and not self._reentrant
+        self._task = -1
+        self._next = 0
+        for bucket in self._buckets:
+            bucket.missing = {id(slot) for slot in bucket.members}
+            bucket.launched = False
+
+    def begin(self) -> None:
+        """Called from inside the outermost backward, before any gradient arrives."""
+        self._task = _graph_task()
+
+    def finish(self) -> None:
+        """Launch what has not been launched and wait for all of it; gradients are then equal on all ranks."""
+        if self._size == 1 or (self._reduced and not self._dirty and not self._armed):
+            return
+        self._seen_backward = True
+        self.arm()
+        self._armed = False
+        while self._next < len(self._buckets):
+            self._launch(self._buckets[self._next])
+            self._next += 1
+        for bucket in self._buckets:
+            self._land(bucket)
+        self._reduce_sparse()
+        self._dirty = False
+        self._reduced = True
+
+    def forget(self) -> None:
+        """The gradients were used or dropped; whatever arrives next is new."""
+        self._dirty = self._reduced = self._armed = False
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._drop_hooks()
+        self._buckets.clear()
+
+    def _drop_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _hook(self, slot: Slot, bucket: _Bucket | None) -> Callable[[Tensor], None]:
+        """What autograd calls when it has accumulated the gradient of a parameter."""
+        banked, number = slot.banked, id(slot)
+
+        def arrived(_: Tensor) -> None:
+            if banked:
+                slot.bank()
+            self._dirty = True
+            if self._armed and bucket is not None:
+                if bucket.launched:
+                    self._refuse(slot)
+                bucket.missing.discard(number)
+                if not self._reentrant and self._task != -1 and _graph_task() != self._task:
+                    self._reentrant, self._early = True, False
+                if self._early and not bucket.missing:
+                    self._launch_complete()
+
+        return arrived
+
+    def _launch_complete(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._launch(self._buckets[self._next])
+            self._next += 1
+
+    def _refuse(self, slot: Slot) -> None:
+        raise CommError(
+            f"the gradient of {slot.name!r} arrived again after it had been sent to the other ranks. The graph of this "
+            "step differs from the first one's; wrap its backward calls in engine.coalesce_grad_reduction()."
+        )
+
+    @torch.no_grad()
+    def _launch(self, bucket: _Bucket) -> None:
+        """Pack and start one bucket; runs inside backward or after it."""
+        before, _ = self._reduction.factors(self._size)
+        bucket.launched = True
+        bucket.had = [slot.holder.grad is not None for slot in bucket.members]
+        example = bucket.members[0].holder
+        dtype = bucket.members[0].travels
+        present = torch.tensor(bucket.had, dtype=dtype, device=example.device)
+        flat = torch.cat([*(_dense(slot).reshape(-1).to(dtype) for slot in bucket.packed), present])
+        if before != 1.0:
+            flat[: flat.numel() - present.numel()].mul_(before)
+        single = [_dense(slot).to(dtype).contiguous() for slot in bucket.alone]
+        with comm.labelled(f"gradients of {_span(bucket)}"):
+            bucket.works = [comm.all_reduce(flat, group=self._group, async_op=True)]
+            for grad in single:
+                if before != 1.0:
+                    grad.mul_(before)
+                bucket.works.append(comm.all_reduce(grad, group=self._group, async_op=True))
+        bucket.flat, bucket.single = flat, single
+
+    @torch.no_grad()
+    def _land(self, bucket: _Bucket) -> None:
+        """Wait for one bucket and hand its gradients back."""
+        _, after = self._reduction.factors(self._size)
+        for work in bucket.works:
+            work.wait()
+        flat = bucket.flat
+        assert flat is not None, "a launched bucket has its buffer"
+        grads, present = flat.split([flat.numel() - len(bucket.had), len(bucket.had)])
+        if after != 1.0:
+            grads.mul_(after)
+            for grad in bucket.single:
+                grad.mul_(after)
+        parts = grads.split([slot.holder.numel() for slot in bucket.packed])
+        for slot, part in zip(bucket.members, (*parts, *bucket.single), strict=True):
+            slot.holder.grad = part.view(slot.holder.shape).to(slot.holder.dtype)
+        if not all(bucket.had):
+            for slot, count in zip(bucket.members, present.tolist(), strict=True):
+                if count == 0:
+                    slot.holder.grad = None
+        bucket.works, bucket.single, bucket.flat = [], [], None
+
+    def _reduce_sparse(self) -> None:
+        before, after = self._reduction.factors(self._size)
+        for slot in self._sparse:
+            reduce = reduce_rows if id(slot.param) in self._row_ids else reduce_sparse
+            with comm.labelled(f"gradient of {slot.name}"):
+                slot.holder.grad = reduce(slot.holder, self._group, self._size, before * after)
+
+
+def _dense(slot: Slot) -> Tensor:
+    """The holder's gradient; zeros where it has none, dense where a module made it sparse unexpectedly."""
+    grad = slot.holder.grad
+    if grad is None:
+        return torch.zeros_like(slot.holder)
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def _span(bucket: _Bucket) -> str:
+    first, last = bucket.members[-1].name, bucket.members[0].name
+    return first if first == last else f"{first} … {last}"

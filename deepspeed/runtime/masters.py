@@ -1,0 +1,103 @@
+"""Master weights: the optimizer updates wide copies, the model keeps its narrow parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["Masters"]
+
+
+class Masters:
+    """For every parameter of an optimizer the tensor that the optimizer updates.
+
+    Where the dtypes agree that is the parameter itself and nothing is copied. Otherwise the optimizer's groups (the
+    same dicts, so that schedules keep their hold) list master weights instead. A frozen parameter gets its master
+    when it is unfrozen.
+    """
+
+    def __init__(self, optimizer: Optimizer, dtype: torch.dtype) -> None:
+        self._optimizer = optimizer
+        self._dtype = dtype
+        self._of: dict[int, nn.Parameter] = {}
+        self._param_of: dict[int, nn.Parameter] = {}
+        self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._waiting: list[tuple[dict[str, object], nn.Parameter]] = []
+        for group in optimizer.param_groups:
+            params, group["params"] = group["params"], []
+            for param in params:
+                self._enter(group, param)
+
+    @property
+    def copies(self) -> bool:
+        """True if some parameter has a master that is not itself."""
+        return bool(self._pairs or self._waiting)
+
+    def of(self, param: nn.Parameter) -> nn.Parameter:
+        """The tensor that the optimizer updates for `param`; itself where there is no other."""
+        return self._of.get(id(param), param)
+
+    def refresh(self) -> list[nn.Parameter]:
+        """Give masters to parameters that were unfrozen; returns those parameters."""
+        if not self._waiting:
+            return []
+        awake = [(group, param) for group, param in self._waiting if param.requires_grad]
+        if awake:
+            self._waiting = [item for item in self._waiting if not item[1].requires_grad]
+            for group, param in awake:
+                self._enter(group, param)
+        return [param for _, param in awake]
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Move gradients from the parameters to their masters, in the masters' dtype."""
+        for param, master in self._pairs:
+            if param.grad is not None:
+                master.grad = param.grad.to(master.dtype)
+                param.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Copy the updated masters into the parameters."""
+        if self._pairs:
+            torch._foreach_copy_([param for param, _ in self._pairs], [master for _, master in self._pairs])
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Copy the parameters into the masters, after somebody else has written the parameters."""
+        if self._pairs:
+            torch._foreach_copy_([master for _, master in self._pairs], [param for param, _ in self._pairs])
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """The gradients that the optimizer is about to use, each with the model's parameter."""
+        for group in self._optimizer.param_groups:
+            for updated in group["params"]:
+                if updated.grad is not None:
+                    yield self._param_of.get(id(updated), updated), updated.grad
+
+    def zero_grad(self) -> None:
+        """Drop every gradient, of masters and of the model's parameters."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for param, _ in self._pairs:
+            param.grad = None
+
+    def _enter(self, group: dict[str, object], param: nn.Parameter) -> None:
+        listed = group["params"]
+        assert isinstance(listed, list), "torch keeps a group's parameters in a list"
+        if param.dtype == self._dtype or not param.is_floating_point():
+            self._of[id(param)] = param
+            listed.append(param)
+            return
+        if not param.requires_grad:
+            self._waiting.append((group, param))
+            return
+        master = nn.Parameter(param.detach().to(self._dtype), requires_grad=True)
+        if param in self._optimizer.state:
+            self._optimizer.state[master] = self._optimizer.state.pop(param)
+        self._of[id(param)] = master
+        self._param_of[id(master)] = param
+        self._pairs.append((param, master))
+        listed.append(master)

@@ -1,0 +1,96 @@
+"""What watches an engine: progress lines, CSV metrics, timers, overflow warnings, and nothing without being asked."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.events import PhaseBegan, StepFinished
+from tests.harness import ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+}
+
+
+def run(config, steps=4):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, **config})
+    for _ in range(2 * steps):
+        engine.backward(engine(torch.ones(2, 4)).sum())
+        engine.step()
+    return engine
+
+
+@ranks(2)
+def test_csv_metrics_of_rank_0(tmp_path):
+    engine = run({"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
+    engine.destroy()
+    dist.barrier()
+    with open(tmp_path / "job" / "Train_Samples_lr.csv") as file:
+        rows = list(csv.reader(file))
+    assert rows[0] == ["step", "lr"]
+    assert [int(row[0]) for row in rows[1:]] == [8, 16, 24, 32]
+    assert {float(row[1]) for row in rows[1:]} == {0.1}
+    assert (tmp_path / "job" / "Train_Samples_train_loss.csv").exists()
+
+
+@ranks(2)
+def test_a_line_every_so_many_steps_on_rank_0():
+    read, write = os.pipe()
+    kept = os.dup(1)
+    os.dup2(write, 1)
+    run({"steps_per_print": 2, "wall_clock_breakdown": True})
+    os.dup2(kept, 1)
+    os.close(write)
+    text = os.read(read, 100_000).decode()
+    if dist.get_rank() == 0:
+        assert "step 2 | loss" in text
+        assert "step 4 | loss" in text
+        assert "step 3" not in text
+        assert "fwd" in text
+    else:
+        assert "step 2" not in text
+
+
+@ranks(1)
+def test_nobody_listens_unless_the_config_asks():
+    engine = run({})
+    assert not engine.events.wants(PhaseBegan)
+    assert not engine.events.wants(StepFinished)
+    assert not engine.monitor.enabled
+
+
+@ranks(1)
+def test_users_can_listen_and_write_events(tmp_path):
+    engine = run({"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}, steps=1)
+    heard = []
+    with engine.events.subscribe(StepFinished, heard.append):
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 4)).sum())
+            engine.step()
+    assert heard[0].step == 2
+    assert heard[0].applied
+    assert heard[0].lr == (0.1,)
+    engine.monitor.write_events([("Eval/accuracy", 0.5, 7)])
+    engine.destroy()
+    assert (tmp_path / "job" / "Eval_accuracy.csv").read_text().splitlines()[-1].startswith("7,")
+
+
+@ranks(1)
+def test_the_collector_is_off_while_an_engine_lives():
+    first, second = run({"disable_python_gc": True}, 1), run({"disable_python_gc": True}, 1)
+    assert not gc.isenabled()
+    first.destroy()
+    assert not gc.isenabled()
+    second.destroy()
+    assert gc.isenabled()
