@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm import init_distributed
     from deepspeed.config import DeepSpeedConfig
+    from deepspeed.runtime.activation_checkpointing import checkpointing
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -45,6 +46,7 @@ _LAZY = {
     "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
     "accelerator": "deepspeed.accelerator",
     "add_config_arguments": "deepspeed._api:add_config_arguments",
+    "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
     "comm": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator:get_accelerator",
     "init_distributed": "deepspeed.comm:init_distributed",
@@ -73,6 +75,7 @@ __all__ = [
     "__version_patch__",
     "accelerator",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",

@@ -24,6 +24,7 @@ from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.accumulation import Accumulation
+from deepspeed.runtime.activation_checkpointing.state import configure_from
 from deepspeed.runtime.backward import Backward
 from deepspeed.runtime.base_optimizer import MixedPrecisionOptimizer
 from deepspeed.runtime.dataloader import build_dataloader
@@ -119,6 +120,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
             is_split=is_split,
         )
         parts.optimizer = _returned_optimizer(parts, basic, masters)
+    stack.callback(configure_from(schema.activation_checkpointing, layout).close)
     parts.lr_scheduler = make_scheduler(request, parts)
     if request.training_data is not None:
         parts.training_dataloader = parts.make_loader(

@@ -29,6 +29,7 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/runtime/lr_schedules.py::__init__": "the public signature",
     "deepspeed/runtime/dataloader.py::__init__": "the public signature",
     "deepspeed/_api.py::initialize": "the public signature",
+    "deepspeed/runtime/activation_checkpointing/checkpointing.py::configure": "the public signature",
     "deepspeed/runtime/engine.py::deepspeed_io": "the public signature",
     "deepspeed/runtime/dataloader.py::build_dataloader": "the arguments of engine.deepspeed_io and the engine's facts",
     "deepspeed/runtime/engine.py::DeepSpeedEngine": "the public contract fixes the methods",

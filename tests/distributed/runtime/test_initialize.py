@@ -63,7 +63,7 @@ def test_every_source_of_the_config(tmp_path):
         deepspeed.initialize(model=model())
     with pytest.raises(UsageError, match="needs a model"):
         deepspeed.initialize(config=CONFIG)
-    with pytest.raises(UsageError, match="args.local_rank is 3"):
+    with pytest.raises(UsageError, match=r"args\.local_rank is 3"):
         deepspeed.initialize(args=argparse.Namespace(local_rank=3), model=model(), config=CONFIG)
 
 
@@ -144,7 +144,7 @@ def test_training_data_is_shared_out():
 @ranks(2)
 def test_a_failed_construction_leaves_nothing_behind():
     net = model()
-    with pytest.raises(FeatureUnavailable, match="zero_optimization.stage"):
+    with pytest.raises(FeatureUnavailable, match=r"zero_optimization\.stage"):
         deepspeed.initialize(model=net, config={**CONFIG, "zero_optimization": {"stage": 2}})
     bad = {**CONFIG, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -1}}}
     layout = ParallelLayout.build(tp=2)
@@ -323,3 +323,14 @@ def test_compile_keeps_training_alike():
         steps(engine, 3)
         results.append(net[0].weight.detach().clone())
     assert torch.equal(*results)
+
+
+@ranks(1)
+def test_the_activation_checkpointing_section_applies_while_the_engine_lives():
+    from deepspeed.runtime.activation_checkpointing.state import CONFIGURATION
+
+    config = {**CONFIG, "activation_checkpointing": {"synchronize_checkpoint_boundary": True}}
+    engine, *_ = deepspeed.initialize(model=model(), config=config)
+    assert CONFIGURATION.plan.settings.synchronize_checkpoint_boundary
+    engine.destroy()
+    assert not CONFIGURATION.plan.settings.synchronize_checkpoint_boundary
