@@ -15,6 +15,7 @@ __all__ = [
     "OPTIMIZER_PARAMS",
     "OPTIMIZER_TYPES",
     "SCHEDULER_PARAMS",
+    "SCHEDULER_REQUIRED",
     "SCHEDULER_TYPES",
     "OptimizerConfig",
     "SchedulerConfig",
@@ -116,6 +117,15 @@ SCHEDULER_PARAMS: Mapping[str, frozenset[str]] = MappingProxyType(
     }
 )
 """Scheduler type -> the parameter names it takes."""
+
+SCHEDULER_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(
+    {
+        "WarmupDecayLR": frozenset({"total_num_steps"}),
+        "WarmupCosineLR": frozenset({"total_num_steps"}),
+        "OneCycle": frozenset({"cycle_min_lr", "cycle_max_lr"}),
+    }
+)
+"""Scheduler type -> the parameters that have no default."""
 
 SCHEDULER_TYPES: tuple[str, ...] = tuple(SCHEDULER_PARAMS)
 """Our own scheduler names, exact case; any other type is the name of a torch.optim.lr_scheduler class."""

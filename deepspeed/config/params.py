@@ -9,7 +9,13 @@ from typing import Any
 
 from deepspeed.config.clean import Problem
 from deepspeed.config.names import nearest
-from deepspeed.config.optimizer import OPTIMIZER_PARAMS, OPTIMIZER_TYPES, SCHEDULER_PARAMS, SCHEDULER_TYPES
+from deepspeed.config.optimizer import (
+    OPTIMIZER_PARAMS,
+    OPTIMIZER_TYPES,
+    SCHEDULER_PARAMS,
+    SCHEDULER_REQUIRED,
+    SCHEDULER_TYPES,
+)
 
 __all__ = ["check_optimizer", "check_scheduler"]
 
@@ -47,7 +53,7 @@ def _check(
     own = own_params.get(spelled, frozenset())
     if own is None:
         return []  # another package's class, which knows its own parameters
-    known, required = set(own), set()
+    known, required = set(own), set(SCHEDULER_REQUIRED.get(kind, ()))
     if not known:
         parameters = _signature(torch_module, kind, torch_base)
         if parameters is None:

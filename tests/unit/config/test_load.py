@@ -59,6 +59,11 @@ def failure(config, **options) -> DeepSpeedConfigError:
             "did you mean 'warmup_num_steps'?",
         ),
         ({"scheduler": {"type": "WarmpLR"}}, "scheduler.type", "did you mean 'WarmupLR'?"),
+        (
+            {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 1}}},
+            "scheduler.params.total_num_steps",
+            "WarmupDecayLR needs it",
+        ),
         ({"scheduler": {"type": "StepLR", "params": {}}}, "scheduler.params.step_size", "StepLR needs it"),
         (
             {"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}},
@@ -275,3 +280,19 @@ def test_some_keys_own_the_word_auto():
 def test_the_disabled_comms_logger_stays_off():
     assert not load({**BASE, "comms_logger": {"enabled": False}}).schema.comms_logger.enabled
     assert not load({**BASE, "comms_logger": {}}).schema.comms_logger.enabled
+
+
+def test_secrets_are_never_shown(capsys):
+    from deepspeed.config import DeepSpeedConfig
+
+    config = DeepSpeedConfig({**BASE, "comet": {"enabled": False, "api_key": "very-secret"}})
+    level = ds_logging.logger.level
+    ds_logging.logger.setLevel("INFO")
+    try:
+        config.print("config")
+    finally:
+        ds_logging.logger.setLevel(level)
+    shown = capsys.readouterr().err + repr(config.schema) + repr(config.schema.comet)
+    assert "api_key" in shown
+    assert "very-secret" not in shown
+    assert config.schema.comet.api_key == "very-secret"
