@@ -28,11 +28,12 @@ from deepspeed.runtime.activation_checkpointing.state import configure_from
 from deepspeed.runtime.backward import Backward
 from deepspeed.runtime.base_optimizer import MixedPrecisionOptimizer
 from deepspeed.runtime.dataloader import build_dataloader
-from deepspeed.runtime.engine import DeepSpeedEngine, Parts
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.gradients import GradientReducer, Reduction, Slot
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.masters import Masters
 from deepspeed.runtime.optimizers import build_optimizer
+from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.sparse import embedding_parameters
 from deepspeed.runtime.stepper import Stepper
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
@@ -78,15 +79,13 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     replicate(module, layout)
     log_dist(f"precision: {precision.describe()}")
 
-    events = EventStream()
-    scale = make_scale(schema, precision)
+    events, scale = EventStream(), make_scale(schema, precision)
     basic = make_optimizer(request)
     masters = Masters(basic, precision.master) if basic is not None else None
     reducer = _reducer(request, layout, precision, masters)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
     accumulation = Accumulation(config.batch.steps, managed=schema.managed_gradient_accumulation)
-    backward = Backward(reducer, accumulation, scale, events)
     parts = Parts(
         config=config,
         module=module,
@@ -97,7 +96,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         scale=scale,
         accumulation=accumulation,
         reducer=reducer,
-        backward=backward,
+        backward=Backward(reducer, accumulation, scale, events),
         events=events,
         forward=_forward(module, precision),
         make_loader=_loader_maker(schema.dataloader_drop_last, layout),
@@ -106,28 +105,36 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         basic_optimizer=basic,
         mpu=request.mpu,
     )
-    if basic is not None and masters is not None:
-        model = layout["pp", "tp"]
+    _complete(parts, request, stack)
+    return DeepSpeedEngine(parts)
+
+
+def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
+    """Add what is optional: the optimizer's step, schedule, data, activation checkpointing, what watches."""
+    schema = parts.config.schema
+    if parts.basic_optimizer is not None and parts.masters is not None:
+        model = parts.layout["pp", "tp"]
         parts.stepper = Stepper(
-            optimizer=basic,
-            masters=masters,
-            reducer=reducer,
-            backward=backward,
-            scale=scale,
-            check_overflow=precision.check_overflow,
+            optimizer=parts.basic_optimizer,
+            masters=parts.masters,
+            reducer=parts.reducer,
+            backward=parts.backward,
+            scale=parts.scale,
+            check_overflow=parts.precision.check_overflow,
             clipping=schema.gradient_clipping,
             model_group=model.group if model.size > 1 else None,
             is_split=is_split,
         )
-        parts.optimizer = _returned_optimizer(parts, basic, masters)
-    stack.callback(configure_from(schema.activation_checkpointing, layout).close)
+        parts.optimizer = _returned_optimizer(parts, parts.basic_optimizer, parts.masters)
+    stack.callback(configure_from(schema.activation_checkpointing, parts.layout).close)
     parts.lr_scheduler = make_scheduler(request, parts)
     if request.training_data is not None:
         parts.training_dataloader = parts.make_loader(
-            request.training_data, batch_size=config.batch.micro, collate_fn=request.collate_fn
+            request.training_data,
+            batch_size=parts.config.train_micro_batch_size_per_gpu,
+            collate_fn=request.collate_fn,
         )
     watch(parts, stack)
-    return DeepSpeedEngine(parts)
 
 
 def _layout(request: Request, stack: ExitStack) -> ParallelLayout:

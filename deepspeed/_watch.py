@@ -19,7 +19,7 @@ from deepspeed.utils.logging import logger
 from deepspeed.utils.timer import NoopTimer
 
 if TYPE_CHECKING:
-    from deepspeed.runtime.engine import Parts
+    from deepspeed.runtime.parts import Parts
 
 __all__ = ["watch"]
 

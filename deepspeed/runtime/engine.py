@@ -4,62 +4,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.events import EventStream, OverflowFound, Phase, StepFinished
-from deepspeed.parallel import ParallelLayout
-from deepspeed.precision.policy import Precision
-from deepspeed.precision.scale import LossScale
+from deepspeed.events import OverflowFound, Phase, StepFinished
 from deepspeed.runtime import getters
-from deepspeed.runtime.accumulation import Accumulation
-from deepspeed.runtime.backward import Backward
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from deepspeed.runtime.gradients import GradientReducer
-from deepspeed.runtime.masters import Masters
+from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.phases import phase
-from deepspeed.runtime.stepper import Outcome, Stepper
+from deepspeed.runtime.stepper import Outcome
 
-__all__ = ["DeepSpeedEngine", "Parts"]
-
-
-@dataclass
-class Parts:
-    """What an engine is made of; put together by `_assemble.py`."""
-
-    config: DeepSpeedConfig
-    module: nn.Module
-    device: torch.device
-    local_rank: int
-    layout: ParallelLayout
-    precision: Precision
-    scale: LossScale
-    accumulation: Accumulation
-    reducer: GradientReducer
-    backward: Backward
-    events: EventStream
-    forward: Callable[..., Any]
-    """Calls the module, with casts and autocast as the config asks."""
-    make_loader: Callable[..., Any]
-    resources: ExitStack
-    """Whatever has to be closed with the engine."""
-    masters: Masters | None = None
-    stepper: Stepper | None = None
-    optimizer: Optimizer | DeepSpeedOptimizer | None = None
-    basic_optimizer: Optimizer | None = None
-    lr_scheduler: Any = None
-    training_dataloader: Any = None
-    mpu: Any = None
-    monitor: Any = None
-    timers: Any = None
-    tput_timer: Any = None
+__all__ = ["DeepSpeedEngine"]
 
 
 class DeepSpeedEngine(nn.Module):

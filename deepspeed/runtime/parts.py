@@ -1,0 +1,58 @@
+"""What an engine is made of: the collaborators that `_assemble.py` puts together and the engine owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.events import EventStream
+from deepspeed.parallel import ParallelLayout
+from deepspeed.precision.policy import Precision
+from deepspeed.precision.scale import LossScale
+from deepspeed.runtime.accumulation import Accumulation
+from deepspeed.runtime.backward import Backward
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
+from deepspeed.runtime.gradients import GradientReducer
+from deepspeed.runtime.masters import Masters
+from deepspeed.runtime.stepper import Stepper
+
+__all__ = ["Parts"]
+
+
+@dataclass
+class Parts:
+    """What an engine is made of; put together by `_assemble.py`."""
+
+    config: DeepSpeedConfig
+    module: nn.Module
+    device: torch.device
+    local_rank: int
+    layout: ParallelLayout
+    precision: Precision
+    scale: LossScale
+    accumulation: Accumulation
+    reducer: GradientReducer
+    backward: Backward
+    events: EventStream
+    forward: Callable[..., Any]
+    """Calls the module, with casts and autocast as the config asks."""
+    make_loader: Callable[..., Any]
+    resources: ExitStack
+    """Whatever has to be closed with the engine."""
+    masters: Masters | None = None
+    stepper: Stepper | None = None
+    optimizer: Optimizer | DeepSpeedOptimizer | None = None
+    basic_optimizer: Optimizer | None = None
+    lr_scheduler: Any = None
+    training_dataloader: Any = None
+    mpu: Any = None
+    monitor: Any = None
+    timers: Any = None
+    tput_timer: Any = None
