@@ -58,7 +58,7 @@ bench: venv ## compare with real DeepSpeed and plain PyTorch (builds an environm
 
 docs: $(DOCS) ## build the documentation into site/ and fail on any warning
 	@$(BIN)/python -m docs.generate
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "==> site/index.html"
 
 clean: ## remove everything that the other targets made

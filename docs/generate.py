@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from deepspeed.config.features import UNBUILT
 from deepspeed.config.json_schema import json_schema
@@ -85,11 +86,11 @@ def kind(annotation: Any) -> str:
     if annotation is type(None):
         return "null"
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if str(origin) in ("typing.Literal",):
+    if origin is Literal:
         return " / ".join(f"`{json.dumps(item)}`" for item in arguments)
-    if str(origin) in ("typing.Union", "<class 'types.UnionType'>"):
+    if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(kind(item) for item in arguments))
-    if str(origin) == "typing.Annotated":
+    if origin is Annotated:
         return kind(arguments[0])
     if origin in (list, tuple):
         return "list"
