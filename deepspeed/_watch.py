@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import math
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from deepspeed import comm
+from deepspeed.config.explain import batch_values, rows
 from deepspeed.events import OverflowFound
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.subscriber import MonitorSubscriber
@@ -15,7 +17,7 @@ from deepspeed.profiling.memory import MemoryBreakdown
 from deepspeed.profiling.progress import StepLine
 from deepspeed.profiling.throughput import Throughput
 from deepspeed.profiling.timers import WallClock
-from deepspeed.utils.logging import logger
+from deepspeed.utils.logging import log_dist, logger, print_dist
 from deepspeed.utils.timer import NoopTimer
 
 if TYPE_CHECKING:
@@ -52,9 +54,35 @@ def watch(parts: Parts, stack: ExitStack) -> None:
         stack.callback(MonitorSubscriber(parts.monitor, times=times).attach(events).close)
     if comm.get_rank() == 0:
         stack.callback(events.subscribe(OverflowFound, _tell_overflow).close)
+    if schema.vocabulary_size is not None and schema.vocabulary_size % 8:
+        above = -(-schema.vocabulary_size // 8) * 8
+        log_dist(
+            f"vocabulary_size {schema.vocabulary_size} is no multiple of 8, which matrix units of GPUs are fast with; "
+            f"padding the vocabulary to {above} would help",
+            level=logging.WARNING,
+        )
+    if schema.dump_state:
+        print_dist(_state(parts))
     if schema.disable_python_gc:
         stack.callback(_PYTHON_GC.release)
         _PYTHON_GC.hold()
+
+
+def _state(parts: Parts) -> str:
+    """What the engine is made of and every effective value of its config, a line each."""
+    config = parts.config
+    batch = {} if config.batch is None else batch_values(config.loaded, config.world_size)
+    facts = {
+        "module": type(parts.module).__name__,
+        "parameters": sum(param.numel() for param in parts.module.parameters()),
+        "device": parts.device,
+        "layout": parts.layout,
+        "precision": parts.precision.describe(),
+        "optimizer": type(parts.basic_optimizer).__name__,
+        "lr_scheduler": type(parts.lr_scheduler).__name__,
+    }
+    values = {row.path: row.value for row in rows(config.loaded, batch)}
+    return "engine state\n" + "\n".join(f"  {name} = {value}" for name, value in {**facts, **values}.items())
 
 
 def _tell_overflow(event: OverflowFound) -> None:

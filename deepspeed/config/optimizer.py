@@ -170,7 +170,7 @@ class OptimizerConfig(Section):
     )
     params: _Params = Field({}, description="Keyword arguments of the optimizer, such as lr and weight_decay.")
     legacy_fusion: bool = Field(
-        False, description="Whether stage 0 in fp16 uses the older step path of the fused optimizer wrapper."
+        False, description="No effect: every optimizer takes the same step path; accepted for old configs."
     )
 
     @model_validator(mode="before")

@@ -306,6 +306,15 @@ class DeepSpeedEngine(nn.Module):
             num_local_io_workers=num_local_io_workers,
         )
 
+    def set_data_post_process_func(self, post_process_func: Callable[[Any, Any], Any]) -> None:
+        """Pass every batch of the training data loader through `post_process_func(batch, loader_state)`."""
+        if self.training_dataloader is None:
+            raise DeepSpeedError(
+                "set_data_post_process_func() acts on the engine's own data loader, and this engine has none; pass "
+                "training_data to deepspeed.initialize"
+            )
+        self.training_dataloader.post_process_func = post_process_func
+
     # ---- layout
 
     @property

@@ -107,6 +107,7 @@ _DERIVED: dict[str, Callable[[Any], Any]] = {
     "get_data_types": lambda engine: (engine._parts.precision.param, engine._parts.precision.accumulate),
     "get_model_parallel_rank": lambda engine: engine._parts.layout["pp", "tp"].rank,
     "get_sequence_parallel_group": lambda engine: engine._parts.layout["sp"].group,
+    "get_wall_clock_timers": lambda engine: engine.timers.get_timers(),
     "get_tensor_parallel_rank": lambda engine: engine._parts.layout["tp"].rank,
     "postscale_gradients": lambda engine: not engine._config.schema.prescale_gradients,
     "zero_cpu_offload": lambda engine: engine._config.schema.zero_optimization.offloads_optimizer,

@@ -44,15 +44,31 @@ def test_csv_metrics_of_rank_0(tmp_path):
     assert (tmp_path / "job" / "Train_Samples_train_loss.csv").exists()
 
 
-@ranks(2)
-def test_a_line_every_so_many_steps_on_rank_0():
+def printed(config):
+    """What a run writes to stdout."""
     read, write = os.pipe()
     kept = os.dup(1)
     os.dup2(write, 1)
-    run({"steps_per_print": 2, "wall_clock_breakdown": True})
+    run(config)
     os.dup2(kept, 1)
     os.close(write)
-    text = os.read(read, 100_000).decode()
+    return os.read(read, 100_000).decode()
+
+
+@ranks(2)
+def test_dump_state_tells_everything_once():
+    text = printed({"dump_state": True, "vocabulary_size": 50257})
+    if dist.get_rank() == 0:
+        assert text.count("engine state") == 1
+        assert "precision = fp32 parameters" in text
+        assert "zero_optimization.stage = " in text
+    else:
+        assert text == ""
+
+
+@ranks(2)
+def test_a_line_every_so_many_steps_on_rank_0():
+    text = printed({"steps_per_print": 2, "wall_clock_breakdown": True})
     if dist.get_rank() == 0:
         assert "step 2 | loss" in text
         assert "step 4 | loss" in text
