@@ -25,6 +25,7 @@ class Masters:
         self._of: dict[int, nn.Parameter] = {}
         self._param_of: dict[int, nn.Parameter] = {}
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._versions: list[int] = []
         self._waiting: list[tuple[dict[str, object], nn.Parameter]] = []
         for group in optimizer.param_groups:
             params, group["params"] = group["params"], []
@@ -53,8 +54,15 @@ class Masters:
 
     @torch.no_grad()
     def take_gradients(self) -> None:
-        """Move gradients from the parameters to their masters, in the masters' dtype."""
-        for param, master in self._pairs:
+        """Move gradients from the parameters to their masters, in the masters' dtype.
+
+        A parameter that somebody wrote since the last step (a loaded state dict, an edit) is taken over first;
+        otherwise the next update would silently undo it.
+        """
+        for place, (param, master) in enumerate(self._pairs):
+            if param._version != self._versions[place]:
+                master.copy_(param)
+                self._versions[place] = param._version
             if param.grad is not None:
                 master.grad = param.grad.to(master.dtype)
                 param.grad = None
@@ -64,12 +72,7 @@ class Masters:
         """Copy the updated masters into the parameters."""
         if self._pairs:
             torch._foreach_copy_([param for param, _ in self._pairs], [master for _, master in self._pairs])
-
-    @torch.no_grad()
-    def adopt(self) -> None:
-        """Copy the parameters into the masters, after somebody else has written the parameters."""
-        if self._pairs:
-            torch._foreach_copy_([master for _, master in self._pairs], [param for param, _ in self._pairs])
+            self._versions = [param._version for param, _ in self._pairs]
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """The gradients that the optimizer is about to use, each with the model's parameter."""
@@ -100,4 +103,5 @@ class Masters:
         self._of[id(param)] = master
         self._param_of[id(master)] = param
         self._pairs.append((param, master))
+        self._versions.append(param._version)
         listed.append(master)

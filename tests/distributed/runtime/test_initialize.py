@@ -334,3 +334,22 @@ def test_the_activation_checkpointing_section_applies_while_the_engine_lives():
     assert CONFIGURATION.plan.settings.synchronize_checkpoint_boundary
     engine.destroy()
     assert not CONFIGURATION.plan.settings.synchronize_checkpoint_boundary
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+@ranks(1)
+def test_weights_written_between_steps_are_kept(precision):
+    net = model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(
+        model=net, optimizer=optimizer, config={"train_batch_size": 2, "gradient_clipping": 0.0, **precision}
+    )
+    x = torch.zeros(2, 4, dtype=net[0].weight.dtype)
+    engine.backward(engine(x).sum())
+    engine.step()
+    wanted = {name: torch.full_like(value, 0.5) for name, value in net.state_dict().items()}
+    net.load_state_dict(wanted)
+    engine.backward(engine(x).sum())
+    engine.step()
+    assert torch.equal(net[0].weight, wanted["0.weight"])  # its gradient is zero for this input
+    assert torch.equal(net[2].bias, wanted["2.bias"] - 2)
