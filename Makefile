@@ -25,13 +25,11 @@ $(DOCS): $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH) --editable '.[docs]'
 	@touch $@
 
-demo: venv ## install, then show what the library does on this machine
-	@echo "==> 1/3 what this machine offers: ds_report"
-	@$(BIN)/ds_report
-	@echo "==> 2/3 a config, explained: python -m deepspeed.config explain examples/zero2_bf16.json --world-size 2"
-	@$(BIN)/python -m deepspeed.config explain examples/zero2_bf16.json --world-size 2
-	@echo "==> 3/3 two ranks, every collective, its bandwidth: examples/collectives.py"
-	@$(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/collectives.py
+demo: venv ## install, then train a small GPT on two processes (a few minutes)
+	@echo "==> 1/2 the config, explained: python -m deepspeed.config explain examples/gpt/ds_config.json --changed"
+	@$(BIN)/python -m deepspeed.config explain examples/gpt/ds_config.json --world-size 2 --changed
+	@echo "==> 2/2 training: deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json"
+	@$(BIN)/deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json
 
 test: lint types unit ## lint, type check, import contract and every test
 
