@@ -137,6 +137,9 @@ def _ranks(args: argparse.Namespace, world: Slots, host: str) -> Iterator[RankPl
             binding = bindings[local_rank]
             command, cores = [*binding.prefix, *command], binding.affinity
             environment["OMP_NUM_THREADS"] = str(len(binding.cores))
+        elif "OMP_NUM_THREADS" not in os.environ and get_accelerator().device_name() == "cpu":
+            # Several CPU ranks that each start a thread per core slow each other down many times over.
+            environment["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // len(environments)))
         yield RankPlan(
             rank=int(environment["RANK"]),
             local_rank=local_rank,
@@ -146,6 +149,10 @@ def _ranks(args: argparse.Namespace, world: Slots, host: str) -> Iterator[RankPl
             cores=cores,
             log=logs.get(environment["RANK"]),
         )
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _command(args: argparse.Namespace, local_rank: int) -> list[str]:

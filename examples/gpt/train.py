@@ -149,9 +149,8 @@ def report(engine: deepspeed.DeepSpeedEngine, history: History, args: argparse.N
     title = f"A GPT of {parameters(engine)} parameters reads Python's standard library on {ranks}"
     curve.draw(picture, history.training, history.validation, title)
     rule = "-" * 80
-    print(
-        f"\na sample, beginning with {PROMPT.decode().strip()!r}:\n{rule}\n{sample(engine, args.sample, args.seed)}\n{rule}\n"
-    )
+    text = sample(engine, args.sample, args.seed)
+    print(f"\na sample, beginning with {PROMPT.decode().strip()!r}:\n{rule}\n{text}\n{rule}\n")
     (_, unlearned), (_, learned) = history.validation[0], history.validation[-1]
     rows = {
         "parameters": parameters(engine),

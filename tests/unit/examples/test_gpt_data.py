@@ -33,7 +33,7 @@ def test_a_window_outside_is_an_error():
     assert len(list(windows)) == 3
 
 
-@given(st.lists(st.sampled_from(["def f():", "\n", " ", "    ", "x = 1"])).map("".join))
+@given(st.lists(st.sampled_from(["def f():", "\n", " ", "    ", "x = 1"]), min_size=1).map("".join))
 def test_ascii_text_survives(text):
     assert data.decode(data.encode(text.encode())) == text
 
