@@ -6,18 +6,22 @@ backward ends: the first backward, in which we learn how this model behaves, and
 a backward inside a backward, so that a parameter's gradient may arrive several times.
 
 [Note: absent gradients] A rank whose parameter got no gradient contributes zeros, since other ranks may have one.
-Each bucket carries one number per parameter that counts the ranks which had a gradient; where that is zero the
-gradient stays None, as in a single process, and the optimizer leaves the parameter alone.
+Each bucket carries one number per parameter, 1 from a rank that has a gradient and 0 from one that has none; where
+their sum is zero the gradient stays None, as in a single process, and the optimizer leaves the parameter alone.
+
+[Note: cost per parameter] With hundreds of tiny layers, ten microseconds per parameter are a tenth of a step. So hooks
+do little, and a bucket is packed, scaled, cast and unpacked as one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from deepspeed import comm
 from deepspeed.errors import CommError
@@ -25,6 +29,9 @@ from deepspeed.runtime import buckets
 from deepspeed.runtime.sparse import reduce_rows, reduce_sparse
 
 __all__ = ["GradientReducer", "Reduction", "Slot"]
+
+# The number of the backward that is running in this thread, -1 outside one; nested ones have their own.
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True)
@@ -77,27 +84,35 @@ class Slot:
             self.holder.grad.add_(grad)
 
 
-@dataclass
 class _Bucket:
     """Gradients that travel together, and where they are on their way."""
 
-    packed: list[Slot]
-    alone: list[Slot]
-    missing: set[int] = field(default_factory=set)
-    had: list[bool] = field(default_factory=list)
-    flat: Tensor | None = None
-    single: list[Tensor] = field(default_factory=list)
-    works: list[Any] = field(default_factory=list)
-    launched: bool = False
+    def __init__(self, packed: list[Slot], alone: list[Slot]) -> None:
+        self.members = packed + alone
+        self.packed = len(packed)
+        """So many of the members are packed; the rest travel alone."""
+        self.holders = [slot.holder for slot in self.members]
+        self.travels = self.members[0].travels
+        self.ids = frozenset(id(slot) for slot in self.members)
+        self.everyone = torch.ones(len(self.members), dtype=self.holders[0].dtype, device=self.holders[0].device)
+        first, last = self.members[-1].name, self.members[0].name
+        self.label = f"gradients of {first}" + (f" … {last}" if first != last else "")
+        self.missing: set[int] = set()
+        self.launched = False
+        self.complete = True
+        """This rank has a gradient for every member."""
+        self.sent: list[Tensor] = []
+        """The packed gradients as one tensor, then each that travels alone."""
+        self.works: list[Any] = []
 
-    @property
-    def members(self) -> list[Slot]:
-        return self.packed + self.alone
-
-
-def _graph_task() -> int:
-    """The number of the backward that is running in this thread, -1 outside one; nested ones have their own."""
-    return int(torch._C._current_graph_task_id())
+    def hand_back(self) -> Tensor:
+        """Make what was sent the gradients; returns the numbers of [Note: absent gradients]."""
+        flat, *alone = (tensor.to(self.everyone.dtype) for tensor in self.sent)
+        *packed, present = _unflatten_dense_tensors(flat, [*self.holders[: self.packed], self.everyone])
+        for holder, grad in zip(self.holders, (*packed, *alone), strict=True):
+            holder.grad = grad
+        numbers: Tensor = present
+        return numbers
 
 
 class GradientReducer:
@@ -122,6 +137,7 @@ class GradientReducer:
         self._buckets: list[_Bucket] = []
         self._sparse: list[Slot] = []
         self._flags: tuple[bool, ...] = ()
+        self._banks = any(slot.banked for slot in slots)
         self._armed = False
         self._early = False
         self._seen_backward = False
@@ -139,13 +155,13 @@ class GradientReducer:
 
     def rehome(self, holder_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
         """Collect gradients at other holders, where the reducer banks them at all."""
-        if any(slot.banked for slot in self._slots):
+        if self._banks:
             self._slots = [replace(slot, holder=holder_of(slot.param)) for slot in self._slots]
             self._flags = ()
 
     def refresh(self) -> None:
         """Look again at which parameters are trained; freezing and unfreezing between steps is allowed."""
-        if self._size == 1 and not any(slot.banked for slot in self._slots):
+        if self._size == 1 and not self._banks:
             return
         flags = tuple(slot.param.requires_grad for slot in self._slots)
         if flags == self._flags:
@@ -190,7 +206,7 @@ class GradientReducer:
         self._task = -1
         self._next = 0
         for bucket in self._buckets:
-            bucket.missing = {id(slot) for slot in bucket.members}
+            bucket.missing = set(bucket.ids)
             bucket.launched = False
 
     def begin(self) -> None:
@@ -228,7 +244,7 @@ class GradientReducer:
         self._handles.clear()
 
     def _hook(self, slot: Slot, bucket: _Bucket | None) -> Callable[[Tensor], None]:
-        """What autograd calls when it has accumulated the gradient of a parameter."""
+        """What autograd calls when it has accumulated the gradient of a parameter; see [Note: cost per parameter]."""
         banked, number = slot.banked, id(slot)
 
         def arrived(_: Tensor) -> None:
@@ -262,21 +278,20 @@ class GradientReducer:
         """Pack and start one bucket; runs inside backward or after it."""
         before, _ = self._reduction.factors(self._size)
         bucket.launched = True
-        bucket.had = [slot.holder.grad is not None for slot in bucket.members]
-        example = bucket.members[0].holder
-        dtype = bucket.members[0].travels
-        present = torch.tensor(bucket.had, dtype=dtype, device=example.device)
-        flat = torch.cat([*(_dense(slot).reshape(-1).to(dtype) for slot in bucket.packed), present])
+        had = [holder.grad is not None for holder in bucket.holders]
+        bucket.complete = all(had)
+        # A copy of ones that are there already does not wait for the device, as new numbers from the host would.
+        present = bucket.everyone.clone() if bucket.complete else bucket.everyone.new_tensor(had)
+        grads = [_dense(holder) for holder in bucket.holders]
+        flat = _flatten_dense_tensors([*grads[: bucket.packed], present])
+        bucket.sent = [flat.to(bucket.travels), *(g.to(bucket.travels).contiguous() for g in grads[bucket.packed :])]
         if before != 1.0:
-            flat[: flat.numel() - present.numel()].mul_(before)
-        single = [_dense(slot).to(dtype).contiguous() for slot in bucket.alone]
-        with comm.labelled(f"gradients of {_span(bucket)}"):
-            bucket.works = [comm.all_reduce(flat, group=self._group, async_op=True)]
-            for grad in single:
-                if before != 1.0:
-                    grad.mul_(before)
-                bucket.works.append(comm.all_reduce(grad, group=self._group, async_op=True))
-        bucket.flat, bucket.single = flat, single
+            for tensor in bucket.sent:
+                tensor.mul_(before)
+        with comm.labelled(bucket.label):
+            bucket.works = [comm.all_reduce(tensor, group=self._group, async_op=True) for tensor in bucket.sent]
+        if bucket.travels == bucket.everyone.dtype:
+            bucket.hand_back()  # the rest of backward uses the memory of what was packed
 
     @torch.no_grad()
     def _land(self, bucket: _Bucket) -> None:
@@ -284,21 +299,15 @@ class GradientReducer:
         _, after = self._reduction.factors(self._size)
         for work in bucket.works:
             work.wait()
-        flat = bucket.flat
-        assert flat is not None, "a launched bucket has its buffer"
-        grads, present = flat.split([flat.numel() - len(bucket.had), len(bucket.had)])
         if after != 1.0:
-            grads.mul_(after)
-            for grad in bucket.single:
-                grad.mul_(after)
-        parts = grads.split([slot.holder.numel() for slot in bucket.packed])
-        for slot, part in zip(bucket.members, (*parts, *bucket.single), strict=True):
-            slot.holder.grad = part.view(slot.holder.shape).to(slot.holder.dtype)
-        if not all(bucket.had):
-            for slot, count in zip(bucket.members, present.tolist(), strict=True):
-                if count == 0:
-                    slot.holder.grad = None
-        bucket.works, bucket.single, bucket.flat = [], [], None
+            for tensor in bucket.sent:
+                tensor.mul_(after)
+        present = bucket.hand_back()
+        if not bucket.complete:
+            for holder, number in zip(bucket.holders, present.tolist(), strict=True):
+                if number == 0:
+                    holder.grad = None
+        bucket.works, bucket.sent = [], []
 
     def _reduce_sparse(self) -> None:
         before, after = self._reduction.factors(self._size)
@@ -308,14 +317,9 @@ class GradientReducer:
                 slot.holder.grad = reduce(slot.holder, self._group, self._size, before * after)
 
 
-def _dense(slot: Slot) -> Tensor:
+def _dense(holder: nn.Parameter) -> Tensor:
     """The holder's gradient; zeros where it has none, dense where a module made it sparse unexpectedly."""
-    grad = slot.holder.grad
+    grad = holder.grad
     if grad is None:
-        return torch.zeros_like(slot.holder)
+        return torch.zeros_like(holder)
     return grad if grad.layout == torch.strided else grad.to_dense()
-
-
-def _span(bucket: _Bucket) -> str:
-    first, last = bucket.members[-1].name, bucket.members[0].name
-    return first if first == last else f"{first} … {last}"
