@@ -1,0 +1,146 @@
+"""Training steps of a contender beside those of plain PyTorch in the same processes, one of each at a time.
+
+A machine's speed drifts by more than the few per cent that these cases look for, between processes and within one.
+So each contender trains its copy of a model next to a second copy under plain PyTorch (DistributedDataParallel where
+there are several ranks), each goes first in every other pair, and the median of the pairs' ratios counts. PyTorch as a
+contender runs the same code with itself on both sides: what it differs from 1 by is the resolution.
+
+Only `measure` of a case imports this file, since it imports torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.case import Job
+
+__all__ = ["GPT", "Batch", "compare", "median_ratio"]
+
+CLIPPING = 1.0
+
+Batch = tuple[Tensor, ...]
+Step = Callable[[Batch], None]
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, each behind a norm."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        qkv = self.qkv(self.norms[0](x)).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(seen.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class GPT(nn.Module):
+    """A decoder whose output layer is its embedding; returns the loss."""
+
+    def __init__(self, layers: int, width: int, heads: int, vocabulary: int, length: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.places = nn.Embedding(length, width)
+        self.blocks = nn.ModuleList([Block(width, heads) for _ in range(layers)])
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+def compare(job: Job, model: nn.Module, batch: Batch, *, pairs: int, warm_up: int = 3) -> dict[str, float]:
+    """{"ratio": step over PyTorch's, "step_ms": the step}: medians; a step takes as long as on its slowest rank.
+
+    Reported by rank 0. Every rank brings its own batch and the same model.
+    """
+    dist.init_process_group("gloo")
+    twin = copy.deepcopy(model)
+    contender = _plain(job, model) if job.contender == "torch" else _engine(job, model, batch[0].shape[0])
+    reference = _plain(job, twin)
+    times = torch.zeros(2, pairs, dtype=torch.float64)
+    for number in range(-warm_up, pairs):
+        order = (0, 1) if number % 2 else (1, 0)
+        for which in order:
+            dist.barrier()
+            start = time.perf_counter()
+            (contender, reference)[which](batch)
+            if number >= 0:
+                times[which, number] = time.perf_counter() - start
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    dist.destroy_process_group()
+    if job.rank:
+        return {}
+    mine, plain = times.tolist()
+    return {"ratio": median_ratio(mine, plain), "step_ms": statistics.median(mine) * 1e3}
+
+
+def median_ratio(mine: list[float], plain: list[float]) -> float:
+    """The median over two neighbouring pairs' ratios: within two pairs each side has gone first once."""
+    ratios = [
+        sum(mine[first : first + 2]) / sum(plain[first : first + 2]) for first in range(0, len(mine) - len(mine) % 2, 2)
+    ]
+    return statistics.median(ratios)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _plain(job: Job, model: nn.Module) -> Step:
+    """What one would write with PyTorch alone."""
+    optimizer = _optimizer(model)
+    called = nn.parallel.DistributedDataParallel(model) if job.ranks > 1 else model
+
+    def step(batch: Batch) -> None:
+        called(*batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _engine(job: Job, model: nn.Module, micro_batch: int) -> Step:
+    """The loop of the documentation, with the same optimizer."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    deepspeed: Any = importlib.import_module("deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_clipping": CLIPPING,
+        "steps_per_print": 10**9,
+        "zero_optimization": {"stage": 0},
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+
+    def step(batch: Batch) -> None:
+        engine.backward(engine(*batch))
+        engine.step()
+
+    return step
