@@ -104,15 +104,20 @@ class _Bucket:
         self.sent: list[Tensor] = []
         """The packed gradients as one tensor, then each that travels alone."""
         self.works: list[Any] = []
+        self.present = self.everyone
+        """The numbers of [Note: absent gradients], once gradients are handed back."""
 
-    def hand_back(self) -> Tensor:
-        """Make what was sent the gradients; returns the numbers of [Note: absent gradients]."""
+    @property
+    def narrowed(self) -> bool:
+        """True if gradients travel in another dtype than they have."""
+        return self.travels != self.everyone.dtype
+
+    def hand_back(self) -> None:
+        """Make what was sent the gradients."""
         flat, *alone = (tensor.to(self.everyone.dtype) for tensor in self.sent)
-        *packed, present = _unflatten_dense_tensors(flat, [*self.holders[: self.packed], self.everyone])
+        *packed, self.present = _unflatten_dense_tensors(flat, [*self.holders[: self.packed], self.everyone])
         for holder, grad in zip(self.holders, (*packed, *alone), strict=True):
             holder.grad = grad
-        numbers: Tensor = present
-        return numbers
 
 
 class GradientReducer:
@@ -290,7 +295,7 @@ class GradientReducer:
                 tensor.mul_(before)
         with comm.labelled(bucket.label):
             bucket.works = [comm.all_reduce(tensor, group=self._group, async_op=True) for tensor in bucket.sent]
-        if bucket.travels == bucket.everyone.dtype:
+        if not bucket.narrowed:
             bucket.hand_back()  # the rest of backward uses the memory of what was packed
 
     @torch.no_grad()
@@ -302,12 +307,13 @@ class GradientReducer:
         if after != 1.0:
             for tensor in bucket.sent:
                 tensor.mul_(after)
-        present = bucket.hand_back()
+        if bucket.narrowed:
+            bucket.hand_back()
         if not bucket.complete:
-            for holder, number in zip(bucket.holders, present.tolist(), strict=True):
+            for holder, number in zip(bucket.holders, bucket.present.tolist(), strict=True):
                 if number == 0:
                     holder.grad = None
-        bucket.works, bucket.sent = [], []
+        bucket.works, bucket.sent, bucket.present = [], [], bucket.everyone
 
     def _reduce_sparse(self) -> None:
         before, after = self._reduction.factors(self._size)
