@@ -124,6 +124,10 @@ class GroupTable:
         self._groups[ranks] = group
         if group is not None:
             self._made.append(group)
+            if len(ranks) > 1 and dist.get_backend(group) == dist.Backend.GLOO:
+                # gloo returns once this rank's own ends are connected. Closing a group while a slower member still
+                # connects would fail there, so its members meet once.
+                dist.barrier(group)
 
     def _check(self) -> None:
         if self.closed:
