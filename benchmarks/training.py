@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from benchmarks.case import Job
 
-__all__ = ["GPT", "Batch", "compare", "median_ratio"]
+__all__ = ["GPT", "Batch", "alternate", "compare", "median_ratio", "steps"]
 
 CLIPPING = 1.0
 
@@ -52,7 +52,8 @@ class Block(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.mix(seen.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return out
 
 
 class GPT(nn.Module):
@@ -80,18 +81,8 @@ def compare(job: Job, model: nn.Module, batch: Batch, *, pairs: int, warm_up: in
     Reported by rank 0. Every rank brings its own batch and the same model.
     """
     dist.init_process_group("gloo")
-    twin = copy.deepcopy(model)
-    contender = _plain(job, model) if job.contender == "torch" else _engine(job, model, batch[0].shape[0])
-    reference = _plain(job, twin)
-    times = torch.zeros(2, pairs, dtype=torch.float64)
-    for number in range(-warm_up, pairs):
-        order = (0, 1) if number % 2 else (1, 0)
-        for which in order:
-            dist.barrier()
-            start = time.perf_counter()
-            (contender, reference)[which](batch)
-            if number >= 0:
-                times[which, number] = time.perf_counter() - start
+    contender, reference = steps(job, model, copy.deepcopy(model), batch[0].shape[0])
+    times = alternate(contender, reference, batch, pairs=pairs, warm_up=warm_up)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     dist.destroy_process_group()
     if job.rank:
@@ -100,12 +91,29 @@ def compare(job: Job, model: nn.Module, batch: Batch, *, pairs: int, warm_up: in
     return {"ratio": median_ratio(mine, plain), "step_ms": statistics.median(mine) * 1e3}
 
 
+def steps(job: Job, model: nn.Module, twin: nn.Module, micro_batch: int) -> tuple[Step, Step]:
+    """The contender's step of `model` and PyTorch's step of `twin`."""
+    contender = _plain(job, model) if job.contender == "torch" else _engine(model, micro_batch)
+    return contender, _plain(job, twin)
+
+
+def alternate(contender: Step, reference: Step, batch: Batch, *, pairs: int, warm_up: int) -> Tensor:
+    """Seconds of each step on this rank: a row for the contender, a row for the reference."""
+    times = torch.zeros(2, pairs, dtype=torch.float64)
+    for number in range(-warm_up, pairs):
+        for which in (0, 1) if number % 2 else (1, 0):
+            dist.barrier()
+            start = time.perf_counter()
+            (contender, reference)[which](batch)
+            if number >= 0:
+                times[which, number] = time.perf_counter() - start
+    return times
+
+
 def median_ratio(mine: list[float], plain: list[float]) -> float:
-    """The median over two neighbouring pairs' ratios: within two pairs each side has gone first once."""
-    ratios = [
-        sum(mine[first : first + 2]) / sum(plain[first : first + 2]) for first in range(0, len(mine) - len(mine) % 2, 2)
-    ]
-    return statistics.median(ratios)
+    """The median of mine over plain, by two pairs at a time: within two pairs each side has gone first once."""
+    doubles = range(0, len(mine) - 1, 2)
+    return statistics.median(sum(mine[at : at + 2]) / sum(plain[at : at + 2]) for at in doubles)
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -126,9 +134,9 @@ def _plain(job: Job, model: nn.Module) -> Step:
     return step
 
 
-def _engine(job: Job, model: nn.Module, micro_batch: int) -> Step:
+def _engine(model: nn.Module, micro_batch: int) -> Step:
     """The loop of the documentation, with the same optimizer."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"  # where the reference computes, also on a machine with more
     deepspeed: Any = importlib.import_module("deepspeed")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     config = {

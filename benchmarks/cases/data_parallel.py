@@ -18,8 +18,8 @@ CASE = Case(
 )
 
 VOCABULARY = 8192
-BATCH, LENGTH = 2, 64
-PAIRS = 40
+BATCH, LENGTH = 1, 64
+PAIRS = 30
 
 
 def measure(job: Job) -> dict[str, float]:

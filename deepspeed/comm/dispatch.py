@@ -95,10 +95,13 @@ class Dispatcher:
             state = self._open(group)
         if state.off and operation.name in state.off:
             return self._skip(operation, state, async_op)
-        try:
-            shape, dtype = message.shape, message.dtype
-        except AttributeError:
-            shape, dtype = outline(message)
+        if message is None:  # a barrier; raising and catching would cost more than all the rest
+            shape = dtype = None
+        else:
+            try:
+                shape, dtype = message.shape, message.dtype
+            except AttributeError:
+                shape, dtype = outline(message)
         frame = _getframe(2)
         peer = None if operation.peer is None else args[operation.peer]
         p2p = operation.p2p
