@@ -16,16 +16,15 @@ from deepspeed import comm
 from deepspeed._watch import watch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.features import UNBUILT_IN_ENGINE, require
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.ops.muon import tag_attention_heads
-from deepspeed.parallel import ParallelLayout, layout_from_mpu
+from deepspeed.parallel import AxisGroup, ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.activation_checkpointing.state import configure_from
-from deepspeed.runtime.backward import Backward
+from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.base_optimizer import MixedPrecisionOptimizer
 from deepspeed.runtime.dataloader import build_dataloader
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -35,8 +34,11 @@ from deepspeed.runtime.masters import Masters
 from deepspeed.runtime.optimizers import build_optimizer
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.sparse import embedding_parameters
-from deepspeed.runtime.stepper import Stepper
+from deepspeed.runtime.stepper import States, Stepper
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
+from deepspeed.zero.plan import Planner, manner
+from deepspeed.zero.reducer import ShardReducer
+from deepspeed.zero.states import Measure, ShardedStates
 
 __all__ = ["Request", "assemble"]
 
@@ -67,7 +69,6 @@ def assemble(request: Request) -> DeepSpeedEngine:
 def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     config, module = request.config, request.module
     schema = config.schema
-    require(schema, UNBUILT_IN_ENGINE)
     if schema.log_level is not None:
         set_log_level_from_string(schema.log_level)
     layout = _layout(request, stack)
@@ -81,8 +82,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
 
     events, scale = EventStream(), make_scale(schema, precision)
     basic = make_optimizer(request)
-    masters = Masters(basic, precision.master) if basic is not None else None
-    reducer = _reducer(request, layout, precision, masters)
+    masters, reducer = _states(request, layout, precision, basic)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
     accumulation = Accumulation(config.batch.steps, managed=schema.managed_gradient_accumulation)
@@ -113,7 +113,6 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
     """Add what is optional: the optimizer's step, schedule, data, activation checkpointing, what watches."""
     schema = parts.config.schema
     if parts.basic_optimizer is not None and parts.masters is not None:
-        model = parts.layout["pp", "tp"]
         parts.stepper = Stepper(
             optimizer=parts.basic_optimizer,
             masters=parts.masters,
@@ -122,8 +121,7 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
             scale=parts.scale,
             check_overflow=parts.precision.check_overflow,
             clipping=schema.gradient_clipping,
-            model_group=model.group if model.size > 1 else None,
-            is_split=is_split,
+            report_norm=schema.zero_optimization.compute_grad_norm,
         )
         parts.optimizer = _returned_optimizer(parts, parts.basic_optimizer, parts.masters)
     stack.callback(configure_from(schema.activation_checkpointing, parts.layout).close)
@@ -208,6 +206,38 @@ def make_optimizer(request: Request) -> Optimizer | None:
     return build_optimizer(schema.optimizer, parameters, named_parameters=list(request.module.named_parameters()))
 
 
+def _states(
+    request: Request, layout: ParallelLayout, precision: Precision, basic: Optimizer | None
+) -> tuple[States | None, Reducer]:
+    """What the optimizer updates and what reduces gradients: shards, or whole where there is nobody to share with."""
+    model, axis = layout["pp", "tp"], layout["dp", "sp"]
+    model_group = model.group if model.size > 1 else None
+    stage = request.config.schema.zero_optimization.stage
+    if stage >= 1 and axis.size > 1 and basic is not None:
+        return _shards(request, axis, precision, basic, model_group)
+    masters = None
+    if basic is not None:
+        masters = Masters(basic, precision.master, model_group=model_group, is_split=is_split, wide_norm=axis.size > 1)
+    return masters, _reducer(request, layout, precision, masters)
+
+
+def _shards(
+    request: Request, axis: AxisGroup, precision: Precision, basic: Optimizer, model_group: Any
+) -> tuple[States, Reducer]:
+    schema, module = request.config.schema, request.module
+    planner = Planner(
+        schema,
+        axis,
+        precision,
+        {id(param): name for name, param in module.named_parameters()},
+        precision.reduce_dtypes(module),
+    )
+    all_used = not schema.zero_optimization.ignore_unused_parameters
+    states = ShardedStates(basic, planner.groups, Measure(axis, model_group, is_split, all_used))
+    states.reducer = ShardReducer(lambda: states.groups, manner(schema, axis.size))
+    return states, states.reducer
+
+
 def _reducer(
     request: Request, layout: ParallelLayout, precision: Precision, masters: Masters | None
 ) -> GradientReducer:
@@ -226,13 +256,16 @@ def _reducer(
         predivide=schema.gradient_predivide_factor,
     )
     sparse, rows = embedding_parameters(module, all_rows=schema.sparse_gradients)
-    return GradientReducer(slots, axis.group if axis.size > 1 else None, axis.size, reduction, sparse, rows)
+    holder_of = masters.of if masters is not None else None
+    group = axis.group if axis.size > 1 else None
+    return GradientReducer(slots, group, axis.size, reduction, sparse, rows, holder_of)
 
 
-def _returned_optimizer(parts: Parts, basic: Optimizer, masters: Masters) -> Optimizer | MixedPrecisionOptimizer:
+def _returned_optimizer(parts: Parts, basic: Optimizer, masters: States) -> Optimizer | MixedPrecisionOptimizer:
     """The torch optimizer itself where it updates the model's own parameters with unscaled gradients."""
     assert parts.stepper is not None, "made just before"
-    if not masters.copies and parts.scale.value == 1.0 and not parts.scale.dynamic:
+    plain = isinstance(masters, Masters) and not masters.copies and not parts.config.schema.zero_optimization.stage
+    if plain and parts.scale.value == 1.0 and not parts.scale.dynamic:
         return basic
     return MixedPrecisionOptimizer(
         basic,

@@ -105,13 +105,23 @@ class PlainLoop:
             sent = grads if self.ranks == 1 else [None if g is None else g.to(self.param) for g in grads]
             whole = sum((g if g is not None else 0) for g in sent)
             master.grad = (whole / self.ranks).float() / self.scale
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.masters.parameters() if p.grad is not None])
-        if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.masters.parameters(), self.clip)
+        norm = self._clip()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._publish()
         return total / self.ranks / len(micro_batches), norm.item()
+
+    @torch.no_grad()
+    def _clip(self) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_; over several ranks with an exact norm, as theirs is."""
+        grads = [master.grad for master in self.masters.parameters() if master.grad is not None]
+        if self.ranks == 1:
+            norm = torch.nn.utils.get_total_norm(grads)
+        else:
+            norm = torch.nn.utils.get_total_norm([grad.double() for grad in grads]).float()
+        if self.clip:
+            torch.nn.utils.clip_grads_with_norm_(self.masters.parameters(), self.clip, norm)
+        return norm
 
     @torch.no_grad()
     def _publish(self) -> None:

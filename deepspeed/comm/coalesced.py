@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -14,7 +13,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import get_world_group
 from deepspeed.comm.operations import OPERATIONS, Operation
-from deepspeed.comm.pending import CollectiveWork, Pending, Waitable
+from deepspeed.comm.pending import AllOf, CollectiveWork, Pending, Waitable
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.errors import CommError
 
@@ -27,25 +26,8 @@ _scatter_single = OPERATIONS["reduce_scatter_tensor"].call
 _run = DEFAULT.run
 
 
-class _All:
-    """Several works as one."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[Waitable]) -> None:
-        self._works = works
-
-    def wait(self, timeout: timedelta | None = None) -> None:
-        for work in self._works:
-            wait: Callable[..., object] = work.wait
-            wait() if timeout is None else wait(timeout)
-
-    def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
-
-
 def _settle(works: Sequence[Waitable], finish: Callable[[T], T], result: T, async_op: bool) -> Pending[T] | None:
-    pending = Pending(result, _All(works), finish)
+    pending = Pending(result, AllOf(works), finish)
     if async_op:
         return pending
     pending.wait()

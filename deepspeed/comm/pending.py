@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 
@@ -12,7 +12,7 @@ from deepspeed.comm.records import Entry
 if TYPE_CHECKING:
     from deepspeed.comm.dispatch import Dispatcher
 
-__all__ = ["CollectiveWork", "EventWait", "Pending", "Waitable"]
+__all__ = ["AllOf", "CollectiveWork", "EventWait", "Pending", "Waitable"]
 
 T = TypeVar("T")
 _NOT_YET = object()
@@ -24,6 +24,23 @@ class Waitable(Protocol):
     def wait(self) -> object: ...
 
     def is_completed(self) -> bool: ...
+
+
+class AllOf:
+    """Several things to wait for as one."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Waitable]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        for work in self._works:
+            wait: Callable[..., object] = work.wait
+            wait() if timeout is None else wait(timeout)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
 
 class EventWait:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["axpby_", "global_norm", "scale_"]
+__all__ = ["axpby_", "global_norm", "scale_", "sum_of_squares"]
 
 T = TypeVar("T")
 
@@ -27,6 +27,23 @@ def global_norm(tensors: Iterable[Tensor], p: float = 2.0) -> Tensor:
     """
     result: Tensor = op("global_norm")(list(tensors), p)
     return result
+
+
+@torch.no_grad()
+def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
+    """The sum of the squares of all elements, in float64, on the device of the first tensor.
+
+    So wide that, rounded to float32, it does not depend on how the elements are cut into tensors.
+    """
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    if not filled:
+        return torch.zeros((), dtype=torch.float64)
+    squares = [
+        norm.square()
+        for group in _grouped(filled, lambda each: (each.device, each.dtype))
+        for norm in torch._foreach_norm(group, 2, dtype=torch.float64)
+    ]
+    return torch.stack([square.to(filled[0].device) for square in squares]).sum()
 
 
 def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:

@@ -10,31 +10,65 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deepspeed.errors import DeepSpeedError
 from deepspeed.events import EventStream, Phase
-from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
-from deepspeed.runtime.gradients import GradientReducer
 from deepspeed.runtime.phases import phase
 from deepspeed.utils.logging import warn_once
 
-__all__ = ["Backward"]
+__all__ = ["Backward", "Reducer"]
 
 _DEPTH = 4  # how deep outputs are searched for tensors
+
+
+class Reducer(Protocol):
+    """What brings gradients of the ranks together: whole ones or shards."""
+
+    @property
+    def eager(self) -> bool:
+        """True if gradients are reduced in every backward, not only in the last one before the optimizer."""
+
+    def refresh(self) -> None:
+        """Look again at which parameters are trained."""
+
+    def enter_backward(self) -> None:
+        """Called from inside the outermost backward, before anything else happens in it."""
+
+    def leave_backward(self) -> None:
+        """The backward is over, and what had to be reduced is."""
+
+    def reopen(self) -> None:
+        """More gradients are about to be added to what may have been reduced already."""
+
+    def arm(self) -> None:
+        """The backward that starts now is to be reduced while it runs."""
+
+    def begin(self) -> None:
+        """Called from inside the outermost backward that is to be reduced, before any gradient arrives."""
+
+    def finish(self) -> None:
+        """Reduce what is not reduced yet, and wait for it."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiply every gradient that is held."""
+
+    def forget(self) -> None:
+        """The gradients were used or dropped."""
+
+    def close(self) -> None:
+        """Remove every hook."""
 
 
 class Backward:
     """Scales losses, runs autograd, and has gradients reduced when the micro step is the last one."""
 
-    def __init__(
-        self, reducer: GradientReducer, accumulation: Accumulation, scale: LossScale, events: EventStream
-    ) -> None:
+    def __init__(self, reducer: Reducer, accumulation: Accumulation, scale: LossScale, events: EventStream) -> None:
         self._reducer = reducer
         self._accumulation = accumulation
         self._scale = scale
@@ -43,6 +77,7 @@ class Backward:
         self._plain_task = -1
         self._scaled_by_user = False
         self._has_gradients = False
+        self._reduce = False
         self.suspended = False
         """While True gradients only accumulate on this rank."""
         self.unit = 1.0
@@ -52,24 +87,20 @@ class Backward:
         """Differentiate `loss`; returns it divided by the number of accumulation steps, without the loss scale."""
         self._check(loss)
         divided = loss / self._accumulation.steps if divide and self._accumulation.steps > 1 else loss
-        reduce = self._begin(1.0 / self._scale.value)
+        self._reduce = self._begin(1.0 / self._scale.value)
         scaled = self._scale.apply(divided)
         self._running = True
         try:
             with phase(self._events, Phase.BACKWARD_INNER, self._accumulation):
-                if reduce:
-                    handle = scaled.register_hook(self._entered)
+                handle = scaled.register_hook(self._entered)
                 scaled.backward(retain_graph=retain_graph)
-                if reduce:
-                    handle.remove()
+                handle.remove()
         except BaseException:
             self._reducer.forget()
             raise
         finally:
             self._running = False
-        if reduce:
-            with phase(self._events, Phase.BACKWARD_REDUCE, self._accumulation):
-                self._reducer.finish()
+        self._end()
         return divided.detach()
 
     def watch(self, outputs: Any) -> None:
@@ -105,18 +136,25 @@ class Backward:
     def _begin(self, unit: float) -> bool:
         """Prepare for gradients that are worth `unit`; True if they are to be reduced."""
         if self._has_gradients and unit != self.unit:
-            grads = [slot.holder.grad for slot in self._reducer.slots if slot.holder.grad is not None]
-            scale_(grads, self.unit / unit)
+            self._reducer.rescale(self.unit / unit)
         self.unit = unit
         self._has_gradients = True
         self._reducer.reopen()
-        reduce = self._accumulation.reduces_in_backward and not self.suspended
+        reduce = (self._accumulation.reduces_in_backward or self._reducer.eager) and not self.suspended
         if reduce:
             self._reducer.arm()
         return reduce
 
-    def _entered(self, grad: Tensor) -> None:
-        self._reducer.begin()
+    def _entered(self, grad: Tensor | None = None) -> None:
+        self._reducer.enter_backward()
+        if self._reduce:
+            self._reducer.begin()
+
+    def _end(self) -> None:
+        if self._reduce:
+            with phase(self._events, Phase.BACKWARD_REDUCE, self._accumulation):
+                self._reducer.finish()
+        self._reducer.leave_backward()
 
     def _plain(self, grad: Tensor) -> None:
         """A gradient flows into an output of the module; the first one of a user's backward prepares for the rest."""
@@ -132,14 +170,9 @@ class Backward:
             )
         factor = value if self._scaled_by_user else 1.0
         self._scaled_by_user = False
-        reduce = self._begin(1.0 / (factor * self._accumulation.steps))
-        if reduce:
-            self._reducer.begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._plain_end)
-
-    def _plain_end(self) -> None:
-        with phase(self._events, Phase.BACKWARD_REDUCE, self._accumulation):
-            self._reducer.finish()
+        self._reduce = self._begin(1.0 / (factor * self._accumulation.steps))
+        self._entered()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Tensor]:

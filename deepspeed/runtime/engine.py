@@ -144,8 +144,8 @@ class DeepSpeedEngine(nn.Module):
 
     def _look_for_unfrozen(self) -> None:
         """Parameters that were unfrozen since the last step begin to train."""
-        if self._parts.masters is not None and self._parts.masters.refresh():
-            self._parts.reducer.rehome(self._parts.masters.of)
+        if self._parts.masters is not None:
+            self._parts.masters.refresh()
         self._parts.reducer.refresh()
 
     # ---- accumulation

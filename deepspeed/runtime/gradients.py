@@ -1,16 +1,8 @@
-"""Gradient reduction over data-parallel ranks where parameters are whole: bucketed, overlapped with backward.
-
-[Note: when a bucket is launched] Buckets are launched in their own order, which is the same on every rank, each as
-soon as its last gradient has arrived and all buckets before it are launched. Two things forbid launching before
-backward ends: the first backward, in which we learn how this model behaves, and reentrant checkpointing, which runs
-a backward inside a backward, so that a parameter's gradient may arrive several times.
+"""Gradient reduction over data-parallel ranks where nothing is sharded: bucketed, overlapped with backward.
 
 [Note: absent gradients] A rank whose parameter got no gradient contributes zeros, since other ranks may have one.
 Each bucket carries one number per parameter, 1 from a rank that has a gradient and 0 from one that has none; where
 their sum is zero the gradient stays None, as in a single process, and the optimizer leaves the parameter alone.
-
-[Note: cost per parameter] With hundreds of tiny layers, ten microseconds per parameter are a tenth of a step. So hooks
-do little, and a bucket is packed, scaled, cast and unpacked as one tensor.
 """
 
 from __future__ import annotations
@@ -24,14 +16,12 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from deepspeed import comm
-from deepspeed.errors import CommError
+from deepspeed.ops.multi_tensor import scale_
 from deepspeed.runtime import buckets
 from deepspeed.runtime.sparse import reduce_rows, reduce_sparse
+from deepspeed.zero.arrivals import Arrivals
 
 __all__ = ["GradientReducer", "Reduction", "Slot"]
-
-# The number of the backward that is running in this thread, -1 outside one; nested ones have their own.
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True)
@@ -93,12 +83,9 @@ class _Bucket:
         """So many of the members are packed; the rest travel alone."""
         self.holders = [slot.holder for slot in self.members]
         self.travels = self.members[0].travels
-        self.ids = frozenset(id(slot) for slot in self.members)
         self.everyone = torch.ones(len(self.members), dtype=self.holders[0].dtype, device=self.holders[0].device)
         first, last = self.members[-1].name, self.members[0].name
         self.label = f"gradients of {first}" + (f" … {last}" if first != last else "")
-        self.missing: set[int] = set()
-        self.launched = False
         self.complete = True
         """This rank has a gradient for every member."""
         self.sent: list[Tensor] = []
@@ -131,25 +118,21 @@ class GradientReducer:
         reduction: Reduction,
         sparse: frozenset[int] = frozenset(),
         rows: frozenset[int] = frozenset(),
+        holder_of: Callable[[nn.Parameter], nn.Parameter] | None = None,
     ) -> None:
+        """`holder_of` tells where a parameter's gradient is collected now, for parameters that were unfrozen."""
+        self._holder_of = holder_of
         self._slots = list(slots)
         self._group = group
         self._size = size
         self._reduction = reduction
         self._sparse_ids = sparse
         self._row_ids = rows
-        self._handles: list[Any] = []
+        self._arrivals = Arrivals(self._launch)
         self._buckets: list[_Bucket] = []
         self._sparse: list[Slot] = []
         self._flags: tuple[bool, ...] = ()
         self._banks = any(slot.banked for slot in slots)
-        self._armed = False
-        self._early = False
-        self._seen_backward = False
-        self._reentrant = False
-        self._task = -1
-        self._next = 0
-        self._dirty = False
         self._reduced = False
         self.refresh()
 
@@ -157,12 +140,6 @@ class GradientReducer:
     def slots(self) -> list[Slot]:
         """Every parameter with the holder of its gradient, in the order of the model."""
         return self._slots
-
-    def rehome(self, holder_of: Callable[[nn.Parameter], nn.Parameter]) -> None:
-        """Collect gradients at other holders, where the reducer banks them at all."""
-        if self._banks:
-            self._slots = [replace(slot, holder=holder_of(slot.param)) for slot in self._slots]
-            self._flags = ()
 
     def refresh(self) -> None:
         """Look again at which parameters are trained; freezing and unfreezing between steps is allowed."""
@@ -172,7 +149,8 @@ class GradientReducer:
         if flags == self._flags:
             return
         self._flags = flags
-        self._drop_hooks()
+        if self._banks and self._holder_of is not None:  # one that was unfrozen has got its master meanwhile
+            self._slots = [replace(slot, holder=self._holder_of(slot.param)) for slot in self._slots]
         trained = [slot for slot in self._slots if slot.param.requires_grad]
         special = self._sparse_ids | self._row_ids
         self._sparse = [slot for slot in trained if id(slot.param) in special]
@@ -183,12 +161,26 @@ class GradientReducer:
             self._reduction.bucket_bytes,
         )
         self._buckets = [_Bucket([dense[i] for i in plan.packed], [dense[i] for i in plan.alone]) for plan in plans]
-        homes: dict[int, _Bucket] = {id(slot): bucket for bucket in self._buckets for slot in bucket.members}
+        self._arrivals.watch([[slot.param for slot in bucket.members] for bucket in self._buckets])
+        homes = {id(slot): place for place, bucket in enumerate(self._buckets) for slot in bucket.members}
         for slot in trained:
             if self._size > 1 or slot.banked:
-                hook = self._hook(slot, homes.get(id(slot)))
-                self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
-        self._seen_backward = False
+                home = homes.get(id(slot)) if self._size > 1 else None
+                self._arrivals.hook(slot.name, slot.param, home, slot.bank if slot.banked else None)
+
+    eager = False
+    """Gradients are reduced once per optimizer step, not in every backward."""
+
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """Multiply every gradient that is held."""
+        scale_([slot.holder.grad for slot in self._slots if slot.holder.grad is not None], factor)
+
+    def enter_backward(self) -> None:
+        """A backward begins; whole parameters need no preparation."""
+
+    def leave_backward(self) -> None:
+        """A backward is over."""
 
     @torch.no_grad()
     def reopen(self) -> None:
@@ -204,85 +196,38 @@ class GradientReducer:
 
     def arm(self) -> None:
         """The backward that starts now is the last one before the optimizer: reduce while it runs."""
-        if self._size == 1 or self._armed:
-            return
-        self._armed = True
-        self._early = self._seen_backward and not self._reentrant
-        self._task = -1
-        self._next = 0
-        for bucket in self._buckets:
-            bucket.missing = set(bucket.ids)
-            bucket.launched = False
+        if self._size > 1:
+            self._arrivals.arm()
 
     def begin(self) -> None:
         """Called from inside the outermost backward, before any gradient arrives."""
-        self._task = _graph_task()
+        self._arrivals.begin()
 
     def finish(self) -> None:
         """Launch what has not been launched and wait for all of it; gradients are then equal on all ranks."""
-        if self._size == 1 or (self._reduced and not self._dirty and not self._armed):
+        if self._size == 1 or (self._reduced and not self._arrivals.dirty and not self._arrivals.armed):
             return
-        self._seen_backward = True
-        self.arm()
-        self._armed = False
-        while self._next < len(self._buckets):
-            self._launch(self._buckets[self._next])
-            self._next += 1
+        self._arrivals.settle()
         for bucket in self._buckets:
             self._land(bucket)
         self._reduce_sparse()
-        self._dirty = False
         self._reduced = True
 
     def forget(self) -> None:
         """The gradients were used or dropped; whatever arrives next is new."""
-        self._dirty = self._reduced = self._armed = False
+        self._arrivals.forget()
+        self._reduced = False
 
     def close(self) -> None:
         """Remove every hook."""
-        self._drop_hooks()
+        self._arrivals.close()
         self._buckets.clear()
 
-    def _drop_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _hook(self, slot: Slot, bucket: _Bucket | None) -> Callable[[Tensor], None]:
-        """What autograd calls when it has accumulated the gradient of a parameter; see [Note: cost per parameter]."""
-        banked, number = slot.banked, id(slot)
-
-        def arrived(_: Tensor) -> None:
-            if banked:
-                slot.bank()
-            self._dirty = True
-            if self._armed and bucket is not None:
-                if bucket.launched:
-                    self._refuse(slot)
-                bucket.missing.discard(number)
-                if not self._reentrant and self._task != -1 and _graph_task() != self._task:
-                    self._reentrant, self._early = True, False
-                if self._early and not bucket.missing:
-                    self._launch_complete()
-
-        return arrived
-
-    def _launch_complete(self) -> None:
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._launch(self._buckets[self._next])
-            self._next += 1
-
-    def _refuse(self, slot: Slot) -> None:
-        raise CommError(
-            f"the gradient of {slot.name!r} arrived again after it had been sent to the other ranks. The graph of this "
-            "step differs from the first one's; wrap its backward calls in engine.coalesce_grad_reduction()."
-        )
-
     @torch.no_grad()
-    def _launch(self, bucket: _Bucket) -> None:
+    def _launch(self, place: int) -> None:
         """Pack and start one bucket; runs inside backward or after it."""
+        bucket = self._buckets[place]
         before, _ = self._reduction.factors(self._size)
-        bucket.launched = True
         had = [holder.grad is not None for holder in bucket.holders]
         bucket.complete = all(had)
         # A copy of ones that are there already does not wait for the device, as new numbers from the host would.

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+
+from deepspeed.runtime.norm import total_norm
 
 __all__ = ["Masters"]
 
@@ -19,9 +22,24 @@ class Masters:
     when it is unfrozen.
     """
 
-    def __init__(self, optimizer: Optimizer, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        dtype: torch.dtype,
+        *,
+        model_group: Any = None,
+        is_split: Callable[[nn.Parameter], bool] = lambda _: False,
+        wide_norm: bool = False,
+    ) -> None:
+        """`is_split` tells the parameters of which each rank of `model_group` holds a different part.
+
+        `wide_norm` sums squares in float64, so that the norm equals that of the same gradients in shards.
+        """
         self._optimizer = optimizer
         self._dtype = dtype
+        self._model_group = model_group
+        self._is_split = is_split
+        self._wide_norm = wide_norm
         self._of: dict[int, nn.Parameter] = {}
         self._param_of: dict[int, nn.Parameter] = {}
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -80,6 +98,15 @@ class Masters:
             for updated in group["params"]:
                 if updated.grad is not None:
                     yield self._param_of.get(id(updated), updated), updated.grad
+
+    def measure(self) -> torch.Tensor:
+        """The norm of all gradients of the whole model."""
+        gradients = list(self.gradients())
+        if self._model_group is None:
+            return total_norm([grad for _, grad in gradients], [], wide=self._wide_norm)
+        split = [grad for param, grad in gradients if self._is_split(param)]
+        shared = [grad for param, grad in gradients if not self._is_split(param)]
+        return total_norm(shared, split, self._model_group, wide=self._wide_norm)
 
     def zero_grad(self) -> None:
         """Drop every gradient, of masters and of the model's parameters."""

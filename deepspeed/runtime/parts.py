@@ -17,11 +17,9 @@ from deepspeed.parallel import ParallelLayout
 from deepspeed.precision.policy import Precision
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
-from deepspeed.runtime.backward import Backward
+from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from deepspeed.runtime.gradients import GradientReducer
-from deepspeed.runtime.masters import Masters
-from deepspeed.runtime.stepper import Stepper
+from deepspeed.runtime.stepper import States, Stepper
 
 __all__ = ["Parts"]
 
@@ -38,7 +36,7 @@ class Parts:
     precision: Precision
     scale: LossScale
     accumulation: Accumulation
-    reducer: GradientReducer
+    reducer: Reducer
     backward: Backward
     events: EventStream
     forward: Callable[..., Any]
@@ -46,7 +44,7 @@ class Parts:
     make_loader: Callable[..., Any]
     resources: ExitStack
     """Whatever has to be closed with the engine."""
-    masters: Masters | None = None
+    masters: States | None = None
     stepper: Stepper | None = None
     optimizer: Optimizer | DeepSpeedOptimizer | None = None
     basic_optimizer: Optimizer | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,10 @@ from torch.optim import Optimizer
 
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
-from deepspeed.runtime.backward import Backward
-from deepspeed.runtime.gradients import GradientReducer
-from deepspeed.runtime.masters import Masters
-from deepspeed.runtime.norm import clip_coefficient, total_norm
+from deepspeed.runtime.backward import Backward, Reducer
+from deepspeed.runtime.norm import clip_coefficient
 
-__all__ = ["Outcome", "Stepper"]
+__all__ = ["Outcome", "States", "Stepper"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +30,49 @@ class Outcome:
     scale_after: float
 
 
+class States(Protocol):
+    """What the optimizer updates: whole masters or shards."""
+
+    def refresh(self) -> list[nn.Parameter]:
+        """Begin to train parameters that were unfrozen; returns them."""
+
+    def take_gradients(self) -> None:
+        """Hand the reduced gradients to what the optimizer updates."""
+
+    def measure(self) -> Tensor:
+        """The norm of all gradients of the whole model."""
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The gradients that the optimizer is about to use, each with the model's parameter."""
+
+    def publish(self) -> None:
+        """Bring what was updated back into the parameters."""
+
+    def zero_grad(self) -> None:
+        """Drop every gradient."""
+
+
 @dataclass(frozen=True)
 class Stepper:
     """Takes one optimizer step with what the backward passes left."""
 
     optimizer: Optimizer
-    masters: Masters
-    reducer: GradientReducer
+    masters: States
+    reducer: Reducer
     backward: Backward
     scale: LossScale
     check_overflow: bool
     clipping: float
-    model_group: Any
-    is_split: Callable[[nn.Parameter], bool]
-    """True for parameters of which each rank of `model_group` holds a different part."""
+    report_norm: bool = True
 
     def step(self) -> Outcome:
         """Reduce what is not reduced yet, then update, or skip where a gradient is inf or NaN."""
         self.reducer.finish()
         self.masters.take_gradients()
         gradients = list(self.masters.gradients())
-        norm = self._norm(gradients)
+        norm = self.masters.measure()
+        if self.backward.unit != 1.0:
+            norm = norm * self.backward.unit
         before = self.scale.value
         known = self._known(norm)
         overflow = self.check_overflow and known is not None and not math.isfinite(known)
@@ -62,21 +82,13 @@ class Stepper:
             self.masters.publish()
         self.zero_grad()
         self.scale.update(overflow)
-        return Outcome(not overflow, norm if known is None else known, before, self.scale.value)
+        measured = norm if known is None else known
+        return Outcome(not overflow, measured if self.report_norm else None, before, self.scale.value)
 
     def zero_grad(self) -> None:
         """Drop every gradient."""
         self.masters.zero_grad()
         self.backward.forget()
-
-    def _norm(self, gradients: list[tuple[nn.Parameter, Tensor]]) -> Tensor:
-        if self.model_group is None:
-            norm = total_norm([grad for _, grad in gradients], [])
-        else:
-            split = [grad for param, grad in gradients if self.is_split(param)]
-            shared = [grad for param, grad in gradients if not self.is_split(param)]
-            norm = total_norm(shared, split, self.model_group)
-        return norm if self.backward.unit == 1.0 else norm * self.backward.unit
 
     def _known(self, norm: Tensor) -> float | None:
         """The norm as a number, where waiting for it costs nothing or is needed anyway."""

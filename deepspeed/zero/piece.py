@@ -1,0 +1,58 @@
+"""`Piece`: the interval of one parameter that this rank's optimizer updates."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+__all__ = ["Piece"]
+
+
+class Piece:
+    """A 1-D master weight for an interval of one parameter, and the gradient that is being summed for it."""
+
+    __slots__ = ("gradient", "interval", "master", "name", "param", "shape", "source", "version")
+
+    def __init__(
+        self, name: str, param: nn.Parameter, shape: torch.Size, interval: tuple[int, int], source: Tensor
+    ) -> None:
+        self.name = name
+        self.param = param
+        self.shape = shape
+        """Of the whole parameter."""
+        self.interval = interval
+        self.source = source
+        """The same interval in the dtype of the model: where the updated master is published to."""
+        self.master: nn.Parameter = nn.Parameter(source, requires_grad=True)
+        self.gradient: Tensor | None = None
+        """In the dtype in which gradients are accumulated."""
+        self.version = param._version
+
+    @property
+    def separate(self) -> bool:
+        """True if the master is a copy in another dtype."""
+        return self.master.dtype != self.source.dtype
+
+    def widen(self, dtype: torch.dtype) -> None:
+        """Give the piece a master of its own in another dtype."""
+        if dtype != self.source.dtype:
+            self.master = nn.Parameter(self.source.detach().to(dtype), requires_grad=True)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take over what somebody wrote into the parameter since the last step."""
+        if self.separate:
+            self.master.copy_(self.source)
+
+    def take_state(self, optimizer: Optimizer) -> None:
+        """Take over this interval of what the optimizer knows about the whole parameter, if it was used before."""
+        if self.param not in optimizer.state:
+            return
+        start, stop = self.interval
+        optimizer.state[self.master] = {
+            key: value.detach().reshape(-1)[start:stop].clone()
+            if isinstance(value, Tensor) and value.shape == self.shape and value.dim() > 0
+            else value
+            for key, value in optimizer.state[self.param].items()
+        }
