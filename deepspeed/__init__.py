@@ -28,7 +28,7 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.utils.logging import log_dist, logger
 
 if TYPE_CHECKING:
-    from deepspeed import accelerator, comm, ops, parallel, runtime, utils
+    from deepspeed import accelerator, comm, ops, parallel, runtime, utils, zero
     from deepspeed._api import add_config_arguments, initialize
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm import init_distributed
@@ -55,6 +55,7 @@ _LAZY = {
     "runtime": "deepspeed.runtime",
     "parallel": "deepspeed.parallel",
     "utils": "deepspeed.utils",
+    "zero": "deepspeed.zero",
 }
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -86,6 +87,7 @@ __all__ = [
     "parallel",
     "runtime",
     "utils",
+    "zero",
 ]
 
 __getattr__ = lazy(__name__, _LAZY)

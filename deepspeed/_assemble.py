@@ -13,13 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed import comm
+from deepspeed._shard import Sharded, shard
 from deepspeed._watch import watch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.ops.muon import tag_attention_heads
-from deepspeed.parallel import AxisGroup, ParallelLayout, layout_from_mpu
+from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.accumulation import Accumulation
@@ -36,9 +37,8 @@ from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.sparse import embedding_parameters
 from deepspeed.runtime.stepper import States, Stepper
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
-from deepspeed.zero.plan import Planner, manner
-from deepspeed.zero.reducer import ShardReducer
-from deepspeed.zero.states import Measure, ShardedStates
+from deepspeed.zero.param import shard_of
+from deepspeed.zero.states import Measure
 
 __all__ = ["Request", "assemble"]
 
@@ -82,7 +82,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
 
     events, scale = EventStream(), make_scale(schema, precision)
     basic = make_optimizer(request)
-    masters, reducer = _states(request, layout, precision, basic)
+    masters, reducer, sharded = _states(request, layout, precision, basic, stack)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
     accumulation = Accumulation(config.batch.steps, managed=schema.managed_gradient_accumulation)
@@ -102,6 +102,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         make_loader=_loader_maker(schema.dataloader_drop_last, layout),
         resources=stack,
         masters=masters,
+        sharded=sharded,
         basic_optimizer=basic,
         mpu=request.mpu,
     )
@@ -168,7 +169,7 @@ def replicate(module: nn.Module, layout: ParallelLayout) -> None:
     with torch.no_grad():
         tensors = {id(t): (name, t) for name, t in (*module.named_parameters(), *module.named_buffers())}
         for name, tensor in tensors.values():
-            if tensor.numel() == 0:
+            if tensor.numel() == 0 or shard_of(tensor) is not None:
                 continue
             with comm.labelled(f"first copy of {name}"):
                 dense = tensor.detach().contiguous()
@@ -207,35 +208,21 @@ def make_optimizer(request: Request) -> Optimizer | None:
 
 
 def _states(
-    request: Request, layout: ParallelLayout, precision: Precision, basic: Optimizer | None
-) -> tuple[States | None, Reducer]:
+    request: Request, layout: ParallelLayout, precision: Precision, basic: Optimizer | None, stack: ExitStack
+) -> tuple[States | None, Reducer, Sharded | None]:
     """What the optimizer updates and what reduces gradients: shards, or whole where there is nobody to share with."""
     model, axis = layout["pp", "tp"], layout["dp", "sp"]
     model_group = model.group if model.size > 1 else None
-    stage = request.config.schema.zero_optimization.stage
-    if stage >= 1 and axis.size > 1 and basic is not None:
-        return _shards(request, axis, precision, basic, model_group)
+    schema = request.config.schema
+    zero = schema.zero_optimization
+    if axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None)):
+        measure = Measure(axis, model_group, is_split, all_used=not zero.ignore_unused_parameters)
+        sharded = shard(schema, request.module, precision, basic, measure, stack)
+        return sharded.states, sharded.reducer, sharded
     masters = None
     if basic is not None:
         masters = Masters(basic, precision.master, model_group=model_group, is_split=is_split, wide_norm=axis.size > 1)
-    return masters, _reducer(request, layout, precision, masters)
-
-
-def _shards(
-    request: Request, axis: AxisGroup, precision: Precision, basic: Optimizer, model_group: Any
-) -> tuple[States, Reducer]:
-    schema, module = request.config.schema, request.module
-    planner = Planner(
-        schema,
-        axis,
-        precision,
-        {id(param): name for name, param in module.named_parameters()},
-        precision.reduce_dtypes(module),
-    )
-    all_used = not schema.zero_optimization.ignore_unused_parameters
-    states = ShardedStates(basic, planner.groups, Measure(axis, model_group, is_split, all_used))
-    states.reducer = ShardReducer(lambda: states.groups, manner(schema, axis.size))
-    return states, states.reducer
+    return masters, _reducer(request, layout, precision, masters), None
 
 
 def _reducer(

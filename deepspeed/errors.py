@@ -5,11 +5,13 @@ DeepSpeedError
 │   ├── BatchSizeError (AssertionError)      train = micro × accumulation × data-parallel ranks
 │   └── FeatureUnavailable                   a known key whose feature is not part of this version
 ├── AcceleratorError (RuntimeError)          no such device, or none of the wanted kind
+├── CheckpointError (RuntimeError)           files of a checkpoint: absent, damaged, not written
 ├── CommError (RuntimeError)                 a collective, or process groups
 │   └── RendezvousError                      environment variables that do not describe one job
 ├── LayoutError (ValueError, AssertionError) sizes and ranks that do not tile the world
 ├── OpUnavailable (RuntimeError)             an operation that this machine cannot run
 └── UsageError (ValueError, AssertionError)  arguments of a public function that contradict each other
+    └── LostEditError (RuntimeError)         a sharded parameter was written where that has no effect
 
 Each also inherits the builtin that scripts catch today. A message says what was found, what was expected and
 what to do.
@@ -20,11 +22,13 @@ from __future__ import annotations
 __all__ = [
     "AcceleratorError",
     "BatchSizeError",
+    "CheckpointError",
     "CommError",
     "DeepSpeedConfigError",
     "DeepSpeedError",
     "FeatureUnavailable",
     "LayoutError",
+    "LostEditError",
     "OpUnavailable",
     "RendezvousError",
     "UsageError",
@@ -55,6 +59,10 @@ class AcceleratorError(DeepSpeedError, RuntimeError):
     """The wanted accelerator is unknown or not usable on this machine."""
 
 
+class CheckpointError(DeepSpeedError, RuntimeError):
+    """Files of a checkpoint are absent, damaged or foreign, or could not be written."""
+
+
 class CommError(DeepSpeedError, RuntimeError):
     """A collective was misused, or process groups are not in the needed state."""
 
@@ -73,3 +81,7 @@ class OpUnavailable(DeepSpeedError, RuntimeError):
 
 class UsageError(DeepSpeedError, ValueError, AssertionError):
     """A public function was called with arguments that are missing or contradict each other."""
+
+
+class LostEditError(UsageError, RuntimeError):
+    """A sharded parameter was written in a way that would be lost."""

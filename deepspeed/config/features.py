@@ -10,7 +10,7 @@ from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.schema import Schema
 from deepspeed.errors import FeatureUnavailable
 
-__all__ = ["UNBUILT", "UNBUILT_IN_ENGINE", "Feature", "require", "unbuilt"]
+__all__ = ["UNBUILT", "Feature", "require", "unbuilt"]
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,6 @@ UNBUILT: tuple[Feature, ...] = (
         lambda c: (c.optimizer.type or "").lower() in ("onebitadam", "zerooneadam", "onebitlamb"),
     ),
 )
-
-
-UNBUILT_IN_ENGINE: tuple[Feature, ...] = (
-    Feature("zero_optimization.stage", "ZeRO stages 1, 2 and 3", lambda c: c.zero_optimization.stage > 0),
-)
-"""What a config may say, and other tools read, but the engine cannot do yet."""
 
 
 def unbuilt(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> list[Problem]:

@@ -57,6 +57,13 @@ class AxisGroup:
             self._group = self._layout.table.group(self.axis)
         return self._group
 
+    def twin(self, backend: str | None = None) -> ProcessGroup:
+        """A further group of the same ranks, for what must not wait in line with the rest; all ranks make it together.
+
+        `backend` may differ: "gloo" carries messages of the hosts while devices are busy.
+        """
+        return self._layout.table.twin(self.axis, backend)
+
     def split(self, *, intra_node: bool = False, size: int | None = None) -> tuple[AxisGroup, AxisGroup]:
         """(inter, intra): at the borders of nodes with `intra_node=True`, or in runs of `size` neighbours."""
         if intra_node == (size is not None):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["GroupTable", "create_group", "destroy_group", "rank_and_world", "ranks_of"]
 
 
-def create_group(ranks: Sequence[int], *, alone: bool = False) -> ProcessGroup | None:
+def create_group(ranks: Sequence[int], *, alone: bool = False, backend: str | None = None) -> ProcessGroup | None:
     """Make one process group, None on ranks outside it; the only place in this layer that does.
 
     With `alone` only the members take part; that is no act of the world and does not count in its sequence.
@@ -31,7 +31,7 @@ def create_group(ranks: Sequence[int], *, alone: bool = False) -> ProcessGroup |
     if alone:
         group = dist.new_group(list(ranks), use_local_synchronization=True)
     else:
-        group = comm.new_group(list(ranks))
+        group = comm.new_group(list(ranks), backend=backend)
     return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
 
 
@@ -111,6 +111,18 @@ class GroupTable:
             )
         return found
 
+    def twin(self, axis: Axis, backend: str | None = None) -> ProcessGroup:
+        """A further group of the same ranks, made anew by every call: what travels there keeps its own order."""
+        self._check()
+        mine = axis.group_of(self.rank)
+        found = None
+        for ranks in axis.groups:
+            group = self._create(ranks, backend=backend)
+            found = group if ranks == mine else found
+        if found is None:
+            raise LayoutError(f"rank {self.rank} is in no group of axis {axis.name!r}.")
+        return found
+
     def close(self) -> None:
         """Destroy the groups made here, in the order they were made; closing twice is harmless."""
         made, self._made = self._made, []
@@ -120,14 +132,17 @@ class GroupTable:
             destroy_group(group)
 
     def _make(self, ranks: Ranks, *, alone: bool = False) -> None:
-        group = create_group(ranks, alone=alone)
-        self._groups[ranks] = group
+        self._groups[ranks] = self._create(ranks, alone=alone)
+
+    def _create(self, ranks: Ranks, *, alone: bool = False, backend: str | None = None) -> ProcessGroup | None:
+        group = create_group(ranks, alone=alone, backend=backend)
         if group is not None:
             self._made.append(group)
             if len(ranks) > 1 and dist.get_backend(group) == dist.Backend.GLOO:
                 # gloo returns once this rank's own ends are connected. Closing a group while a slower member still
                 # connects would fail there, so its members meet once.
                 dist.barrier(group)
+        return group
 
     def _check(self) -> None:
         if self.closed:

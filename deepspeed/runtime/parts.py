@@ -45,6 +45,8 @@ class Parts:
     resources: ExitStack
     """Whatever has to be closed with the engine."""
     masters: States | None = None
+    sharded: Any = None
+    """What spreads the model over ranks; None where nothing is sharded."""
     stepper: Stepper | None = None
     optimizer: Optimizer | DeepSpeedOptimizer | None = None
     basic_optimizer: Optimizer | None = None

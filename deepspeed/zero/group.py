@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,21 @@ class ShardGroup:
     def buckets(self, limit: int) -> list[Bucket]:
         """Gradients that travel together, in the order in which backward is likely to produce them."""
         raise TypeError(f"{type(self).__name__} lays out no gradients")
+
+    def whole_gradients(self) -> Iterator[Tensor]:
+        """Gradients that were not reduced yet."""
+        for param in self.params:
+            if param.grad is not None:
+                yield param.grad
+
+    def on_arrival(self, param: nn.Parameter) -> Callable[[], None] | None:
+        """What to do at once when a parameter's gradient arrives; None if nothing."""
+        return None
+
+    def forget(self) -> None:
+        """Drop gradients that were not reduced."""
+        for param in self.params:
+            param.grad = None
 
     def publish(self) -> None:
         """Make the updated masters the parameters of every rank."""

@@ -15,6 +15,7 @@ from deepspeed.precision.policy import Precision
 from deepspeed.zero.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.reducer import Manner
 from deepspeed.zero.resident import ResidentGroup
+from deepspeed.zero.sharding import numel_of
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
@@ -63,7 +64,7 @@ class Planner:
         """Groups of one dtype and device each, in the order in which the parameters come."""
         kinds: dict[Any, list[Named]] = {}
         for param in params:
-            if param.numel() == 0 and not hasattr(param, "_zero"):
+            if numel_of(param) == 0:
                 continue
             name = self.names.get(id(param), f"parameter outside the module, shape {tuple(param.shape)}")
             kinds.setdefault((self.dtypes(param), param.dtype, param.device), []).append((name, param))

@@ -43,8 +43,17 @@ class Manner:
 class ShardReducer:
     """Reduces the gradients of some groups; the groups may change between steps."""
 
-    def __init__(self, groups: Callable[[], Sequence[ShardGroup]], manner: Manner) -> None:
+    def __init__(
+        self,
+        groups: Callable[[], Sequence[ShardGroup]],
+        manner: Manner,
+        *,
+        enter: Callable[[], None] | None = None,
+        leave: Callable[[], None] | None = None,
+    ) -> None:
+        """`enter` and `leave` are called when a backward begins and ends."""
         self._groups = groups
+        self._enter, self._leave = enter, leave
         self._manner = manner
         self._arrivals = Arrivals(self._launch)
         self._buckets: list[Bucket] = []
@@ -65,21 +74,26 @@ class ShardReducer:
             return
         self._flags = flags
         self._buckets = [bucket for group in reversed(groups) for bucket in group.buckets(self._manner.limit)]
+        first = {id(param): group.on_arrival(param) for group in groups for param in group.params}
         self._arrivals.watch([[p for p in bucket.params if p.requires_grad] for bucket in self._buckets])
         for place, bucket in enumerate(self._buckets):
             for name, param in zip(bucket.names, bucket.params, strict=True):
                 if param.requires_grad:
-                    self._arrivals.hook(name, param, place)
+                    self._arrivals.hook(name, param, place, first[id(param)])
 
     def had_gradient(self, param: nn.Parameter) -> bool:
         """True if this rank sent a gradient of the parameter since the last `forget`."""
         return id(param) in self._had
 
     def enter_backward(self) -> None:
-        """A backward begins; parameters that stay whole need no preparation."""
+        """A backward begins."""
+        if self._enter is not None:
+            self._enter()
 
     def leave_backward(self) -> None:
         """A backward is over."""
+        if self._leave is not None:
+            self._leave()
 
     def reopen(self) -> None:
         """More gradients are about to come: what was reduced lies with its owners, new ones are added to it."""
@@ -104,7 +118,7 @@ class ShardReducer:
     def rescale(self, factor: float) -> None:
         """Multiply every gradient that is held, whole or in pieces."""
         held = [piece.gradient for group in self._groups() for piece in group.pieces]
-        whole = [param.grad for bucket in self._buckets for param in bucket.params]
+        whole = [grad for group in self._groups() for grad in group.whole_gradients()]
         scale_([grad for grad in (*held, *whole) if grad is not None], factor)
 
     def forget(self) -> None:

@@ -45,7 +45,11 @@ class ShardedStates:
         optimizer: Optimizer,
         make_groups: Callable[[dict[str, Any], list[nn.Parameter]], Sequence[ShardGroup]],
         measure: Measure,
+        *,
+        meet: Callable[[], None] | None = None,
     ) -> None:
+        """`meet` is called at the begin of every step, on all ranks."""
+        self._meet = meet
         self._optimizer = optimizer
         self._make = make_groups
         self._measure = measure
@@ -73,6 +77,8 @@ class ShardedStates:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Hand the reduced gradients to the optimizer's pieces, and measure them."""
+        if self._meet is not None:
+            self._meet()
         for group in self.groups:
             group.adopt_edits()
             for piece in group.pieces:
@@ -102,8 +108,7 @@ class ShardedStates:
         """Drop every gradient, of pieces and of the model's parameters."""
         self._optimizer.zero_grad(set_to_none=True)
         for group in self.groups:
-            for param in group.params:
-                param.grad = None
+            group.forget()
 
     def fragments(self) -> Iterator[Fragment]:
         """Masters and optimizer states of this rank."""

@@ -1,0 +1,124 @@
+"""The part of the composition root that spreads a model over ranks: config → shards, hooks, reducer, states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from deepspeed.config.schema import Schema
+from deepspeed.parallel import AxisGroup
+from deepspeed.precision.policy import Precision
+from deepspeed.zero import fetch
+from deepspeed.zero.control import Control
+from deepspeed.zero.coordinator import Coordinator
+from deepspeed.zero.fetch import Fetcher
+from deepspeed.zero.granularity import units_by_granularity
+from deepspeed.zero.group import Dtypes, Named, ShardGroup
+from deepspeed.zero.hooks import ModuleHooks
+from deepspeed.zero.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
+from deepspeed.zero.param import Shard
+from deepspeed.zero.plan import Planner, manner
+from deepspeed.zero.reducer import ShardReducer
+from deepspeed.zero.sharding import persist, shard_module
+from deepspeed.zero.states import Measure, ShardedStates
+from deepspeed.zero.striped import StripedGroup
+from deepspeed.zero.trace import Limits
+
+__all__ = ["Sharded", "shard"]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model that is spread over the ranks of an axis."""
+
+    reducer: ShardReducer
+    states: ShardedStates | None
+    coordinator: Coordinator | None = None
+    hooks: ModuleHooks | None = None
+
+
+def shard(
+    schema: Schema,
+    module: nn.Module,
+    precision: Precision,
+    optimizer: Optimizer | None,
+    measure: Measure,
+    stack: ExitStack,
+) -> Sharded:
+    """Spread `module` and the states of its optimizer as the config's stage says."""
+    zero, axis = schema.zero_optimization, measure.axis
+    names = {id(param): name for name, param in module.named_parameters()}
+    planner = Planner(schema, axis, precision, names, precision.reduce_dtypes(module))
+    if zero.stage < 3:
+        return _states(planner, optimizer, measure)
+    coordinator, hooks = _fetching(schema, module, axis, stack)
+    make = partial(_striped, axis, axis.twin(), coordinator.gradient_arrived)
+    planner = Planner(schema, axis, precision, names, planner.travels, make)
+    return _states(planner, optimizer, measure, coordinator, hooks)
+
+
+def _states(
+    planner: Planner,
+    optimizer: Optimizer | None,
+    measure: Measure,
+    coordinator: Coordinator | None = None,
+    hooks: ModuleHooks | None = None,
+) -> Sharded:
+    states = None
+    if optimizer is not None:
+        states = ShardedStates(optimizer, planner.groups, measure, meet=coordinator.step if coordinator else None)
+    reducer = ShardReducer(
+        lambda: states.groups if states is not None else [],
+        manner(planner.schema, measure.axis.size),
+        enter=coordinator.begin_backward if coordinator else None,
+        leave=coordinator.end_backward if coordinator else None,
+    )
+    if states is not None:
+        states.reducer = reducer
+    return Sharded(reducer, states, coordinator, hooks)
+
+
+def _striped(
+    axis: AxisGroup,
+    lane: Any,
+    arrived: Callable[[Shard], None],
+    members: Sequence[Named],
+    dtypes: Dtypes,
+    options: dict[str, Any],
+) -> ShardGroup:
+    return StripedGroup(members, axis, dtypes, options, lane=lane, arrived=arrived)
+
+
+def _fetching(schema: Schema, module: nn.Module, axis: AxisGroup, stack: ExitStack) -> tuple[Coordinator, ModuleHooks]:
+    """Cut the parameters, and have modules gather what they need."""
+    zero = schema.zero_optimization
+    apply_zero_leaf_module_config(module, zero.leaf_module)
+    shards = shard_module(module, axis)
+    for each in shards:
+        each.strict = zero.enable_sanity_checks
+    if zero.module_granularity_threshold > 0:
+        for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
+            set_z3_leaf_module(unit, True)
+    total = int(zero.model_persistence_threshold) // axis.size
+    fetch.gather(persist(shards, int(zero.param_persistence_threshold), total))
+    coordinator = Coordinator(
+        Control(axis),
+        Fetcher(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential),
+        Limits(
+            ahead=0 if zero.allgather_sequential else int(zero.prefetch_bucket_size),
+            live=int(zero.max_live_parameters),
+            reuse=int(zero.max_reuse_distance),
+        ),
+        between_passes="max_reuse_distance" in zero.model_fields_set,
+        log_traces=zero.log_trace_cache_warnings,
+    )
+    hooks = ModuleHooks(module, coordinator)
+    stack.callback(hooks.remove)
+    hooks.install()
+    return coordinator, hooks

@@ -1,0 +1,25 @@
+"""ZeRO: parameters, gradients and optimizer states spread over ranks."""
+
+from deepspeed._lazy import lazy
+
+_LAZY = {
+    "GatheredParameters": "deepspeed.zero.gather:GatheredParameters",
+    "TiledLinear": "deepspeed.zero.tiling:TiledLinear",
+    "TiledLinearReturnBias": "deepspeed.zero.tiling:TiledLinearReturnBias",
+    "ZeroParamStatus": "deepspeed.zero.param:ZeroParamStatus",
+    "ZeroParamType": "deepspeed.zero.param:ZeroParamType",
+    "register_external_parameter": "deepspeed.zero.external:register_external_parameter",
+    "unregister_external_parameter": "deepspeed.zero.external:unregister_external_parameter",
+}
+
+__all__ = [
+    "GatheredParameters",
+    "TiledLinear",
+    "TiledLinearReturnBias",
+    "ZeroParamStatus",
+    "ZeroParamType",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
+
+__getattr__ = lazy(__name__, _LAZY)
