@@ -28,6 +28,7 @@ class Target:
     than: str | None = None
     contender: str = "ours"
     ranks: int | None = None  # only for settings of this many ranks
+    where: Mapping[str, Value] = field(default_factory=dict)  # only for settings with these parameters
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ __all__ = [
     "Row",
     "SettingSummary",
     "Verdict",
+    "applies",
     "figure",
     "number",
     "ratios",
@@ -124,8 +125,10 @@ def verdict(target: Target, measure: Measure, figures: Mapping[str, Figure]) -> 
     return Verdict(statement, mine.median <= bound if measure.better == "lower" else mine.median >= bound)
 
 
-def _applies(target: Target, setting: Setting) -> bool:
-    return target.ranks is None or target.ranks == setting.ranks
+def applies(target: Target, setting: Setting) -> bool:
+    """Whether a target is meant for a setting: its number of ranks, and its parameters."""
+    meant = all(setting.parameters.get(name) == value for name, value in target.where.items())
+    return meant and target.ranks in (None, setting.ranks)
 
 
 def _row(measure: Measure, run: SettingRun, contenders: Sequence[str]) -> Row:
@@ -134,7 +137,7 @@ def _row(measure: Measure, run: SettingRun, contenders: Sequence[str]) -> Row:
         for name in contenders
         if name not in run.failures and run.samples.get(name, {}).get(measure.name)
     }
-    verdicts = tuple(verdict(target, measure, figures) for target in measure.targets if _applies(target, run.setting))
+    verdicts = tuple(verdict(target, measure, figures) for target in measure.targets if applies(target, run.setting))
     return Row(measure.name, measure.title, measure.unit, measure.better, figures, ratios(figures), verdicts)
 
 

@@ -26,9 +26,10 @@ from torch.nn import functional as F
 
 from benchmarks.case import Job
 
-__all__ = ["GPT", "Batch", "alternate", "compare", "median_ratio", "steps"]
+__all__ = ["GPT", "SMALL", "Batch", "Engine", "alternate", "compare", "contest", "median_ratio", "small_gpt", "steps"]
 
 CLIPPING = 1.0
+SMALL = {"layers": 6, "width": 384, "heads": 6, "vocabulary": 8192, "length": 64}  # 14M parameters
 
 Batch = tuple[Tensor, ...]
 Step = Callable[[Batch], None]
@@ -69,23 +70,40 @@ class GPT(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        # by calling the embedding, not by slicing its weight: real DeepSpeed gathers only what a module is called for
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
+def small_gpt(job: Job, samples: int = 1) -> tuple[GPT, Batch]:
+    """The 14M-parameter GPT of several cases, the same on every rank, and this rank's batch."""
+    torch.manual_seed(0)
+    model = GPT(**SMALL)
+    torch.manual_seed(1 + job.rank)
+    shape = (samples, SMALL["length"])
+    return model, (torch.randint(SMALL["vocabulary"], shape), torch.randint(SMALL["vocabulary"], shape))
+
+
 def compare(job: Job, model: nn.Module, batch: Batch, *, pairs: int, warm_up: int = 3) -> dict[str, float]:
     """{"ratio": step over PyTorch's, "step_ms": the step}: medians; a step takes as long as on its slowest rank.
 
-    Reported by rank 0. Every rank brings its own batch and the same model.
+    Reported by rank 0. Every rank brings its own batch and the same model. The case's parameters are the keys of
+    `zero_optimization`; with none of them it is stage 0.
     """
     dist.init_process_group("gloo")
-    contender, reference = steps(job, model, copy.deepcopy(model), batch[0].shape[0])
+    both = steps(job, model, copy.deepcopy(model), batch[0].shape[0])
+    return contest(*both, batch, pairs=pairs, warm_up=warm_up)
+
+
+def contest(contender: Step, reference: Step, batch: Batch, *, pairs: int, warm_up: int) -> dict[str, float]:
+    """What `compare` returns, of any two steps; ends the process group."""
     times = alternate(contender, reference, batch, pairs=pairs, warm_up=warm_up)
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    rank = dist.get_rank()
     dist.destroy_process_group()
-    if job.rank:
+    if rank:
         return {}
     mine, plain = times.tolist()
     return {"ratio": median_ratio(mine, plain), "step_ms": statistics.median(mine) * 1e3}
@@ -93,7 +111,13 @@ def compare(job: Job, model: nn.Module, batch: Batch, *, pairs: int, warm_up: in
 
 def steps(job: Job, model: nn.Module, twin: nn.Module, micro_batch: int) -> tuple[Step, Step]:
     """The contender's step of `model` and PyTorch's step of `twin`."""
-    contender = _plain(job, model) if job.contender == "torch" else _engine(model, micro_batch)
+    contender: Step
+    if job.contender != "torch":
+        contender = Engine(model, micro_batch, **job.parameters)
+    elif job.flavour == "fsdp2":
+        contender = _fully_sharded(model)
+    else:
+        contender = _plain(job, model)
     return contender, _plain(job, twin)
 
 
@@ -134,21 +158,44 @@ def _plain(job: Job, model: nn.Module) -> Step:
     return step
 
 
-def _engine(model: nn.Module, micro_batch: int) -> Step:
-    """The loop of the documentation, with the same optimizer."""
-    os.environ["DS_ACCELERATOR"] = "cpu"  # where the reference computes, also on a machine with more
-    deepspeed: Any = importlib.import_module("deepspeed")
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-    config = {
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_clipping": CLIPPING,
-        "steps_per_print": 10**9,
-        "zero_optimization": {"stage": 0},
-    }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+def _fully_sharded(model: nn.Module) -> Step:
+    """FSDP2 as its documentation shows it: every block, then the root."""
+    from torch.distributed.fsdp import fully_shard  # only here: its import takes a while
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = _optimizer(model)
 
     def step(batch: Batch) -> None:
-        engine.backward(engine(*batch))
-        engine.step()
+        model(*batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+class Engine:
+    """The loop of the documentation, with the same optimizer; `zero` are keys of `zero_optimization`."""
+
+    def __init__(self, model: nn.Module, micro_batch: int, *, bf16: bool = False, **zero: Any) -> None:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # where the reference computes, also on a machine with more
+        deepspeed: Any = importlib.import_module("deepspeed")
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        config = {
+            "train_micro_batch_size_per_gpu": micro_batch,
+            "gradient_clipping": CLIPPING,
+            "steps_per_print": 10**9,
+            "bf16": {"enabled": bf16},
+            "zero_optimization": {"stage": 0, **zero},
+        }
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+
+    def backward(self, batch: Batch) -> None:
+        """Forward and backward: afterwards gradients are where they wait for the step."""
+        self.engine.backward(self.engine(*batch))
+
+    def __call__(self, batch: Batch) -> None:
+        self.backward(batch)
+        self.engine.step()

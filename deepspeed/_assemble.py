@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed._shard import Sharded, shard
 from deepspeed._watch import watch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.ops.muon import tag_attention_heads
-from deepspeed.parallel import ParallelLayout, layout_from_mpu
+from deepspeed.parallel import AxisGroup, ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.accumulation import Accumulation
@@ -32,12 +31,19 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.gradients import GradientReducer, Reduction, Slot
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.masters import Masters
+from deepspeed.runtime.modes import Modes
 from deepspeed.runtime.optimizers import build_optimizer
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.sparse import embedding_parameters
+from deepspeed.runtime.state_access import open_access
 from deepspeed.runtime.stepper import States, Stepper
+from deepspeed.runtime.zero_optimizer import ZeroOptimizer
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
+from deepspeed.zero.held import Owner, attach
 from deepspeed.zero.param import shard_of
+from deepspeed.zero.placement import rank_device
+from deepspeed.zero.rehook import ParameterOffload
+from deepspeed.zero.sharding import convert_shards, keep_whole, put_away
 from deepspeed.zero.states import Measure
 
 __all__ = ["Request", "assemble"]
@@ -72,11 +78,10 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     if schema.log_level is not None:
         set_log_level_from_string(schema.log_level)
     layout = _layout(request, stack)
-    local_rank, device = _device()
+    local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
-    module.to(device)
-    precision.cast_module(module)
+    _place(module, device, precision, schema.zero_optimization.stage)
     replicate(module, layout)
     log_dist(f"precision: {precision.describe()}")
 
@@ -124,7 +129,8 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
             clipping=schema.gradient_clipping,
             report_norm=schema.zero_optimization.compute_grad_norm,
         )
-        parts.optimizer = _returned_optimizer(parts, parts.basic_optimizer, parts.masters)
+        owner = open_access(parts, parts.basic_optimizer, parts.masters, stack)
+        parts.optimizer = _returned_optimizer(parts, parts.basic_optimizer, owner, stack)
     stack.callback(configure_from(schema.activation_checkpointing, parts.layout).close)
     parts.lr_scheduler = make_scheduler(request, parts)
     if request.training_data is not None:
@@ -152,13 +158,12 @@ def _layout(request: Request, stack: ExitStack) -> ParallelLayout:
     return layout
 
 
-def _device() -> tuple[int, torch.device]:
-    accelerator = get_accelerator()
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if accelerator.device_name() == "cpu":
-        return local_rank, torch.device("cpu")
-    accelerator.set_device(local_rank)
-    return local_rank, torch.device(accelerator.device_name(local_rank))
+def _place(module: nn.Module, device: torch.device, precision: Precision, stage: int) -> None:
+    """Give the module its device and dtype; shards that it was constructed with follow."""
+    put_away(module)
+    module.to(device)
+    precision.cast_module(module)
+    convert_shards(module, stage)
 
 
 def replicate(module: nn.Module, layout: ParallelLayout) -> None:
@@ -166,16 +171,23 @@ def replicate(module: nn.Module, layout: ParallelLayout) -> None:
     axis = layout["dp", "sp"]
     if axis.size == 1:
         return
-    with torch.no_grad():
-        tensors = {id(t): (name, t) for name, t in (*module.named_parameters(), *module.named_buffers())}
-        for name, tensor in tensors.values():
-            if tensor.numel() == 0 or shard_of(tensor) is not None:
-                continue
-            with comm.labelled(f"first copy of {name}"):
-                dense = tensor.detach().contiguous()
-                comm.broadcast(dense, src=axis.ranks[0], group=axis.group)
-                if dense.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(dense)
+    tensors = {id(t): (name, t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+    spread(tensors.values(), axis)
+
+
+@torch.no_grad()
+def spread(tensors: Iterable[tuple[str, torch.Tensor]], axis: AxisGroup) -> None:
+    """Give every rank of an axis the first one's values of whole tensors."""
+    if axis.size == 1:
+        return
+    for name, tensor in tensors:
+        if tensor.numel() == 0 or shard_of(tensor) is not None:
+            continue
+        with comm.labelled(f"first copy of {name}"):
+            dense = tensor.detach().contiguous()
+            comm.broadcast(dense, src=axis.ranks[0], group=axis.group)
+            if dense.data_ptr() != tensor.data_ptr():
+                tensor.copy_(dense)
 
 
 def is_split(param: nn.Parameter) -> bool:
@@ -219,6 +231,8 @@ def _states(
         measure = Measure(axis, model_group, is_split, all_used=not zero.ignore_unused_parameters)
         sharded = shard(schema, request.module, precision, basic, measure, stack)
         return sharded.states, sharded.reducer, sharded
+    if zero.stage == 3:
+        keep_whole(request.module, axis)
     masters = None
     if basic is not None:
         masters = Masters(basic, precision.master, model_group=model_group, is_split=is_split, wide_norm=axis.size > 1)
@@ -231,12 +245,7 @@ def _reducer(
     schema, module = request.config.schema, request.module
     axis = layout["dp", "sp"]
     travels = precision.reduce_dtypes(module)
-    slots = []
-    for name, param in module.named_parameters():
-        wide = masters is not None and param.dtype != precision.accumulate and param.is_floating_point()
-        holder = masters.of(param) if wide and masters is not None else param
-        own = param.dtype if param.dtype == torch.float32 and precision.param != torch.float32 else precision.reduce
-        slots.append(Slot(name, param, holder, travels.get(param, own)))
+    slots = [_slot(name, param, precision, travels, masters) for name, param in module.named_parameters()]
     reduction = Reduction(
         average=schema.gradient_allreduce_op == "mean",
         prescale=schema.prescale_gradients,
@@ -248,19 +257,57 @@ def _reducer(
     return GradientReducer(slots, group, axis.size, reduction, sparse, rows, holder_of)
 
 
-def _returned_optimizer(parts: Parts, basic: Optimizer, masters: States) -> Optimizer | MixedPrecisionOptimizer:
+def _slot(
+    name: str,
+    param: nn.Parameter,
+    precision: Precision,
+    travels: dict[nn.Parameter, torch.dtype],
+    masters: Masters | None,
+) -> Slot:
+    wide = masters is not None and param.dtype != precision.accumulate and param.is_floating_point()
+    holder = masters.of(param) if wide and masters is not None else param
+    own = param.dtype if param.dtype == torch.float32 and precision.param != torch.float32 else precision.reduce
+    return Slot(name, param, holder, travels.get(param, own))
+
+
+def _returned_optimizer(
+    parts: Parts, basic: Optimizer, owner: Owner, stack: ExitStack
+) -> Optimizer | MixedPrecisionOptimizer:
     """The torch optimizer itself where it updates the model's own parameters with unscaled gradients."""
     assert parts.stepper is not None, "made just before"
+    masters = parts.stepper.masters
     plain = isinstance(masters, Masters) and not masters.copies and not parts.config.schema.zero_optimization.stage
     if plain and parts.scale.value == 1.0 and not parts.scale.dynamic:
         return basic
-    return MixedPrecisionOptimizer(
-        basic,
-        parts.stepper,
-        parts.scale,
-        backward=parts.backward.run,
-        clip_grad=parts.config.schema.gradient_clipping,
+    stack.callback(Modes(basic, masters).close)
+    common: dict[str, Any] = {"backward": parts.backward.run, "clip_grad": parts.config.schema.gradient_clipping}
+    zero = parts.config.schema.zero_optimization
+    if not zero.stage:
+        return MixedPrecisionOptimizer(basic, parts.stepper, parts.scale, **common)
+    axis = parts.layout["dp", "sp"]
+    made = ZeroOptimizer(
+        basic, parts.stepper, parts.scale, **common, axis=axis, extend=partial(_extend, parts, owner, axis)
     )
+    if zero.stage == 3:
+        hooks = parts.sharded.hooks if parts.sharded is not None else None
+        made.parameter_offload = ParameterOffload(parts.module, hooks)
+        stack.callback(made.parameter_offload.close)
+    return made
+
+
+def _extend(parts: Parts, owner: Owner, axis: AxisGroup, params: list[nn.Parameter]) -> None:
+    """Prepare parameters that `add_param_group` brings: equal on all ranks, sharded, hooked, reduced."""
+    names = {id(param): name for name, param in parts.module.named_parameters()}
+    named = [(names.get(id(param), f"added parameter of shape {tuple(param.shape)}"), param) for param in params]
+    spread(named, axis)
+    attach(params, owner)
+    if parts.sharded is not None:
+        parts.sharded.extend(named)
+    elif isinstance(parts.reducer, GradientReducer) and isinstance(parts.masters, Masters):
+        known = {id(slot.param) for slot in parts.reducer.slots}
+        travels = parts.precision.reduce_dtypes(parts.module)
+        new = [(name, param) for name, param in named if id(param) not in known]
+        parts.reducer.add([_slot(name, param, parts.precision, travels, parts.masters) for name, param in new])
 
 
 def make_scheduler(request: Request, parts: Parts) -> Any:

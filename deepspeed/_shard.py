@@ -12,23 +12,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed.config.schema import Schema
+from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
 from deepspeed.zero import fetch
 from deepspeed.zero.control import Control
 from deepspeed.zero.coordinator import Coordinator
+from deepspeed.zero.export import tell_of_empty_state_dicts
 from deepspeed.zero.fetch import Fetcher
 from deepspeed.zero.granularity import units_by_granularity
 from deepspeed.zero.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
-from deepspeed.zero.param import Shard
+from deepspeed.zero.param import Shard, shard_of
 from deepspeed.zero.plan import Planner, manner
 from deepspeed.zero.reducer import ShardReducer
-from deepspeed.zero.sharding import persist, shard_module
+from deepspeed.zero.sharding import persist, shard_module, shard_parameter
 from deepspeed.zero.states import Measure, ShardedStates
 from deepspeed.zero.striped import StripedGroup
 from deepspeed.zero.trace import Limits
+from deepspeed.zero.whole import ShardedMatrices
 
 __all__ = ["Sharded", "shard"]
 
@@ -39,8 +42,21 @@ class Sharded:
 
     reducer: ShardReducer
     states: ShardedStates | None
+    names: dict[int, str]
+    """The name of each parameter in the module, by id."""
+    axis: AxisGroup
     coordinator: Coordinator | None = None
     hooks: ModuleHooks | None = None
+
+    def extend(self, members: Sequence[Named]) -> None:
+        """Make parameters that are new to the model ready to be spread."""
+        self.names.update({id(param): name for name, param in members})
+        if self.hooks is None:
+            return
+        for name, param in members:
+            if shard_of(param) is None:
+                shard_parameter(param, self.axis, name).release()
+        self.hooks.look_again()
 
 
 def shard(
@@ -58,7 +74,8 @@ def shard(
     if zero.stage < 3:
         return _states(planner, optimizer, measure)
     coordinator, hooks = _fetching(schema, module, axis, stack)
-    make = partial(_striped, axis, axis.twin(), coordinator.gradient_arrived)
+    arrived = coordinator.gradient_arrived if hooks.handles else None
+    make = partial(_striped, axis, axis.twin(), arrived)
     planner = Planner(schema, axis, precision, names, planner.travels, make)
     return _states(planner, optimizer, measure, coordinator, hooks)
 
@@ -72,7 +89,15 @@ def _states(
 ) -> Sharded:
     states = None
     if optimizer is not None:
-        states = ShardedStates(optimizer, planner.groups, measure, meet=coordinator.step if coordinator else None)
+        states = ShardedStates(
+            optimizer,
+            planner.groups,
+            measure,
+            meet=coordinator.step if coordinator else None,
+            tile_numel=int(planner.schema.zero_optimization.sub_group_size) if coordinator else 0,
+        )
+        if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
+            optimizer.whole = ShardedMatrices(states.groups)
     reducer = ShardReducer(
         lambda: states.groups if states is not None else [],
         manner(planner.schema, measure.axis.size),
@@ -81,13 +106,13 @@ def _states(
     )
     if states is not None:
         states.reducer = reducer
-    return Sharded(reducer, states, coordinator, hooks)
+    return Sharded(reducer, states, planner.names, measure.axis, coordinator, hooks)
 
 
 def _striped(
     axis: AxisGroup,
     lane: Any,
-    arrived: Callable[[Shard], None],
+    arrived: Callable[[Shard], None] | None,
     members: Sequence[Named],
     dtypes: Dtypes,
     options: dict[str, Any],
@@ -121,4 +146,5 @@ def _fetching(schema: Schema, module: nn.Module, axis: AxisGroup, stack: ExitSta
     hooks = ModuleHooks(module, coordinator)
     stack.callback(hooks.remove)
     hooks.install()
+    stack.callback(tell_of_empty_state_dicts(module))
     return coordinator, hooks

@@ -17,19 +17,11 @@ CASE = Case(
     timeout_s=600.0,
 )
 
-VOCABULARY = 8192
-BATCH, LENGTH = 1, 64
 PAIRS = 30
 
 
 def measure(job: Job) -> dict[str, float]:
     """Ratio and time of a step."""
-    import torch
+    from benchmarks.training import compare, small_gpt
 
-    from benchmarks.training import GPT, compare
-
-    torch.manual_seed(0)
-    model = GPT(layers=6, width=384, heads=6, vocabulary=VOCABULARY, length=LENGTH)
-    torch.manual_seed(1 + job.rank)
-    batch = (torch.randint(VOCABULARY, (BATCH, LENGTH)), torch.randint(VOCABULARY, (BATCH, LENGTH)))
-    return compare(job, model, batch, pairs=PAIRS)
+    return compare(job, *small_gpt(job), pairs=PAIRS)

@@ -51,8 +51,13 @@ def _real(group: ProcessGroup | None) -> ProcessGroup:
     return get_world_group() if group is None else group
 
 
+def _line(tensor: Tensor) -> Tensor:
+    """The tensor as one dim; itself if it has one, since every view counts where tensors are many and small."""
+    return tensor if tensor.dim() == 1 and tensor.is_contiguous() else tensor.reshape(-1)
+
+
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    return tensors[0].reshape(-1) if len(tensors) == 1 else torch.cat([t.reshape(-1) for t in tensors])
+    return _line(tensors[0]) if len(tensors) == 1 else torch.cat([_line(tensor) for tensor in tensors])
 
 
 # --- all-reduce ---------------------------------------------------------------------------------------------------
@@ -111,7 +116,7 @@ def _all_gather(
     works: list[Waitable] = []
     packed: list[tuple[list[int], Tensor]] = []
     for positions in _by_dtype(inputs):
-        outs, ins = [outputs[i].view(-1) for i in positions], [inputs[i].reshape(-1) for i in positions]
+        outs, ins = [_line(outputs[i]) for i in positions], [_line(inputs[i]) for i in positions]
         if _batches_itself(group):
             works.append(_real(group).allgather_into_tensor_coalesced(outs, ins))
         elif len(ins) == 1:
@@ -124,9 +129,9 @@ def _all_gather(
 
     def unpack(result: bool) -> bool:
         for positions, gathered in packed:
-            parts = gathered.split_with_sizes([inputs[i].numel() for i in positions], 1)  # each [world, one input]
-            for index, part in zip(positions, parts, strict=True):
-                outputs[index].view(world, -1).copy_(part)
+            sizes = [inputs[i].numel() for i in positions]
+            rows = [outputs[i].view(world, size) for i, size in zip(positions, sizes, strict=True)]
+            torch.split_with_sizes_copy(gathered, sizes, dim=1, out=rows)  # each [world, one input]
         return result
 
     return _settle(works, unpack, True, async_op)

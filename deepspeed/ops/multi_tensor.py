@@ -38,12 +38,12 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
     filled = [tensor for tensor in tensors if tensor.numel()]
     if not filled:
         return torch.zeros((), dtype=torch.float64)
-    squares = [
-        norm.square()
+    home = filled[0].device
+    norms = [
+        torch.stack(torch._foreach_norm(group, 2, dtype=torch.float64)).to(home)
         for group in _grouped(filled, lambda each: (each.device, each.dtype))
-        for norm in torch._foreach_norm(group, 2, dtype=torch.float64)
     ]
-    return torch.stack([square.to(filled[0].device) for square in squares]).sum()
+    return torch.cat(norms).square().sum()
 
 
 def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:

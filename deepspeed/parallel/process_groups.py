@@ -29,7 +29,7 @@ def create_group(ranks: Sequence[int], *, alone: bool = False, backend: str | No
     With `alone` only the members take part; that is no act of the world and does not count in its sequence.
     """
     if alone:
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     else:
         group = comm.new_group(list(ranks), backend=backend)
     return None if group == dist.GroupMember.NON_GROUP_MEMBER else group

@@ -26,7 +26,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.precision.dtypes import CASTABLE, short
 from deepspeed.utils.logging import log_dist, warn_once
 
-__all__ = ["BufferRule", "CastReport", "cast_inputs", "cast_module"]
+__all__ = ["BufferRule", "CastReport", "cast_inputs", "cast_module", "parameter_dtypes"]
 
 _KEEP_KEY = "data_types.keep_in_fp32_modules"
 
@@ -89,7 +89,7 @@ def cast_module(module: nn.Module, dtype: torch.dtype, buffers: BufferRule | Non
     Parameters and buffers stay the objects that they are, so that ties, optimizers and hooks hold. Integers, booleans
     and quantised values are not touched.
     """
-    target = _parameter_dtypes(module, dtype, buffers or BufferRule())
+    target = parameter_dtypes(module, dtype, buffers or BufferRule())
     cast_buffers, other_buffers = 0, []
     for name, buffer, wanted in _buffers(module, dtype, buffers or BufferRule()):
         cast_buffers += _cast_in_place(buffer, wanted)
@@ -135,7 +135,7 @@ def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> bool:
     return True
 
 
-def _parameter_dtypes(module: nn.Module, dtype: torch.dtype, rule: BufferRule) -> dict[int, torch.dtype]:
+def parameter_dtypes(module: nn.Module, dtype: torch.dtype, rule: BufferRule) -> dict[int, torch.dtype]:
     """By id, the dtypes of those parameters that do not follow the training dtype."""
     wanted = {id(buffer): want for _, buffer, want in _buffers(module, dtype, rule)}
     return {

@@ -41,7 +41,7 @@ class Reducer(Protocol):
         """Called from inside the outermost backward, before anything else happens in it."""
 
     def leave_backward(self) -> None:
-        """The backward is over, and what had to be reduced is."""
+        """Autograd is through; what has not been reduced yet follows."""
 
     def reopen(self) -> None:
         """More gradients are about to be added to what may have been reduced already."""
@@ -82,6 +82,11 @@ class Backward:
         """While True gradients only accumulate on this rank."""
         self.unit = 1.0
         """What the gradients are worth; see [Note: unit of gradients]."""
+
+    @property
+    def has_gradients(self) -> bool:
+        """True between a backward and the step that uses its gradients."""
+        return self._has_gradients
 
     def run(self, loss: Tensor, *, retain_graph: bool = False, divide: bool = True) -> Tensor:
         """Differentiate `loss`; returns it divided by the number of accumulation steps, without the loss scale."""
@@ -151,10 +156,11 @@ class Backward:
             self._reducer.begin()
 
     def _end(self) -> None:
+        # Ranks that are still in backward may need this one's parameters before they can send their gradients.
+        self._reducer.leave_backward()
         if self._reduce:
             with phase(self._events, Phase.BACKWARD_REDUCE, self._accumulation):
                 self._reducer.finish()
-        self._reducer.leave_backward()
 
     def _plain(self, grad: Tensor) -> None:
         """A gradient flows into an output of the module; the first one of a user's backward prepares for the rest."""

@@ -43,6 +43,12 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer):
         self._backward = backward
         self._global_grad_norm: Tensor | float | None = None
 
+    def __getattr__(self, name: str) -> Any:
+        # A schedule-free optimizer has two modes; others have no such methods, and then there are none here.
+        if name in ("train", "eval"):
+            return getattr(self.optimizer, name)
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the optimizer inside."""
@@ -101,7 +107,12 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
+        before = self.optimizer.param_groups
         self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
+        for old, new in zip(before, self.optimizer.param_groups, strict=True):
+            old.clear()
+            old.update(new)
+        self.optimizer.param_groups = before  # torch makes new dicts, but others hold on to these
         self._scale.load_state_dict(state_dict["loss_scaler"])
 
     def __repr__(self) -> str:

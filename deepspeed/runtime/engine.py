@@ -14,6 +14,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.events import OverflowFound, Phase, StepFinished
 from deepspeed.runtime import getters
+from deepspeed.runtime.model_methods import ModelMethods
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.phases import phase
 from deepspeed.runtime.stepper import Outcome
@@ -21,7 +22,7 @@ from deepspeed.runtime.stepper import Outcome
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(nn.Module):
+class DeepSpeedEngine(ModelMethods, nn.Module):
     """A module that trains as its config says.
 
     `engine(batch)`, `engine.backward(loss)` and `engine.step()` after every micro batch; a plain `loss.backward()` in

@@ -141,6 +141,11 @@ class GradientReducer:
         """Every parameter with the holder of its gradient, in the order of the model."""
         return self._slots
 
+    def add(self, slots: Sequence[Slot]) -> None:
+        """Reduce more parameters; takes effect with the next `refresh`."""
+        self._slots += slots
+        self._banks = any(slot.banked for slot in self._slots)
+
     def refresh(self) -> None:
         """Look again at which parameters are trained; freezing and unfreezing between steps is allowed."""
         if self._size == 1 and not self._banks:

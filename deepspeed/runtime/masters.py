@@ -9,9 +9,52 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed.parallel import AxisGroup
 from deepspeed.runtime.norm import total_norm
 
-__all__ = ["Masters"]
+__all__ = ["HeldWhole", "Masters"]
+
+
+class HeldWhole:
+    """`deepspeed.zero.held.Held` for a parameter that is whole on this rank."""
+
+    axis: AxisGroup | None = None
+
+    def __init__(self, param: nn.Parameter, master: nn.Parameter) -> None:
+        self._param = param
+        self.master: nn.Parameter | None = master
+        self.name = f"the parameter of shape {tuple(param.shape)}"
+        self.shape = param.shape
+        self.interval = 0, param.numel()
+        self.chunk = param.numel()
+        self.dtype = master.dtype
+        self.device = param.device
+
+    def gradient(self) -> torch.Tensor | None:
+        """See `Held`; where gradients are accumulated in the master's dtype they lie there already."""
+        assert self.master is not None, "whole masters are never absent"
+        grad = self._param.grad if self._param.grad is not None else self.master.grad
+        return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
+
+    def has_gradient(self) -> bool:
+        """See `Held`."""
+        return self.gradient() is not None
+
+    def put_gradient(self, values: torch.Tensor) -> None:
+        """See `Held`."""
+        holder = self._param if self._param.grad is not None else self.master
+        assert holder is not None, "whole masters are never absent"
+        holder.grad = values.to(holder.dtype).view(self.shape)
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Let the optimizer take its step."""
+        optimizer.step()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """See `Held`."""
+        if self.master is not None and self.master is not self._param:
+            self._param.data.copy_(self.master)  # not seen by the version that tells of edits
 
 
 class Masters:
@@ -46,9 +89,7 @@ class Masters:
         self._versions: list[int] = []
         self._waiting: list[tuple[dict[str, object], nn.Parameter]] = []
         for group in optimizer.param_groups:
-            params, group["params"] = group["params"], []
-            for param in params:
-                self._enter(group, param)
+            self.add(group)
 
     @property
     def copies(self) -> bool:
@@ -70,20 +111,45 @@ class Masters:
                 self._enter(group, param)
         return [param for _, param in awake]
 
-    @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Move gradients from the parameters to their masters, in the masters' dtype.
+    def add(self, options: dict[str, Any]) -> None:
+        """Take over a group of the optimizer."""
+        params, options["params"] = options["params"], []
+        for param in params:
+            self._enter(options, param)
 
-        A parameter that somebody wrote since the last step (a loaded state dict, an edit) is taken over first;
-        otherwise the next update would silently undo it.
+    def listed(self) -> list[list[tuple[nn.Parameter, nn.Parameter]]]:
+        """Per group of the optimizer the parameters with their masters."""
+        groups = self._optimizer.param_groups
+        return [[(self._param_of.get(id(m), m), m) for m in group["params"]] for group in groups]
+
+    def held(self, param: nn.Parameter) -> HeldWhole | None:
+        """What the optimizer holds of a parameter; None if it does not train it."""
+        master = self._of.get(id(param))
+        return None if master is None else HeldWhole(param, master)
+
+    @torch.no_grad()
+    def adopt_edits(self) -> None:
+        """Take over parameters that somebody wrote since the last step (a loaded state dict, an edit).
+
+        Otherwise the next update would silently undo that.
         """
         for place, (param, master) in enumerate(self._pairs):
             if param._version != self._versions[place]:
                 master.copy_(param)
                 self._versions[place] = param._version
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Move gradients from the parameters to their masters, in the masters' dtype."""
+        self.adopt_edits()
+        for param, master in self._pairs:
             if param.grad is not None:
                 master.grad = param.grad.to(master.dtype)
                 param.grad = None
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Let the optimizer take its step."""
+        optimizer.step()
 
     @torch.no_grad()
     def publish(self) -> None:

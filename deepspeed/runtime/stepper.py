@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.norm import clip_coefficient
+from deepspeed.zero.held import Held
 
 __all__ = ["Outcome", "States", "Stepper"]
 
@@ -36,6 +37,15 @@ class States(Protocol):
     def refresh(self) -> list[nn.Parameter]:
         """Begin to train parameters that were unfrozen; returns them."""
 
+    def add(self, options: dict[str, Any]) -> None:
+        """Take over a group that was added to the optimizer."""
+
+    def held(self, param: nn.Parameter) -> Held | None:
+        """What this rank holds of a parameter; None if the optimizer does not train it."""
+
+    def adopt_edits(self) -> None:
+        """Take over parameters that somebody wrote since the last step."""
+
     def take_gradients(self) -> None:
         """Hand the reduced gradients to what the optimizer updates."""
 
@@ -44,6 +54,9 @@ class States(Protocol):
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The gradients that the optimizer is about to use, each with the model's parameter."""
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Let the optimizer take its step."""
 
     def publish(self) -> None:
         """Bring what was updated back into the parameters."""
@@ -78,7 +91,7 @@ class Stepper:
         overflow = self.check_overflow and known is not None and not math.isfinite(known)
         if not overflow:
             self._prepare([grad for _, grad in gradients], norm, known)
-            self.optimizer.step()
+            self.masters.update(self.optimizer)
             self.masters.publish()
         self.zero_grad()
         self.scale.update(overflow)

@@ -13,12 +13,40 @@ if TYPE_CHECKING:
     from deepspeed.runtime.dataloader import RepeatingLoader
     from deepspeed.utils import groups
     from deepspeed.utils.nvtx import instrument_w_nvtx
+    from deepspeed.zero.access import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+        safe_update_full_grad_vectorized,
+    )
 
 _LAZY = {
     "RepeatingLoader": "deepspeed.runtime.dataloader:RepeatingLoader",
     "groups": "deepspeed.utils.groups",
     "instrument_w_nvtx": "deepspeed.utils.nvtx:instrument_w_nvtx",
     "is_initialized": "deepspeed.comm:is_initialized",
+    "safe_get_full_fp32_param": "deepspeed.zero.access:safe_get_full_fp32_param",
+    "safe_get_full_grad": "deepspeed.zero.access:safe_get_full_grad",
+    "safe_get_full_optimizer_state": "deepspeed.zero.access:safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param": "deepspeed.zero.access:safe_get_local_fp32_param",
+    "safe_get_local_grad": "deepspeed.zero.access:safe_get_local_grad",
+    "safe_get_local_optimizer_state": "deepspeed.zero.access:safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param": "deepspeed.zero.access:safe_set_full_fp32_param",
+    "safe_set_full_grad": "deepspeed.zero.access:safe_set_full_grad",
+    "safe_set_full_optimizer_state": "deepspeed.zero.access:safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param": "deepspeed.zero.access:safe_set_local_fp32_param",
+    "safe_set_local_grad": "deepspeed.zero.access:safe_set_local_grad",
+    "safe_set_local_optimizer_state": "deepspeed.zero.access:safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized": "deepspeed.zero.access:safe_update_full_grad_vectorized",
 }
 
 __all__ = [
@@ -29,6 +57,19 @@ __all__ = [
     "log_dist",
     "logger",
     "logging",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "set_log_level_from_string",
 ]
 

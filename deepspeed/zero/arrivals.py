@@ -28,11 +28,12 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 class Arrivals:
     """Hooks on parameters, and the launching of buckets.
 
-    `launch(place)` starts the bucket at that place of the list given to `watch`.
+    `launch(place)` starts the bucket at that place of the list given to `watch`; without `early` after backward only.
     """
 
-    def __init__(self, launch: Callable[[int], None]) -> None:
+    def __init__(self, launch: Callable[[int], None], *, early: bool = True) -> None:
         self._launch = launch
+        self._allowed = early
         self._handles: list[Any] = []
         self._members: list[frozenset[int]] = []
         self._missing: list[set[int]] = []
@@ -71,7 +72,7 @@ class Arrivals:
         if self.armed:
             return
         self.armed = True
-        self._early = self._seen_backward and not self._reentrant
+        self._early = self._allowed and self._seen_backward and not self._reentrant
         self._task = -1
         self._next = 0
         self._missing = [set(members) for members in self._members]

@@ -69,4 +69,5 @@ def as_flat(grad: Tensor | None, numel: int, dtype: torch.dtype, device: torch.d
         return torch.zeros(numel, dtype=dtype, device=device)
     if grad.layout != torch.strided:
         grad = grad.to_dense()
-    return grad.reshape(-1).to(dtype)
+    flat = grad.view(-1) if grad.is_contiguous() else grad.reshape(-1)
+    return flat if flat.dtype == dtype else flat.to(dtype)

@@ -72,7 +72,7 @@ class Coordinator:
         self._control = control
         self._fetcher = fetcher
         self._limits = limits
-        self._between = between_passes
+        self._between = between_passes  # whether parameters may stay whole from forward to backward
         self._log_traces = log_traces
         self._known: dict[tuple[object, ...], _Known] = {}
         self._uses: dict[int, Use] = {}
@@ -83,6 +83,7 @@ class Coordinator:
         self._inputs_done: set[int] = set()
         self._forwards: list[tuple[object, ...]] = []
         self._keep: dict[int, frozenset[int]] = {}
+        self._kept: frozenset[int] = frozenset()
         self.in_backward = False
         self.gathers = 0
         """Parameters gathered so far."""
@@ -132,7 +133,9 @@ class Coordinator:
         self._stack.append((use, shards))
 
     def leave(self, use: Use) -> None:
-        """A module has run."""
+        """A module has run, or failed."""
+        if not any(top is use for top, _ in self._stack):
+            return  # it failed before it began
         while self._stack:  # modules above it were left by an exception
             top, shards = self._stack.pop()
             for shard in shards:
@@ -182,7 +185,7 @@ class Coordinator:
         if self.in_backward:
             return
         self.in_backward = True
-        self._open(("backward", *self._forwards, False))
+        self._open(("backward", *self._forwards, tuple(sorted(self._kept)), False))
 
     def before_backward(self, use: Use) -> None:
         """The gradient of a module's output is known: its parameters are needed next."""
@@ -251,6 +254,7 @@ class Coordinator:
         mine = start_code((key, usable is not None))
         codes = self._control.exchange(mine, f"begin of a {key[0]} pass")
         if any(code == STEP for code in codes):
+            self._pass = None
             raise self._control.refuse(f"begins a {key[0]} pass{self._where()}")
         if any(code != mine for code in codes):
             self._pass.plan = None  # passes of different kinds meet: ask for everything
@@ -264,14 +268,17 @@ class Coordinator:
             self._play(now, len(now.plan.steps) if now.plan else 0)
         alone = not self._serve(now)
         known = self._known.setdefault(now.key, _Known())
+        whole, self._kept = self._kept, frozenset()
+        if now.plan is not None and alone:
+            self._kept = now.plan.kept
         if not planned:
-            known.plan = self._planned(now)
+            known.plan = self._planned(now, whole)
         elif not alone:
             known.plan = None
             known.misfits += 1
             self._explain(now)
         self._keep.clear()
-        self._settle()
+        self._let_go(self._shards.values(), self._kept)
 
     def _serve(self, now: _Pass) -> bool:
         """Take part in what other ranks still need; True if anybody needed anything."""
@@ -286,6 +293,7 @@ class Coordinator:
     def _answer(self, now: _Pass, codes: Sequence[int], mine: Use | None) -> None:
         """Gather what any rank asked for; keep only what this rank asked for."""
         if any(code < 0 for code in codes):
+            self._pass = None
             raise self._control.refuse(f"is in a {now.key[0]} pass{self._where()}")
         for number in sorted({code for code in codes if code > 0}):
             use = self._uses[number - 1]
@@ -372,18 +380,14 @@ class Coordinator:
             if shard.whole or shard.pending is not None:
                 shard.release()
 
-    def _settle(self) -> None:
-        """Between passes nothing stays whole, unless the user asked for it."""
-        if not self._between:
-            self._let_go(self._shards.values(), frozenset())
-
-    def _planned(self, now: _Pass) -> Plan:
+    def _planned(self, now: _Pass, whole: frozenset[int]) -> Plan:
         """A plan from what this pass used; without gathering ahead where ranks used different things."""
         served = tuple(now.served)
         agreed = self._agree(tuple(event.use for event in now.events if event.enter), served)
         numel = {number: shard.numel for number, shard in self._shards.items()}
         if agreed:
-            return plan(now.events, numel, self._limits)
+            returns = self._between and now.key[-1] is True
+            return plan(now.events, numel, self._limits, whole=whole, returns=returns)
         events = [
             Event(enter, use, tuple(s.number for s in self._uses[use].shards if not s.persistent))
             for use in served

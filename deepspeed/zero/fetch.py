@@ -14,7 +14,7 @@ from deepspeed.comm import Pending
 from deepspeed.comm.coalesced import all_gather_coalesced
 from deepspeed.zero.param import Shard
 
-__all__ = ["Fetcher", "gather", "release", "start"]
+__all__ = ["Fetcher", "finish", "gather", "release", "spread", "start"]
 
 # Below this size a collective costs more than the copy that lets several parameters share one.
 _PACKED_BYTES = 1 << 18
@@ -63,13 +63,30 @@ _DEFAULT = Fetcher()
 
 def start(shards: Sequence[Shard]) -> None:
     """Begin to make these whole."""
-    _DEFAULT.start(shards)
+    _DEFAULT.start([shard for shard in shards if not shard.alone])
+
+
+def finish(shards: Sequence[Shard]) -> None:
+    """Wait for what was started."""
+    _DEFAULT.finish(shards)
 
 
 def gather(shards: Sequence[Shard]) -> None:
     """Make these whole now."""
-    _DEFAULT.start(shards)
-    _DEFAULT.finish(shards)
+    start(shards)
+    finish(shards)
+
+
+@torch.no_grad()
+def spread(shards: Sequence[Shard], source: int = 0) -> None:
+    """Let every rank cut what one rank of the axis has as the whole parameters; all of them are whole."""
+    for shard in shards:
+        shard.reclaim()
+        if not shard.alone:
+            with comm.labelled(shard.name):
+                comm.broadcast(shard.flat, src=shard.axis.ranks[source], group=shard.axis.group)
+        shard.store()
+        shard.version = shard.param._version
 
 
 def release(shards: Sequence[Shard]) -> None:

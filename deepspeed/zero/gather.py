@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from types import TracebackType
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from deepspeed import comm
 from deepspeed.errors import LostEditError, UsageError
 from deepspeed.utils.logging import warn_once
 from deepspeed.zero import fetch
@@ -38,18 +37,23 @@ class GatheredParameters:
         self.params = [param for param in given if isinstance(param, nn.Parameter)]
         self.fwd_module = fwd_module
         self._shards: list[Shard] = []
-        self._versions: list[tuple[int, int]] = []
+        self._versions: list[int] = []
+        self._kept: dict[int, Tensor] = {}
+        """What parameters that stay whole held on entry, by id of the shard."""
 
     def __enter__(self) -> None:
         if not self.enabled:
             return
-        self._shards = [shard for shard in shards_of(self.params) if shard.numel]
+        # On one rank an engine keeps parameters whole for good: they are ordinary.
+        self._shards = [s for s in shards_of(self.params) if s.numel and not (s.alone and s.persistent)]
         missing = [shard for shard in self._shards if not shard.whole]
         fetch.gather(missing)
         for shard in self._shards:
             shard.holds += 1
             shard.users.add(id(self))
-        self._versions = [(shard.param._version, shard.param.data_ptr()) for shard in self._shards]
+        self._versions = [shard.param._version for shard in self._shards]
+        if self.src_rank is None:
+            self._kept = {id(shard): shard.full.clone() for shard in self._shards if shard.persistent}
         if self.fwd_module is not None:
             for shard in self._shards:
                 register_external_parameter(self.fwd_module, shard.param)
@@ -62,14 +66,14 @@ class GatheredParameters:
         for shard in self._shards:
             shard.holds -= 1
             shard.users.discard(id(self))
-        if error is None:
-            if self.src_rank is None:
+        try:
+            if error is None and self.src_rank is None:
                 self._refuse_edits()
-            else:
+            elif error is None and self.src_rank is not None:
                 self._spread(self.src_rank)
-        fetch.release(self._shards)
+        finally:
+            fetch.release(self._shards)
 
-    @torch.no_grad()
     def _spread(self, modifier: int) -> None:
         """Give what the modifier wrote to all ranks, and cut it again."""
         for shard in self._shards:
@@ -82,37 +86,33 @@ class GatheredParameters:
                     f"GatheredParameters: {shard.name} was moved to {shard.param.device}; change its values in place, "
                     f"on {shard.full.device}"
                 )
-            values = shard.param.detach()
-            if values.shape != shard.shape:
-                raise UsageError(
-                    f"GatheredParameters: {shard.name} came back with the shape {tuple(values.shape)} instead of "
-                    f"{tuple(shard.shape)}; replace the module's parameter to change its shape"
-                )
-            if values.data_ptr() != shard.full.data_ptr():
-                shard.full.copy_(values)
-                shard.param.data = shard.full
-            if shard.axis.size > 1:
-                with comm.labelled(shard.name):
-                    comm.broadcast(shard.flat, src=shard.axis.ranks[modifier], group=shard.axis.group)
-            shard.store()
-            shard.version = shard.param._version
+        fetch.spread(self._shards, modifier)
 
     def _refuse_edits(self) -> None:
         changed = [
-            shard.name
-            for shard, known in zip(self._shards, self._versions, strict=True)
-            if (shard.param._version, shard.param.data_ptr()) != known
+            shard for shard, known in zip(self._shards, self._versions, strict=True) if _is_changed(shard, known)
         ]
+        for shard in changed:
+            if shard.persistent:  # it would keep the edit, perhaps on this rank only
+                shard.full.copy_(self._kept[id(shard)])
+                shard.param.data = shard.full
+                shard.version = shard.param._version
+        self._kept.clear()
         if not changed:
             return
+        when = "when the context ends" if any(not shard.alone for shard in changed) else "on more than one rank"
         message = (
-            f"GatheredParameters: {changed[:3]} were changed without modifier_rank, so the change is lost when the "
-            "context ends. Pass modifier_rank=0 to keep what rank 0 wrote."
+            f"GatheredParameters: {[shard.name for shard in changed[:3]]} were changed without modifier_rank: the "
+            f"change is lost {when}. Pass modifier_rank=0 to keep what rank 0 wrote."
         )
-        strict = any(shard.strict for shard in self._shards)
-        if strict:
+        if any(shard.strict for shard in changed):
             raise LostEditError(message)
         warn_once(message)
-        for shard in self._shards:
-            if shard.persistent and shard.name in changed:
-                fetch.gather([shard])  # it stays whole, so that the edit would stay too, on this rank only
+
+
+def _is_changed(shard: Shard, version: int) -> bool:
+    """True if the values were written since `version`, and nobody else will keep them."""
+    if shard.holds:
+        return False  # whoever holds it judges
+    written = shard.param._version not in (version, shard.version)
+    return written or shard.param.data_ptr() != shard.full.data_ptr()

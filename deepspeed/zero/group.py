@@ -70,6 +70,10 @@ class ShardGroup:
         """Make the updated masters the parameters of every rank."""
         raise TypeError(f"{type(self).__name__} holds no parameters")
 
+    def publish_one(self, place: int) -> None:
+        """As `publish`, for the parameter at that place."""
+        raise TypeError(f"{type(self).__name__} holds no parameters")
+
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
         for piece in self.pieces:

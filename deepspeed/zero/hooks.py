@@ -52,11 +52,17 @@ class ModuleHooks:
 
     def look_again(self) -> None:
         """Hook modules that were added to the model since."""
-        if self.handles and any(id(module) not in self._known for module in self._root.modules()):
+        if not self.handles:
+            self.install()
+        elif any(id(module) not in self._known for module in self._root.modules()):
             for name, module, shards in self._units():
                 if id(module) not in self._known:
                     self._hook(name, module, shards)
             self._coordinator.invalidate()
+
+    def forget_plans(self) -> None:
+        """Let the next passes be traced anew."""
+        self._coordinator.invalidate()
 
     def remove(self) -> None:
         """Take every hook off; parameters that are whole stay so."""
@@ -103,11 +109,15 @@ class ModuleHooks:
         coordinator = self._coordinator
 
         def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not use.module:
+                return  # a copy of the module, which got the hook with everything else
             coordinator.enter(use)
             if torch.is_grad_enabled() and any(not shard.param.requires_grad for shard in use.shards):
                 self._watch_inputs(use, (args, kwargs))
 
         def post(module: nn.Module, args: Any, output: Any) -> None:
+            if module is not use.module:
+                return
             self._keep_returned(use, output)
             coordinator.leave(use)
             if torch.is_grad_enabled() and use.shards:

@@ -2,8 +2,8 @@
 
 [Note: a linear without a saved weight]
 torch's linear saves a view of the weight's memory for backward. If the weight is released by giving it other memory,
-that view keeps the old memory alive until backward, and hooks that offload activations would copy it. Here the graph holds
-the parameter object and reads its memory when backward comes, which is after it was gathered again.
+that view keeps the old memory alive until backward, and hooks that offload activations would copy it. Here the graph
+holds the parameter object and reads its memory when backward comes, which is after it was gathered again.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def _check_unchanged(ctx: Any) -> None:
     shape, version = ctx.weight.shape, ctx.weight._version
     if shape != ctx.shape:
         raise UsageError(
-            f"backward of a linear layer found its weight with shape {tuple(shape)}, forward used {tuple(ctx.shape)}: it "
-            "was released and not gathered again. Call the layer as a module, or name its user with "
+            f"backward of a linear layer found its weight with shape {tuple(shape)}, forward used {tuple(ctx.shape)}: "
+            "it was released and not gathered again. Call the layer as a module, or name its user with "
             "deepspeed.zero.register_external_parameter(module, weight)"
         )
     if version != ctx.version:

@@ -1,9 +1,12 @@
-"""`Shard`: what this rank holds of one stage-3 parameter, how it becomes whole, and what users see of it.
+"""`Shard`: what this rank holds of one stage-3 parameter, and how that becomes whole and is let go.
 
 [Note: one storage] A parameter alternates between an empty placeholder and one stable tensor whose storage is resized.
 What autograd saved of the whole parameter, views of it for instance, aliases that storage, so that a parameter that
 was released after forward and gathered again before backward needs no patched functions. Filling the storage goes
 through a tensor of its own, whose version counter no saved tensor knows.
+
+[Note: one rank] On an axis of one rank the chunk is the whole: both are the same memory, which is never freed.
+Gathering and letting go only change what the parameter shows.
 """
 
 from __future__ import annotations
@@ -16,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm import Pending
+from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 
-__all__ = ["Shard", "ZeroParamStatus", "ZeroParamType", "ZeroParameter", "shard_of", "shards_of"]
+__all__ = ["Shard", "ZeroParamStatus", "ZeroParamType", "shard_of", "shards_of"]
 
 _numbers = itertools.count()
 
@@ -43,8 +47,8 @@ class Shard:
     """This rank's chunk of one parameter: `[rank * chunk, (rank + 1) * chunk)` of its elements, padded with zeros."""
 
     __slots__ = (
-        "axis", "chunk", "data", "dtype", "edits", "flat", "full", "gradient", "holds", "name", "number", "numel",
-        "param", "pending", "persistent", "shape", "strict", "users", "version", "whole",
+        "alone", "axis", "chunk", "data", "dtype", "edits", "flat", "full", "gradient", "holds", "name", "number",
+        "numel", "param", "pending", "persistent", "shape", "strict", "users", "version", "whole",
     )  # fmt: skip
 
     made = 0
@@ -54,6 +58,8 @@ class Shard:
         """Cut a whole parameter; it stays whole until `release`."""
         self.param = param
         self.axis = axis
+        self.alone = axis.size == 1
+        """See [Note: one rank]."""
         self.name = name or f"parameter of shape {tuple(param.shape)}"
         self.number = next(_numbers)
         self.shape = param.shape
@@ -81,12 +87,42 @@ class Shard:
 
     @torch.no_grad()
     def _adopt(self, values: Tensor) -> None:
-        self.flat = torch.zeros(self.chunk * self.axis.size, dtype=self.dtype, device=values.device)
-        self.flat[: self.numel].copy_(values.reshape(-1))
+        if self.alone:
+            self.flat = self.data = values.reshape(-1)
+        else:
+            self.flat = torch.zeros(self.chunk * self.axis.size, dtype=self.dtype, device=values.device)
+            self.flat[: self.numel].copy_(values.reshape(-1))
+            start = self.axis.rank * self.chunk
+            self.data = self.flat[start : start + self.chunk].clone()
         self.full = self.flat[: self.numel].view(self.shape)
-        start = self.axis.rank * self.chunk
-        self.data = self.flat[start : start + self.chunk].clone()
         self.param.data = self.full
+
+    @torch.no_grad()
+    def copy(self, param: nn.Parameter) -> Shard:
+        """A shard of its own with the same values, for an empty parameter; whole if this one is."""
+        other = Shard(param, self.axis, self.name)
+        other.shape, other.numel, other.chunk = self.shape, self.numel, self.chunk
+        other.strict, other.persistent, other.whole = self.strict, self.persistent, False
+        if self.whole:
+            self.reclaim()
+        start = 0 if self.alone else self.axis.rank * self.chunk
+        other.data = (self.flat[start : start + self.chunk] if self.whole else self.data).clone()
+        other.refit(self.dtype)
+        if self.whole:
+            other.allocate()
+            other.flat.copy_(self.flat)
+            other.attach()
+        return other
+
+    def refit(self, dtype: torch.dtype) -> None:
+        """Fit the memory of the whole parameter, which it does not have now, to the chunk."""
+        self.dtype = dtype
+        size, device = self.chunk * self.axis.size, self.data.device
+        self.flat = self.data if self.alone else torch.empty(size, dtype=dtype, device=device)
+        self.full = self.flat[: self.numel].view(self.shape)
+        if not self.alone:
+            self.flat.untyped_storage().resize_(0)
+        self.param.data = torch.empty(0, dtype=dtype, device=device)
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -109,6 +145,8 @@ class Shard:
 
     def allocate(self) -> None:
         """Give the whole parameter its memory back; what is in it is undefined."""
+        if self.alone:
+            return
         size = self.flat.numel() * self.flat.element_size()
         if self.flat.untyped_storage().size() != size:
             self.flat.untyped_storage().resize_(size)
@@ -126,78 +164,40 @@ class Shard:
             self.pending.wait()
             self.pending = None
         self.param.data = torch.empty(0, dtype=self.dtype, device=self.data.device)
-        self.flat.untyped_storage().resize_(0)
+        if not self.alone:
+            self.flat.untyped_storage().resize_(0)
         self.whole = False
+
+    @torch.no_grad()
+    def reclaim(self) -> None:
+        """If somebody replaced the parameter's data instead of writing into it, write it."""
+        if self.param.shape != self.shape:
+            raise UsageError(
+                f"{self.name} came back with the shape {tuple(self.param.shape)} instead of {tuple(self.shape)}; "
+                "replace the module's parameter by a new one to change its shape"
+            )
+        if self.param.data_ptr() != self.full.data_ptr():
+            self.full.copy_(self.param.detach())
+            self.param.data = self.full
 
     @torch.no_grad()
     def store(self) -> None:
         """Take this rank's chunk from the whole parameter, which was changed."""
-        start = self.axis.rank * self.chunk
-        if self.param.data_ptr() != self.full.data_ptr():  # the data was replaced, not written
-            self.full.copy_(self.param.detach())
-            self.param.data = self.full
-        self.data.copy_(self.flat[start : start + self.chunk])
+        self.reclaim()
+        if not self.alone:
+            start = self.axis.rank * self.chunk
+            self.data.copy_(self.flat[start : start + self.chunk])
         self.edits += 1
 
     @torch.no_grad()
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Hold the parameter in another dtype or on another device; only while it is not whole."""
-        if (dtype, device) == (self.dtype, self.data.device):
-            return
-        self.dtype = dtype
-        self.data = self.data.to(device, dtype)
-        self.flat = torch.empty(self.chunk * self.axis.size, dtype=dtype, device=device)
-        self.full = self.flat[: self.numel].view(self.shape)
-        self.flat.untyped_storage().resize_(0)
-        self.param.data = torch.empty(0, dtype=dtype, device=device)
+        if (dtype, device) != (self.dtype, self.data.device):
+            self.data = self.data.to(device, dtype)
+            self.refit(dtype)
 
     def __repr__(self) -> str:
         return f"Shard({self.name!r}, {tuple(self.shape)}, {self.status.name.lower()}, {self.axis!r})"
-
-
-class ZeroParameter(nn.Parameter):
-    """A parameter of which this rank may hold a shard only; the same object as before, with another class.
-
-    Outside of its use it is empty (`numel() == 0`); `ds_shape` and `ds_numel` tell what it is as a whole.
-    """
-
-    _zero: Shard
-
-    ds_id = property(lambda self: self._zero.number, doc="A number of its own.")
-    ds_shape = property(lambda self: self._zero.shape, doc="The shape of the whole parameter.")
-    ds_numel = property(lambda self: self._zero.numel, doc="The elements of the whole parameter.")
-    ds_status = property(lambda self: self._zero.status, doc="Whether it can be used now.")
-    ds_persist = property(lambda self: self._zero.persistent, doc="True if it stays whole between uses.")
-    ds_tensor = property(lambda self: self._zero.data, doc="This rank's chunk, padded.")
-    ds_active_sub_modules = property(lambda self: self._zero.users, doc="The modules that use it now.")
-    ds_process_group = property(lambda self: self._zero.axis.group, doc="The ranks that hold it.")
-    ds_param_type = property(lambda self: ZeroParamType.PARTITIONED, doc="How it is held.")
-
-    def partition_numel(self) -> int:
-        """Elements of a rank's chunk, padding included."""
-        return self._zero.chunk
-
-    def padding_size(self) -> int:
-        """Elements of padding over all ranks."""
-        return self._zero.chunk * self._zero.axis.size - self._zero.numel
-
-    def ds_summary(self, *_: object, **__: object) -> dict[str, Any]:
-        """What is known about the parameter, for messages."""
-        shard = self._zero
-        return {
-            "id": shard.number,
-            "name": shard.name,
-            "status": shard.status.name,
-            "numel": self.numel(),
-            "ds_numel": shard.numel,
-            "shape": tuple(self.shape),
-            "ds_shape": tuple(shard.shape),
-            "requires_grad": self.requires_grad,
-            "grad_shape": None if self.grad is None else tuple(self.grad.shape),
-            "persist": shard.persistent,
-            "active_sub_modules": set(shard.users),
-            "ds_tensor.shape": tuple(shard.data.shape),
-        }
 
 
 def shard_of(param: Tensor) -> Shard | None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Piece"]
+__all__ = ["Piece", "hand_over"]
 
 
 class Piece:
@@ -56,3 +58,28 @@ class Piece:
             else value
             for key, value in optimizer.state[self.param].items()
         }
+
+
+@torch.no_grad()
+def hand_over(pieces: Sequence[Piece]) -> list[Tensor]:
+    """Make the summed gradients those of the masters, in their dtype; returns the memory that they fill.
+
+    Gradients that came in one bucket lie in one tensor, with nothing but zeros between them, and are cast as one.
+    """
+    lines: dict[tuple[int, torch.dtype], Tensor] = {}
+    for piece in pieces:
+        grad, piece.gradient = piece.gradient, None
+        if grad is None:
+            piece.master.grad = None
+            continue
+        storage, wanted = grad.untyped_storage(), piece.master.dtype
+        key = (storage.data_ptr(), wanted)
+        line = lines.get(key)
+        if line is None:
+            line = lines[key] = grad.new_empty(0).set_(storage).to(wanted)
+        if grad.dtype == wanted:
+            piece.master.grad = grad
+        else:
+            at = int(grad.storage_offset())
+            piece.master.grad = line[at : at + grad.numel()]
+    return list(lines.values())

@@ -41,7 +41,9 @@ def manner(schema: Schema, size: int) -> Manner:
         limit=int(limit) if zero.contiguous_gradients else 1,
         before=before,
         after=after,
-        overlap=zero.overlap_comm is not False,
+        # At stage 3 a rank that waits for gradients would not serve those that still need its parameters.
+        overlap=zero.overlap_comm is not False or zero.stage == 3,
+        deferred=zero.overlap_comm is False and zero.stage == 3,
         everywhere=not zero.reduce_scatter,
     )
 

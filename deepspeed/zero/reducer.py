@@ -36,6 +36,8 @@ class Manner:
     """and after it."""
     overlap: bool = True
     """Let backward go on while gradients travel."""
+    deferred: bool = False
+    """Send nothing before backward is over."""
     everywhere: bool = False
     """By all-reduce instead of to the owners only."""
 
@@ -55,7 +57,7 @@ class ShardReducer:
         self._groups = groups
         self._enter, self._leave = enter, leave
         self._manner = manner
-        self._arrivals = Arrivals(self._launch)
+        self._arrivals = Arrivals(self._launch, early=not manner.deferred)
         self._buckets: list[Bucket] = []
         self._flags: tuple[bool, ...] = ()
         self._had: set[int] = set()
@@ -84,6 +86,10 @@ class ShardReducer:
     def had_gradient(self, param: nn.Parameter) -> bool:
         """True if this rank sent a gradient of the parameter since the last `forget`."""
         return id(param) in self._had
+
+    def note_gradient(self, param: nn.Parameter) -> None:
+        """A gradient of the parameter was given by other means than a backward."""
+        self._had.add(id(param))
 
     def enter_backward(self) -> None:
         """A backward begins."""

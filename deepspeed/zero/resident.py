@@ -72,6 +72,8 @@ class ResidentGroup(ShardGroup):
         """Round the masters into this rank's block, and gather the blocks of all ranks."""
         if self._master is not self._shard:
             self._shard.copy_(self._master)
+        for piece in self.pieces:
+            piece.version = piece.param._version
         shard, group = self.layout.shard_numel, self.axis.group
         with comm.labelled(f"updated parameters {self.names[0]} … {self.names[-1]}"):
             if self.layout.padded <= self._gather_limit:
@@ -82,8 +84,18 @@ class ResidentGroup(ShardGroup):
                 size = min(step, shard - at)
                 parts = [self._whole.narrow(0, rank * shard + at, size) for rank in range(self.axis.size)]
                 comm.all_gather(parts, parts[self.axis.rank].clone(), group=group)
+
+    @torch.no_grad()
+    def publish_one(self, place: int) -> None:
+        """As `publish`, for the parameter at that place."""
+        start, numel = self.layout.starts[place], self.layout.numels[place]
+        values = torch.zeros(numel, dtype=self._whole.dtype, device=self._whole.device)
         for piece in self.pieces:
-            piece.version = piece.param._version
+            if piece.param is self.params[place]:
+                values[piece.interval[0] : piece.interval[1]].copy_(piece.master)
+        with comm.labelled(f"updated parameter {self.names[place]}"):
+            comm.all_reduce(values, group=self.axis.group)
+        self._whole[start : start + numel].copy_(values)
 
     def buckets(self, limit: int) -> list[Bucket]:
         """Runs of neighbours in the flat buffer."""

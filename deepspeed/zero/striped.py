@@ -33,7 +33,7 @@ class StripedGroup(ShardGroup):
         options: dict[str, Any],
         *,
         lane: Any,
-        arrived: Callable[[Shard], None],
+        arrived: Callable[[Shard], None] | None,
     ) -> None:
         """Gradients travel over the group `lane`; `arrived` is told of every gradient that is taken."""
         super().__init__(members, axis, dtypes, options)
@@ -71,6 +71,16 @@ class StripedGroup(ShardGroup):
         if lasting:
             fetch.gather(lasting)
 
+    @torch.no_grad()
+    def publish_one(self, place: int) -> None:
+        """As `publish`, for the parameter at that place; one that is whole now is gathered again."""
+        shard = self.shards[place]
+        piece = self._piece_of.get(id(shard))
+        if piece is not None and piece.separate:
+            piece.source.copy_(piece.master)
+        if shard.whole:
+            fetch.gather([shard])
+
     def whole_gradients(self) -> Iterator[Tensor]:
         """Gradients that were not reduced yet."""
         yield from super().whole_gradients()
@@ -78,9 +88,11 @@ class StripedGroup(ShardGroup):
             if shard.gradient is not None:
                 yield shard.gradient
 
-    def on_arrival(self, param: nn.Parameter) -> Callable[[], None]:
+    def on_arrival(self, param: nn.Parameter) -> Callable[[], None] | None:
         """Take the gradient from a parameter that will not stay whole."""
         shard = _need("", shard_of(param))
+        if shard.persistent and self._arrived is None:
+            return None
         return partial(_stash, shard, self._arrived)
 
     def forget(self) -> None:
@@ -126,10 +138,11 @@ def _need(name: str, shard: Shard | None) -> Shard:
     return shard
 
 
-def _stash(shard: Shard, arrived: Callable[[Shard], None]) -> None:
+def _stash(shard: Shard, arrived: Callable[[Shard], None] | None) -> None:
     if not shard.persistent:
         shard.gradient = _take(shard)
-    arrived(shard)
+    if arrived is not None:
+        arrived(shard)
 
 
 def _take(shard: Shard) -> Tensor | None:

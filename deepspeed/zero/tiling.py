@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
+from deepspeed.zero.gather import GatheredParameters
 
 __all__ = ["TiledLinear", "TiledLinearReturnBias", "split_tensor_along_last_dim"]
 
@@ -64,13 +65,15 @@ class TiledLinear(nn.Module):
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Module) -> None:
-        """Take over weight and bias of a linear layer of the same sizes."""
-        weight, bias = self._given(other)
-        for row, (top, bottom) in zip(self._rows(), _spans(self.out_parts), strict=True):
-            for tile, (left, right) in zip(row, _spans(self.in_parts), strict=True):
-                _copy(tile.weight, weight[top:bottom, left:right])
-            if bias is not None:
-                _copy(row[-1].bias, bias[top:bottom])
+        """Take over weight and bias of a linear layer of the same sizes; of rank 0 where the tiles are sharded."""
+        with GatheredParameters(other.parameters()):
+            weight, bias = self._given(other)
+            for row, (top, bottom) in zip(self._rows(), _spans(self.out_parts), strict=True):
+                for tile, (left, right) in zip(row, _spans(self.in_parts), strict=True):
+                    with GatheredParameters(tile.parameters(), modifier_rank=0):
+                        tile.weight.copy_(weight[top:bottom, left:right])
+                        if bias is not None and tile is row[-1]:
+                            tile.bias.copy_(bias[top:bottom])
 
     def extra_repr(self) -> str:
         """The sizes and the splits."""
@@ -117,10 +120,7 @@ class TiledLinear(nn.Module):
         bias = getattr(other, "bias", None)
         found, wanted = tuple(other.weight.shape), (self.out_features, self.in_features)
         if found != wanted:
-            raise UsageError(
-                f"copy_params_from: the weight has shape {found}, expected {wanted}; under stage 3 gather it around "
-                "the call: with deepspeed.zero.GatheredParameters(list(linear.parameters()))"
-            )
+            raise UsageError(f"copy_params_from: the weight has shape {found}, expected {wanted}")
         if self.use_bias != (bias is not None):
             raise UsageError(
                 f"copy_params_from: the layer has {'a' if bias is not None else 'no'} bias and TiledLinear was built "
@@ -178,13 +178,3 @@ def _spans(bounds: Sequence[int]) -> list[tuple[int, int]]:
 
 def _sizes(bounds: Sequence[int]) -> list[int]:
     return [stop - start for start, stop in _spans(bounds)]
-
-
-def _copy(param: Tensor, values: Tensor) -> None:
-    if param.shape != values.shape:
-        raise UsageError(
-            f"copy_params_from: a tile of shape {tuple(param.shape)} is to take values of shape {tuple(values.shape)}; "
-            "under stage 3 gather the tiles around the call: with deepspeed.zero.GatheredParameters("
-            "list(tiled.parameters()), modifier_rank=0)"
-        )
-    param.copy_(values)

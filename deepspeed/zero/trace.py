@@ -54,6 +54,8 @@ class Plan:
     steps: tuple[Step, ...]
     peak: int
     """Elements that are whole at most."""
+    kept: frozenset[int] = frozenset()
+    """Whole when the pass ends, for the pass that follows."""
 
 
 @dataclass
@@ -73,10 +75,23 @@ class _Simulation:
         self.peak = max(self.peak, self.size(self.whole))
 
 
-def plan(events: Sequence[Event], numel: Mapping[int, int], limits: Limits) -> Plan:
-    """When to gather what, so that as much as allowed is ahead of its use and no more than allowed is whole."""
-    uses = _Uses(events, numel)
-    simulation = _Simulation(numel)
+def plan(
+    events: Sequence[Event],
+    numel: Mapping[int, int],
+    limits: Limits,
+    *,
+    whole: frozenset[int] = frozenset(),
+    returns: bool = False,
+) -> Plan:
+    """When to gather what, so that as much as allowed is ahead of its use and no more than allowed is whole.
+
+    `whole` are the parameters that are whole when the pass begins. If it `returns`, a backward follows that uses the
+    same in reverse, for which parameters are kept too.
+    """
+    following = [Event(enter, e.use, e.shards) for e in reversed(events) if e.enter for enter in (True, False)]
+    passed = [*events, *(following if returns else ())]
+    uses = _Uses(passed, numel)
+    simulation = _Simulation(numel, whole=set(whole))
     steps: list[Step] = []
     open_at: dict[int, list[int]] = {}
     keeps: dict[int, frozenset[int]] = {}
@@ -87,7 +102,7 @@ def plan(events: Sequence[Event], numel: Mapping[int, int], limits: Limits) -> P
         elif open_at.get(event.use):
             keeps[open_at[event.use].pop()] = _leave(place, event, simulation, limits, uses)
     finished = (Step(s.use, s.drop, s.start, keeps.get(i, frozenset())) for i, s in enumerate(steps))
-    return Plan(tuple(finished), simulation.peak)
+    return Plan(tuple(finished), simulation.peak, frozenset(simulation.whole) if returns else frozenset())
 
 
 class _Uses:

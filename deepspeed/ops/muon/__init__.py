@@ -12,6 +12,7 @@ from deepspeed.ops.muon.newton_schulz import (
     zeropower_via_newtonschulz5,
 )
 from deepspeed.ops.muon.update import adam_update, muon_update
+from deepspeed.ops.muon.whole import Whole
 
 __all__ = [
     "NS_METHODS",
@@ -19,6 +20,7 @@ __all__ = [
     "MuonWithAuxAdam",
     "SingleDeviceMuon",
     "SingleDeviceMuonWithAuxAdam",
+    "Whole",
     "adam_update",
     "muon_update",
     "ns_compute_dtype",

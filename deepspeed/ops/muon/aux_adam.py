@@ -11,6 +11,7 @@ from torch import Tensor
 from deepspeed.ops.adam.rule import AdamRule, adam_
 from deepspeed.ops.muon.muon import update_matrices
 from deepspeed.ops.muon.newton_schulz import check_ns_method
+from deepspeed.ops.muon.whole import Whole
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, evaluate, refuse
 from deepspeed.utils.logging import logger
 
@@ -31,6 +32,9 @@ class MuonWithAuxAdam(BatchOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", *_ADAM_MOMENTS)
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "_adam")
+
+    whole: Whole | None = None
+    """Set where the parameters of the Muon half are fragments of matrices."""
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class MuonWithAuxAdam(BatchOptimizer):
 
     def _update_group(self, group: Group) -> None:
         if group["use_muon"]:
-            update_matrices(group, self.state)
+            update_matrices(group, self.state, self.whole)
             return
         for batch in self._batches(group, _ADAM_MOMENTS):
             self._apply(group, batch)

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.muon.newton_schulz import check_ns_method
-from deepspeed.ops.muon.update import MuonRule, muon_updates
+from deepspeed.ops.muon.update import MuonRule, heads_of, muon_updates
+from deepspeed.ops.muon.whole import Whole, fragment_updates
 from deepspeed.ops.optimizer import BatchOptimizer, Closure, Group, check_hyperparameters
 
 __all__ = ["Muon", "SingleDeviceMuon", "update_matrices"]
@@ -18,6 +19,9 @@ class SingleDeviceMuon(BatchOptimizer):
     """Momentum whose matrices are made orthogonal, with decoupled weight decay."""
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+
+    whole: Whole | None = None
+    """Set where the parameters are fragments of matrices."""
 
     def __init__(
         self,
@@ -37,27 +41,32 @@ class SingleDeviceMuon(BatchOptimizer):
         return self._step(closure)
 
     def _update_group(self, group: Group) -> None:
-        update_matrices(group, self.state)
+        update_matrices(group, self.state, self.whole)
 
 
 class Muon(SingleDeviceMuon):
     """The same on many ranks: each computes every update from the reduced gradients, so no process group is needed."""
 
 
-def update_matrices(group: Group, states: Any) -> None:
+def update_matrices(group: Group, states: Any, whole: Whole | None = None) -> None:
     """Muon's step of one parameter group; the state of a parameter is its `momentum_buffer`.
 
-    Attention projections are cut into heads where the group has `num_heads`, or the parameter `muon_num_heads`.
+    Attention projections are cut into heads where the group has `num_heads`, or the parameter `muon_num_heads`. With
+    `whole` the parameters are fragments, and all ranks take part.
     """
     params = [param for param in group["params"] if param.grad is not None and param.numel()]
     for param in params:
         if "momentum_buffer" not in states[param]:
             states[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
     momenta = [states[param]["momentum_buffer"] for param in params]
-    heads = [group.get("num_heads") or getattr(param, "muon_num_heads", None) for param in params]
     rule = MuonRule(beta=group["momentum"], ns_method=group["ns_method"])
     lr = float(group["lr"])
-    for place, update in muon_updates([param.grad for param in params], momenta, heads, rule):
+    if whole is None:
+        heads = [heads_of(group, param) for param in params]
+        updates = muon_updates([param.grad for param in params], momenta, heads, rule)
+    else:
+        updates = fragment_updates(whole, group, params, momenta, rule)
+    for place, update in updates:
         _apply(params[place], update, lr, 1 - lr * group["weight_decay"])
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,16 @@ from torch import Tensor
 from deepspeed.ops.muon.newton_schulz import orthogonalize
 from deepspeed.ops.optimizer import wide
 
-__all__ = ["MuonRule", "adam_update", "muon_update", "muon_updates"]
+__all__ = [
+    "MuonRule",
+    "adam_update",
+    "alike",
+    "check_matrix",
+    "heads_of",
+    "muon_update",
+    "muon_updates",
+    "orthogonal",
+]
 
 # Elements that one batched product takes.
 _STACKED_ELEMENTS = 2**25
@@ -51,17 +61,25 @@ def muon_updates(
     grads: Sequence[Tensor], momenta: Sequence[Tensor], heads: Sequence[int | None], rule: MuonRule
 ) -> Iterator[tuple[int, Tensor]]:
     """(place, update) of every gradient, in any order; alike ones go through the iteration together."""
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for place, (grad, momentum) in enumerate(zip(grads, momenta, strict=True)):
-        key = (grad.shape, grad.dtype, grad.device, momentum.dtype, heads[place])
-        alike.setdefault(key, []).append(place)
-    for places in alike.values():
-        first = grads[places[0]]
+    keys = [
+        (grad.shape, grad.dtype, grad.device, momentum.dtype, heads[place])
+        for place, (grad, momentum) in enumerate(zip(grads, momenta, strict=True))
+    ]
+    for chosen in alike(keys, grads):
+        yield from zip(chosen, _stacked(grads, momenta, chosen, rule, heads[chosen[0]]), strict=True)
+
+
+def alike(keys: Sequence[Hashable], tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """The places of tensors with equal keys, as many together as one batch takes."""
+    found: dict[Hashable, list[int]] = {}
+    for place, key in enumerate(keys):
+        found.setdefault(key, []).append(place)
+    for places in found.values():
+        first = tensors[places[0]]
         # A processor gains nothing from a batch, and a batch is a copy.
         together = 1 if first.device.type == "cpu" else max(1, _STACKED_ELEMENTS // max(1, first.numel()))
         for start in range(0, len(places), together):
-            chosen = places[start : start + together]
-            yield from zip(chosen, _stacked(grads, momenta, chosen, rule, heads[chosen[0]]), strict=True)
+            yield places[start : start + together]
 
 
 def _stacked(
@@ -87,32 +105,52 @@ def _update(
     m = torch.where(finite, m.lerp(g, 1 - rule.beta), m)
     momentum.copy_(m)
     direction = g.lerp(m, rule.beta) if rule.nesterov else m
+    update = orthogonal(direction, rule, is_expert_group=is_expert_group, num_heads=num_heads)
+    return torch.where(finite, update, g).to(grad.dtype)
+
+
+def orthogonal(
+    direction: Tensor, rule: MuonRule, *, is_expert_group: bool = False, num_heads: int | None = None
+) -> Tensor:
+    """The directions of equal parameters, stacked along the first dim, made orthogonal and scaled."""
     matrices = _as_matrices(direction, is_expert_group=is_expert_group, num_heads=num_heads)
     scale = max(1.0, matrices.size(-2) / max(1, matrices.size(-1))) ** 0.5
-    update = (orthogonalize(matrices, rule.ns_steps, rule.ns_method) * scale).view(grad.shape)
-    return torch.where(finite, update, g).to(grad.dtype)
+    # Tall heads come back transposed, which no view could join.
+    update: Tensor = (orthogonalize(matrices, rule.ns_steps, rule.ns_method) * scale).reshape(direction.shape)
+    return update
 
 
 def _as_matrices(stacked: Tensor, *, is_expert_group: bool, num_heads: int | None) -> Tensor:
     """[count, *parameter] as [..., rows, columns]."""
-    shape = tuple(stacked.shape[1:])
-    if len(shape) < 2 + is_expert_group:
-        kind = "expert parameters of 3 dims (experts first)" if is_expert_group else "parameters of 2 dims"
-        raise ValueError(f"Muon updates {kind} or more, found shape {shape}; give it to the Adam half")
+    check_matrix(stacked.shape[1:], is_expert_group=is_expert_group, num_heads=num_heads)
     if is_expert_group:
         matrices = stacked.flatten(3)
-    elif len(shape) > 3:
+    elif stacked.ndim > 4:
         matrices = stacked.flatten(2)
     else:
         matrices = stacked
     if num_heads is None:
         return matrices
     rows = matrices.size(-2)
-    if num_heads < 1 or rows % num_heads:
-        raise ValueError(
-            f"per-head Muon: {rows} rows of a parameter of shape {shape} do not split into {num_heads} heads"
-        )
     return matrices.reshape(*matrices.shape[:-2], num_heads, rows // num_heads, matrices.size(-1))
+
+
+def check_matrix(shape: Sequence[int], *, is_expert_group: bool = False, num_heads: int | None = None) -> None:
+    """Refuse a parameter that is no matrix, or does not split into its heads."""
+    if len(shape) < 2 + is_expert_group:
+        kind = "expert parameters of 3 dims (experts first)" if is_expert_group else "parameters of 2 dims"
+        raise ValueError(f"Muon updates {kind} or more, found shape {tuple(shape)}; give it to the Adam half")
+    rows = shape[1] if is_expert_group or len(shape) == 3 else shape[0]
+    if num_heads is not None and (num_heads < 1 or rows % num_heads):
+        raise ValueError(
+            f"per-head Muon: {rows} rows of a parameter of shape {tuple(shape)} do not split into {num_heads} heads"
+        )
+
+
+def heads_of(group: Mapping[str, Any], param: Tensor) -> int | None:
+    """How many heads the rows of a parameter are cut into."""
+    heads: int | None = group.get("num_heads") or getattr(param, "muon_num_heads", None)
+    return heads
 
 
 def adam_update(grad: Tensor, buf1: Tensor, buf2: Tensor, step: int, betas: tuple[float, float], eps: float) -> Tensor:

@@ -69,7 +69,9 @@ def test_stages_agree(precision, accumulation, clip):
     data = batches(3 * accumulation, 12)
     expected = [loop.step(data[step * accumulation : (step + 1) * accumulation]) for step in range(3)]
     for stage in (0, 1, 2, 3):
-        losses, norms, params, engine = base if stage == 0 else train(stage, precision, accumulation=accumulation, clip=clip)
+        losses, norms, params, engine = (
+            base if stage == 0 else train(stage, precision, accumulation=accumulation, clip=clip)
+        )
         # Summing over micro steps and then over ranks rounds otherwise than the other way round.
         exact = world <= 2 and (accumulation == 1 or stage < 2)
         rough = 1e-6 if precision == "fp32" else 2e-2

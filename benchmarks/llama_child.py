@@ -1,0 +1,303 @@
+"""One process of gpu_llama.py: makes a contender, trains the Llama with it, and prints its numbers on a marked line.
+
+It takes one argument, a JSON object with the fields of `Task`. Every contender starts from the same weights and sees
+the same batches.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import importlib
+import itertools
+import json
+import os
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["MARK", "SHAPES", "Task", "measure"]
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = "gpu-llama-result "
+COMPARED = 5  # losses of the first steps
+HOST_STEPS = 5
+CLIPPING = 1.0
+OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+# hidden, layers, feed-forward, heads, key-value heads, vocabulary, sequence, micro batch
+SHAPES = {
+    "1b": (2048, 16, 8192, 32, 8, 32000, 4096, 4),
+    "two-ranks": (512, 8, 1536, 8, 4, 8192, 256, 2),
+    "tiny": (64, 2, 128, 4, 2, 256, 32, 2),
+}
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to measure. `contender` is plain, fsdp2, or ours or deepspeed with a stage after a colon."""
+
+    contender: str
+    shape: str = "1b"
+    device: str = "cuda"
+    steps: int = 15
+    warm_up: int = 6
+    threshold: int | None = None  # stage3_param_persistence_threshold
+    deepspeed_path: str = ""
+    profile: bool = False
+
+    @property
+    def kind(self) -> str:
+        return self.contender.partition(":")[0]
+
+    @property
+    def stage(self) -> int:
+        return int(self.contender.partition(":")[2] or 0)
+
+
+# ---- the contenders: each makes a function that takes one step on a batch and returns the loss
+
+
+def make_model(shape: str, device: str) -> Any:
+    """The same weights for everybody: made in fp32 from the seed, rounded to bf16."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    hidden, layers, inner, heads, kv_heads, vocabulary, length, _ = SHAPES[shape]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        max_position_embeddings=length,
+        use_cache=False,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16).train()
+
+
+def make_batches(shape: str, device: str, rank: int = 0, count: int = 4) -> list[Any]:
+    """Random tokens; few enough batches that the loss falls."""
+    import torch
+
+    *_, vocabulary, length, micro_batch = SHAPES[shape]
+    generator = torch.Generator().manual_seed(1 + rank)
+    return [torch.randint(vocabulary, (micro_batch, length), generator=generator).to(device) for _ in range(count)]
+
+
+def plain(model: Any, _task: Task) -> Callable[[Any], Any]:
+    """A loop by hand: fp32 masters, one pass per list of tensors, no synchronisation with the device."""
+    import torch
+
+    params = list(model.parameters())
+    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
+    optimizer = torch.optim.AdamW(masters, fused=True, **OPTIMIZER)
+
+    def step(tokens: Any) -> Any:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        for param, master in zip(params, masters, strict=True):
+            master.grad, param.grad = param.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, CLIPPING, foreach=True)
+        optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def fsdp2(model: Any, task: Task) -> Callable[[Any], Any]:
+    """torch's fully_shard of every layer and the root, computing in bf16 from fp32 shards."""
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    join(task.device)
+    model.float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
+
+    def step(tokens: Any) -> Any:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def engine(model: Any, task: Task) -> Callable[[Any], Any]:
+    """This library or real DeepSpeed, whichever `import deepspeed` finds."""
+    join(task.device)
+    deepspeed: Any = importlib.import_module("deepspeed")
+    zero: dict[str, Any] = {"stage": task.stage}
+    if task.threshold is not None and zero["stage"] == 3:
+        zero["stage3_param_persistence_threshold"] = task.threshold
+    config = {
+        "train_micro_batch_size_per_gpu": SHAPES[task.shape][-1],
+        "bf16": {"enabled": True},
+        "gradient_clipping": CLIPPING,
+        "optimizer": {"type": "AdamW", "params": {**OPTIMIZER, "betas": list(OPTIMIZER["betas"])}},
+        "zero_optimization": zero,
+        "steps_per_print": 10**9,
+    }
+    made, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+
+    def step(tokens: Any) -> Any:
+        loss = made(input_ids=tokens, labels=tokens).loss
+        made.backward(loss)
+        made.step()
+        return loss.detach()
+
+    return step
+
+
+def join(device: str) -> None:
+    """The process group of RANK and WORLD_SIZE: NCCL for a rank alone on its device, otherwise gloo."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        alone = device == "cuda" and os.environ["WORLD_SIZE"] == "1"
+        dist.init_process_group("nccl" if alone else "gloo")
+
+
+MAKERS = {"plain": plain, "fsdp2": fsdp2, "ours": engine, "deepspeed": engine}
+
+# ---- measuring
+
+
+def measure(task: Task) -> dict[str, Any]:
+    """The numbers of one contender, or its profile on the standard output."""
+    import torch
+
+    if task.device == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    else:
+        torch.cuda.set_device(0)
+    sync = torch.cuda.synchronize if task.device == "cuda" else _nothing
+    model = make_model(task.shape, task.device)
+    batches = make_batches(task.shape, task.device, int(os.environ["RANK"]))
+    sync()
+    if task.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    step = MAKERS[task.kind](model, task)
+    sync()
+    made_s = time.perf_counter() - began
+    losses = [step(batches[0])]
+    sync()
+    first_s = time.perf_counter() - began
+    losses += [step(batches[number % len(batches)]) for number in range(1, max(task.warm_up, COMPARED))]
+    sync()
+    if task.profile:
+        profile(step, batches, sync)
+        return {}
+    steady = timed(step, batches, task.steps, task.device)
+    return {
+        "losses": [float(loss) for loss in losses[:COMPARED]],
+        "tokens": batches[0].numel(),
+        "step_s": statistics.median(steady),
+        "steps_s": steady,
+        "make_s": made_s,
+        "first_start_s": first_s - statistics.median(steady),
+        "host_ms": 1e3 * host_time(step, batches, sync),
+        **memory(task.device),
+    }
+
+
+def _nothing() -> None:
+    """A CPU has nothing to wait for."""
+
+
+def timed(step: Any, batches: list[Any], count: int, device: str) -> list[float]:
+    """Seconds of each step by events on the device, nothing waiting in between; on a CPU by the clock."""
+    import torch
+
+    if device == "cpu":
+        marks = [time.perf_counter()]
+        for number in range(count):
+            step(batches[number % len(batches)])
+            marks.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(marks)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+    events[0].record()
+    for number in range(count):
+        step(batches[number % len(batches)])
+        events[number + 1].record()
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) / 1e3 for before, after in itertools.pairwise(events)]
+
+
+def host_time(step: Any, batches: list[Any], sync: Callable[[], None]) -> float:
+    """Seconds until a step returns, begun with an idle device.
+
+    An upper bound of what Python and launches cost: the host also waits here where the device's queue is full, or
+    where the step reads a value from the device.
+    """
+    times = []
+    for number in range(HOST_STEPS):
+        sync()
+        began = time.perf_counter()
+        step(batches[number % len(batches)])
+        times.append(time.perf_counter() - began)
+    sync()
+    return statistics.median(times)
+
+
+def memory(device: str) -> dict[str, float]:
+    """Peaks since just before the contender was made, and what the allocator did."""
+    import torch
+
+    if device == "cpu":
+        return {"allocated_gib": 0.0, "reserved_gib": 0.0, "alloc_retries": 0, "device_allocs": 0}
+    stats = torch.cuda.memory_stats()
+    return {
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "alloc_retries": stats["num_alloc_retries"],
+        "device_allocs": stats.get("num_device_alloc", 0),
+    }
+
+
+def profile(step: Any, batches: list[Any], sync: Callable[[], None]) -> None:
+    """The functions of the host that five steps spend most time in; the device is idle when each begins."""
+    profiler = cProfile.Profile()
+    for number in range(HOST_STEPS):
+        sync()
+        profiler.enable()
+        step(batches[number % len(batches)])
+        profiler.disable()
+    shown = pstats.Stats(profiler)
+    shown.sort_stats("tottime").print_stats(30)
+    shown.sort_stats("cumulative").print_stats(40)
+
+
+def main(text: str) -> None:
+    """Measure and print."""
+    task = Task(**json.loads(text))
+    if task.kind in ("ours", "deepspeed"):
+        # both are called `deepspeed`: whose it is depends on the path alone
+        sys.path.insert(0, str(ROOT) if task.kind == "ours" else task.deepspeed_path)
+    result = measure(task)
+    print(f"\n{MARK}{json.dumps(result)}", flush=True)
+    # not through destructors: a communicator of the CUDA device may wait there for ranks that are gone
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

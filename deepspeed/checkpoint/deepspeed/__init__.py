@@ -1,0 +1,1 @@
+"""DeepSpeed's checkpoint files in both directions: their names, their layouts, and nothing that needs its classes."""

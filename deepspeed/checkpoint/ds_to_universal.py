@@ -1,0 +1,37 @@
+"""`python -m deepspeed.checkpoint.ds_to_universal`: make a universal checkpoint of a tag's directory."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from deepspeed.checkpoint.progress import bar
+from deepspeed.checkpoint.universal.convert import convert
+
+__all__ = ["main", "parse_arguments"]
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Make a universal checkpoint.")
+    parser.add_argument("--input_folder", required=True, help="folder of the tag")
+    parser.add_argument("--output_folder", required=True, help="folder of the universal checkpoint")
+    parser.add_argument("--num_extract_workers", type=int, default=4, help="parameters that are converted at a time")
+    parser.add_argument("--num_merge_workers", type=int, default=2, help="as --num_extract_workers; the larger counts")
+    parser.add_argument("--keep_temp_folder", action="store_true", help="accepted; no temporary files are made")
+    parser.add_argument(
+        "--no_strict", dest="strict", action="store_false", help="allow model-parallel ranks without merge rules"
+    )
+    parser.add_argument("--inject_missing_state", action="store_true", help="accepted; what is missing is always added")
+    return parser.parse_args(arguments)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Convert as the arguments say."""
+    workers = max(args.num_extract_workers, args.num_merge_workers)
+    with bar("parameters") as progress:
+        convert(args.input_folder, args.output_folder, workers=workers, strict=args.strict, progress=progress)
+
+
+if __name__ == "__main__":
+    main(parse_arguments())

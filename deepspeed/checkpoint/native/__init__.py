@@ -1,0 +1,1 @@
+"""The topology-free format: every rank's fragments as safetensors, and a JSON index of the logical tensors."""

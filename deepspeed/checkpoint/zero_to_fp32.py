@@ -1,0 +1,398 @@
+#!/usr/bin/env python
+"""Makes one ordinary state dict of a ZeRO checkpoint; needs torch only, so that it can lie beside the checkpoint.
+
+    python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--safe_serialization] [--max_shard_size 5GB] [--tag TAG]
+
+Works at every stage, keeps frozen and tied parameters, and holds one tensor in memory at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import math
+import pickle
+import re
+import sys
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "DTYPES", "Checkpoint", "Lazy", "Plan", "find_tag", "main", "natural", "parse_size", "plan_shards",
+    "read_checkpoint", "write_shards",
+]  # fmt: skip
+
+DTYPES = {
+    "fp32": torch.float32, "float32": torch.float32, "fp16": torch.float16, "float16": torch.float16,
+    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
+}  # fmt: skip
+_SAFE_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_REOPEN = 256 * 2**20
+_Part = tuple[Path, tuple[Any, ...], int, int]  # file, entry, from, to
+
+
+class _Value(int):
+    """Takes the place of DeepSpeed's classes in its files, whose content is not needed here."""
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _load(path: Path) -> dict[str, Any]:
+    """Read a file through a memory map, admitting no class but stand-ins for DeepSpeed's own."""
+    names = ("runtime.fp16.loss_scaler.LossScaler", "runtime.fp16.loss_scaler.DynamicLossScaler")
+    more = ("runtime.zero.config.ZeroStageEnum", "utils.tensor_fragment.fragment_address")
+    stand_ins: list[Any] = [(type(name, (_Value,), {}), f"deepspeed.{name}") for name in (*names, *more)]
+    with path.open("rb") as file:
+        zipped = file.read(2) == b"PK"
+    with torch.serialization.safe_globals(stand_ins):
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {type(found).__name__}, expected a dict: it is no file of DeepSpeed")
+    return found
+
+
+class _Reader:
+    """Opens files, and again after some reading: the pages of a memory map stay with the process until it is closed."""
+
+    def __init__(self) -> None:
+        self._open: dict[Path, dict[str, Any]] = {}
+        self._read = 0
+
+    def copy(self, part: _Part, out: Tensor) -> None:
+        path, keys, start, stop = part
+        if path not in self._open:
+            self._open[path] = _load(path)
+        value: Any = self._open[path]
+        for key in keys:
+            value = value[key]
+        if value.numel() < stop:
+            raise ValueError(f"{path}: {'/'.join(map(str, keys))} has {value.numel()} elements, expected {stop}")
+        out.copy_(value.reshape(-1)[start:stop])
+        self._read += out.nbytes
+        if self._read > _REOPEN:
+            self._open, self._read = {}, 0
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor that is still in files: which part of which entry of which file, in order."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    parts: tuple[_Part, ...]
+    reader: _Reader = field(repr=False, compare=False)
+
+    def contiguous(self) -> Tensor:
+        """The tensor."""
+        whole, end = torch.empty(self.shape.numel(), dtype=self.dtype), 0
+        for part in self.parts:
+            begin, end = end, end + part[3] - part[2]
+            self.reader.copy(part, whole[begin:end])
+        return whole.view(self.shape)
+
+
+@dataclass
+class Checkpoint:
+    """Every tensor by name, and which names are the same tensor as another."""
+
+    tensors: dict[str, Lazy] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
+    stage: int = 0
+    world: int = 1
+
+
+def natural(path: Path) -> list[Any]:
+    """Sorts rank 10 after rank 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path.name)]
+
+
+def find_tag(directory: Path, tag: str | None) -> Path:
+    """The folder that holds the files."""
+    if tag is None:
+        latest = directory / "latest"
+        if latest.is_file():
+            tag = latest.read_text(encoding="utf-8").strip()
+        elif any(directory.glob("*_model_states.pt")):
+            return directory
+        else:
+            raise ValueError(f"{latest} does not exist and no tag was given")
+    if not (directory / tag).is_dir():
+        raise FileNotFoundError(f"{directory / tag} does not exist")
+    return directory / tag
+
+
+def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint:
+    """Find where every tensor of the model is; nothing is read but the files' indices."""
+    models = sorted(folder.glob("*mp_rank_*_model_states.pt"), key=natural)
+    optimizers = sorted((*folder.glob("*_optim_states.pt"), *folder.glob("*[0-9]optim_states.pt")), key=natural)
+    if not models or any(re.search(r"layer_|expert_", path.name) for path in (*models, *folder.glob("layer_*"))):
+        raise ValueError(f"{folder} has no '*mp_rank_*_model_states.pt', or is of a pipeline or of experts")
+    model, reader = _load(models[0]), _Reader()
+    found = Checkpoint(aliases=dict(model.get("shared_params") or (model.get("ds_extra") or {}).get("aliases") or {}))
+    buffers, module = set(model.get("buffer_names") or ()), model["module"]
+    groups = [dict(group) for group in model.get("param_shapes") or ()] if optimizers else []
+    trained = {name for group in groups for name in group}
+    frozen_shapes = model.get("frozen_param_shapes") or {}
+    for name, tensor in module.items():
+        whole = name in buffers or not models[0].name.startswith("zero_pp_rank")
+        if name in trained or name in found.aliases or not whole:
+            continue
+        if exclude_frozen and groups and name not in buffers:
+            continue
+        dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+        found.tensors[name] = Lazy(tensor.shape, dtype, ((models[0], ("module", name), 0, tensor.numel()),), reader)
+    if len(models) != (model.get("dp_world_size") if models[0].name.startswith("zero_pp_rank") else 1):
+        raise ValueError(f"{folder} has {len(models)} model files, {models[0].name} names other ranks: it is not whole")
+    if models[0].name.startswith("zero_pp_rank") and not exclude_frozen:
+        for name, shape in frozen_shapes.items():
+            parts = _striped(models, ("frozen_param_fragments", name), 0, math.prod(shape))
+            found.tensors[name] = Lazy(torch.Size(shape), torch.float32, parts, reader)
+    if groups:
+        _add_trained(found, groups, optimizers, reader)
+    elif not optimizers:
+        _untie(found, module)
+    order = {name: place for place, name in enumerate(module)}
+    found.tensors = dict(sorted(found.tensors.items(), key=lambda item: order.get(item[0], len(order))))
+    return found
+
+
+def _untie(found: Checkpoint, module: Mapping[str, Tensor]) -> None:
+    """Stage 0 records no tied names: they are those that share memory in the file."""
+    owners: dict[tuple[int, Any], str] = {}
+    for name in list(found.tensors):
+        owner = owners.setdefault((module[name].data_ptr(), module[name].shape), name)
+        if owner != name and module[name].numel():
+            found.aliases[name] = owner
+            del found.tensors[name]
+
+
+def _striped(files: Sequence[Path], keys: tuple[Any, ...], offset: int, numel: int) -> tuple[_Part, ...]:
+    """Stage 3: every rank has its own part of ceil(numel / ranks) elements."""
+    chunk = -(-numel // len(files))
+    held = [min(chunk, max(numel - rank * chunk, 0)) for rank in range(len(files))]
+    return tuple((path, keys, offset, offset + held[rank]) for rank, path in enumerate(files) if held[rank])
+
+
+def _add_trained(found: Checkpoint, groups: list[dict[str, Any]], files: Sequence[Path], reader: _Reader) -> None:
+    first = _load(files[0])["optimizer_state_dict"]
+    by_parameter = "fp32_flat_groups" in first
+    key = "fp32_flat_groups" if by_parameter else "single_partition_of_fp32_groups"
+    if key not in first:
+        raise ValueError(f"{files[0]} has no master weights: it is no ZeRO checkpoint")
+    count = first.get("partition_count", len(files))
+    found.world = max(count) if isinstance(count, (list, tuple)) else int(count)
+    found.stage = 3 if by_parameter else int(first.get("zero_stage") or 1)
+    if found.world != len(files):
+        raise ValueError(f"{files[0].parent} was written by {found.world} ranks, but has {len(files)} optimizer files")
+    if len(first[key]) != len(groups):
+        raise ValueError(f"{files[0]} has {len(first[key])} flat tensors, the model file lists {len(groups)}")
+    gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in groups]
+    for number, group in enumerate(groups):
+        offset = 0
+        whole = sum(math.prod(shape) for shape in group.values()) + sum(gaps[number] if not by_parameter else ())
+        shard = -(-whole // (2 * len(files))) * 2
+        for place, (name, shape) in enumerate(group.items()):
+            numel = math.prod(shape)
+            entry = ("optimizer_state_dict", key, number)
+            if by_parameter:
+                parts = _striped(files, entry, offset, numel)
+                offset += -(-numel // len(files))
+            else:
+                parts = tuple(
+                    (files[rank], entry, max(offset - rank * shard, 0), min(offset + numel - rank * shard, shard))
+                    for rank in range(offset // shard, -(-(offset + numel) // shard))
+                )
+                offset += numel + gaps[number][place]
+            found.tensors[name] = Lazy(torch.Size(shape), torch.float32, parts, reader)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The files to write: name → tensors."""
+
+    shards: dict[str, list[str]]
+    index: str | None
+    total: int
+
+
+def plan_shards(sizes: Mapping[str, int], limit: int | str | None, safe: bool) -> Plan:
+    """Names in order, cut into files that do not exceed `limit` bytes unless one tensor alone does."""
+    most = parse_size(limit) if limit is not None else None
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if groups[-1] and most is not None and held + size > most:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    stem, ending = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    total = sum(sizes.values())
+    if len(groups) == 1:
+        return Plan({f"{stem}.{ending}": groups[0]}, None, total)
+    names = [f"{stem}-{number:05d}-of-{len(groups):05d}.{ending}" for number in range(1, len(groups) + 1)]
+    return Plan(dict(zip(names, groups, strict=True)), f"{stem}.{ending}.index.json", total)
+
+
+def parse_size(text: int | str) -> int:
+    """Bytes of "5GB", "200MiB" or a number."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(text), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"a size is a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB, found {text!r}")
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def write_shards(
+    output: Path, tensors: Mapping[str, Any], aliases: Mapping[str, str], *, limit: int | str | None = "5GB",
+    safe: bool = False, dtype: torch.dtype | None = None, progress: Callable[[int, int], None] | None = None,
+) -> Plan:  # fmt: skip
+    """Write tensors, or things with `contiguous()`, `shape` and `dtype` that give one, with an index if there are
+    several files. A tied name shares its tensor in a torch file, and is a copy in safetensors, which cannot share.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    entries = dict(tensors)
+    kinds = {n: dtype if dtype and v.dtype.is_floating_point else v.dtype for n, v in entries.items()}
+    sizes = {name: math.prod(value.shape) * kinds[name].itemsize for name, value in entries.items()}
+    tied = {alias: sizes[owner] for alias, owner in aliases.items() if owner in sizes}
+    plan = plan_shards({**sizes, **tied} if safe else sizes, limit, safe)
+    for names in plan.shards.values() if not safe else ():
+        names += [alias for alias in tied if aliases[alias] in names]
+    done = 0
+    for file, names in plan.shards.items():
+        write = _write_safetensors if safe else _write_torch
+        shapes = {name: torch.Size(entries[aliases.get(name, name)].shape) for name in names}
+        dtypes = {name: kinds[aliases.get(name, name)] for name in names}
+        with (output / file).open("wb") as target:
+            for name in write(target, shapes, dtypes, aliases, lambda name: entries[name].contiguous()):
+                done += sizes[name] if name in sizes else tied[name] * safe
+                if progress is not None:
+                    progress(done, plan.total)
+    if plan.index is not None:
+        where = {name: file for file, names in plan.shards.items() for name in names}
+        index = {"metadata": {"total_size": plan.total}, "weight_map": where}
+        (output / plan.index).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return plan
+
+
+_Sizes = Mapping[str, torch.Size]
+_Kinds = Mapping[str, torch.dtype]
+_Fetch = Callable[[str], Tensor]
+
+
+def _put(file: IO[bytes], tensor: Tensor, dtype: torch.dtype) -> None:
+    host = tensor.detach().to("cpu", dtype).contiguous()
+    if host.numel():
+        file.write(memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr())).cast("B"))
+
+
+def _write_safetensors(
+    file: IO[bytes], shapes: _Sizes, dtypes: _Kinds, aliases: Mapping[str, str], fetch: _Fetch
+) -> Iterator[str]:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    shapes = dict(sorted(shapes.items(), key=lambda item: -dtypes[item[0]].itemsize))  # each begins aligned
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + shape.numel() * dtypes[name].itemsize
+        header[name] = {"dtype": _SAFE_NAMES[dtypes[name]], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for name in shapes:
+        _put(file, fetch(aliases.get(name, name)), dtypes[name])
+        yield name
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor in the pickle of a torch file, whose bytes follow later."""
+
+    key: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Storage:
+    slot: _Slot
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, _Storage):
+            return None
+        kind = torch.storage._dtype_to_storage_type_map()[obj.slot.dtype]
+        return ("storage", getattr(torch, kind), obj.slot.key, "cpu", obj.slot.shape.numel())
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, _Slot):
+            return NotImplemented
+        stride = torch.empty(obj.shape, device="meta").stride()
+        arguments: Any = (_Storage(obj), 0, tuple(obj.shape), stride, False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+
+def _write_torch(
+    file: IO[bytes], shapes: _Sizes, dtypes: _Kinds, aliases: Mapping[str, str], fetch: _Fetch
+) -> Iterator[str]:
+    """What torch.save writes of a state dict, tensor by tensor instead of all from memory."""
+    owners = [name for name in shapes if name not in aliases]
+    slots = {name: _Slot(str(place), shapes[name], dtypes[name]) for place, name in enumerate(owners)}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        with archive.open("archive/data.pkl", "w") as target:
+            _Pickler(target, 2).dump(OrderedDict((name, slots[aliases.get(name, name)]) for name in shapes))
+        archive.writestr("archive/byteorder", sys.byteorder)
+        for name in owners:
+            entry = zipfile.ZipInfo(f"archive/data/{slots[name].key}")
+            fixed = 30 + len(entry.filename) + 20 + 4  # local header, name, sizes of 64 bits, our own extra's head
+            padding = -(file.tell() + fixed) % 64
+            entry.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
+            with archive.open(entry, "w", force_zip64=True) as target:
+                _put(target, fetch(name), dtypes[name])
+            yield name
+        archive.writestr("archive/version", "3\n")
+        yield from (name for name in shapes if name in aliases)
+
+
+def _show(done: int, total: int) -> None:
+    sys.stderr.write(f"\r{done / max(total, 1):5.0%} of {total / 2**30:.2f} GiB")
+    sys.stderr.write("\n" if done == total else "")
+
+
+def main(arguments: Sequence[str] | None = None, *, choose_dtype: bool = False) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("checkpoint_dir", type=Path, help="the folder with the tags, for instance path/checkpoint-12")
+    parser.add_argument("output_dir", type=Path, help="where the state dict goes")
+    parser.add_argument("--max_shard_size", default="5GB", help="bytes of a file, for instance 500MB (default: 5GB)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
+    parser.add_argument("-t", "--tag", help="checkpoint tag, for instance global_step1; default: what `latest` says")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
+    parser.add_argument("-d", "--debug", action="store_true", help="say where every tensor comes from")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default=None if choose_dtype else "fp32",
+                        required=choose_dtype, help="of floating-point tensors")  # fmt: skip
+    options = parser.parse_args(arguments)
+    folder = find_tag(options.checkpoint_dir, options.tag)
+    found = read_checkpoint(folder, exclude_frozen=options.exclude_frozen_parameters)
+    sys.stderr.write(f"{folder}: stage {found.stage}, {found.world} ranks, {len(found.tensors)} tensors\n")
+    for name, lazy in found.tensors.items() if options.debug else ():
+        sys.stderr.write(f"  {name} {tuple(lazy.shape)}: {[(p.name, a, b) for p, _, a, b in lazy.parts]}\n")
+    limit, dtype = options.max_shard_size, DTYPES[options.dtype]
+    write_shards(options.output_dir, found.tensors, found.aliases, limit=limit, safe=options.safe_serialization,
+                 dtype=dtype, progress=_show)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The engine's methods about the model as a whole: its state dict, 16-bit export, memory of gathered parameters."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.errors import CheckpointError, DeepSpeedError
+from deepspeed.runtime.model_state import collect, load, load_by, write_model
+from deepspeed.runtime.parts import Parts
+from deepspeed.utils.logging import logger
+from deepspeed.zero.param import shards_of
+
+__all__ = ["ModelMethods"]
+
+
+class ModelMethods:
+    """Mixed into the engine; all ranks call these together."""
+
+    _parts: Parts
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict; of a model in shards host copies of the whole, on every rank.
+
+        Where one rank is enough, `zero3_consolidated_16bit_state_dict` needs the memory once. With `keep_vars` the
+        parameters themselves, which are empty where they are sharded.
+        """
+        module = self._parts.module
+        if self._parts.sharded is not None and not keep_vars and shards_of(module.parameters()):
+            whole = collect(module, exclude_frozen=exclude_frozen_parameters)
+            assert whole is not None, "this rank keeps it"
+            found: dict[str, Any] = OrderedDict() if destination is None else destination
+            found.update({prefix + name: value for name, value in whole.items()})
+            return found
+        into: dict[str, Any] = {} if destination is None else {"destination": destination}
+        found = module.state_dict(**into, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    found.pop(prefix + name, None)
+        return found
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Collection[nn.Parameter] | None = None,
+        allowed_missing_keys: Collection[str] | None = None,
+    ) -> None:
+        """Load whole values, given directly or under "module"; the masters of the optimizer follow.
+
+        Of a model in shards every rank takes its part of its own `checkpoint`; with `fetch_z3_params` rank 0's values
+        are given to all, and other ranks need none. `custom_load_fn(src=, dst=)` replaces the loading itself.
+        """
+        inner = checkpoint.get("module")
+        state = inner if isinstance(inner, Mapping) else checkpoint
+        module = self._parts.module
+        if custom_load_fn is not None:
+            load_by(module, state, custom_load_fn)
+        else:
+            load(
+                module,
+                state,
+                strict=strict,
+                from_first=fetch_z3_params,
+                only=z3_params_to_fetch,
+                allowed_missing=allowed_missing_keys or (),
+            )
+        if self._parts.masters is not None:
+            self._parts.masters.adopt_edits()
+
+    def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model in its own dtype, in host memory of rank 0; None on other ranks.
+
+        Names are the model's, a tied parameter has all of its names, persistent buffers are included.
+        """
+        keep = comm.get_rank() == 0
+        return collect(self._parts.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str | None = None,
+    ) -> bool:
+        """Rank 0 writes the whole model in its own dtype; a name that ends in .safetensors gives that format.
+
+        With `max_shard_size`, such as "5GB", it is several files with an index as Transformers reads them. At stage 3
+        the config must allow it (`stage3_gather_16bit_weights_on_model_save`); otherwise False and nothing is written.
+        """
+        zero = self._parts.config.schema.zero_optimization
+        if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
+            logger.warning(
+                "save_16bit_model() wrote nothing: at stage 3 it gathers the whole model on rank 0, which needs "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save true"
+            )
+            return False
+        state = self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        trouble: list[Any] = [None]
+        if state is not None:
+            try:
+                write_model(state, Path(save_dir), save_filename, max_shard_size)
+            except (DeepSpeedError, OSError) as error:
+                trouble = [str(error)]
+        comm.broadcast_object_list(trouble, src=0)
+        if trouble[0] is not None:
+            raise CheckpointError(f"save_16bit_model failed on rank 0: {trouble[0]}")
+        return True
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """The old name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def empty_partition_cache(self) -> None:
+        """Let go of gathered parameters that nobody uses at the moment."""
+        if self._parts.sharded is None:
+            return
+        whole = [s for s in shards_of(self._parts.module.parameters()) if s.whole or s.pending is not None]
+        idle = [shard for shard in whole if not shard.persistent and not shard.holds and shard.numel]
+        for shard in idle:
+            shard.release()
+        if idle and self._parts.sharded.coordinator is not None:
+            self._parts.sharded.coordinator.invalidate()  # its plans may count on what is whole between passes

@@ -1,0 +1,116 @@
+"""What this rank's optimizer holds of one parameter, and how a parameter finds the states that belong to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed import comm
+from deepspeed.parallel import AxisGroup
+
+__all__ = ["Held", "Owner", "attach", "detach", "join", "owner_of"]
+
+_KEY = "_states"
+
+
+class Held(Protocol):
+    """One parameter that an optimizer trains, as this rank sees it."""
+
+    name: str
+    shape: torch.Size
+    """Of the whole parameter."""
+    interval: tuple[int, int]
+    """The elements that lie here; all of them where nothing is sharded."""
+    axis: AxisGroup | None
+    """The ranks over which the parameter is spread; None if it is whole here."""
+    chunk: int
+    """Elements of a rank's part, padding included."""
+    dtype: torch.dtype
+    """Of the master."""
+    device: torch.device
+    master: nn.Parameter | None
+    """What the optimizer updates; None if no element lies here."""
+
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient of the elements that lie here, not yet multiplied by its unit."""
+
+    def has_gradient(self) -> bool:
+        """True if this rank had a gradient for the parameter."""
+
+    def put_gradient(self, values: Tensor) -> None:
+        """Replace the gradient of the elements that lie here; one-dimensional."""
+
+    def publish(self) -> None:
+        """Bring the master into the model's parameter; on all ranks of the axis."""
+
+
+@dataclass(frozen=True, eq=False)
+class Owner:
+    """The states of one engine's parameters."""
+
+    find: Callable[[nn.Parameter], Held | None]
+    adopt: Callable[[], None]
+    """Let masters follow parameters that somebody wrote."""
+    optimizer: Optimizer
+    unit: Callable[[], float | None]
+    """What gradients that are held have to be multiplied by; None if there are none. Reduces them first."""
+    sharded: bool
+    """Parameters themselves are spread over ranks, also if there is one rank only."""
+
+
+class _Handle:
+    """On a parameter: leads to the owner as long as that lives. A copy of the parameter, pickled or not, has none."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: Owner | None = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    def owner(self) -> Owner | None:
+        return None if self._owner is None else self._owner()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Handle, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Handle:
+        return _Handle()
+
+
+def attach(params: Iterable[nn.Parameter], owner: Owner) -> None:
+    """Let parameters find their states."""
+    for param in params:
+        setattr(param, _KEY, _Handle(owner))
+
+
+def detach(params: Iterable[nn.Parameter], owner: Owner) -> None:
+    """Undo `attach`, except where another engine took over meanwhile."""
+    for param in params:
+        handle = getattr(param, _KEY, None)
+        if isinstance(handle, _Handle) and handle.owner() is owner:
+            delattr(param, _KEY)
+
+
+def owner_of(param: Tensor) -> Owner | None:
+    """The states that a parameter belongs to; None if no engine trains it."""
+    handle = getattr(param, _KEY, None)
+    return handle.owner() if isinstance(handle, _Handle) else None
+
+
+@torch.no_grad()
+def join(held: Held, part: Tensor | None, dtype: torch.dtype, present: bool) -> Tensor | None:
+    """The whole tensor of which every rank has a part; None if it is present on no rank."""
+    if held.axis is None:
+        return part.detach().to(dtype, copy=True).view(held.shape) if part is not None and present else None
+    flat = torch.zeros(held.shape.numel() + 1, dtype=dtype, device=held.device)  # the last one counts who has it
+    if part is not None:
+        flat[held.interval[0] : held.interval[1]].copy_(part)
+    flat[-1] = float(present)
+    with comm.labelled(f"state of {held.name}"):
+        comm.all_reduce(flat, group=held.axis.group)
+    return flat[:-1].view(held.shape) if flat[-1].item() else None

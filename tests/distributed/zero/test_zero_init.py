@@ -1,0 +1,472 @@
+"""Models that are constructed in shards: the same values, the same training, nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed import zero
+from deepspeed.errors import UsageError
+from deepspeed.zero.param import shard_of
+from deepspeed.zero.parameter import ZeroParameter
+from tests.harness import ranks
+from tests.models import Tiny, batches, make, share
+
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+
+
+def settings(precision="fp32", stage=3, **zero_keys):
+    section = {} if precision == "fp32" else {precision: {"enabled": True}}
+    return {
+        "train_micro_batch_size_per_gpu": 12 // dist.get_world_size(),
+        "optimizer": ADAMW,
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero_keys},
+        **section,
+    }
+
+
+def whole(module):
+    with zero.GatheredParameters(module.parameters()):
+        return {name: param.detach().clone() for name, param in module.named_parameters()}
+
+
+def train(model, config, steps=3):
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    losses = []
+    for batch in batches(steps, 12):
+        loss = engine(*share(batch, dist.get_rank(), dist.get_world_size()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, whole(engine.module), engine
+
+
+class Block(nn.Module):
+    """What constructors do to layers that they have made already."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.attention = nn.MultiheadAttention(4, 2)  # writes zeros into the bias of a layer it made
+        self.norm = nn.BatchNorm1d(5)
+        nn.init.xavier_uniform_(self.first.weight)  # reads the shape
+        self.first.bias.data.fill_(0.25)
+        with torch.no_grad():
+            self.first.weight[0] = 3.0
+            self.norm.weight.mul_(2.0)
+        self.width = self.first.weight.shape[1] + self.first.weight.size(0) + len(self.first.weight)
+        self.second = nn.Parameter(torch.empty(7))
+        nn.init.normal_(self.second)
+        self.apply(self.scale)
+        self.table = nn.Buffer(torch.linspace(0, 1, 3))
+
+    @staticmethod
+    def scale(module):
+        if isinstance(module, nn.Linear):
+            module.weight.data.mul_(0.5)
+
+
+@ranks(1, 2, 3)
+def test_initialisers_give_the_values_of_the_plain_model():
+    plain = make(Block)
+    torch.manual_seed(dist.get_rank() * 100)  # the values of rank 0 count
+    with zero.Init():
+        model = Block()
+    assert model.width == plain.width == 6 + 5 + 5
+    assert all(param.numel() == 0 and param.shape == (0,) for param in model.parameters())
+    for (name, mine), theirs in zip(whole(model).items(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs), name
+    assert torch.equal(model.table, plain.table)
+    assert torch.equal(model.norm.running_var, plain.norm.running_var)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@ranks(1, 2, 3)
+def test_training_equals_that_of_a_model_made_plainly(precision):
+    config = settings(precision)
+    plain = train(make(), config)
+    torch.manual_seed(dist.get_rank())
+    with zero.Init(config_dict_or_path=config):
+        model = Tiny()
+    assert model.head.weight is model.embedding.weight
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    assert {param.dtype for param in model.parameters()} == {dtype}
+    sharded = train(model, config)
+    assert sharded[0] == plain[0]
+    for name, mine in sharded[1].items():
+        assert torch.equal(mine, plain[1][name]), name
+
+
+@ranks(1, 2, 3)
+def test_what_parameters_show():
+    with zero.Init():
+        layer = nn.Linear(5, 3)
+    world, param = dist.get_world_size(), layer.weight
+    param._is_hf_initialized = True
+    assert isinstance(param, nn.Parameter) and {param: 1}[layer.weight] == 1 and layer.weight._is_hf_initialized
+    assert (param.numel(), param.shape, param.ds_shape, param.ds_numel) == (0, (0,), (3, 5), 15)
+    assert param.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+    assert param.ds_tensor.numel() == param.partition_numel() == param.ds_tensor.ds_numel == math.ceil(15 / world)
+    assert param.padding_size() == math.ceil(15 / world) * world - 15
+    assert param.ds_id != layer.bias.ds_id and param.ds_param_type == zero.ZeroParamType.PARTITIONED
+    assert param.ds_summary()["ds_shape"] == (3, 5)
+    assert layer.state_dict().keys() == {"weight", "bias"}
+
+    param.all_gather()
+    assert param.ds_status == zero.ZeroParamStatus.AVAILABLE and param.shape == (3, 5)
+    param.data.fill_(4.0)
+    param.partition(has_been_updated=True)
+    assert param.numel() == 0
+    handle = param.all_gather([param, layer.bias], async_op=True)
+    handle.wait()
+    assert torch.equal(param, torch.full((3, 5), 4.0)) and layer.bias.shape == (3,)
+    param.partition([param, layer.bias])
+    assert param.numel() == layer.bias.numel() == 0
+
+    fresh = nn.Parameter(torch.tensor([2.5]))
+    param.convert_to_zero_parameters([fresh])
+    assert fresh.numel() == 0 and fresh.item() == 2.5 and fresh.numel() == 0
+
+
+@ranks(2)
+def test_a_submodule_is_sharded_before_the_next_one_is_made():
+    """The most that is whole at any moment is one layer, so that the model may be larger than a rank's memory."""
+    peak, kinds = [], (nn.Parameter, ZeroParameter)
+
+    class Watched(nn.Linear):
+        def __init__(self):
+            super().__init__(64, 64)
+            gc.collect()
+            with torch._C.DisableTorchFunction():  # to constructors parameters have their whole shape
+                tensors = [each for each in gc.get_objects() if type(each) in kinds]
+                peak.append(sum(each.numel() for each in tensors if each.numel() in (64, 64 * 64)))
+
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Watched() for _ in range(6))
+
+    with zero.Init():
+        model = Deep()
+    assert max(peak) == 64 * 65
+    assert all(param.numel() == 0 for param in model.parameters())
+
+
+@ranks(2)
+def test_only_the_outermost_constructor_counts():
+    seen = []
+
+    class Base(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+    with zero.Init():
+
+        class Derived(Base):
+            def __init__(self):
+                super().__init__()
+                seen.append(shard_of(self.weight))
+                self.other = nn.Parameter(self.weight.detach() * 2)
+
+        module = Derived()
+    assert seen == [None]
+    assert shard_of(module.weight) is not None
+    assert torch.equal(whole(module)["other"], torch.full((4,), 2.0))
+    assert Derived().weight.numel() == 4, "after the context classes are as they were"
+
+
+@ranks(1, 2)
+def test_an_exception_undoes_everything():
+    class Late(nn.Module):
+        def __init__(self, fail):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+            self.layer.weight.data.zero_()
+            if fail:
+                raise KeyError("late")
+
+    before = {kind: kind.__dict__["__init__"] for kind in (nn.Linear, Late, nn.Embedding)}
+    apply, empty = nn.Module.apply, torch.empty
+    context = zero.Init()
+    with pytest.raises(KeyError, match="late"), context:
+        Late(fail=True)
+    assert {kind: kind.__dict__["__init__"] for kind in before} == before
+    assert nn.Module.apply is apply and torch.empty is empty and "__init_subclass__" not in nn.Module.__dict__
+    assert nn.Linear(2, 2).weight.shape == (2, 2)
+    with context:
+        again = Late(fail=False)
+    assert not whole(again)["layer.weight"].any()
+
+
+@ranks(2)
+def test_nested_decorator_module_and_disabled():
+    @zero.Init(dtype=torch.bfloat16)
+    def build(size):
+        return nn.Linear(size, size)
+
+    assert build(3).weight.ds_shape == (3, 3) and build(4).weight.dtype == torch.bfloat16
+    with zero.Init():
+        outer = nn.Linear(2, 2)
+        with zero.Init(dtype=torch.float16):
+            inner = nn.Linear(2, 2)
+        last = nn.Linear(2, 2)
+    assert [each.weight.dtype for each in (outer, inner, last)] == [torch.float32, torch.float16, torch.float32]
+    assert {each.weight.numel() for each in (outer, inner, last)} == {0}
+
+    with zero.Init(enabled=False, remote_device="nvme"):
+        assert nn.Linear(2, 2).weight.shape == (2, 2)
+
+    torch.manual_seed(dist.get_rank())
+    model = Tiny()
+    expected = {name: param.detach().clone() for name, param in model.named_parameters()}
+    for tensor in expected.values():
+        dist.broadcast(tensor, 0)
+    zero.Init(module=model)
+    assert all(param.numel() == 0 for param in model.parameters())
+    assert all(torch.equal(param, expected[name]) for name, param in whole(model).items())
+
+
+@pytest.mark.parametrize("kind", ["dict", "path"])
+@ranks(2)
+def test_an_unfinished_config(kind, tmp_path):
+    """As clients hand it over before they have resolved it."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    }
+    source = config
+    if kind == "path":
+        source = tmp_path / f"{dist.get_rank()}.json"
+        source.write_text(json.dumps(config))
+    with zero.Init(config_dict_or_path=source):
+        layer = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert layer[0].weight.dtype == torch.bfloat16
+    assert layer[1].weight.dtype == torch.float32, "as the engine would have it beside fp32 statistics"
+
+
+@ranks(4)
+def test_the_ranks_of_a_group():
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = pairs[rank // 2]
+    torch.manual_seed(rank)
+    context = zero.Init(data_parallel_group=mine)
+    with context:
+        layer = nn.Linear(3, 3)
+    assert (context.num_partitions, context.get_partition_rank()) == (2, rank % 2)
+    assert context.get_partition_dp_group(layer.weight) is mine
+    assert layer.weight.partition_numel() == 5
+    torch.manual_seed(rank - rank % 2)
+    assert torch.equal(whole(layer)["weight"], nn.Linear(3, 3).weight)
+    with pytest.raises(UsageError, match=r"over the ranks .*same mpu"):
+        deepspeed.initialize(model=layer, config=settings())
+
+
+class Mpu:
+    """Two data-parallel ranks beside two model-parallel ones."""
+
+    def __init__(self):
+        rank = dist.get_rank()
+        data = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        model = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        self.data, self.model = data[rank % 2], model[rank // 2]
+
+    def get_data_parallel_group(self):
+        return self.data
+
+    def get_data_parallel_world_size(self):
+        return 2
+
+    def get_data_parallel_rank(self):
+        return dist.get_rank(self.data)
+
+    def get_model_parallel_group(self):
+        return self.model
+
+    def get_model_parallel_world_size(self):
+        return 2
+
+    def get_model_parallel_rank(self):
+        return dist.get_rank(self.model)
+
+
+@ranks(4)
+def test_the_ranks_of_an_mpu():
+    mpu = Mpu()
+    config = settings() | {"train_micro_batch_size_per_gpu": 6}
+    torch.manual_seed(dist.get_rank() % 2)
+    with zero.Init(config_dict_or_path=config, mpu=mpu):
+        model = Tiny()
+    assert model.up.weight.partition_numel() == model.up.weight.ds_numel // 2
+    torch.manual_seed(dist.get_rank() % 2)
+    assert torch.equal(whole(model)["up.weight"], Tiny().up.weight)
+    engine, *_ = deepspeed.initialize(model=model, config=config, mpu=mpu)
+    loss = engine(*batches(1, 6)[0])
+    engine.backward(loss)
+    engine.step()
+    assert engine.get_global_grad_norm() > 0
+
+
+@ranks(1, 2)
+def test_a_stage_that_cannot_use_shards_is_an_error():
+    with zero.Init():
+        model = Tiny()
+    with pytest.raises(UsageError, match=r"zero\.Init, but zero_optimization\.stage is 2"):
+        deepspeed.initialize(model=model, config=settings(stage=2))
+
+
+@ranks(1, 2)
+def test_the_engine_gives_shards_its_dtype():
+    with zero.Init():
+        model = make()
+    values = whole(model)
+    engine, *_ = deepspeed.initialize(model=model, config=settings("bf16"))
+    for name, param in whole(engine.module).items():
+        assert torch.equal(param, values[name].bfloat16()), name
+
+
+@ranks(1, 2)
+def test_frozen_shards_beside_new_ordinary_parameters():
+    class Adapted(nn.Module):
+        def __init__(self, base):
+            super().__init__()
+            self.base = base
+            self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+        def forward(self, tokens, labels):
+            hidden = self.base.embedding(tokens)
+            hidden = hidden + self.up(self.down(hidden))
+            return nn.functional.cross_entropy(self.base.head(hidden).flatten(0, 1), labels.flatten())
+
+    def build(context):
+        torch.manual_seed(0)
+        with context:
+            base = Tiny()
+        base.requires_grad_(False)
+        return Adapted(base)
+
+    config = settings()
+    plain = train(build(zero.Init(enabled=False)), config)
+    mixed = build(zero.Init())
+    assert mixed.down.weight.shape == (2, 8)
+    before = whole(mixed.base)
+    losses, params, engine = train(mixed, config)
+    assert losses == plain[0]
+    assert all(torch.equal(params[name], plain[1][name]) for name in params)
+    assert all(torch.equal(params[f"base.{name}"], value) for name, value in before.items())
+    names = (
+        {piece.name for group in engine._parts.sharded.states.groups for piece in group.pieces}
+        if (dist.get_world_size() > 1)
+        else {"down.weight", "up.weight"}
+    )
+    assert names <= {"down.weight", "up.weight"}
+
+
+@ranks(1)
+def test_on_one_rank_an_engine_keeps_parameters_whole_without_copies():
+    with zero.Init():
+        model = Tiny()
+    memory = {name: param.ds_tensor.data_ptr() for name, param in model.named_parameters()}
+    plain = Tiny()
+    addresses = [param.data_ptr() for param in plain.parameters()]
+    deepspeed.initialize(model=model, config=settings())
+    deepspeed.initialize(model=plain, config=settings())
+    for name, param in model.named_parameters():
+        assert param.data_ptr() == memory[name] == param.ds_tensor.data_ptr()
+        assert param.shape == param.ds_shape and param.ds_status == zero.ZeroParamStatus.AVAILABLE
+    assert [param.data_ptr() for param in plain.parameters()] == addresses
+    assert plain.up.weight.ds_shape == (24, 8)
+
+
+@ranks(1, 2)
+def test_a_model_may_have_a_second_engine_after_the_first():
+    config = settings("bf16", stage3_param_persistence_threshold=100)
+    with zero.Init(config_dict_or_path=config):
+        model = make()
+    first = train(model, config)
+    first[2].destroy()
+    engine, *_ = deepspeed.initialize(model=model, config=settings("fp32"))
+    for name, param in whole(engine.module).items():
+        assert torch.equal(param, first[1][name].float()), name
+
+
+@ranks(2)
+def test_containers_and_parametrised_layers():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.items = nn.ParameterList([nn.Parameter(torch.ones(3)), nn.Parameter(torch.zeros(2, 2))])
+            self.items.append(nn.Parameter(torch.full((5,), 2.0)))
+            self.named = nn.ParameterDict({"a": nn.Parameter(torch.ones(4))})
+            self.conv = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 3, 2))
+            self.lazy = nn.LazyLinear(2)
+            self.legacy = nn.Parameter(torch.Tensor(2, 3).fill_(7.0))
+            self.none = nn.Parameter(torch.empty(0, 4))
+            self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2)
+            for param in self.items:
+                param.data.add_(1.0)
+
+    plain = make(Mixed)
+    torch.manual_seed(0)
+    with zero.Init():
+        model = Mixed()
+    assert model.lazy.weight.__class__ is nn.UninitializedParameter
+    del model.lazy, plain.lazy
+    theirs = dict(plain.named_parameters())
+    assert all(shard_of(param) is not None for param in model.parameters())
+    for name, mine in whole(model).items():
+        assert torch.equal(mine, theirs[name]), name
+
+
+@ranks(1, 2)
+def test_a_deep_copy_has_shards_of_its_own():
+    with zero.Init():
+        model = make()
+    values = whole(model)
+    twin = copy.deepcopy(model)
+    assert twin.head.weight is twin.embedding.weight and twin.up.weight is not model.up.weight
+    assert twin.up.weight.numel() == 0 and twin.up.weight.ds_shape == (24, 8)
+    with zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        model.up.weight.data.zero_()
+        ordinary = copy.deepcopy(model.down)
+    assert all(torch.equal(param, values[name]) for name, param in whole(twin).items())
+    assert type(ordinary.weight) is nn.Parameter and torch.equal(ordinary.weight, values["down.weight"])
+
+    config = settings(stage3_param_persistence_threshold=30)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    copied = copy.deepcopy(engine.module)
+    assert copied.up.weight.ds_shape == (24, 8)
+    losses = [engine(*share(batches(1, 12)[0], dist.get_rank(), dist.get_world_size())) for _ in range(2)]
+    assert losses[0].item() == losses[1].item()
+    second, *_ = deepspeed.initialize(model=copied, config=config)
+    assert second(*share(batches(1, 12)[0], dist.get_rank(), dist.get_world_size())).item() == losses[0].item()
+
+
+@ranks(2)
+def test_edits_in_the_body_of_the_context_are_kept():
+    with zero.Init():
+        layer = nn.Linear(2, 2)
+        nn.init.constant_(layer.weight, 3.0)
+        layer.apply(lambda module: module.bias.data.fill_(module.weight.shape[0]))
+        assert layer.weight.numel() == 0
+    assert torch.equal(whole(layer)["weight"], torch.full((2, 2), 3.0))
+    assert torch.equal(whole(layer)["bias"], torch.full((2,), 2.0))
+
+
+@ranks(2)
+def test_apply_may_be_left_alone():
+    with zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3, "override_module_apply": False}}):
+        assert nn.Module.apply.__module__ == "torch.nn.modules.module"

@@ -1,0 +1,177 @@
+"""`kill -9` at any moment, for real: processes that save are killed, and what they leave is loaded."""
+
+import mmap
+import os
+import random
+import signal
+import struct
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.checkpoint import commit, manifest
+from deepspeed.checkpoint.agreement import Alone, StoreExchange
+from deepspeed.checkpoint.manager import CheckpointManager, Content, Request, SavePolicy
+from deepspeed.checkpoint.safe_load import safe_load
+from deepspeed.errors import CheckpointError
+
+WORDS = struct.Struct("qq")  # the step that was begun, the step that was finished
+
+
+def request(folder, step, values):
+    """Every second save goes to the same tag, the others to three in turn."""
+    tag = "same" if step % 2 else f"turn{step // 2 % 3}"
+    values.fill_(step)
+    return Request(folder, tag, {"model.pt": {"step": step, "values": values}, "optim.pt": {"step": step}})
+
+
+def save_for_ever(folder, step, shared):
+    manager = CheckpointManager(Alone(), SavePolicy(keep_last=2))
+    values = torch.zeros(1000)
+    while True:
+        shared[: WORDS.size] = WORDS.pack(step, step - 1)
+        manager.save(request(folder, step, values))
+        shared[: WORDS.size] = WORDS.pack(step, step)
+        step += 1
+
+
+def load(folder):
+    """The step of the checkpoint that would be loaded, every byte of which is compared."""
+    found = CheckpointManager(Alone()).locate(folder)
+    if found.tag is None:
+        return 0
+    assert manifest.verify(found.path) == []
+    model, optim = safe_load(found.path / "model.pt"), safe_load(found.path / "optim.pt")
+    assert model["step"] == optim["step"]
+    assert model["values"].unique().tolist() == [model["step"]]
+    return model["step"]
+
+
+def kill_while(work, delay):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    time.sleep(delay)
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL, "it lived until it was killed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exchange", "two renames"])
+def test_a_good_checkpoint_always_loads(tmp_path, monkeypatch, how):
+    if how == "two renames":
+        monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
+    shared, values = mmap.mmap(-1, 4096), torch.zeros(1000)
+    began = time.monotonic()
+    for step in range(4):
+        CheckpointManager(Alone()).save(request(tmp_path / "trial", step, values))
+    longest = 0.005 + time.monotonic() - began  # of a few saves
+    chance, torn, step = random.Random(how), 0, 0
+    for _ in range(120):
+        kill_while(lambda step=step: save_for_ever(tmp_path, step + 1, shared), chance.uniform(0.001, longest))
+        begun, finished = WORDS.unpack(shared[: WORDS.size])
+        torn += any(name.startswith(".") for name in os.listdir(tmp_path))
+        step = load(tmp_path)
+        assert finished <= step <= begun, f"step {step} is loaded, {finished} was finished and {begun} begun"
+    assert step > 10, "some saves were finished"
+    assert torn > 10, "and many interrupted"
+
+
+ACTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.listdir", "os.scandir"}
+
+
+def die_at(number):
+    """In a child: SIGKILL just before its n-th act on the file system."""
+    left = [number]
+
+    def act(*_):
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for name in ("fsync", "pwrite"):
+        original = getattr(os, name)
+        setattr(os, name, lambda *arguments, original=original: (act(), original(*arguments))[1])
+    sys.addaudithook(lambda event, _: act() if event in ACTS else None)
+
+
+def one_save(folder, step, number):
+    values = torch.zeros(1000)
+    asked = Request(folder, "same", request(folder, step, values).files)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            die_at(number)
+            CheckpointManager(Alone(), SavePolicy(keep_last=1)).save(asked)
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    return os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exchange", "two renames"])
+def test_killed_before_every_act_of_a_save(tmp_path, monkeypatch, how):
+    if how == "two renames":
+        monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
+    folder = tmp_path / "runs"
+    assert not one_save(folder, 1, 0)
+    step, number = load(folder), 1
+    assert step == 1
+    while one_save(folder, step + 1, number):
+        found = load(folder)
+        assert found in (step, step + 1), f"killed before act {number}"
+        step, number = found, number + 1
+    assert number > 40, "a save acts often"
+    assert load(folder) == step + 1
+    assert sorted(os.listdir(folder)) == ["latest", "same"]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_is_killed_while_it_writes(tmp_path, victim):
+    """The others raise an error that names it, and the checkpoint of before is what loads."""
+    world, folder = 3, tmp_path / "runs"
+    CheckpointManager(Alone()).save(Request(folder, "a", {"old": "old"}))
+
+    def die(value, stream):
+        stream.write(b"half a file")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work(rank, pipe):
+        exchange = StoreExchange(dist.FileStore(str(tmp_path / "store"), world), rank, world, wait=0.4)
+        files = {f"rank{rank}": Content(0, die) if rank == victim else "new"}
+        try:
+            CheckpointManager(exchange).save(Request(folder, "a", files))
+        except CheckpointError as error:
+            os.write(pipe, str(error).encode())
+
+    told = {}
+    pipes = {}
+    for rank in range(world):
+        read, write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                work(rank, write)
+            finally:
+                os._exit(0)
+        os.close(write)
+        pipes[rank] = pid, read
+    for rank, (pid, read) in pipes.items():
+        told[rank] = os.read(read, 10_000).decode()
+        os.waitpid(pid, 0)
+        os.close(read)
+    assert told.pop(victim) == ""
+    for text in told.values():
+        assert f"no sign of life from rank {victim} of 3" in text
+    found = CheckpointManager(Alone()).locate(folder)
+    assert (found.path / "old").read_text() == "old"
+    CheckpointManager(Alone()).save(Request(folder, "b", {"new": "new"}))
+    assert sorted(os.listdir(folder)) == ["a", "b", "latest"], "the next save clears up"

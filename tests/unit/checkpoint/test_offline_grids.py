@@ -1,0 +1,76 @@
+"""The offline classes for grids of ranks: which files make up a rank of a smaller grid."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import deepspeed.checkpoint
+from deepspeed.checkpoint import DeepSpeedCheckpoint, ZeROCheckpoint, get_model_3d_descriptor, model_3d_desc
+from deepspeed.errors import CheckpointError
+from tests.checkpoint_states import SMALL, fixture
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "wanted"),
+    [
+        ((2, 2, 2), (1, 2, 2), [{(0, 0): [0, 4], (0, 1): [1, 5]}, {(0, 0): [2, 6], (0, 1): [3, 7]}]),
+        ((2, 2, 2), (1, 1, 1), [{(0, 0): [0, 4, 1, 5, 2, 6, 3, 7]}]),
+        ((1, 1, 4), (1, 1, 2), [{(0, 0): [0, 1]}, {(0, 0): [2, 3]}]),
+        ((4, 1, 2), (2, 1, 1), [{(0, 0): [0, 4, 1, 5], (1, 0): [2, 6, 3, 7]}]),
+    ],
+)
+def test_smaller_grids(source, target, wanted):
+    assert model_3d_desc(*source).reshape(model_3d_desc(*target)) == wanted
+
+
+def test_larger_grids_are_refused():
+    assert model_3d_desc(2, 2, 2).can_reshape(model_3d_desc(4, 2, 2)) == (
+        False,
+        ["Expansion reshape not supported - PP: 2 ---> 4"],
+    )
+    with pytest.raises(CheckpointError, match="Expansion"):
+        model_3d_desc(1, 1, 1).reshape(model_3d_desc(1, 2, 1))
+    assert model_3d_desc(2, 2, 2).is_valid(2, 0, 0) == (False, ["PP indexing error: index 2 >= degree 2"])
+    assert model_3d_desc(2, 2, 2).get_desc() == "PP,TP,DP = (2, 2, 2)"
+
+
+def test_optimizer_files_of_a_real_checkpoint():
+    folder = str(fixture("stage2_fp32"))
+    assert get_model_3d_descriptor(folder).get_desc() == "PP,TP,DP = (1, 1, 2)"
+    files = ZeROCheckpoint(folder)
+    assert (files.get_src_world_size(), files.num_files) == (2, 2)
+    files.reshape(model_3d_desc(1, 1, 1))
+    inner = files.get_state_for_rank(0, 0, 0)["optimizer_state_dict"]
+    assert len(inner["base_optimizer_state"]["state"][1]["exp_avg"]) == 135
+    assert len(inner["single_partition_of_fp32_groups"][1]) == 135
+    assert inner["partition_count"] == [1, 1]
+    with pytest.raises(CheckpointError, match="DP indexing error"):
+        files.get_files_for_rank(0, 0, 1)
+
+
+def test_layers_of_a_pipeline(tmp_path):
+    SMALL.save(tmp_path, 1, 2)
+    (tmp_path / "mp_rank_00_model_states.pt").rename(tmp_path / "first.pt")
+    for rank in range(2):
+        torch.save({"iteration": 9, "args": {"x": 1}}, tmp_path / f"mp_rank_{rank:02d}_model_states.pt")
+    for layer in range(4):
+        for rank in range(2):
+            state = {"weight": torch.full((2,), 10.0 * layer + rank)}
+            torch.save(state, tmp_path / f"layer_{layer:02d}-model_{rank:02d}-model_states.pt")
+    found = DeepSpeedCheckpoint(str(tmp_path), tp_degree=1)
+    assert (found.layer_count, found.get_iteration(), found.get_args()) == (4, 9, {"x": 1})
+    assert found.is_change_tp_degree()
+    assert found.get_embedding_state(0)["weight"].tolist() == [0, 0, 1, 1]
+    assert [state["weight"].tolist() for state in found.get_transformer_state(0, 0)] == [
+        [10, 10, 11, 11],
+        [20, 20, 21, 21],
+    ]
+    assert found.get_final_norm_state(0)["weight"].tolist() == [30, 30]
+    assert len(found.get_2d_parallel_files(0, 0)) == 2
+    found.validate_files()
+
+
+def test_every_public_name_is_there():
+    for name in deepspeed.checkpoint.__all__:
+        assert getattr(deepspeed.checkpoint, name) is not None

@@ -1,0 +1,200 @@
+"""One state dict out of a ZeRO checkpoint: as functions, and as the script that lies beside it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepspeed.checkpoint.zero_to_fp32 as script
+from deepspeed.checkpoint.native.safetensors import open_file
+from deepspeed.checkpoint.open import open_checkpoint
+from deepspeed.utils import zero_to_fp32 as tools
+from tests.checkpoint_states import FIXTURES, ORDER, SMALL, Net, Whole, fixture
+
+NAMES = [f"stage{stage}_{dtype}" for stage in range(4) for dtype in ("fp32", "bf16", "fp16")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_parameter_of_a_real_checkpoint(name):
+    state = tools.get_fp32_state_dict_from_zero_checkpoint(str(FIXTURES / name))
+    assert set(state) == set(Net().state_dict())
+    assert state["out.weight"] is state["emb.weight"]
+    assert all(tensor.dtype == torch.float32 for tensor in state.values())
+    source = open_checkpoint(fixture(name), order=ORDER)
+    kind = "param" if name.startswith("stage0") else "master"
+    for key, tensor in state.items():
+        assert torch.equal(tensor.reshape(-1), source.read(key, kind).float()), key
+    Net().load_state_dict(state)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
+def test_what_we_write(tmp_path, stage, world):
+    SMALL.save(tmp_path / "tag", stage, world, sub_group_size=20)
+    (tmp_path / "latest").write_text("tag")
+    state = tools.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+    for name in ("a.weight", "b.bias", "c.weight"):
+        assert torch.equal(state[name].reshape(-1), SMALL.tensor(name, "master"))
+    assert torch.equal(state["ice.weight"].reshape(-1), SMALL.tensor("ice.weight", "param"))
+    assert state["count"].dtype == torch.int64
+    assert state["tied.weight"] is state["a.weight"]
+    without = tools.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+    assert set(state) - set(without) == {"ice.weight", "ice.bias"}
+
+
+def test_lazy_mode_reads_when_asked(tmp_path):
+    lazy = tools.get_fp32_state_dict_from_zero_checkpoint(str(FIXTURES / "stage3_bf16"), lazy_mode=True)
+    assert not isinstance(lazy["emb.weight"], torch.Tensor)
+    assert lazy["emb.weight"].shape == (50, 24)
+    real = tools.to_torch_tensor(lazy)
+    assert real["out.weight"] is real["emb.weight"]
+    assert torch.equal(real["emb.weight"], lazy["emb.weight"].contiguous())
+    empty = tools.to_torch_tensor(lazy, return_empty_tensor=True, dtype=torch.bfloat16)
+    assert (empty["emb.weight"].shape, empty["emb.weight"].dtype) == ((50, 24), torch.bfloat16)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("limit", [None, "5GB", "6KB"])
+def test_files_of_bounded_size(tmp_path, safe, limit):
+    folder = str(FIXTURES / "stage2_fp16")
+    tools.convert_zero_checkpoint_to_fp32_state_dict(folder, str(tmp_path), limit, safe)
+    wanted = tools.get_fp32_state_dict_from_zero_checkpoint(folder)
+    files = sorted(tmp_path.glob("*.safetensors" if safe else "*.bin"))
+    found = {}
+    for file in files:
+        found.update(open_file(file).tensors if safe else torch.load(file, weights_only=True, mmap=True))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    if not safe:
+        assert found["out.weight"].data_ptr() == found["emb.weight"].data_ptr()
+    if limit == "6KB":
+        index = json.loads(next(tmp_path.glob("*.index.json")).read_text())
+        assert set(index["weight_map"]) == set(wanted)
+        assert {path.name for path in files} == set(index["weight_map"].values())
+        assert files[0].name == ("model-00001-of-00004.safetensors" if safe else "pytorch_model-00001-of-00004.bin")
+    else:
+        assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors" if safe else "pytorch_model.bin"]
+
+
+def test_the_torch_file_is_what_torch_would_have_written(tmp_path):
+    values = {"a": torch.randn(3, 5), "b": torch.tensor(2.5), "none": torch.empty(0, 3), "n": torch.arange(4)}
+    script.write_shards(tmp_path, values, {"c": "a"})
+    found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert list(found) == ["a", "b", "none", "n", "c"]
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in values.items()
+    )
+    assert torch.load(tmp_path / "pytorch_model.bin", weights_only=True, mmap=True)["a"].data_ptr() % 64 == 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", torch.float16])
+def test_other_dtypes(tmp_path, dtype):
+    tools.convert_zero_checkpoint_to_state_dict(str(FIXTURES / "stage1_fp32"), str(tmp_path), dtype, None, True)
+    tensors = open_file(tmp_path / "model.safetensors").tensors
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16 if dtype == "bf16" else torch.float16}
+
+
+@pytest.mark.slow
+def test_the_script_needs_nothing_but_torch(tmp_path):
+    shutil.copytree(FIXTURES / "stage3_fp16", tmp_path / "run")
+    for name in ("zero_to_fp32.py", "zero_to_torch.py"):
+        shutil.copy(Path(script.__file__).with_name(name), tmp_path / "run" / name)
+    code = "import runpy, sys; sys.modules['deepspeed'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    for number, (name, more) in enumerate((("zero_to_fp32.py", []), ("zero_to_torch.py", ["--dtype", "bf16"]))):
+        program = [sys.executable, "-c", f"{code.replace('sys.argv[1]', repr(name))}", ".", f"out{number}", *more]
+        done = subprocess.run(program, cwd=tmp_path / "run", capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "stage 3, 2 ranks, 10 tensors" in done.stderr
+    state = torch.load(tmp_path / "run" / "out0" / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(
+        state["emb.weight"], open_checkpoint(fixture("stage3_fp16")).read("emb.weight", "master").view(50, 24)
+    )
+    assert torch.load(tmp_path / "run" / "out1" / "pytorch_model.bin")["emb.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["stage2_fp32", "stage3_fp32"])
+def test_a_missing_rank_is_an_error(tmp_path, name):
+    shutil.copytree(FIXTURES / name, tmp_path / "run")
+    (tmp_path / "run" / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    with pytest.raises(ValueError, match="written by 2 ranks, but has 1"):
+        tools.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "run"))
+
+
+def test_loading_into_a_model_and_the_parts(tmp_path):
+    model = tools.load_state_dict_from_zero_checkpoint(Net(), str(FIXTURES / "stage1_fp32"))
+    assert torch.equal(
+        model.emb.weight.reshape(-1), open_checkpoint(fixture("stage1_fp32")).read("emb.weight", "master")
+    )
+    folder = str(fixture("stage2_fp16"))
+    files = tools.get_optim_files(folder)
+    assert [Path(file).name[:14] for file in files] == ["zero_pp_rank_0", "zero_pp_rank_1"]
+    stage, world, flats = tools.parse_optim_states(files, folder)
+    assert (stage, world, [len(tensor) for tensor in flats[1]]) == (2, 2, [1488, 67])
+    states = tools.parse_model_states(tools.get_model_state_files(folder))
+    assert states[0].shared_params == [("out.weight", "emb.weight")]
+    assert tools.get_model_state_file(folder, 2).endswith("mp_rank_00_model_states.pt")
+    assert tools.zero3_partitioned_param_info(35, 2) == (18, 1)
+    assert sorted(["rank_10", "rank_9"], key=tools.natural_keys) == ["rank_9", "rank_10"]
+
+
+def test_sizes_are_read_as_people_write_them():
+    assert [script.parse_size(text) for text in ("5GB", "200MiB", "1.5kb", 17)] == [5 * 10**9, 200 * 2**20, 1500, 17]
+    with pytest.raises(ValueError, match="found 'much'"):
+        script.parse_size("much")
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import zero_to_fp32 as script
+script._REOPEN = 8 * 2**20
+def now(key): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) * 1024
+Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+before = now("VmRSS")
+script.main(sys.argv[2:])
+print(now("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is measured with Linux's /proc")
+@pytest.mark.parametrize("more", [["--safe_serialization"], []], ids=["safetensors", "torch"])
+def test_converting_needs_far_less_memory_than_the_model(tmp_path, more):
+    """Eight ranks of a model whose fp32 weights have 128 MiB, and twice that of moments nobody may touch."""
+    ranks, layers, width = 8, 32, 1024
+    whole = Whole([{f"layer{place}.weight": (width, width) for place in range(layers)}], precision="bf16")
+    folder = tmp_path / "tag"
+    folder.mkdir()
+    numel, shard = layers * width * width, layers * width * width // ranks
+    shapes = [{name: torch.Size(shape) for name, shape in whole.shapes[0].items()}]
+    model = {"module": {}, "buffer_names": [], "param_shapes": shapes, "dp_world_size": ranks}
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    for rank in range(ranks):
+        flat = {"single_partition_of_fp32_groups": [torch.full((shard,), float(rank))], "zero_stage": 2}
+        moments = {"state": {0: {"exp_avg": torch.zeros(shard * 2)}}}
+        entries = {**flat, "partition_count": [ranks], "base_optimizer_state": moments}
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": entries}, folder / name)
+    (tmp_path / "latest").write_text("tag")
+    program = [
+        sys.executable,
+        "-c",
+        MEASURE,
+        str(Path(script.__file__).parent),
+        str(tmp_path),
+        str(tmp_path / "out"),
+        *more,
+    ]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 4 * numel // 3, f"{int(done.stdout) / 2**20:.0f} MiB"
+    file = next((tmp_path / "out").iterdir())
+    tensors = open_file(file).tensors if more else torch.load(file, mmap=True)
+    assert float(tensors["layer31.weight"][-1, -1]) == 7.0
