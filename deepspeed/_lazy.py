@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["lazy"]
+__all__ = ["lazy", "submodule"]
 
 
 def lazy(module: str, table: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module's `__getattr__` for a table of name → `"package.module"` or `"package.module:attribute"`."""
+    """A package's `__getattr__` for a table of name → `"package.module"` or `"package.module:attribute"`.
+
+    Modules below the package are found without a row.
+    """
 
     def resolve(name: str) -> Any:
         target = table.get(name)
         if target is None:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+            return submodule(module, name)
         home, _, attribute = target.partition(":")
         value: Any = importlib.import_module(home)
         if attribute:
@@ -25,3 +29,11 @@ def lazy(module: str, table: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return resolve
+
+
+def submodule(package: str, name: str) -> Any:
+    """The module `package.name`, imported: scripts reach it as an attribute after a plain `import deepspeed`."""
+    path = f"{package}.{name}"
+    if name.startswith("_") or importlib.util.find_spec(path) is None:
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    return importlib.import_module(path)

@@ -25,7 +25,9 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.zero.muon": "deepspeed.ops.muon",
     "deepspeed.runtime.zero.muon.muon_optimizer": "deepspeed.ops.muon",
     "deepspeed.runtime.zero.muon.original_muon": "deepspeed.ops.muon",
+    "deepspeed.runtime.zero.linear": "deepspeed.zero.linear",
     "deepspeed.runtime.zero.offload_config": "deepspeed.config.offload",
+    "deepspeed.runtime.zero.tiling": "deepspeed.zero.tiling",
 }
 
 # old module → its names → home of each: "module" if the name is the same there, else "module:name"
@@ -71,11 +73,37 @@ SPLIT: dict[str, dict[str, str]] = {
     "deepspeed.runtime.utils": {
         "see_memory_usage": "deepspeed.profiling.memory",
     },
+    "deepspeed.runtime.zero": {
+        "GatheredParameters": "deepspeed.zero.gather",
+        "Init": "deepspeed.zero.init",
+        "ZeroParamStatus": "deepspeed.zero.param",
+        "ZeroParamType": "deepspeed.zero.param",
+        "register_external_parameter": "deepspeed.zero.external",
+        "unregister_external_parameter": "deepspeed.zero.external",
+        "unwrap_model_for_generation": "deepspeed.zero.generation",
+    },
     "deepspeed.runtime.zero.config": {
         "DeepSpeedZeroConfig": "deepspeed.config.zero",
         "DeepSpeedZeroOffloadOptimizerConfig": "deepspeed.config.offload",
         "DeepSpeedZeroOffloadParamConfig": "deepspeed.config.offload",
         "ZeroStageEnum": "deepspeed.config.zero",
+    },
+    "deepspeed.runtime.zero.parameter_offload": {
+        "DeepSpeedZeRoOffload": "deepspeed.zero.rehook:ParameterOffload",
+    },
+    "deepspeed.runtime.zero.partition_parameters": {
+        "GatheredParameters": "deepspeed.zero.gather",
+        "Init": "deepspeed.zero.init",
+        "ZeroParamStatus": "deepspeed.zero.param",
+        "ZeroParamType": "deepspeed.zero.param",
+        "register_external_parameter": "deepspeed.zero.external",
+        "unregister_external_parameter": "deepspeed.zero.external",
+    },
+    "deepspeed.runtime.zero.stage3": {
+        "DeepSpeedZeroOptimizer_Stage3": "deepspeed.runtime.zero_optimizer:ZeroOptimizer",
+    },
+    "deepspeed.runtime.zero.stage_1_and_2": {
+        "DeepSpeedZeroOptimizer": "deepspeed.runtime.zero_optimizer:ZeroOptimizer",
     },
     "deepspeed.utils.comms_logging": {
         "CommsLogger": "deepspeed.comm.logger",

@@ -56,7 +56,10 @@ class Sharded:
         for name, param in members:
             if shard_of(param) is None:
                 shard_parameter(param, self.axis, name).release()
-        self.hooks.look_again()
+        if self.hooks.handles:
+            self.hooks.look_again()
+        else:  # until now every parameter stayed whole
+            self.hooks.install()
 
 
 def shard(

@@ -163,12 +163,20 @@ def execute(job: Job) -> tuple[str, str]:
     except pytest.skip.Exception as skipped:
         return "skipped", str(skipped)
     except BaseException as error:
-        told = traceback.TracebackException.from_exception(error, capture_locals=True)
+        told = explain(error)
         told.stack = traceback.StackSummary.from_list([frame for frame in told.stack if frame.filename != __file__])
         for frame in told.stack:
             frame.locals = {name: text[:300] for name, text in (frame.locals or {}).items()}
         return "failed", "".join(told.format())
     return "passed", ""
+
+
+def explain(error: BaseException) -> traceback.TracebackException:
+    """With local variables, unless one of them cannot be shown: a broken object must not hide the error."""
+    try:
+        return traceback.TracebackException.from_exception(error, capture_locals=True)
+    except Exception:
+        return traceback.TracebackException.from_exception(error)
 
 
 def find(job: Job) -> Any:

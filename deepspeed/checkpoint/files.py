@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.native import safetensors
+from deepspeed.checkpoint.plain import plain
+from deepspeed.checkpoint.state import TrainingState
 
-__all__ = ["Allocate", "Files", "Host"]
+__all__ = ["Allocate", "Files", "Host", "rank_entries"]
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 """(elements, dtype) → one-dimensional host memory, pinned or shared where the caller wants that."""
@@ -79,6 +81,16 @@ class Host:
             reached = position + part.numel()
         result[reached:].zero_()
         return result
+
+
+def rank_entries(state: TrainingState, host: Host) -> dict[str, Any] | None:
+    """What a rank alone knows; None if it knows nothing."""
+    if state.rng is None and state.data is None and state.own_buffers is None:
+        return None
+    entries: dict[str, Any] = plain({"rng": state.rng, "data": state.data}, "the rank's state")
+    if state.own_buffers is not None:
+        entries["buffers"] = {name: host.take(tensor) for name, tensor in state.own_buffers.items()}
+    return entries
 
 
 def _plain_memory(numel: int, dtype: torch.dtype) -> Tensor:

@@ -71,6 +71,8 @@ class Small:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     version: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What the model's state dict held besides tensors."""
 
 
 class Source(Protocol):

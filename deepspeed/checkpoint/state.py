@@ -41,6 +41,8 @@ class GroupState:
     """How the parameters are spread over ranks; None: every rank holds them whole."""
     rank: int = 0
     """This rank's number in the layout."""
+    known: Sequence[str] = ()
+    """Kinds that other ranks have of this group: every rank's files list the same ones."""
 
     def interval(self, param: int) -> tuple[int, int]:
         """The [start, stop) of the parameter that this rank holds."""
@@ -50,9 +52,17 @@ class GroupState:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of tensors that some parameter has, master first."""
-        found = [kind for kind, tensors in self.tensors.items() if any(tensor is not None for tensor in tensors)]
-        return tuple(sorted(found, key=lambda kind: kind != "master"))
+        """The kinds of tensors that some parameter has, on any rank, master first."""
+        found = {kind for kind, tensors in self.tensors.items() if any(tensor is not None for tensor in tensors)}
+        return tuple(sorted(found | set(self.known), key=lambda kind: (kind != "master", kind)))
+
+    def without_state(self) -> list[str]:
+        """The parameters of which elements lie here that the optimizer has no state of, although it has of others."""
+        held = [index for index in range(len(self.names)) if self.interval(index)[0] < self.interval(index)[1]]
+        columns = [self.tensors[kind] for kind in self.kinds if kind != "master" and kind in self.tensors]
+        if self.kinds in ((), ("master",)):
+            return []
+        return [self.names[i] for i in held if not self.scalars[i] and all(column[i] is None for column in columns)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,8 @@ class TrainingState:
     """The parameters of `module` that no group trains, with their whole shapes."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied name → the name under which the parameter is kept."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What the model's state dict holds besides tensors: `get_extra_state` of its modules."""
     dp_rank: int = 0
     dp_size: int = 1
     """The ranks that ZeRO shards over."""
@@ -95,6 +107,15 @@ class TrainingState:
     """This rank's position in its data."""
     rng: Mapping[str, Any] | None = None
     """This rank's random states."""
+    own_buffers: Mapping[str, Tensor] | None = None
+    """This rank's buffers where they are not those of the first rank, such as running statistics."""
     client_state: Mapping[str, Any] = field(default_factory=dict)
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     """The user's config without secrets."""
+    shares: bool | None = None
+    """This rank writes what all ranks have alike: the first one, with node-local storage one of each node."""
+
+    @property
+    def writes_shared(self) -> bool:
+        """`shares`, with its None resolved."""
+        return self.dp_rank == 0 if self.shares is None else self.shares

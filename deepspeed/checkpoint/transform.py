@@ -46,6 +46,7 @@ def state_of(source: Source, *, stage: int, rank: int, world: int) -> TrainingSt
         buffers=list(source.buffers),
         frozen=frozen,
         aliases=dict(source.aliases),
+        extra=small.extra,
         dp_rank=rank,
         dp_size=world,
         counters=small.counters,

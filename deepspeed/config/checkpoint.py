@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from annotated_types import Gt
 from pydantic import BeforeValidator, Field
 
 from .model import PositiveCount, Section
@@ -16,6 +17,10 @@ __all__ = [
     "NebulaConfig",
     "ParallelWriteConfig",
 ]
+
+
+PositiveSeconds = Annotated[float, Gt(0.0)]
+"""A time above zero."""
 
 
 class ParallelWriteConfig(Section):
@@ -47,6 +52,19 @@ class CheckpointConfig(Section):
 
     tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], Upper] = Field(
         "WARN", description="What happens when ranks save under different tags: IGNORE, WARN or FAIL (any case)."
+    )
+    format: Annotated[Literal["deepspeed", "safetensors"], Lower] = Field(
+        "deepspeed",
+        description="Layout of the files: deepspeed (those of DeepSpeed) or safetensors (fragments with a JSON index, "
+        "the fastest). Both load on any number of ranks and at any stage.",
+    )
+    keep_last: PositiveCount | None = Field(
+        None, description="Number of checkpoints that stay in a folder; older ones are removed. null keeps all."
+    )
+    rank_wait: PositiveSeconds = Field(
+        10.0,
+        description="Seconds after which ranks that saving waits for are given up: those that do not answer, and those "
+        "that went on with something else. Ranks that are merely busy are waited for.",
     )
     load_universal: bool = Field(False, description="Whether checkpoints are loaded from the universal format.")
     use_node_local_storage: bool = Field(

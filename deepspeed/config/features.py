@@ -92,7 +92,6 @@ UNBUILT: tuple[Feature, ...] = (
     Feature("amp", "Apex AMP (use bf16, fp16 or torch_autocast)", lambda c: c.amp.enabled),
     Feature("nebula", "Nebula checkpoints", lambda c: c.nebula.enabled),
     Feature("datastates_ckpt", "DataStates checkpoints", lambda c: c.datastates_ckpt is not None),
-    Feature("checkpoint.writer", "the fast checkpoint writer", lambda c: c.checkpoint.writer is not None),
     Feature("graph_harvesting", "graph harvesting", lambda c: c.graph_harvesting),
     Feature(
         "optimizer.type",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deepspeed._lazy import submodule
 from deepspeed.ops.registry import op, operations
 
 __all__ = ["__compatible_ops__", "op"]
@@ -13,7 +14,7 @@ __compatible_ops__: dict[str, bool]
 
 def __getattr__(name: str) -> Any:
     if name != "__compatible_ops__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return submodule(__name__, name)
     # Looked up on first use: the answer asks compilers, drivers and devices.
     answer = {each.name: any(way.requires.holds for way in each.implementations) for each in operations().values()}
     globals()[name] = answer

@@ -1,1 +1,7 @@
 """Orchestration: the engine and its collaborators."""
+
+from deepspeed._lazy import lazy
+
+__all__: list[str] = []
+
+__getattr__ = lazy(__name__, {})

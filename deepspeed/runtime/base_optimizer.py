@@ -13,7 +13,17 @@ if TYPE_CHECKING:
     from deepspeed.precision.scale import LossScale
     from deepspeed.runtime.stepper import Outcome, Stepper
 
-__all__ = ["DeepSpeedOptimizer", "MixedPrecisionOptimizer"]
+__all__ = ["DeepSpeedOptimizer", "MixedPrecisionOptimizer", "reload"]
+
+
+def reload(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """The optimizer's own `load_state_dict`; its group dicts stay the same objects."""
+    before = optimizer.param_groups
+    optimizer.load_state_dict(state_dict)
+    for old, new in zip(before, optimizer.param_groups, strict=True):
+        old.clear()
+        old.update(new)
+    optimizer.param_groups = before  # torch makes new dicts, but others hold on to these
 
 
 class DeepSpeedOptimizer:
@@ -107,12 +117,7 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
-        before = self.optimizer.param_groups
-        self.optimizer.load_state_dict(state_dict["optimizer_state_dict"])
-        for old, new in zip(before, self.optimizer.param_groups, strict=True):
-            old.clear()
-            old.update(new)
-        self.optimizer.param_groups = before  # torch makes new dicts, but others hold on to these
+        reload(self.optimizer, state_dict["optimizer_state_dict"])
         self._scale.load_state_dict(state_dict["loss_scaler"])
 
     def __repr__(self) -> str:

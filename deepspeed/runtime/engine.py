@@ -14,6 +14,8 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.events import OverflowFound, Phase, StepFinished
 from deepspeed.runtime import getters
+from deepspeed.runtime.checkpoint_methods import CheckpointMethods
+from deepspeed.runtime.checkpointing import Checkpoints
 from deepspeed.runtime.model_methods import ModelMethods
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.phases import phase
@@ -22,7 +24,7 @@ from deepspeed.runtime.stepper import Outcome
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(ModelMethods, nn.Module):
+class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
     """A module that trains as its config says.
 
     `engine(batch)`, `engine.backward(loss)` and `engine.step()` after every micro batch; a plain `loss.backward()` in
@@ -56,6 +58,7 @@ class DeepSpeedEngine(ModelMethods, nn.Module):
         self._loss: Tensor | None = None
         self._batch = parts.config.batch
         self.training = parts.module.training
+        self._checkpoints = Checkpoints(parts)
 
     # ---- the loop
 
@@ -361,12 +364,14 @@ class DeepSpeedEngine(ModelMethods, nn.Module):
 
     def destroy(self) -> None:
         """Remove hooks, close monitors and groups, and let go of optimizer and states; harmless twice."""
-        self._parts.resources.close()
-        self.optimizer = self.basic_optimizer = self.lr_scheduler = None
-        self._parts.optimizer = self._parts.basic_optimizer = self._parts.lr_scheduler = None
-        self._parts.masters = self._parts.stepper = None
-        for param in self.module.parameters():
-            param.grad = None
+        try:
+            self._parts.resources.close()
+        finally:
+            self.optimizer = self.basic_optimizer = self.lr_scheduler = None
+            self._parts.optimizer = self._parts.basic_optimizer = self._parts.lr_scheduler = None
+            self._parts.masters = self._parts.stepper = None
+            for param in self.module.parameters():
+                param.grad = None
 
     def __getattr__(self, name: str) -> Any:
         getter = getters.find(name)

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adam.rule import Conditions
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.norm import clip_coefficient
+from deepspeed.runtime.told import Told
 from deepspeed.zero.held import Held
 
 __all__ = ["Outcome", "States", "Stepper"]
@@ -87,16 +90,47 @@ class Stepper:
         if self.backward.unit != 1.0:
             norm = norm * self.backward.unit
         before = self.scale.value
+        if norm.device.type != "cpu" and isinstance(self.optimizer, FusedAdam) and self.optimizer.takes_conditions():
+            known, overflow = self._step_ahead(self.optimizer, norm)
+            return self._finished(norm, known, overflow, before)
         known = self._known(norm)
         overflow = self.check_overflow and known is not None and not math.isfinite(known)
         if not overflow:
             self._prepare([grad for _, grad in gradients], norm, known)
             self.masters.update(self.optimizer)
             self.masters.publish()
+        return self._finished(norm, known, overflow, before)
+
+    def _finished(self, norm: Tensor, known: float | None, overflow: bool, before: float) -> Outcome:
         self.zero_grad()
         self.scale.update(overflow)
         measured = norm if known is None else known
         return Outcome(not overflow, measured if self.report_norm else None, before, self.scale.value)
+
+    @torch.no_grad()
+    def _step_ahead(self, optimizer: FusedAdam, norm: Tensor) -> tuple[float | None, bool]:
+        """Queue the whole step before the norm is known: the device unscales, clips, and skips where it must.
+
+        The host learns the norm while the device updates, so that the device never waits for the host.
+        """
+        factor = torch.full_like(norm, self.backward.unit)
+        if self.clipping > 0:
+            factor = clip_coefficient(norm, self.clipping) * factor
+        skip = (~torch.isfinite(norm)).float() if self.check_overflow else torch.zeros_like(norm)
+        told = Told(norm) if self.check_overflow else None
+        optimizer.conditions = Conditions(factor.reciprocal(), skip)
+        try:
+            self.masters.update(optimizer)
+        finally:
+            optimizer.conditions = None
+        self.masters.publish()
+        if told is None:
+            return None, False
+        known = told.value()
+        overflow = not math.isfinite(known)
+        if overflow:
+            optimizer.take_back()
+        return known, overflow
 
     def zero_grad(self) -> None:
         """Drop every gradient."""

@@ -28,9 +28,20 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         safe_update_full_grad_vectorized,
     )
+    from deepspeed.zero.leaf import (
+        get_z3_leaf_modules,
+        set_z3_leaf_module,
+        set_z3_leaf_modules,
+        set_z3_leaf_modules_by_name,
+        set_z3_leaf_modules_by_suffix,
+        unset_z3_leaf_modules,
+        z3_leaf_module,
+        z3_leaf_parameter,
+    )
 
 _LAZY = {
     "RepeatingLoader": "deepspeed.runtime.dataloader:RepeatingLoader",
+    "get_z3_leaf_modules": "deepspeed.zero.leaf:get_z3_leaf_modules",
     "groups": "deepspeed.utils.groups",
     "instrument_w_nvtx": "deepspeed.utils.nvtx:instrument_w_nvtx",
     "is_initialized": "deepspeed.comm:is_initialized",
@@ -47,10 +58,18 @@ _LAZY = {
     "safe_set_local_grad": "deepspeed.zero.access:safe_set_local_grad",
     "safe_set_local_optimizer_state": "deepspeed.zero.access:safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized": "deepspeed.zero.access:safe_update_full_grad_vectorized",
+    "set_z3_leaf_module": "deepspeed.zero.leaf:set_z3_leaf_module",
+    "set_z3_leaf_modules": "deepspeed.zero.leaf:set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name": "deepspeed.zero.leaf:set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix": "deepspeed.zero.leaf:set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules": "deepspeed.zero.leaf:unset_z3_leaf_modules",
+    "z3_leaf_module": "deepspeed.zero.leaf:z3_leaf_module",
+    "z3_leaf_parameter": "deepspeed.zero.leaf:z3_leaf_parameter",
 }
 
 __all__ = [
     "RepeatingLoader",
+    "get_z3_leaf_modules",
     "groups",
     "instrument_w_nvtx",
     "is_initialized",
@@ -71,6 +90,13 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
     "set_log_level_from_string",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
 ]
 
 

@@ -15,52 +15,19 @@ to all of them at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 import torch
-from torch import nn
 
 from deepspeed.utils.logging import logger, warn_once
 from deepspeed.zero.control import DONE, STEP, Control, start_code
 from deepspeed.zero.fetch import Fetcher
 from deepspeed.zero.param import Shard
+from deepspeed.zero.passes import Known, Pass, Use
 from deepspeed.zero.trace import Event, Limits, Plan, plan
 
 __all__ = ["Coordinator", "Use"]
 
 _PATIENCE = 3  # plans that did not fit, after which a kind of pass is asked for every time
-
-
-@dataclass(eq=False)
-class Use:
-    """A module and the parameters that have to be whole while it runs."""
-
-    number: int
-    name: str
-    module: nn.Module
-    shards: list[Shard]
-
-
-@dataclass
-class _Pass:
-    """Where a running pass is."""
-
-    key: tuple[object, ...]
-    plan: Plan | None
-    next: int = 0
-    strayed: bool = False
-    """This rank has left the plan."""
-    events: list[Event] = field(default_factory=list)
-    served: list[int] = field(default_factory=list)
-    """The uses that all ranks gathered, in order, while asking."""
-
-
-@dataclass
-class _Known:
-    """What is known about one kind of pass."""
-
-    plan: Plan | None = None
-    misfits: int = 0
 
 
 class Coordinator:
@@ -74,10 +41,10 @@ class Coordinator:
         self._limits = limits
         self._between = between_passes  # whether parameters may stay whole from forward to backward
         self._log_traces = log_traces
-        self._known: dict[tuple[object, ...], _Known] = {}
+        self._known: dict[tuple[object, ...], Known] = {}
         self._uses: dict[int, Use] = {}
         self._shards: dict[int, Shard] = {}
-        self._pass: _Pass | None = None
+        self._pass: Pass | None = None
         self._stack: list[tuple[Use, tuple[Shard, ...]]] = []
         self._held: dict[int, set[Shard]] = {}
         self._inputs_done: set[int] = set()
@@ -190,8 +157,10 @@ class Coordinator:
     def before_backward(self, use: Use) -> None:
         """The gradient of a module's output is known: its parameters are needed next."""
         self.begin_backward()
-        self._need(use)
         held = self._held.setdefault(use.number, set())
+        if held and held.issuperset(use.shards):
+            return  # told by another of the module's outputs, or by another call of it
+        self._need(use)
         for shard in use.shards:
             if shard not in held:
                 held.add(shard)
@@ -248,9 +217,9 @@ class Coordinator:
     # ---- passes
 
     def _open(self, key: tuple[object, ...]) -> None:
-        known = self._known.setdefault(key, _Known())
+        known = self._known.setdefault(key, Known())
         usable = known.plan if known.misfits < _PATIENCE else None
-        self._pass = _Pass(key, usable)
+        self._pass = Pass(key, usable)
         mine = start_code((key, usable is not None))
         codes = self._control.exchange(mine, f"begin of a {key[0]} pass")
         if any(code == STEP for code in codes):
@@ -267,7 +236,7 @@ class Coordinator:
         if planned and not now.strayed:
             self._play(now, len(now.plan.steps) if now.plan else 0)
         alone = not self._serve(now)
-        known = self._known.setdefault(now.key, _Known())
+        known = self._known.setdefault(now.key, Known())
         whole, self._kept = self._kept, frozenset()
         if now.plan is not None and alone:
             self._kept = now.plan.kept
@@ -280,7 +249,7 @@ class Coordinator:
         self._keep.clear()
         self._let_go(self._shards.values(), self._kept)
 
-    def _serve(self, now: _Pass) -> bool:
+    def _serve(self, now: Pass) -> bool:
         """Take part in what other ranks still need; True if anybody needed anything."""
         asked = False
         while True:
@@ -290,7 +259,7 @@ class Coordinator:
             asked = True
             self._answer(now, codes, None)
 
-    def _answer(self, now: _Pass, codes: Sequence[int], mine: Use | None) -> None:
+    def _answer(self, now: Pass, codes: Sequence[int], mine: Use | None) -> None:
         """Gather what any rank asked for; keep only what this rank asked for."""
         if any(code < 0 for code in codes):
             self._pass = None
@@ -315,11 +284,11 @@ class Coordinator:
             self._follow(now, now.plan, use)
         now.events.append(Event(True, use.number, tuple(s.number for s in use.shards if not s.persistent)))
 
-    def _ask(self, now: _Pass, use: Use) -> None:
+    def _ask(self, now: Pass, use: Use) -> None:
         codes = self._control.exchange(use.number + 1, f"request for {use.name}")
         self._answer(now, codes, use)
 
-    def _follow(self, now: _Pass, steps: Plan, use: Use) -> None:
+    def _follow(self, now: Pass, steps: Plan, use: Use) -> None:
         place = next((i for i in range(now.next, len(steps.steps)) if steps.steps[i].use == use.number), None)
         if place is None and not all(s.whole or s.pending or s.persistent for s in use.shards):
             self._play(now, len(steps.steps))
@@ -337,7 +306,7 @@ class Coordinator:
             return
         self._fetcher.finish([s for s in use.shards if not s.whole])
 
-    def _play(self, now: _Pass, until: int) -> None:
+    def _play(self, now: Pass, until: int) -> None:
         """Take part in planned gathers that this rank does not need."""
         while now.next < until:
             place = now.next
@@ -347,7 +316,7 @@ class Coordinator:
                 skipped = self._uses.get(step.use)
                 self._let_go(skipped.shards if skipped else (), step.keep)
 
-    def _do(self, now: _Pass, place: int) -> None:
+    def _do(self, now: Pass, place: int) -> None:
         if now.plan is None:
             return
         step = now.plan.steps[place]
@@ -380,7 +349,7 @@ class Coordinator:
             if shard.whole or shard.pending is not None:
                 shard.release()
 
-    def _planned(self, now: _Pass, whole: frozenset[int]) -> Plan:
+    def _planned(self, now: Pass, whole: frozenset[int]) -> Plan:
         """A plan from what this pass used; without gathering ahead where ranks used different things."""
         served = tuple(now.served)
         agreed = self._agree(tuple(event.use for event in now.events if event.enter), served)
@@ -400,7 +369,7 @@ class Coordinator:
         codes = self._control.exchange(code, "comparison of traces")
         return len(set(codes)) == 1 and code != DONE
 
-    def _explain(self, now: _Pass) -> None:
+    def _explain(self, now: Pass) -> None:
         if now.strayed and self._log_traces:
             logger.info("the %s pass left its plan; it is traced anew", now.key[0])
         known = self._known[now.key]

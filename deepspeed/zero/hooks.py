@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.zero.coordinator import Coordinator, Use
 from deepspeed.zero.external import WatchedParameters, external_parameters
+from deepspeed.zero.hidden import hidden
 from deepspeed.zero.leaf import z3_leaf_module
 from deepspeed.zero.param import Shard, shard_of, shards_of
 from deepspeed.zero.structure import tensors_in
@@ -52,9 +53,7 @@ class ModuleHooks:
 
     def look_again(self) -> None:
         """Hook modules that were added to the model since."""
-        if not self.handles:
-            self.install()
-        elif any(id(module) not in self._known for module in self._root.modules()):
+        if self.handles and any(id(module) not in self._known for module in self._root.modules()):
             for name, module, shards in self._units():
                 if id(module) not in self._known:
                     self._hook(name, module, shards)
@@ -124,11 +123,12 @@ class ModuleHooks:
                 for tensor in tensors_in(output):
                     if tensor.requires_grad and shard_of(tensor) is None:
                         tensor.register_hook(before)
+                        _hook_base(tensor, before)
 
         def before(_: Tensor) -> None:
             coordinator.before_backward(use)
 
-        return pre, post
+        return hidden(pre), hidden(post)
 
     def _watch_inputs(self, use: Use, inputs: Any) -> None:
         call = _Call(lambda: self._coordinator.inputs_done(use))
@@ -142,6 +142,16 @@ class ModuleHooks:
         returned = [shard for shard in map(shard_of, _parameters_in(output)) if shard is not None]
         for shard in returned:
             self._coordinator.hand_over(use, shard)
+
+
+def _hook_base(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Hook what an output is a view of: writing into a view in place cuts the view's own hooks off the graph.
+
+    The output of a linear layer with an input of three dims is one, and an activation in place writes into it.
+    """
+    base = tensor._base
+    if base is not None and base.grad_fn is not None:
+        base.register_hook(hook)
 
 
 def _parameters_in(output: Any) -> Iterable[Tensor]:

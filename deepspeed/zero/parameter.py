@@ -20,7 +20,7 @@ from deepspeed.utils.logging import warn_once
 from deepspeed.zero import fetch
 from deepspeed.zero.param import Shard, ZeroParamType, shards_of
 
-__all__ = ["ZeroParameter", "shard_parameter"]
+__all__ = ["SpreadParameter", "ZeroParameter", "shard_parameter"]
 
 _CLIPPING = clip_grad.__file__
 _GRAD: Any = torch.Tensor.grad
@@ -63,25 +63,6 @@ class ZeroParameter(nn.Parameter):
     ds_active_sub_modules = property(lambda self: self._zero.users, doc="The modules that use it now.")
     ds_process_group = property(lambda self: self._zero.axis.group, doc="The ranks that hold it.")
     ds_param_type = property(lambda self: ZeroParamType.PARTITIONED, doc="How it is held.")
-
-    @property
-    def grad(self) -> Tensor | None:
-        """As of any tensor; that torch's clipping finds none on a shard is told."""
-        found: Tensor | None = _GRAD.__get__(self)
-        if found is None and not self._zero.alone and sys._getframe(1).f_code.co_filename == _CLIPPING:
-            warn_once(
-                "torch.nn.utils.clip_grad_norm_ was called with sharded parameters, whose gradients lie in shards: it "
-                "clips nothing. Set gradient_clipping in the config; engine.get_global_grad_norm() tells the norm."
-            )
-        return found
-
-    @grad.setter
-    def grad(self, value: Tensor | None) -> None:
-        _GRAD.__set__(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        _GRAD.__delete__(self)
 
     def partition_numel(self) -> int:
         """Elements of a rank's chunk, padding included."""
@@ -168,10 +149,33 @@ class ZeroParameter(nn.Parameter):
         return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
 
 
+class SpreadParameter(ZeroParameter):
+    """One that lies on several ranks, whose gradient is not where plain PyTorch looks for it."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """As of any tensor; that torch's clipping finds none on a shard is told."""
+        found: Tensor | None = _GRAD.__get__(self)
+        if found is None and sys._getframe(1).f_code.co_filename == _CLIPPING:
+            warn_once(
+                "torch.nn.utils.clip_grad_norm_ was called with sharded parameters, whose gradients lie in shards: it "
+                "clips nothing. Set gradient_clipping in the config; engine.get_global_grad_norm() tells the norm."
+            )
+        return found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+
 def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "") -> Shard:
     """Cut a whole parameter; it stays the same object, and whole until it is released."""
     shard = Shard(param, axis, name)
-    param.__class__ = _sharded(type(param))
+    param.__class__ = _sharded(type(param), ZeroParameter if shard.alone else SpreadParameter)
     param._zero = shard  # type: ignore[attr-defined]
     return shard
 
@@ -182,10 +186,8 @@ def _ordinary(kind: type[nn.Parameter]) -> type[nn.Parameter]:
 
 
 @cache
-def _sharded(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+def _sharded(kind: type[nn.Parameter], base: type[ZeroParameter]) -> type[nn.Parameter]:
     """The class of a sharded parameter that was of this kind."""
     if issubclass(kind, ZeroParameter):
         return kind
-    if kind is nn.Parameter:
-        return ZeroParameter
-    return type(f"Zero{kind.__name__}", (ZeroParameter, kind), {})
+    return base if kind is nn.Parameter else type(f"Zero{kind.__name__}", (base, kind), {})

@@ -16,7 +16,7 @@ PUBLIC = """
     DeepSpeedEngine DeepSpeedError DeepSpeedOptimizer __git_branch__ __git_hash__
     __version__ __version_major__ __version_minor__ __version_patch__ accelerator add_config_arguments
     checkpointing comm
-    get_accelerator init_distributed initialize log_dist logger ops parallel runtime utils
+    get_accelerator init_distributed initialize log_dist logger ops parallel runtime utils zero
 """.split()
 
 

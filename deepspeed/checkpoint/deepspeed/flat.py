@@ -46,7 +46,7 @@ class Sharding:
     def fill(self, pieces: Pieces) -> None:
         """Enter every piece; no file but the first is opened for it."""
         for flat, shapes in enumerate(self.shapes):
-            state = self.states(self.open(0).state, flat)
+            state = self.states(self.open(min(self.files)).state, flat)
             kinds = ["master", *(key for key, value in state.items() if isinstance(value, Tensor) and value.ndim)]
             for number, (name, shape) in enumerate(shapes.items()):
                 self.place[name] = flat, number
@@ -103,7 +103,10 @@ class Sharding:
         """Whether the optimizer has not touched a parameter yet, although others of its group."""
         if name not in self.place:
             return False
-        single = self.open(self._holder(name)).state["optimizer_state_dict"].get("parameter_scalars")
+        entries = self.open(self._holder(name)).state["optimizer_state_dict"]
+        if "without_state" in entries:
+            return name in entries["without_state"]
+        single = entries.get("parameter_scalars")
         return single is not None and name in single and not single[name]
 
     def _holder(self, name: str) -> int:
@@ -112,10 +115,17 @@ class Sharding:
         return next((r for r in ranks if self.layouts[flat].interval(number, r)[1]), 0)
 
 
-def by_group(param_shapes: Sequence[Mapping[str, Any]], open_: Open, files: Mapping[int, str], where: Path) -> Sharding:
+def by_group(
+    param_shapes: Sequence[Mapping[str, Any]],
+    open_: Open,
+    files: Mapping[int, str],
+    where: Path,
+    *,
+    partial: bool = False,
+) -> Sharding:
     """Stages 1 and 2, and the files of BF16_Optimizer, which name no stage."""
     first = open_(min(files)).state["optimizer_state_dict"]
-    world = _world(first.get("partition_count", len(files)), files, where)
+    world = _world(first.get("partition_count", len(files)), files, where, partial)
     shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
     gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
     layouts = [_block(group, gap, world, where) for group, gap in zip(shapes, gaps, strict=True)]
@@ -131,11 +141,16 @@ def by_group(param_shapes: Sequence[Mapping[str, Any]], open_: Open, files: Mapp
 
 
 def by_parameter(
-    param_shapes: Sequence[Mapping[str, Any]], open_: Open, files: Mapping[int, str], where: Path
+    param_shapes: Sequence[Mapping[str, Any]],
+    open_: Open,
+    files: Mapping[int, str],
+    where: Path,
+    *,
+    partial: bool = False,
 ) -> Sharding:
     """Stage 3."""
     first = open_(min(files)).state["optimizer_state_dict"]
-    world = _world(first.get("partition_count", len(files)), files, where)
+    world = _world(first.get("partition_count", len(files)), files, where, partial)
     shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
     layouts = [Striped(tuple(shape.numel() for shape in group.values()), world) for group in shapes]
     groups = first["optimizer_state_dict"]["param_groups"]
@@ -164,13 +179,13 @@ def _check_masters(sharding: Sharding, rank: int) -> None:
             )
 
 
-def _world(count: Any, files: Mapping[int, str], where: Path) -> int:
+def _world(count: Any, files: Mapping[int, str], where: Path, partial: bool) -> int:
     counts = set(count) if isinstance(count, (list, tuple)) else {int(count)}
     if len(counts) != 1:
         raise CheckpointError(f"{where}: groups are cut over {sorted(counts)} ranks; expert groups cannot be read")
     world = int(counts.pop())
     missing = [rank for rank in range(world) if rank not in files]
-    if missing or len(files) != world:
+    if (missing and not partial) or len(files) > world:
         raise CheckpointError(
             f"{where} was written by {world} ranks, but there are optimizer files of ranks {sorted(files)}"
             + (f": rank {missing[0]}'s is missing" if missing else "")

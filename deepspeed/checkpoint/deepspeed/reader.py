@@ -38,10 +38,12 @@ class DeepSpeedSource:
         order: Sequence[Sequence[str]] | None = None,
         *,
         opener: Opener | None = None,
+        partial: bool = False,
     ) -> None:
         self._directory = directory
         self._opener = opener or Opener(directory)
         self._mp_rank = mp_rank
+        self._partial = partial
         self._found = sort_files(path.name for path in directory.iterdir())
         self._model_file = self._load_model()
         self._model: Mapping[str, Any] = self._model_file.state
@@ -104,7 +106,9 @@ class DeepSpeedSource:
     def small(self) -> Small:
         """What is not a tensor."""
         model, extra = self._model, self._extra
-        first = self._optimizer(0).state["optimizer_state_dict"] if self._optimizers else model.get("optimizer") or {}
+        first = model.get("optimizer") or {}
+        if self._optimizers:
+            first = self._optimizer(min(self._optimizers)).state["optimizer_state_dict"]
         scale = extra["loss_scale"] if "loss_scale" in extra else scaler_attributes(first.get("loss_scaler"))
         if scale is None and not extra and "cur_scale" in first:
             names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
@@ -121,7 +125,8 @@ class DeepSpeedSource:
         version = str(model.get("ds_version", ""))
         config = model.get("ds_config") or {}
         overflow = bool(first.get("overflow", False))
-        return Small(counters, model.get("lr_scheduler"), scale, overflow, clip, client, config, version)
+        kept = extra.get("module") or {}
+        return Small(counters, model.get("lr_scheduler"), scale, overflow, clip, client, config, version, kept)
 
     def kinds(self, name: str) -> tuple[str, ...]:
         """What can be read of a parameter."""
@@ -157,7 +162,8 @@ class DeepSpeedSource:
 
     def _load_model(self) -> Opened:
         found = self._found
-        name = found.models.get(self._mp_rank) or found.sharded_models.get((0, self._mp_rank))
+        sharded = [name for (_, mp), name in sorted(found.sharded_models.items()) if mp == self._mp_rank]
+        name = found.models.get(self._mp_rank) or next(iter(sharded), None)
         if found.layers or found.experts:
             raise CheckpointError(
                 f"{self._directory} is a pipeline or mixture-of-experts checkpoint "
@@ -202,7 +208,8 @@ class DeepSpeedSource:
             self._add_frozen()
         if self._model.get("param_shapes") and self._optimizers:
             cut = by_parameter if sharded else by_group
-            self._sharding = cut(self._model["param_shapes"], self._optimizer, self._optimizers, self._directory)
+            shapes = self._model["param_shapes"]
+            self._sharding = cut(shapes, self._optimizer, self._optimizers, self._directory, partial=self._partial)
             self._sharding.fill(pieces)
         elif self._model.get("param_shapes"):
             for group in self._model["param_shapes"]:

@@ -13,7 +13,7 @@ from deepspeed._version import __version__
 from deepspeed.checkpoint.deepspeed.classes import scaler_stand_in
 from deepspeed.checkpoint.deepspeed.groups import sharded_by_group, sharded_by_parameter, sub_groups, whole
 from deepspeed.checkpoint.deepspeed.names import model_file, optimizer_file, rank_file
-from deepspeed.checkpoint.files import Allocate, Files, Host
+from deepspeed.checkpoint.files import Allocate, Files, Host, rank_entries
 from deepspeed.checkpoint.plain import plain
 from deepspeed.checkpoint.state import GroupState, TrainingState
 
@@ -57,8 +57,8 @@ RESERVED = frozenset(
 def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
     """What this rank writes. See `Host` for `allocate`."""
     host, result = Host(allocate), Files()
-    rank_state = plain({"rng": state.rng, "data": state.data}, "the rank's state")
-    if state.stage == 3 or state.dp_rank == 0:
+    rank_state = rank_entries(state, host)
+    if state.stage == 3 or state.writes_shared:
         name = model_file(state.stage, state.dp_rank, state.mp_rank)
         result.objects[name] = _model_entries(state, host)
     if state.stage > 0:
@@ -66,10 +66,10 @@ def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
             "optimizer_state_dict": _sharded_entries(state, host),
             "ds_config": plain(state.ds_config, "ds_config"),
             "ds_version": __version__,
-            "rank_state": rank_state,
+            "rank_state": rank_state or {},
         }
         result.objects[optimizer_file(state.precision, state.dp_rank, state.mp_rank)] = entries
-    elif state.rng is not None or state.data is not None:
+    elif rank_state is not None:
         result.objects[rank_file(state.dp_rank, state.mp_rank)] = rank_state
     return result
 
@@ -107,6 +107,7 @@ def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
             "loss_scale": plain(state.loss_scale, "loss_scale"),
             "overflow": state.overflow,
             "clip": state.clip,
+            "module": plain(state.extra, "the model's extra state"),
         },
     }
     # Scripts look for their own keys at the top level; none of them may replace an entry of ours.
@@ -166,6 +167,7 @@ def _sharded_entries(state: TrainingState, host: Host) -> dict[str, Any]:
     uneven = _uneven_scalars(state)
     if uneven is not None:
         entries["parameter_scalars"] = uneven
+    entries["without_state"] = [name for group in state.groups for name in group.without_state()]
     return entries
 
 

@@ -101,6 +101,7 @@ class NativeSource:
             found["client_state"],
             found["ds_config"],
             self._index["ds_version"],
+            found.get("module") or {},
         )
 
     def kinds(self, name: str) -> tuple[str, ...]:

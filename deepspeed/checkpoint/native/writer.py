@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed._version import __version__
-from deepspeed.checkpoint.files import Allocate, Files, Host
+from deepspeed.checkpoint.files import Allocate, Files, Host, rank_entries
 from deepspeed.checkpoint.native.safetensors import Content
 from deepspeed.checkpoint.plain import plain
 from deepspeed.checkpoint.state import GroupState, TrainingState
@@ -48,11 +48,10 @@ def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
         content.tensors[f"param:{name}"] = host.take(tensor, alone=False)
     content.metadata["scalars"] = json.dumps(scalars)
     result.tensors[fragment_file(state.dp_rank, state.mp_rank)] = content
-    if state.rng is not None or state.data is not None:
-        result.objects[rank_file(state.dp_rank, state.mp_rank)] = plain(
-            {"rng": state.rng, "data": state.data}, "the rank's state"
-        )
-    if state.dp_rank == 0 and state.mp_rank == 0:
+    own = rank_entries(state, host)
+    if own is not None:
+        result.objects[rank_file(state.dp_rank, state.mp_rank)] = own
+    if state.writes_shared and state.mp_rank == 0:
         result.texts[INDEX] = json.dumps(_index(state), indent=1)
         result.objects[SMALL] = _small(state)
     return result
@@ -155,4 +154,5 @@ def _small(state: TrainingState) -> dict[str, Any]:
         "lr_scheduler": plain(state.lr_scheduler, "lr_scheduler"),
         "client_state": plain(state.client_state, "client_state"),
         "ds_config": plain(state.ds_config, "ds_config"),
+        "module": plain(state.extra, "the model's extra state"),
     }

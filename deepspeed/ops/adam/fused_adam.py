@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from deepspeed.ops.adam.rule import AdamRule, adam_
+from deepspeed.ops.adam.rule import AdamRule, Conditions, adam_, takes_conditions
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, refuse
 
 __all__ = ["FusedAdam"]
@@ -71,4 +71,21 @@ class FusedAdam(BatchOptimizer):
         super()._update_group(group)
 
     def _apply(self, group: Group, batch: Batch) -> None:
-        adam_(batch, AdamRule.of(group, decoupled=self.adam_w_mode))
+        adam_(batch, AdamRule.of(group, decoupled=self.adam_w_mode), self.conditions)
+
+    conditions: Conditions | None = None
+    """Under which the next steps are taken; set and cleared by whoever takes them."""
+
+    def takes_conditions(self) -> bool:
+        """True if a step can be taken under `conditions`."""
+        updated = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        moments = [self.state[param].get("exp_avg", param) for param in updated]
+        grads = [param.grad for param in updated if param.grad is not None]
+        return bool(updated) and takes_conditions([*updated, *moments, *grads])
+
+    def take_back(self) -> None:
+        """The last step was skipped by its conditions: do not count it."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["step"] -= 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,10 @@ from deepspeed.ops.capability import Capability, Verdict
 from deepspeed.ops.optimizer import Batch, TensorLists, contiguous, wide, widely
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["AdamRule", "adam_", "adam_reference"]
+__all__ = ["AdamRule", "Conditions", "adam_", "adam_reference", "takes_conditions"]
 
 Tensors = list[Tensor]
-Kernel = Callable[[Tensors, Tensors, Tensors, Tensors, int, "AdamRule"], None]
+Kernel = Callable[..., None]
 
 # Where torch's fused kernels are known to run.
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -56,9 +56,32 @@ class AdamRule:
         return 1 - self.beta1**step, 1 - self.beta2**step
 
 
-def adam_(batch: Batch, rule: AdamRule) -> None:
-    """Update parameters and moments (exp_avg, exp_avg_sq) in place; `batch.step` counts from 1."""
-    op("adam")(batch.params, batch.grads, *batch.moments, batch.step, rule)
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the device decides while it updates, so that the host need not wait for it: float32 scalars there."""
+
+    divisor: Tensor
+    """Gradients are divided by this first, in place."""
+    skip: Tensor
+    """1 leaves everything as it is, 0 does not."""
+
+
+def adam_(batch: Batch, rule: AdamRule, conditions: Conditions | None = None) -> None:
+    """Update parameters and moments (exp_avg, exp_avg_sq) in place; `batch.step` counts from 1.
+
+    `conditions` may be given where `takes_conditions` says so.
+    """
+    if conditions is None:
+        op("adam")(batch.params, batch.grads, *batch.moments, batch.step, rule)
+    else:
+        op("adam")(batch.params, batch.grads, *batch.moments, batch.step, rule, conditions)
+
+
+def takes_conditions(params: Sequence[Tensor]) -> bool:
+    """True if the chosen implementation can update these float32 parameters under conditions."""
+    return op("adam") is _adam_fused and all(
+        param.device.type == "cuda" and param.dtype == torch.float32 and param.is_contiguous() for param in params
+    )
 
 
 @reference("adam")
@@ -107,7 +130,13 @@ def _adam_foreach(
 
 @torch.no_grad()
 def _adam_fused(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int, rule: AdamRule
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    step: int,
+    rule: AdamRule,
+    conditions: Conditions | None = None,
 ) -> None:
     lists = (params, grads, exp_avgs, exp_avg_sqs)
     if not params:
@@ -136,6 +165,8 @@ def _adam_fused(
             eps=rule.eps,
             amsgrad=False,
             maximize=False,
+            grad_scale=None if conditions is None else conditions.divisor,
+            found_inf=None if conditions is None else conditions.skip,
         )
 
     if len({tensors[0].dtype for tensors in lists}) == 1:

@@ -28,9 +28,9 @@ def count_groups(monkeypatch) -> list[tuple[int, ...]]:
     made: list[tuple[int, ...]] = []
     create = process_groups.create_group
 
-    def record(group_ranks, *, alone=False):
+    def record(group_ranks, **options):
         made.append(tuple(group_ranks))
-        return create(group_ranks, alone=alone)
+        return create(group_ranks, **options)
 
     monkeypatch.setattr(process_groups, "create_group", record)
     return made

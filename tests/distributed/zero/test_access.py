@@ -83,11 +83,10 @@ def test_what_the_optimizer_holds(precision):
         loop.clip = 0.05
         seen = {}
 
-        def remember(_seen=seen, _loop=loop):
+        def remember(_seen=seen, _loop=loop, _clip=loop._clip):
             _seen["grads"] = [m.grad.clone() for m in _loop.masters.parameters()]
             return _clip()
 
-        _clip = loop._clip
         loop._clip = remember
         params = list(engine.module.parameters())
         assert safe_get_full_optimizer_state(params[0], "exp_avg") is None

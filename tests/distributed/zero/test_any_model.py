@@ -403,6 +403,27 @@ def test_ways_to_train(kind):
         same(train(build(CalledTwice, stage), kind), expected, 1e-6)
 
 
+@pytest.mark.parametrize("where", ["engine", "before", "part"])
+@ranks(2)
+def test_compiled(where):
+    def each(step, engine):
+        if step == 0 and where == "engine":
+            engine.compile(backend="eager")
+
+    class Part(Two):
+        def __init__(self):
+            super().__init__()
+            if where == "part":
+                self.first.compile(backend="eager")
+
+    def kind():
+        return torch.compile(Two(), backend="eager") if where == "before" else Part()
+
+    expected = run(kind, 0)
+    for stage in (1, 2, 3):
+        same(run(kind, stage, each=each), expected)
+
+
 @ranks(2)
 def test_two_engines_take_turns():
     """As generator and discriminator: one's loss goes through the other."""

@@ -16,7 +16,7 @@ import deepspeed
 from deepspeed import zero
 from deepspeed.errors import UsageError
 from deepspeed.zero.param import shard_of
-from deepspeed.zero.parameter import ZeroParameter
+from deepspeed.zero.parameter import SpreadParameter
 from tests.harness import ranks
 from tests.models import Tiny, batches, make, share
 
@@ -106,41 +106,66 @@ def test_training_equals_that_of_a_model_made_plainly(precision):
         assert torch.equal(mine, plain[1][name]), name
 
 
+@ranks(1, 2)
+def test_an_optimizer_made_before_the_engine():
+    config = settings() | {"optimizer": {}}
+    results = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        with zero.Init(enabled=enabled):
+            model = Tiny()
+        decayed, others = [model.up.weight, model.down.weight], [model.embedding.weight, *model.norm.parameters()]
+        optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.5}, {"params": others}], lr=1e-2)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        for batch in batches(3, 12):
+            engine.backward(engine(*share(batch, dist.get_rank(), dist.get_world_size())))
+            engine.step()
+        results.append(whole(model))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+
+
 @ranks(1, 2, 3)
 def test_what_parameters_show():
     with zero.Init():
         layer = nn.Linear(5, 3)
     world, param = dist.get_world_size(), layer.weight
     param._is_hf_initialized = True
-    assert isinstance(param, nn.Parameter) and {param: 1}[layer.weight] == 1 and layer.weight._is_hf_initialized
+    assert isinstance(param, nn.Parameter)
+    assert {param: 1}[layer.weight] == 1
+    assert layer.weight._is_hf_initialized
     assert (param.numel(), param.shape, param.ds_shape, param.ds_numel) == (0, (0,), (3, 5), 15)
     assert param.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
     assert param.ds_tensor.numel() == param.partition_numel() == param.ds_tensor.ds_numel == math.ceil(15 / world)
     assert param.padding_size() == math.ceil(15 / world) * world - 15
-    assert param.ds_id != layer.bias.ds_id and param.ds_param_type == zero.ZeroParamType.PARTITIONED
+    assert param.ds_id != layer.bias.ds_id
+    assert param.ds_param_type == zero.ZeroParamType.PARTITIONED
     assert param.ds_summary()["ds_shape"] == (3, 5)
     assert layer.state_dict().keys() == {"weight", "bias"}
 
     param.all_gather()
-    assert param.ds_status == zero.ZeroParamStatus.AVAILABLE and param.shape == (3, 5)
+    assert param.ds_status == zero.ZeroParamStatus.AVAILABLE
+    assert param.shape == (3, 5)
     param.data.fill_(4.0)
     param.partition(has_been_updated=True)
     assert param.numel() == 0
     handle = param.all_gather([param, layer.bias], async_op=True)
     handle.wait()
-    assert torch.equal(param, torch.full((3, 5), 4.0)) and layer.bias.shape == (3,)
+    assert torch.equal(param, torch.full((3, 5), 4.0))
+    assert layer.bias.shape == (3,)
     param.partition([param, layer.bias])
     assert param.numel() == layer.bias.numel() == 0
 
     fresh = nn.Parameter(torch.tensor([2.5]))
     param.convert_to_zero_parameters([fresh])
-    assert fresh.numel() == 0 and fresh.item() == 2.5 and fresh.numel() == 0
+    assert fresh.numel() == 0
+    assert fresh.item() == 2.5
+    assert fresh.numel() == 0
 
 
 @ranks(2)
 def test_a_submodule_is_sharded_before_the_next_one_is_made():
     """The most that is whole at any moment is one layer, so that the model may be larger than a rank's memory."""
-    peak, kinds = [], (nn.Parameter, ZeroParameter)
+    peak, kinds = [], (nn.Parameter, SpreadParameter)
 
     class Watched(nn.Linear):
         def __init__(self):
@@ -201,7 +226,9 @@ def test_an_exception_undoes_everything():
     with pytest.raises(KeyError, match="late"), context:
         Late(fail=True)
     assert {kind: kind.__dict__["__init__"] for kind in before} == before
-    assert nn.Module.apply is apply and torch.empty is empty and "__init_subclass__" not in nn.Module.__dict__
+    assert nn.Module.apply is apply
+    assert torch.empty is empty
+    assert "__init_subclass__" not in nn.Module.__dict__
     assert nn.Linear(2, 2).weight.shape == (2, 2)
     with context:
         again = Late(fail=False)
@@ -214,7 +241,8 @@ def test_nested_decorator_module_and_disabled():
     def build(size):
         return nn.Linear(size, size)
 
-    assert build(3).weight.ds_shape == (3, 3) and build(4).weight.dtype == torch.bfloat16
+    assert build(3).weight.ds_shape == (3, 3)
+    assert build(4).weight.dtype == torch.bfloat16
     with zero.Init():
         outer = nn.Linear(2, 2)
         with zero.Init(dtype=torch.float16):
@@ -386,7 +414,8 @@ def test_on_one_rank_an_engine_keeps_parameters_whole_without_copies():
     deepspeed.initialize(model=plain, config=settings())
     for name, param in model.named_parameters():
         assert param.data_ptr() == memory[name] == param.ds_tensor.data_ptr()
-        assert param.shape == param.ds_shape and param.ds_status == zero.ZeroParamStatus.AVAILABLE
+        assert param.shape == param.ds_shape
+        assert param.ds_status == zero.ZeroParamStatus.AVAILABLE
     assert [param.data_ptr() for param in plain.parameters()] == addresses
     assert plain.up.weight.ds_shape == (24, 8)
 
@@ -437,13 +466,16 @@ def test_a_deep_copy_has_shards_of_its_own():
         model = make()
     values = whole(model)
     twin = copy.deepcopy(model)
-    assert twin.head.weight is twin.embedding.weight and twin.up.weight is not model.up.weight
-    assert twin.up.weight.numel() == 0 and twin.up.weight.ds_shape == (24, 8)
+    assert twin.head.weight is twin.embedding.weight
+    assert twin.up.weight is not model.up.weight
+    assert twin.up.weight.numel() == 0
+    assert twin.up.weight.ds_shape == (24, 8)
     with zero.GatheredParameters(model.parameters(), modifier_rank=0):
         model.up.weight.data.zero_()
         ordinary = copy.deepcopy(model.down)
     assert all(torch.equal(param, values[name]) for name, param in whole(twin).items())
-    assert type(ordinary.weight) is nn.Parameter and torch.equal(ordinary.weight, values["down.weight"])
+    assert type(ordinary.weight) is nn.Parameter
+    assert torch.equal(ordinary.weight, values["down.weight"])
 
     config = settings(stage3_param_persistence_threshold=30)
     engine, *_ = deepspeed.initialize(model=model, config=config)

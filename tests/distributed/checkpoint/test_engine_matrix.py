@@ -1,0 +1,230 @@
+"""Every checkpoint loads everywhere: stages × ranks × precisions, other groups, files of DeepSpeed itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from tests.checkpoint_states import EXPECTED, FIXTURES
+from tests.checkpoint_states import Net as Fixture
+from tests.harness import ranks
+from tests.models import batches, make, share
+
+STAGES = (0, 1, 2, 3)
+WORLDS = (1, 2, 3, 4)
+PRECISIONS = ("fp32", "bf16", "fp16")
+CLOSE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 3e-3}
+SAMPLES = 12
+
+
+class Net(nn.Module):
+    """Sizes that divide by nothing, a tied weight, a buffer, a frozen layer and a parameter without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(40))
+        self.embedding = nn.Embedding(17, 7)
+        self.body = nn.Linear(7, 7)
+        self.frozen = nn.Linear(7, 7)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(7, 17, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens, labels):
+        hidden = self.embedding(tokens)
+        hidden = hidden + self.frozen(torch.relu(self.body(hidden)))
+        return nn.functional.cross_entropy(self.head(hidden).float().flatten(0, 1), labels.flatten())
+
+
+def build(stage, precision, params=None, seed=0):
+    section = {} if precision == "fp32" else {precision: {"enabled": True}}
+    if precision == "fp16":
+        section["fp16"]["initial_scale_power"] = 6
+    model = make(Net, seed=seed)
+    return deepspeed.initialize(
+        model=model,
+        model_parameters=None if params is None else params(model),
+        config={
+            "train_batch_size": SAMPLES,
+            "train_micro_batch_size_per_gpu": SAMPLES // dist.get_world_size(),
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-2, "weight_decay": 0.1}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 8},
+            **section,
+        },
+    )[0]
+
+
+def train(engine, first, last):
+    """Mean losses over all ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    losses = []
+    for batch in batches(last, SAMPLES)[first:]:
+        loss = engine(*share(batch, rank, world))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world)
+    return losses
+
+
+def states(engine):
+    found = {"steps": engine.module.steps.clone()}
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad:
+            found[name] = safe_get_full_fp32_param(param)
+            for kind in ("exp_avg", "exp_avg_sq", "step"):
+                value = safe_get_full_optimizer_state(param, kind)
+                if value is not None:
+                    found[f"{kind}:{name}"] = torch.as_tensor(value)
+    with deepspeed.zero.GatheredParameters(list(engine.module.frozen.parameters())):
+        found["frozen"] = engine.module.frozen.weight.detach().float().clone()
+    return found
+
+
+def write(folder):
+    """Every stage and precision on this number of ranks; what follows is kept beside each checkpoint."""
+    world = dist.get_world_size()
+    for stage in STAGES:
+        for precision in PRECISIONS:
+            engine = build(stage, precision)
+            train(engine, 0, 2)
+            engine.module.steps.fill_(2)
+            place = folder / f"{stage}_{world}_{precision}"
+            engine.save_checkpoint(place)
+            kept = {"states": states(engine), "losses": train(engine, 2, 4)}
+            if dist.get_rank() == 0:
+                torch.save(kept, place / "kept.pt")
+            engine.destroy()
+    dist.barrier()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    for world in WORLDS:
+        ranks(world)(write)(folder=folder)
+    return folder
+
+
+def check(engine, place, precision, exact=True):
+    kept = torch.load(place / "kept.pt", weights_only=True)
+    path, _ = engine.load_checkpoint(place)
+    assert path is not None
+    found = states(engine)
+    assert found.keys() == kept["states"].keys()
+    for name, value in kept["states"].items():
+        assert torch.equal(found[name], value.to(found[name].dtype)) or not exact, (place.name, name)
+    assert train(engine, 2, 4) == pytest.approx(kept["losses"], rel=CLOSE[precision]), place.name
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@ranks(*WORLDS)
+def test_any_stage_and_number_of_ranks(saved, precision):
+    for stage in STAGES:
+        engine = build(stage, precision, seed=5)
+        for other in STAGES:
+            for world in WORLDS:
+                check(engine, saved / f"{other}_{world}_{precision}", precision)
+        assert engine.global_steps == 4
+        engine.destroy()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@ranks(1, 3)
+def test_any_precision(saved, precision):
+    for stage in STAGES:
+        engine = build(stage, precision, seed=5)
+        for old in PRECISIONS:
+            if old != precision:
+                for other in STAGES:
+                    check(engine, saved / f"{other}_2_{old}", "bf16")
+        engine.destroy()
+
+
+def three_groups(model):
+    params = [param for param in model.parameters() if param.requires_grad]
+    return [{"params": params[2:]}, {"params": params[:1], "weight_decay": 0.5}, {"params": params[1:2]}]
+
+
+@ranks(2)
+def test_other_groups_of_the_optimizer(saved):
+    for stage in STAGES:
+        engine = build(stage, "bf16", three_groups, seed=5)
+        for other in STAGES:
+            check(engine, saved / f"{other}_3_bf16", "bf16")
+        assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1] * 3
+        engine.destroy()
+
+
+# ---- files that DeepSpeed wrote
+
+
+class Continued(Fixture):
+    def forward(self, ids):
+        hidden = self.emb(ids)
+        hidden = hidden + self.body(hidden) + self.frozen(hidden)
+        return nn.functional.cross_entropy(self.out(hidden).float().view(-1, 50), ids.roll(-1, 1).reshape(-1))
+
+
+def by_dimension(model):
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return [
+        {"params": [param for param in trained if param.ndim > 1], "weight_decay": 0.1},
+        {"params": [param for param in trained if param.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+def go_on(stage, precision, name):
+    """Three more steps from a checkpoint of DeepSpeed's; mean losses."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    section = {} if precision == "fp32" else {precision: {"enabled": True}}
+    if precision == "fp16":
+        section["fp16"]["initial_scale_power"] = 8
+    model = make(Continued, seed=3)
+    warmup = {"warmup_min_lr": 0, "warmup_max_lr": 3e-3, "warmup_num_steps": 5}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=by_dimension(model),
+        config={
+            "train_batch_size": SAMPLES,
+            "train_micro_batch_size_per_gpu": SAMPLES // world,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+            "scheduler": {"type": "WarmupLR", "params": warmup},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            **section,
+        },
+    )
+    path, client = engine.load_checkpoint(FIXTURES / name)
+    assert path is not None
+    assert client["note"] == "from DeepSpeed 0.19.8"
+    assert engine.global_steps == 3
+    losses = []
+    for step in (3, 4, 5):
+        ids = torch.randint(0, 50, (SAMPLES, 16), generator=torch.Generator().manual_seed(100 + step))
+        loss = engine(share((ids,), rank, world)[0])
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@ranks(1, 2, 4)
+def test_what_deepspeed_wrote(precision):
+    # Its own stages differ by up to 5e-3 from each other in bf16 and fp16, because it rounds gradients otherwise.
+    close = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 6e-3}[precision]
+    for stage in STAGES:
+        for written in STAGES:
+            name = f"stage{written}_{precision}"
+            assert go_on(stage, precision, name) == pytest.approx(EXPECTED[name], rel=close), (stage, name)
