@@ -26,9 +26,11 @@ $(DOCS): $(STAMP)
 	@touch $@
 
 demo: venv ## install, then train a small GPT on two processes (a few minutes)
-	@echo "==> 1/2 the config, explained: python -m deepspeed.config explain examples/gpt/ds_config.json --changed"
+	@echo "==> 1/3 the config, explained: python -m deepspeed.config explain examples/gpt/ds_config.json --changed"
 	@$(BIN)/python -m deepspeed.config explain examples/gpt/ds_config.json --world-size 2 --changed
-	@echo "==> 2/2 training: deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json"
+	@echo "==> 2/3 memory of each ZeRO stage: deepspeed --num_gpus 2 examples/gpt/memory.py"
+	@DS_ACCELERATOR=cpu $(BIN)/deepspeed --num_gpus 2 examples/gpt/memory.py
+	@echo "==> 3/3 training at stage 3: deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json"
 	@DS_ACCELERATOR=cpu $(BIN)/deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json
 
 test: lint types unit ## lint, type check, import contract and every test

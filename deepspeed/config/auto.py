@@ -43,5 +43,13 @@ def unresolved(path: str) -> str:
 
 
 def is_inert(path: str, stage: object) -> bool:
-    """True for a key that has no effect at this ZeRO stage; clients leave those at "auto"."""
-    return path.startswith("zero_optimization.stage3_") and stage not in (3, "3", 3.0)
+    """True for a key that has no effect at this ZeRO stage; clients leave those at "auto".
+
+    TRL builds engines for reference models from the config as it is before Accelerate has filled it: the flag about
+    saving, which such an engine never does, and the bucket size, which stage 0 does not use, are still "auto" there.
+    """
+    if path == "zero_optimization.stage3_gather_16bit_weights_on_model_save":
+        return True
+    if path == "zero_optimization.reduce_bucket_size":
+        return stage in (None, 0, "0")
+    return path.startswith("zero_optimization.stage3_") and stage not in (3, "3")

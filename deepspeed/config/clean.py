@@ -153,7 +153,7 @@ def _unknown(name: str, model: Model, place: _Place) -> None:
 def _place_dotted(raw: dict[str, Any], schema: Model, found: Findings) -> None:
     """`"zero_optimization.reduce_bucket_size": 1` at the top level, as some clients write it.
 
-    It sets the nested key unless that is given too. `raw` belongs to the loader, so it is changed in place.
+    It sets the nested key unless that is given a value too. `raw` belongs to the loader, so it is changed in place.
     """
     for name in [name for name in raw if "." in name and isinstance(name, str)]:
         head, _, tail = name.partition(".")
@@ -165,5 +165,8 @@ def _place_dotted(raw: dict[str, Any], schema: Model, found: Findings) -> None:
         if target is None:
             target = raw[section.json] = {}
         key = keys_of(section.section)[tail]
-        if isinstance(target, dict) and target.get(key.json) is None and target.get(key.name) is None:
+        spellings = (key.json, key.name)
+        if isinstance(target, dict) and all(target.get(spelled) in (None, AUTO) for spelled in spellings):
+            for spelled in spellings:
+                target.pop(spelled, None)
             target[tail] = value

@@ -118,11 +118,14 @@ def evaluate(engine: deepspeed.DeepSpeedEngine, batches: Iterable[Any]) -> float
 
 
 def sample(engine: deepspeed.DeepSpeedEngine, count: int, seed: int) -> str:
-    """Text that the model writes after the prompt."""
+    """Text that the model writes after the prompt; all ranks take part, since each holds a part of the weights."""
     engine.eval()
     prompt = data.encode(PROMPT).long().to(engine.device)
     generator = torch.Generator().manual_seed(seed)
-    return data.decode(engine.module.continued(prompt, count, temperature=0.7, top=40, generator=generator))
+    with deepspeed.zero.unwrap_model_for_generation(engine) as model:
+        if comm.get_rank() != 0:
+            return ""
+        return data.decode(model.continued(prompt, count, temperature=0.7, top=40, generator=generator))
 
 
 def introduce(engine: deepspeed.DeepSpeedEngine, files: int, train_text: Tensor, held_out: Tensor, steps: int) -> None:
@@ -141,7 +144,7 @@ def introduce(engine: deepspeed.DeepSpeedEngine, files: int, train_text: Tensor,
     )
 
 
-def report(engine: deepspeed.DeepSpeedEngine, history: History, args: argparse.Namespace) -> None:
+def report(engine: deepspeed.DeepSpeedEngine, history: History, text: str, args: argparse.Namespace) -> None:
     """The curve, a sample and the summary."""
     args.output.mkdir(parents=True, exist_ok=True)
     picture = args.output / "loss.png"
@@ -149,7 +152,6 @@ def report(engine: deepspeed.DeepSpeedEngine, history: History, args: argparse.N
     title = f"A GPT of {parameters(engine)} parameters reads Python's standard library on {ranks}"
     curve.draw(picture, history.training, history.validation, title)
     rule = "-" * 80
-    text = sample(engine, args.sample, args.seed)
     print(f"\na sample, beginning with {PROMPT.decode().strip()!r}:\n{rule}\n{text}\n{rule}\n")
     (_, unlearned), (_, learned) = history.validation[0], history.validation[-1]
     rows = {
@@ -165,7 +167,8 @@ def report(engine: deepspeed.DeepSpeedEngine, history: History, args: argparse.N
 
 
 def parameters(engine: deepspeed.DeepSpeedEngine) -> str:
-    return short(sum(parameter.numel() for parameter in engine.module.parameters()))
+    # ds_numel: at stage 3 a parameter is empty except while it is used
+    return short(sum(getattr(weight, "ds_numel", weight.numel()) for weight in engine.module.parameters()))
 
 
 def counted(number: int, name: str) -> str:
@@ -189,8 +192,9 @@ def main() -> None:
     if comm.get_rank() == 0:
         introduce(engine, len(files), train_text, held_out, steps)
     history = train(engine, validation, steps=steps, evaluations=args.evaluations)
+    text = sample(engine, args.sample, args.seed)
     if comm.get_rank() == 0:
-        report(engine, history, args)
+        report(engine, history, text, args)
     engine.destroy()
     comm.destroy_process_group()
 

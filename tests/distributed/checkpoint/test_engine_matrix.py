@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.runtime.training_state import listing
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.checkpoint_states import EXPECTED, FIXTURES
 from tests.checkpoint_states import Net as Fixture
@@ -74,17 +77,36 @@ def train(engine, first, last):
     return losses
 
 
-def states(engine):
-    found = {"steps": engine.module.steps.clone()}
+def assert_states(engine, wanted):
+    """Masters and the optimizer's states of this rank are the saved ones, bit for bit."""
+    for group in listing(engine._parts):
+        for place, (name, master) in enumerate(zip(group.names, group.masters, strict=True)):
+            if master is None or not group.params[place].requires_grad:
+                continue
+            start, stop = group.interval(place)
+            held = {"master": master, **engine.basic_optimizer.state.get(master, {})}
+            assert {f"{kind}:{name}" for kind in held} == {key for key in wanted if key.endswith(f":{name}")}
+            for kind, value in held.items():
+                if not isinstance(value, torch.Tensor):
+                    assert value == wanted[f"{kind}:{name}"], (kind, name)
+                else:
+                    part = wanted[f"{kind}:{name}"].reshape(-1)[start:stop]
+                    assert torch.equal(value.detach().reshape(-1), part.to(value.dtype)), (kind, name)
+    frozen = engine.module.frozen.bias
+    assert torch.equal(frozen.detach().float(), wanted["frozen"].to(frozen.dtype).float())
+    assert engine.module.steps == 2
+
+
+def whole_states(engine):
+    """The same of the whole model."""
+    found = {"frozen": engine.module.frozen.bias.detach().float().clone()}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
-            found[name] = safe_get_full_fp32_param(param)
+            found[f"master:{name}"] = safe_get_full_fp32_param(param)
             for kind in ("exp_avg", "exp_avg_sq", "step"):
                 value = safe_get_full_optimizer_state(param, kind)
                 if value is not None:
-                    found[f"{kind}:{name}"] = torch.as_tensor(value)
-    with deepspeed.zero.GatheredParameters(list(engine.module.frozen.parameters())):
-        found["frozen"] = engine.module.frozen.weight.detach().float().clone()
+                    found[f"{kind}:{name}"] = value
     return found
 
 
@@ -98,7 +120,7 @@ def write(folder):
             engine.module.steps.fill_(2)
             place = folder / f"{stage}_{world}_{precision}"
             engine.save_checkpoint(place)
-            kept = {"states": states(engine), "losses": train(engine, 2, 4)}
+            kept = {"states": whole_states(engine), "losses": train(engine, 2, 3), "norm": engine.get_global_grad_norm()}
             if dist.get_rank() == 0:
                 torch.save(kept, place / "kept.pt")
             engine.destroy()
@@ -106,22 +128,27 @@ def write(folder):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("saved")
-    for world in WORLDS:
-        ranks(world)(write)(folder=folder)
+def saved(tmp_path_factory, worker_id):
+    """One folder for all processes of a test run: whoever comes first fills it."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "matrix"
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            for world in WORLDS:
+                ranks(world)(write)(folder=folder)
+            (folder / "done").touch()
     return folder
 
 
-def check(engine, place, precision, exact=True):
+def check(engine, place, precision):
     kept = torch.load(place / "kept.pt", weights_only=True)
     path, _ = engine.load_checkpoint(place)
     assert path is not None
-    found = states(engine)
-    assert found.keys() == kept["states"].keys()
-    for name, value in kept["states"].items():
-        assert torch.equal(found[name], value.to(found[name].dtype)) or not exact, (place.name, name)
-    assert train(engine, 2, 4) == pytest.approx(kept["losses"], rel=CLOSE[precision]), place.name
+    assert_states(engine, kept["states"])
+    assert train(engine, 2, 3) == pytest.approx(kept["losses"], rel=CLOSE[precision]), place.name
+    assert engine.get_global_grad_norm() == pytest.approx(kept["norm"], rel=10 * CLOSE[precision]), place.name
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -132,7 +159,7 @@ def test_any_stage_and_number_of_ranks(saved, precision):
         for other in STAGES:
             for world in WORLDS:
                 check(engine, saved / f"{other}_{world}_{precision}", precision)
-        assert engine.global_steps == 4
+        assert engine.global_steps == 3
         engine.destroy()
 
 
@@ -222,9 +249,12 @@ def go_on(stage, precision, name):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @ranks(1, 2, 4)
 def test_what_deepspeed_wrote(precision):
-    # Its own stages differ by up to 5e-3 from each other in bf16 and fp16, because it rounds gradients otherwise.
-    close = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 6e-3}[precision]
+    # Gradients are rounded otherwise on other numbers of ranks and at its own stage 3, which computes in another order.
+    close = {"fp32": 1e-6, "bf16": 4e-4, "fp16": 4e-5}[precision]
     for stage in STAGES:
         for written in STAGES:
             name = f"stage{written}_{precision}"
-            assert go_on(stage, precision, name) == pytest.approx(EXPECTED[name], rel=close), (stage, name)
+            losses, wanted = go_on(stage, precision, name), EXPECTED[name]
+            if name == "stage0_fp16":  # there it clips by the norm times the loss scale, so only the weights agree
+                losses, wanted = losses[:1], wanted[:1]
+            assert losses == pytest.approx(wanted, rel=close), (stage, name)

@@ -198,6 +198,9 @@ def test_literal_dotted_keys_set_the_nested_key_unless_that_is_given(warnings):
     assert (zero.reduce_bucket_size, zero.prefetch_bucket_size) == (81, 0)
     zero = load({**BASE, **dotted, "zero_optimization": {"reduce_bucket_size": 7}}).schema.zero_optimization
     assert zero.reduce_bucket_size == 7
+    left = {"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto", "stage": 3}
+    zero = load({**BASE, **dotted, "zero_optimization": left}).schema.zero_optimization
+    assert (zero.reduce_bucket_size, zero.prefetch_bucket_size) == (81, 0)
     assert warnings == []
 
 
@@ -271,6 +274,9 @@ def test_auto_left_over_names_the_key_and_who_should_have_filled_it():
 def test_auto_on_a_stage_3_key_is_inert_under_another_stage():
     config = {**BASE, "zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto"}}
     assert load(config).schema.zero_optimization.prefetch_bucket_size == 5 * 10**7
+    zero = {"stage": 0, "reduce_bucket_size": "auto", "stage3_gather_16bit_weights_on_model_save": "auto"}
+    assert load({**BASE, "zero_optimization": zero}).schema.zero_optimization.reduce_bucket_size == 5 * 10**8
+    assert "reduce_bucket_size" in str(failure({**BASE, "zero_optimization": {**zero, "stage": 2}}))
 
 
 def test_some_keys_own_the_word_auto():
