@@ -6,6 +6,7 @@ thread and when the device hangs. A meeting is a numbered series of steps. At ea
 key does not change for `wait` seconds is absent: it never came, or it died; those who wait for it say so and stop.
 The meeting's number lives in the store and is raised by rank 0 when a meeting opens or fails to, so that ranks which
 gave up agree about the next one. Keys are removed once read; what the last step says stays until the next meeting.
+With `answering` a rank that has not come is not absent as long as it is merely busy: see [Note: busy or gone].
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from deepspeed import comm
+from deepspeed.checkpoint.presence import Answering, ask, is_ahead, positions
 from deepspeed.errors import CheckpointError, DeepSpeedError
+from deepspeed.utils.logging import logger
 
 __all__ = ["Alone", "Exchange", "Meeting", "Store", "StoreExchange", "default_exchange", "together"]
 
 T = TypeVar("T")
 WAIT = 10.0
+PATIENCE = 60
+"""So many times `wait` is a rank waited for that is busy."""
 
 
 class Store(Protocol):
@@ -68,6 +73,9 @@ class Exchange(Protocol):
     def meeting(self, what: str) -> contextlib.AbstractContextManager[Meeting]:
         """Open a meeting about `what`, words for error messages; all ranks do so in the same order."""
 
+    def close(self) -> None:
+        """There will be no more meetings."""
+
 
 class Alone:
     """The exchange of a job of one process; also its own meeting."""
@@ -84,11 +92,14 @@ class Alone:
         """Only this rank's value, as JSON would have carried it."""
         return [json.loads(json.dumps(value))]
 
+    def close(self) -> None:
+        """Nothing to end."""
+
 
 class StoreExchange:
     """Ranks that meet in a store of torch.distributed."""
 
-    def __init__(self, store: Store, rank: int, world: int, *, wait: float = WAIT) -> None:
+    def __init__(self, store: Store, rank: int, world: int, *, wait: float = WAIT, answering: bool = False) -> None:
         self.rank = rank
         self.world = world
         self.wait = wait
@@ -99,28 +110,40 @@ class StoreExchange:
             self.root = f"deepspeed/exchange/{store.add(f'deepspeed/exchanges/{rank}', 1)}"
         self.stale: list[str] = []
         """Keys that everybody has read once the next meeting is open; rank 0 removes them."""
+        self.answering = Answering(store, self.root, rank, min(1.0, wait / 4)) if answering else None
 
     @contextlib.contextmanager
     def meeting(self, what: str) -> Iterator[Meeting]:
         """Open a meeting; the rank's sign of life goes on until the block is left."""
         with _store_errors(what):
             number = self.store.add(f"{self.root}/number", 0)
-            room = _Room(self, f"{self.root}/{number}", what)
+            if self.answering is not None:
+                self.answering.joined = number
+            room = _Room(self, number, what)
         try:
             yield room
         finally:
             room.close()
 
+    def close(self) -> None:
+        """Answer no more."""
+        if self.answering is not None:
+            self.answering.close()
+
 
 class _Room:
     """One meeting in a store."""
 
-    def __init__(self, exchange: StoreExchange, root: str, what: str) -> None:
+    def __init__(self, exchange: StoreExchange, number: int, what: str) -> None:
         self._exchange = exchange
         self._store = exchange.store
-        self._root = root
+        self._number = number
+        self._root = f"{exchange.root}/{number}"
+        self._positions = positions() if exchange.answering is not None else {}
+        self._told = 0.0
         self._what = what
         self._step = 0
+        self._began = time.monotonic()
         self._opened = False
         self._glance = min(1.0, exchange.wait / 4)  # seconds between looks for signs of life
         self._left = threading.Event()
@@ -177,8 +200,20 @@ class _Room:
                 looked = now
                 owing = [rank for rank in ranks if not self._store.check([keys[rank]])]
                 lost = [rank for rank in owing if now - max(began, self._last_sign(rank, now)) > self._exchange.wait]
+                if not self._opened and self._exchange.answering is not None:
+                    ask(self._store, self._exchange.root, self._number)
+                    self._tell(owing, now - began)
                 if lost:
                     self._give_up(lost)
+
+    def _tell(self, owing: list[int], waited: float) -> None:
+        """Say once in a while for whom we wait."""
+        if waited > self._told + self._exchange.wait and self._exchange.rank in (
+            0,
+            min({0, 1} - set(owing), default=0),
+        ):
+            self._told = waited
+            logger.warning("%s: waiting for ranks %s, %.0f s so far", self._what, owing, waited)
 
     def _give_up(self, lost: list[int]) -> None:
         if self._exchange.rank == 0:
@@ -198,8 +233,8 @@ class _Room:
                 "replaced. Look at the output of that rank for the reason."
             )
         return CheckpointError(
-            f"{where}: {who} did not take part within {wait}. Every rank has to call it, not only one, and within "
-            "that time of each other."
+            f"{where}: {who} did not take part within {wait}: they ended, or went on with something else. Every rank "
+            "has to call it, not only one. The time is set by checkpoint.rank_wait."
         )
 
     def close(self) -> None:
@@ -215,11 +250,18 @@ class _Room:
         """When this rank's sign of life changed last, as far as we have seen."""
         key = f"{self._root}/alive/{rank}"
         if not self._store.check([key]):
-            return 0.0
+            key = f"{self._root}/busy/{rank}"
+            if not self._store.check([key]) or self._is_gone(rank, key, now):
+                return 0.0
         value = self._store.get(key)
         if rank not in self._seen or self._seen[rank][0] != value:
             self._seen[rank] = (value, now)
         return self._seen[rank][1]
+
+    def _is_gone(self, rank: int, key: str, now: float) -> bool:
+        """It answers, but has gone on without us, or has been busy for too long."""
+        ahead = is_ahead(json.loads(self._store.get(key))["positions"], self._positions)
+        return ahead or now - self._began > PATIENCE * self._exchange.wait
 
     def _beat(self, count: int) -> None:
         self._store.set(f"{self._root}/alive/{self._exchange.rank}", str(count))
@@ -253,14 +295,14 @@ def _store_errors(what: str) -> Iterator[None]:
         ) from error
 
 
-def default_exchange(wait: float = WAIT) -> Exchange:
-    """The exchange of this job's ranks; made by all ranks in the same order."""
+def default_exchange(wait: float = WAIT, *, answering: bool = False) -> Exchange:
+    """The exchange of this job's ranks; made by all ranks in the same order, and closed."""
     if not comm.is_initialized() or comm.get_world_size() == 1:
         return Alone()
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
     # A connection of our own where torch can make one: whoever waits in the store holds up all who share a connection.
     own = getattr(store, "clone", lambda: store)()
-    return StoreExchange(own, comm.get_rank(), comm.get_world_size(), wait=wait)
+    return StoreExchange(own, comm.get_rank(), comm.get_world_size(), wait=wait, answering=answering)
 
 
 def together(meeting: Meeting, what: str, act: Callable[[], T]) -> tuple[T, list[Any]]:

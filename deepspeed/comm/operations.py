@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as td
 
+from deepspeed.comm.direct import all_reduce, gather_single, scatter_single
 from deepspeed.errors import CommError
 
 __all__ = ["OPERATIONS", "Operation", "switched_off"]
@@ -50,14 +51,14 @@ def _table(*operations: Operation) -> dict[str, Operation]:
 
 
 OPERATIONS: Mapping[str, Operation] = _table(
-    Operation("all_reduce", _torch("all_reduce")),
+    Operation("all_reduce", all_reduce(_torch("all_reduce"))),
     Operation("inference_all_reduce", _torch("all_reduce")),
     Operation("broadcast", _torch("broadcast"), peer=1),
     Operation("reduce", _torch("reduce"), peer=1),
     Operation("all_gather", _torch("all_gather")),
-    Operation("all_gather_into_tensor", _torch("all_gather_single", "all_gather_into_tensor")),
+    Operation("all_gather_into_tensor", gather_single(_torch("all_gather_single", "all_gather_into_tensor"))),
     Operation("reduce_scatter", _torch("reduce_scatter")),
-    Operation("reduce_scatter_tensor", _torch("reduce_scatter_single", "reduce_scatter_tensor")),
+    Operation("reduce_scatter_tensor", scatter_single(_torch("reduce_scatter_single", "reduce_scatter_tensor"))),
     Operation("all_to_all", _torch("all_to_all")),
     Operation("all_to_all_single", _torch("all_to_all_single")),
     Operation("gather", _torch("gather"), peer=2),

@@ -69,10 +69,11 @@ class Checkpoints:
         section = parts.config.schema.checkpoint
         self._parts = parts
         self._section = section
-        exchange = default_exchange(section.rank_wait)
+        exchange = default_exchange(section.rank_wait, answering=True)
         alone = section.use_node_local_storage
         place = Place(socket.gethostname(), parts.local_rank == 0) if alone else Place(leader=exchange.rank == 0)
         self.manager = CheckpointManager(exchange, policy_of(section), place)
+        parts.resources.callback(exchange.close)
         parts.resources.callback(self.manager.close)
 
     # ---- saving

@@ -17,7 +17,9 @@ __all__ = ["capture", "restore"]
 
 def capture() -> dict[str, Any]:
     """What `restore` needs; numpy's only where the program uses numpy."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    version, internal, gauss = random.getstate()
+    # As tensors: hundreds of numbers, each an object, would take most of the time of reading a small checkpoint.
+    state: dict[str, Any] = {"python": [version, torch.tensor(internal), gauss], "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         kind, keys, *rest = numpy.random.get_state()
@@ -35,7 +37,7 @@ def restore(state: Mapping[str, Any]) -> None:
     """Go on drawing the numbers that would have come next; what was not captured stays as it is."""
     if "python" in state:
         version, internal, gauss = state["python"]
-        random.setstate((version, tuple(internal), gauss))
+        random.setstate((version, tuple(internal.tolist()), gauss))
     if "torch" in state:
         torch.set_rng_state(state["torch"].clone())
     numpy = sys.modules.get("numpy")

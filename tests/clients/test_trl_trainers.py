@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed
 from tests.clients import tiny
@@ -17,11 +18,26 @@ def texts(count=16):
     return Dataset.from_dict({"text": tiny.sentences(count)})
 
 
-def preferences(count=16):
-    from datasets import Dataset
+def preferences(folder, count=16):
+    """On disk: what the client computes once for all ranks, it leaves beside the files."""
+    from datasets import Dataset, load_from_disk
 
-    parts = [tiny.sentences(count, words=4, seed=seed) for seed in (5, 6, 7)]
-    return Dataset.from_dict(dict(zip(("prompt", "chosen", "rejected"), parts, strict=True)))
+    if dist.get_rank() == 0 and not (folder / "data").exists():
+        answers = [[f" {text}" for text in tiny.sentences(count, words=4, seed=seed)] for seed in (5, 6)]
+        data = {"prompt": tiny.sentences(count, words=3), "chosen": answers[0], "rejected": answers[1]}
+        Dataset.from_dict(data).save_to_disk(folder / "data")
+    dist.barrier()
+    return load_from_disk(folder / "data")
+
+
+def model(folder):
+    """From a folder, so that the client can make the reference from there too."""
+    from transformers import AutoModelForCausalLM
+
+    if dist.get_rank() == 0 and not (folder / "model").exists():
+        tiny.llama().save_pretrained(folder / "model")
+    dist.barrier()
+    return AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
 def fine_tune(folder, config=None, **options):
@@ -42,10 +58,10 @@ def prefer(folder, config=None, *, reference=False, **options):
     peft = options.pop("peft_config", None)
     made = arguments(folder, DPOConfig, deepspeed=config, max_length=16, bf16=False, **options)
     trainer = DPOTrainer(
-        model=tiny.llama(),
+        model=model(folder),
         ref_model=tiny.llama(seed=1) if reference else None,
         args=made,
-        train_dataset=preferences(),
+        train_dataset=preferences(folder),
         processing_class=tiny.tokenizer(),
         peft_config=peft,
     )
@@ -79,7 +95,7 @@ def test_sft_with_lora(tmp_path, stage):
     assert column(trained) == pytest.approx(column(plain), abs=1e-5)
 
 
-@pytest.mark.parametrize("reference", [True, False], ids=["reference model", "copied reference"])
+@pytest.mark.parametrize("reference", [True, False], ids=["reference given", "reference copied"])
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks(2)
 def test_dpo(tmp_path, stage, reference):

@@ -120,7 +120,11 @@ def write(folder):
             engine.module.steps.fill_(2)
             place = folder / f"{stage}_{world}_{precision}"
             engine.save_checkpoint(place)
-            kept = {"states": whole_states(engine), "losses": train(engine, 2, 3), "norm": engine.get_global_grad_norm()}
+            kept = {
+                "states": whole_states(engine),
+                "losses": train(engine, 2, 3),
+                "norm": engine.get_global_grad_norm(),
+            }
             if dist.get_rank() == 0:
                 torch.save(kept, place / "kept.pt")
             engine.destroy()

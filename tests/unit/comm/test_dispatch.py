@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as td
+from torch.overrides import TorchFunctionMode
 
 from deepspeed.comm import CollectiveFinished, Dispatcher, labelled, recent_operations
 from deepspeed.comm.dispatch import CAPACITY
@@ -312,13 +313,31 @@ def test_switch_values():
         switched_off({"DS_COMM_REDUCE_SCATTER_OFF": "maybe"})
 
 
-def test_the_newest_torch_names_are_behind_the_old_ones():
-    for ours, newest in (
-        ("all_gather_into_tensor", "all_gather_single"),
-        ("reduce_scatter_tensor", "reduce_scatter_single"),
-    ):
-        assert OPERATIONS[ours].call.__name__ in (newest, ours)
-        assert OPERATIONS[ours].call.__name__ == newest or newest not in vars(td)
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"])
+def test_what_is_not_plain_goes_to_torch(single, name):
+    """A mode that torch's function would meet is met, and complex numbers travel."""
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(getattr(function, "__name__", ""))
+            return function(*args, **(kwargs or {}))
+
+    def arguments(tensor):
+        return (tensor,) if name == "all_reduce" else (torch.empty_like(tensor), tensor)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # the old names of torch warn
+        plain = arguments(torch.arange(4.0))
+        OPERATIONS[name].call(*plain)
+        assert torch.equal(plain[0], torch.arange(4.0))
+        numbers = arguments(torch.tensor([1 + 2j, 3 - 1j]))
+        if name != "reduce_scatter_tensor":
+            OPERATIONS[name].call(*numbers)
+            assert torch.equal(numbers[0], torch.tensor([1 + 2j, 3 - 1j]))
+        with Watch():
+            OPERATIONS[name].call(*arguments(torch.arange(4.0)))
+    assert any(call.startswith(("all_reduce", "all_gather", "reduce_scatter")) for call in seen)
 
 
 def test_operations_of_ones_own(single):
