@@ -154,7 +154,7 @@ def _make_room(place: int, wanted: int, event: Event, now: _Simulation, limits: 
 def _ahead(place: int, events: Sequence[Event], now: _Simulation, limits: Limits) -> list[int]:
     """What to gather before its turn; in batches, since many small gathers cost more than one."""
     ahead = now.size(now.unused)
-    if limits.ahead <= 0 or ahead > limits.ahead // 2:
+    if limits.ahead <= 0 or (ahead and ahead * 2 >= limits.ahead):
         return []
     start: list[int] = []
     live = now.size(now.whole)

@@ -53,11 +53,11 @@ def test_resumed_training_goes_on_as_if_never_interrupted(tmp_path, stage, own):
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks(2)
 def test_the_best_model_is_loaded_at_the_end(tmp_path, stage):
-    given = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "learning_rate": 0.5}
-    made = trainer(tmp_path, auto(stage), **given)
+    given = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    made = trainer(tmp_path, auto(stage), learning_rate=0.5, **given)
     made.train()
     losses = column(made, "eval_loss")
-    assert losses[1] > losses[0]
+    assert losses[0] > losses[1]  # so the first checkpoint is to come back
     assert made.state.best_model_checkpoint.endswith("checkpoint-2")
     assert made.evaluate()["eval_loss"] == pytest.approx(losses[0], abs=1e-6)
 

@@ -1,0 +1,116 @@
+"""Plans of gathers: pure arithmetic over what a pass uses."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed.zero.trace import Event, Limits, plan
+
+
+@st.composite
+def passes(draw):
+    """Properly nested uses of a few parameters, and the parameters' sizes."""
+    count = draw(st.integers(1, 6))
+    numel = {shard: draw(st.integers(1, 20)) for shard in range(count)}
+    uses = [tuple(sorted(draw(st.sets(st.integers(0, count - 1), max_size=3)))) for _ in range(draw(st.integers(1, 5)))]
+    events: list[Event] = []
+    open_: list[int] = []
+    for _ in range(draw(st.integers(1, 14))):
+        if open_ and draw(st.booleans()):
+            use = open_.pop()
+            events.append(Event(False, use, uses[use]))
+        else:
+            use = draw(st.integers(0, len(uses) - 1))
+            open_.append(use)
+            events.append(Event(True, use, uses[use]))
+    while open_:
+        use = open_.pop()
+        events.append(Event(False, use, uses[use]))
+    return events, numel
+
+
+def follow(events, made, numel, whole=frozenset()):
+    """Do what the plan says; returns the peak, checks that everything is whole when it is used."""
+    present, holds, step, opened = set(whole), {}, 0, {}
+    peak = 0
+    for event in events:
+        if event.enter:
+            doing = made.steps[step]
+            assert doing.use == event.use
+            assert not any(holds.get(shard) for shard in doing.drop), "nothing that is in use is dropped"
+            present -= set(doing.drop)
+            assert not present & set(doing.start), "nothing is gathered twice"
+            present |= set(doing.start)
+            peak = max(peak, sum(numel[shard] for shard in present))
+            assert set(event.shards) <= present
+            opened.setdefault(event.use, []).append(step)
+            for shard in event.shards:
+                holds[shard] = holds.get(shard, 0) + 1
+            step += 1
+        else:
+            keep = made.steps[opened[event.use].pop()].keep
+            for shard in event.shards:
+                holds[shard] -= 1
+                if not holds[shard] and shard not in keep:
+                    present.discard(shard)
+    assert step == len(made.steps)
+    return peak, present
+
+
+def held_at_most(events, numel):
+    """The least that must be whole at one time."""
+    holds, most = {}, 0
+    for event in events:
+        for shard in event.shards:
+            holds[shard] = holds.get(shard, 0) + (1 if event.enter else -1)
+        most = max(most, sum(numel[shard] for shard, count in holds.items() if count))
+    return most
+
+
+@settings(max_examples=300, deadline=None)
+@given(passes(), st.integers(0, 60), st.integers(0, 60), st.integers(0, 60), st.booleans())
+def test_a_plan_has_everything_in_time_and_within_its_limits(traced, ahead, live, reuse, returns):
+    events, numel = traced
+    made = plan(events, numel, Limits(ahead, live, reuse), returns=returns)
+    peak, left = follow(events, made, numel)
+    assert peak <= max(live, held_at_most(events, numel) + ahead)
+    assert peak <= made.peak
+    assert left == made.kept if returns else not left
+
+
+@settings(max_examples=100, deadline=None)
+@given(passes(), st.integers(0, 60))
+def test_without_room_nothing_is_ahead_or_kept(traced, reuse):
+    events, numel = traced
+    made = plan(events, numel, Limits(10**6, 0, reuse))
+    for step, event in zip(made.steps, [event for event in events if event.enter], strict=True):
+        assert set(step.start) <= set(event.shards)
+
+
+def line(count):
+    return [Event(enter, use, (use,)) for use in range(count) for enter in (True, False)]
+
+
+@pytest.mark.parametrize(("ahead", "batches"), [(0, 8), (10, 8), (20, 5), (1000, 2)])
+def test_gathers_ahead_are_made_in_batches(ahead, batches):
+    made = plan(line(8), dict.fromkeys(range(8), 10), Limits(ahead, 10**6, 0))
+    assert sum(bool(step.start) for step in made.steps) <= batches
+
+
+def test_a_parameter_that_returns_soon_is_kept():
+    events = [*line(2), *line(2)]
+    sizes = {0: 5, 1: 7}
+    assert plan(events, sizes, Limits(0, 100, 6)).steps[1].keep == {1}
+    assert plan(events, sizes, Limits(0, 100, 7)).steps[0].keep == {0}
+    assert plan(events, sizes, Limits(0, 100, 0)).steps[0].keep == frozenset()
+
+
+def test_what_backward_needs_is_kept_for_it():
+    sizes = dict.fromkeys(range(4), 10)
+    made = plan(line(4), sizes, Limits(0, 1000, 20), returns=True)
+    assert made.kept == {2, 3}, "between its uses, 1 would wait for 2, 3, 3 and 2"
+    after = [Event(e.enter, e.use, e.shards) for e in line(4)][::-1]
+    after = [Event(not e.enter, e.use, e.shards) for e in after]
+    follow(after, plan(after, sizes, Limits(0, 1000, 20), whole=made.kept), sizes, whole=made.kept)
