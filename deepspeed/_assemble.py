@@ -32,7 +32,7 @@ from deepspeed.runtime.gradients import GradientReducer, Reduction, Slot
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.masters import Masters
 from deepspeed.runtime.modes import Modes
-from deepspeed.runtime.optimizers import build_optimizer
+from deepspeed.runtime.optimizers import build_optimizer, require_tested
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.sparse import embedding_parameters
 from deepspeed.runtime.state_access import open_access
@@ -40,6 +40,7 @@ from deepspeed.runtime.stepper import States, Stepper
 from deepspeed.runtime.zero_optimizer import ZeroOptimizer
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
 from deepspeed.zero.held import Owner, attach
+from deepspeed.zero.hooks import ModuleHooks
 from deepspeed.zero.param import shard_of
 from deepspeed.zero.placement import rank_device
 from deepspeed.zero.rehook import ParameterOffload
@@ -87,6 +88,8 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
 
     events, scale = EventStream(), make_scale(schema, precision)
     basic = make_optimizer(request)
+    if schema.zero_optimization.stage > 0 and basic is not None and not schema.zero_allow_untested_optimizer:
+        require_tested(basic)
     masters, reducer, sharded = _states(request, layout, precision, basic, stack)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
@@ -103,7 +106,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         reducer=reducer,
         backward=Backward(reducer, accumulation, scale, events),
         events=events,
-        forward=_forward(module, precision),
+        forward=_forward(module, precision, sharded.hooks if sharded else None),
         make_loader=_loader_maker(schema.dataloader_drop_last, layout),
         resources=stack,
         masters=masters,
@@ -327,10 +330,12 @@ def make_scheduler(request: Request, parts: Parts) -> Any:
     return given
 
 
-def _forward(module: nn.Module, precision: Precision) -> Callable[..., Any]:
+def _forward(module: nn.Module, precision: Precision, hooks: ModuleHooks | None) -> Callable[..., Any]:
     """How the engine calls the module."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if hooks is not None:
+            hooks.look_again()
         cast_args, cast_kwargs = precision.cast_inputs(args, kwargs)
         with precision.forward_context():
             return module(*cast_args, **cast_kwargs)

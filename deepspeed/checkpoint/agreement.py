@@ -225,7 +225,7 @@ class _Room:
         raise self._absent(lost)
 
     def _absent(self, ranks: Sequence[int]) -> CheckpointError:
-        who = f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} of {self._exchange.world}"
+        who = f"{_those(ranks)} of {self._exchange.world}"
         where, wait = f"rank {self._exchange.rank}: {self._what}", f"{self._exchange.wait:g} s"
         if self._opened:
             return CheckpointError(
@@ -233,8 +233,8 @@ class _Room:
                 "replaced. Look at the output of that rank for the reason."
             )
         return CheckpointError(
-            f"{where}: {who} did not take part within {wait}: they ended, or went on with something else. Every rank "
-            "has to call it, not only one. The time is set by checkpoint.rank_wait."
+            f"{where}: {who} did not take part within {wait}. Every rank has to call it, not only one; these have "
+            "ended, or went on with something else. The time is checkpoint.rank_wait."
         )
 
     def close(self) -> None:
@@ -323,7 +323,15 @@ def together(meeting: Meeting, what: str, act: Callable[[], T]) -> tuple[T, list
     return result, [answer["value"] for answer in heard]
 
 
+def _those(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"
+
+
 def _failed(what: str, heard: Sequence[dict[str, Any]]) -> CheckpointError:
-    failed = {rank: answer["error"] for rank, answer in enumerate(heard) if "error" in answer}
-    told = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
+    failed: dict[str, list[int]] = {}
+    for rank, answer in enumerate(heard):
+        if "error" in answer:
+            failed.setdefault(answer["error"], []).append(rank)
+    told = "; ".join(f"{_those(ranks)}: {text}" for text, ranks in failed.items())
     return CheckpointError(f"{what} failed. {told}")

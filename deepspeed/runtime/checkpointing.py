@@ -84,6 +84,7 @@ class Checkpoints:
             raise UsageError("save_checkpoint: save_dir is empty; give the directory that is to hold the checkpoints")
         what = f"saving checkpoint {tag!r} to {save_dir}"
         background = self.manager.policy.background
+        self.manager.wait()  # a save in the background has its own meeting, and perhaps an error
         with self.manager.exchange.meeting(what) as meeting:
             _, heard = together(meeting, what, self._look)
             allocate = self.manager.allocator() if background else None

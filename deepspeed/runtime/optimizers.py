@@ -19,7 +19,7 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import MuonWithAuxAdam
 
-__all__ = ["TESTED_WITH_ZERO", "build_optimizer", "is_tested_with_zero"]
+__all__ = ["TESTED_WITH_ZERO", "build_optimizer", "is_tested_with_zero", "require_tested"]
 
 TESTED_WITH_ZERO: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
@@ -56,6 +56,18 @@ def is_tested_with_zero(optimizer: torch.optim.Optimizer) -> bool:
     """True for the exact types of TESTED_WITH_ZERO and for Apex's FusedAdam."""
     kind = type(optimizer)
     return kind in TESTED_WITH_ZERO or (kind.__name__ == "FusedAdam" and kind.__module__.partition(".")[0] == "apex")
+
+
+def require_tested(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of which it is not known that it works over shards."""
+    if not is_tested_with_zero(optimizer):
+        names = ", ".join(sorted({kind.__name__ for kind in TESTED_WITH_ZERO}))
+        raise DeepSpeedConfigError(
+            f"zero_allow_untested_optimizer: {type(optimizer).__name__} was not tested with ZeRO, which gives an "
+            f"optimizer this rank's part of each parameter as a 1-D tensor. One that works element by element is safe: "
+            f"set the key to true. Tested are {names}.",
+            path="zero_allow_untested_optimizer",
+        )
 
 
 @dataclass(frozen=True, slots=True)

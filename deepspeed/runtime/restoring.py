@@ -89,7 +89,7 @@ class Restoring:
             for name, shape in self._shapes(values).items()
             if self._has(name) and self._shape(name) != shape
         ]
-        problems = wrong
+        problems = list(wrong)
         if self._wish.strict:
             problems += [f"not in the checkpoint: {_some(absent)}"] if absent else []
             problems += [f"not in the model: {_some(sorted(spare))}"] if spare else []

@@ -53,7 +53,7 @@ class GatheredParameters:
             shard.users.add(id(self))
         self._versions = [shard.param._version for shard in self._shards]
         if self.src_rank is None:
-            self._kept = {id(shard): shard.full.clone() for shard in self._shards if shard.persistent}
+            self._kept = {id(s): s.full.clone() for s in self._shards if s.persistent or s.strict}
         if self.fwd_module is not None:
             for shard in self._shards:
                 register_external_parameter(self.fwd_module, shard.param)
@@ -90,7 +90,9 @@ class GatheredParameters:
 
     def _refuse_edits(self) -> None:
         changed = [
-            shard for shard, known in zip(self._shards, self._versions, strict=True) if _is_changed(shard, known)
+            shard
+            for shard, known in zip(self._shards, self._versions, strict=True)
+            if _is_changed(shard, known, self._kept.get(id(shard)))
         ]
         for shard in changed:
             if shard.persistent:  # it would keep the edit, perhaps on this rank only
@@ -110,9 +112,16 @@ class GatheredParameters:
         warn_once(message)
 
 
-def _is_changed(shard: Shard, version: int) -> bool:
-    """True if the values were written since `version`, and nobody else will keep them."""
+def _is_changed(shard: Shard, version: int, kept: Tensor | None) -> bool:
+    """True if the values were written since `version`, and nobody else will keep them.
+
+    `param.data` writes past the version counter. Without a copy of the whole, this rank's chunk shows most of that.
+    """
     if shard.holds:
         return False  # whoever holds it judges
-    written = shard.param._version not in (version, shard.version)
-    return written or shard.param.data_ptr() != shard.full.data_ptr()
+    if shard.param._version not in (version, shard.version) or shard.param.data_ptr() != shard.full.data_ptr():
+        return True
+    if kept is not None:
+        return not torch.equal(kept, shard.full)
+    start = shard.axis.rank * shard.chunk
+    return not shard.alone and not torch.equal(shard.flat[start : start + shard.chunk], shard.data)

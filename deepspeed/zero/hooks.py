@@ -42,6 +42,7 @@ class ModuleHooks:
         self._uses = 0
         self._watched: list[nn.Module] = []
         self._known: set[int] = set()
+        self._made = Shard.made
         self.handles: list[Any] = []
 
     def install(self) -> None:
@@ -52,7 +53,10 @@ class ModuleHooks:
             self._hook(name, module, shards)
 
     def look_again(self) -> None:
-        """Hook modules that were added to the model since."""
+        """Hook modules that were added to the model since, if any parameter was sharded since."""
+        if self._made == Shard.made:
+            return
+        self._made = Shard.made
         if self.handles and any(id(module) not in self._known for module in self._root.modules()):
             for name, module, shards in self._units():
                 if id(module) not in self._known:

@@ -33,7 +33,6 @@ use_cpu: false
 """
 
 
-
 def test_a_config_file(tmp_path):
     file, result = tmp_path / "config.yaml", tmp_path / "result.json"
     file.write_text(DEEPSPEED)

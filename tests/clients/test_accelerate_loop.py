@@ -177,7 +177,9 @@ def test_dummy_optimizer_and_schedule_take_those_of_the_config():
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto"},
     }
-    made = Accelerator(kwargs_handlers=[gloo()], deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=1.0))
+    made = Accelerator(
+        kwargs_handlers=[gloo()], deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config, gradient_clipping=1.0)
+    )
     model = make()
     optimizer = DummyOptim(model.parameters(), lr=2e-2, weight_decay=0.1)
     schedule = DummyScheduler(optimizer, total_num_steps=8, warmup_num_steps=2)

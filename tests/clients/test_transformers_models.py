@@ -11,7 +11,6 @@ from tests.clients import tiny
 from tests.clients.trainers import arguments, auto, column, forget_clients
 from tests.harness import ranks
 
-
 SHARDED = {
     "train_micro_batch_size_per_gpu": 2,
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -123,9 +122,7 @@ def test_generate_with_ranks_that_end_at_different_lengths(tmp_path):
     expected = model.generate(prompt, max_new_tokens=wanted, do_sample=False, eos_token_id=None)
     engine, *_ = deepspeed.initialize(model=tiny.llama(seed=4), config=SHARDED)
     engine.eval()
-    found = engine.module.generate(
-        prompt, max_new_tokens=wanted, do_sample=False, eos_token_id=None, synced_gpus=True
-    )
+    found = engine.module.generate(prompt, max_new_tokens=wanted, do_sample=False, eos_token_id=None, synced_gpus=True)
     assert found.shape == (1, 3 + wanted)
     assert found.tolist() == expected.tolist()
     assert all(param.numel() == 0 for param in engine.module.parameters())

@@ -111,8 +111,12 @@ class Sharding:
 
     def _holder(self, name: str) -> int:
         flat, number = self.place[name]
-        ranks = range(self.world)
-        return next((r for r in ranks if self.layouts[flat].interval(number, r)[1]), 0)
+        holders = [r for r in range(self.world) if _size(self.layouts[flat].interval(number, r))]
+        return next((r for r in holders if r in self.files), holders[0] if holders else min(self.files))
+
+
+def _size(interval: tuple[int, int]) -> int:
+    return interval[1] - interval[0]
 
 
 def by_group(

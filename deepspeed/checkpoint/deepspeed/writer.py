@@ -167,8 +167,8 @@ def _sharded_entries(state: TrainingState, host: Host) -> dict[str, Any]:
     uneven = _uneven_scalars(state)
     if uneven is not None:
         entries["parameter_scalars"] = uneven
-    entries["without_state"] = [name for group in state.groups for name in group.without_state()]
-    return entries
+    untouched = [name for group in state.groups for name in group.without_state()]
+    return {**entries, "without_state": untouched} if untouched else entries
 
 
 def _uneven_scalars(state: TrainingState) -> dict[str, Any] | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
+import random
 import signal
+import socket
+import threading
 import time
 
 import pytest
@@ -24,7 +26,6 @@ from tests.distributed.checkpoint.test_engine_checkpoints import (
     assert_equal,
     build,
     everything,
-    groups,
     train,
 )
 from tests.harness import ranks
@@ -81,7 +82,7 @@ def test_without_optimizer_or_schedule(stage, tmp_path):
     assert_equal(everything(engine), held)
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", [1, 3])
 @ranks(2)
 def test_masters_from_the_narrow_weights(stage, tmp_path):
     held = moved(stage, tmp_path)
@@ -116,9 +117,8 @@ def test_strictness(stage, tmp_path):
     other = build(stage, "bf16", make(Mixed, seed=3))
     other.save_checkpoint(tmp_path / "other")
     engine.save_checkpoint(tmp_path / "grown")
-    with pytest.raises(CheckpointError, match="not in the model: added.bias, added.weight"):
+    with pytest.raises(CheckpointError, match=r"not in the model: added\.bias, added\.weight"):
         other.load_checkpoint(tmp_path / "grown")
-    other.module.up = nn.Linear(8, 4)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -205,7 +205,7 @@ def test_the_files_of_one_rank(stage, tmp_path):
         assert torch.equal(state["extra.weight"], held["extra.weight"].float())
 
 
-@pytest.mark.parametrize("stage", (1, 3))
+@pytest.mark.parametrize("stage", [1, 3])
 @ranks(2)
 def test_universal(stage, tmp_path):
     held = moved(stage, tmp_path, precision="fp32")
@@ -260,7 +260,7 @@ def test_the_place_in_the_data(tmp_path):
 # ---- how it is written
 
 
-@pytest.mark.parametrize("stage", (0, 2, 3))
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @ranks(2)
 def test_in_the_background(stage, tmp_path):
     engine = build(stage, "bf16", checkpoint={"writer": {"decoupled": True}, "keep_last": 2})
@@ -269,7 +269,7 @@ def test_in_the_background(stage, tmp_path):
         train(engine, step, step + 1)
         engine.save_checkpoint(tmp_path)
         kept[step + 1] = everything(engine)  # training goes on while it is written
-    path, _ = engine.load_checkpoint(tmp_path, "global_step3")
+    engine.load_checkpoint(tmp_path, "global_step3")
     assert_equal(everything(engine), kept[3])
     engine.destroy()
     assert sorted(os.listdir(tmp_path))[:3] == ["global_step3", "global_step4", "latest"]
@@ -281,7 +281,6 @@ def test_in_the_background(stage, tmp_path):
 @ranks(2)
 def test_an_error_in_the_background_comes_with_the_next_call(tmp_path):
     engine = build(1, checkpoint={"writer": {"decoupled": True}})
-    (tmp_path / "ok").mkdir()
     engine.save_checkpoint(tmp_path / "ok")
     engine._checkpoints.manager.wait()
     blocked = tmp_path / "ok" / "global_step0" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -308,8 +307,8 @@ def test_other_writers(kind, tmp_path):
 @ranks(2)
 def test_what_cannot_be_saved_fails_on_all_ranks(tmp_path):
     engine = build(1)
-    state = {"model": object()} if dist.get_rank() == 1 else {}
-    with pytest.raises(CheckpointError, match=r"rank 1: client_state\['model'\] is a builtins.object"):
+    state = {"model": object()} if dist.get_rank() == 0 else {}  # only the first rank's is written
+    with pytest.raises(CheckpointError, match=r"rank 0: client_state\['model'\] is a builtins.object"):
         engine.save_checkpoint(tmp_path, client_state=state)
     assert engine.save_checkpoint(tmp_path)
 
@@ -363,7 +362,9 @@ def save_until_killed(folder):
         train(engine, 0, 1)
         step += 1
         engine.save_checkpoint(folder, tag="same" if step % 2 else f"step{step}", client_state={"step": step})
-        (folder / f"done{dist.get_rank()}").write_text(str(step))
+        mark = folder / f"done{dist.get_rank()}"
+        mark.with_suffix(".new").write_text(str(step))
+        mark.with_suffix(".new").rename(mark)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -376,14 +377,11 @@ def test_killed_while_saving(seed, tmp_path):
 
 
 def kill_in_a_save(folder, seed):
-    import random
-    import threading
-
     rank, generator = dist.get_rank(), random.Random(seed)
     delay = generator.uniform(0.0, 0.15)
 
     def strike():
-        while not (folder / "done0").exists() or int((folder / "done0").read_text() or 0) < 3:
+        while not (folder / "done0").exists() or int((folder / "done0").read_text()) < 3:
             time.sleep(0.002)
         time.sleep(delay)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -405,12 +403,10 @@ def load_what_is_there(folder):
 
 
 @ranks(2)
-def test_nodes_with_storage_of_their_own(tmp_path, monkeypatch=None):
+def test_nodes_with_storage_of_their_own(tmp_path):
     """Two nodes of one rank each: every node writes what it needs, and loads it."""
     rank = dist.get_rank()
     os.environ["LOCAL_RANK"] = "0"
-    import socket
-
     socket.gethostname = lambda: f"node{rank}"
     for stage in STAGES:
         folder = tmp_path / f"node{rank}" / str(stage)
@@ -424,8 +420,3 @@ def test_nodes_with_storage_of_their_own(tmp_path, monkeypatch=None):
         assert engine.load_checkpoint(folder)[0] is not None
         assert_equal(everything(engine), held)
         engine.destroy()
-
-
-def test_groups_are_named():
-    assert len(groups(make(Mixed))) == 2
-    assert json.dumps(STAGES)

@@ -90,7 +90,8 @@ def train(engine, first, last, samples=12):
 
 def everything(engine):
     """All that training depends on, whole, by name."""
-    found = dict(engine.module_state_dict())
+    state = engine.module_state_dict()
+    found = {name: value.clone() if torch.is_tensor(value) else value for name, value in state.items()}
     for name, param in engine.module.named_parameters():
         if param.requires_grad:
             found[f"master:{name}"] = safe_get_full_fp32_param(param)

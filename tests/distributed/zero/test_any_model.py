@@ -458,6 +458,26 @@ def test_two_engines_take_turns():
 
 
 @ranks(2)
+def test_a_module_that_is_added_later():
+    engine = build(Two, 3)
+    x = torch.randn(4, WIDTH)
+    engine.backward(engine(x))
+    engine.step()
+    with deepspeed.zero.Init():
+        engine.module.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    engine.module.third = nn.Linear(WIDTH, WIDTH)
+    with deepspeed.zero.GatheredParameters(list(engine.module.second.parameters())):
+        expected = engine.module.second(x)
+    assert all(param.numel() == 0 for param in engine.module.second.parameters())
+    with torch.no_grad():
+        engine(x)
+    engine.backward(engine(x))
+    engine.step()
+    with deepspeed.zero.GatheredParameters(list(engine.module.second.parameters())):
+        assert torch.equal(engine.module.second(x), expected), "nobody trains it, and nothing else changed it"
+
+
+@ranks(2)
 def test_inference_without_an_optimizer():
     torch.manual_seed(3)
     model = Two()

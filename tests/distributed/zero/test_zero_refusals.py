@@ -1,0 +1,71 @@
+"""What ZeRO refuses, with a message that says what to do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from deepspeed.errors import DeepSpeedConfigError, LostEditError, UsageError
+from tests.harness import ranks
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+}
+
+
+def build(stage=3, model=None, **zero):
+    torch.manual_seed(0)
+    section = {"stage": stage, "stage3_param_persistence_threshold": 0, **zero}
+    return deepspeed.initialize(model=model or nn.Linear(6, 6), config={**CONFIG, "zero_optimization": section})[0]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks(1, 2)
+def test_an_untested_optimizer(stage):
+    model = nn.Linear(4, 4)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": stage}}
+    with pytest.raises(DeepSpeedConfigError, match="zero_allow_untested_optimizer: SGD was not tested"):
+        deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        config={**config, "zero_allow_untested_optimizer": True},
+    )
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+
+
+@ranks(2)
+def test_an_edit_that_would_be_lost():
+    engine = build()
+    weight = engine.module.weight
+    with deepspeed.zero.GatheredParameters([weight]):
+        before = weight.detach().clone()
+        weight.data.zero_()
+    with deepspeed.zero.GatheredParameters([weight]):
+        assert torch.equal(weight, before)
+    strict = build(enable_sanity_checks=True)
+    with (
+        pytest.raises(LostEditError, match=r"weight.*modifier_rank=0"),
+        deepspeed.zero.GatheredParameters([strict.module.weight]),
+    ):
+        strict.module.weight.data.zero_()
+
+
+@ranks(2)
+def test_unused_parameters_where_they_are_not_ignored():
+    class Unused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.never = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x):
+            return self.used(x)
+
+    engine = build(stage=2, model=Unused(), ignore_unused_parameters=False)
+    engine.backward(engine(torch.ones(2, 6)).sum())
+    with pytest.raises(UsageError, match=r"never\.weight"):
+        engine.step()
