@@ -22,10 +22,10 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
     "deepspeed.runtime.zenflow.zenflow_config": "deepspeed.config.zenflow",
     "deepspeed.runtime.zero.leaf_module_config": "deepspeed.config.leaf_module",
+    "deepspeed.runtime.zero.linear": "deepspeed.zero.linear",
     "deepspeed.runtime.zero.muon": "deepspeed.ops.muon",
     "deepspeed.runtime.zero.muon.muon_optimizer": "deepspeed.ops.muon",
     "deepspeed.runtime.zero.muon.original_muon": "deepspeed.ops.muon",
-    "deepspeed.runtime.zero.linear": "deepspeed.zero.linear",
     "deepspeed.runtime.zero.offload_config": "deepspeed.config.offload",
     "deepspeed.runtime.zero.tiling": "deepspeed.zero.tiling",
 }
@@ -39,6 +39,9 @@ SPLIT: dict[str, dict[str, str]] = {
         "TensorBoardConfig": "deepspeed.config.monitor",
         "WandbConfig": "deepspeed.config.monitor",
         "get_monitor_config": "deepspeed._legacy_config",
+    },
+    "deepspeed.runtime.bf16_optimizer": {
+        "BF16_Optimizer": "deepspeed.runtime.zero_optimizer:ZeroOptimizer",
     },
     "deepspeed.runtime.comm.coalesced_collectives": {
         "reduce_scatter_coalesced": "deepspeed.comm.coalesced",
@@ -59,6 +62,12 @@ SPLIT: dict[str, dict[str, str]] = {
         "ROUTE_EVAL": "deepspeed.runtime.dataloader",
         "ROUTE_PREDICT": "deepspeed.runtime.dataloader",
         "ROUTE_TRAIN": "deepspeed.runtime.dataloader",
+    },
+    "deepspeed.runtime.fp16.fused_optimizer": {
+        "FP16_Optimizer": "deepspeed.runtime.base_optimizer:MixedPrecisionOptimizer",
+    },
+    "deepspeed.runtime.fp16.unfused_optimizer": {
+        "FP16_UnfusedOptimizer": "deepspeed.runtime.base_optimizer:MixedPrecisionOptimizer",
     },
     "deepspeed.runtime.precision_config": {
         "DeepSpeedBF16Config": "deepspeed.config.precision",
@@ -90,20 +99,37 @@ SPLIT: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.zero.parameter_offload": {
         "DeepSpeedZeRoOffload": "deepspeed.zero.rehook:ParameterOffload",
+        "ZeROOrderedDict": "deepspeed.zero.external:WatchedParameters",
     },
     "deepspeed.runtime.zero.partition_parameters": {
+        "DeepSpeedTensorOverride": "deepspeed.zero.init",
         "GatheredParameters": "deepspeed.zero.gather",
         "Init": "deepspeed.zero.init",
         "ZeroParamStatus": "deepspeed.zero.param",
         "ZeroParamType": "deepspeed.zero.param",
+        "partitioned_param_data_shape": "deepspeed.zero.views",
         "register_external_parameter": "deepspeed.zero.external",
         "unregister_external_parameter": "deepspeed.zero.external",
+        "zero3_linear_wrap": "deepspeed.zero.linear",
     },
     "deepspeed.runtime.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3": "deepspeed.runtime.zero_optimizer:ZeroOptimizer",
+        "estimate_zero3_model_states_mem_needs": "deepspeed.memory",
+        "estimate_zero3_model_states_mem_needs_all_cold": "deepspeed.memory",
+        "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.memory",
+        "unwrap_model_for_generation": "deepspeed.zero.generation",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
         "DeepSpeedZeroOptimizer": "deepspeed.runtime.zero_optimizer:ZeroOptimizer",
+        "estimate_zero1_model_states_mem_needs": "deepspeed.memory",
+        "estimate_zero1_model_states_mem_needs_all_cold": "deepspeed.memory",
+        "estimate_zero1_model_states_mem_needs_all_live": "deepspeed.memory",
+        "estimate_zero2_model_states_mem_needs": "deepspeed.memory",
+        "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.memory",
+        "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.memory",
+    },
+    "deepspeed.runtime.zero.utils": {
+        "ZeRORuntimeException": "deepspeed.errors:CheckpointError",
     },
     "deepspeed.utils.comms_logging": {
         "CommsLogger": "deepspeed.comm.logger",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from deepspeed._lazy import lazy
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -24,6 +26,10 @@ def reload(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         old.clear()
         old.update(new)
     optimizer.param_groups = before  # torch makes new dicts, but others hold on to these
+
+
+# An old name in this module for what is made of its classes.
+__getattr__ = lazy(__name__, {"ZeROOptimizer": "deepspeed.runtime.zero_optimizer:ZeroOptimizer"})
 
 
 class DeepSpeedOptimizer:

@@ -17,7 +17,10 @@ from deepspeed.zero.group import ShardGroup
 from deepspeed.zero.param import shard_of
 from deepspeed.zero.states import ShardedStates
 
-__all__ = ["VIEWS", "find"]
+__all__ = ["VIEWS", "find", "partitioned_param_data_shape"]
+
+partitioned_param_data_shape = [0]
+"""The shape of a sharded parameter that is not in use."""
 
 
 class _Whole(Protocol):

@@ -38,7 +38,7 @@ def test_a_config_file(tmp_path):
     file.write_text(DEEPSPEED)
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
     ran = subprocess.run(
-        [*launcher, "--config_file", str(file), "-m", "tests.clients.launched", str(result)],
+        [*launcher, "--config_file", str(file), "-m", "tests.clients.accelerate_script", str(result)],
         cwd=ROOT,
         env=environment(),
         capture_output=True,

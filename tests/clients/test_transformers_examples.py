@@ -11,17 +11,18 @@ from tests.clients.server import environment
 from tests.harness import ROOT
 
 FOLDER = "examples/finetune"
-LAUNCH = ["deepspeed.launcher.runner", "--num_gpus", "2"]
-SCRIPTS = {
-    "plain.py": [*LAUNCH, f"{FOLDER}/plain.py", "--deepspeed_config", f"{FOLDER}/ds_config.json"],
-    "with_trainer.py": [*LAUNCH, f"{FOLDER}/with_trainer.py", "--deepspeed", f"{FOLDER}/ds_auto.json"],
-}
+SCRIPTS = [
+    (["plain.py", "--deepspeed_config", f"{FOLDER}/ds_config.json"], "pytorch_model.bin"),
+    (["with_trainer.py", "--deepspeed", f"{FOLDER}/ds_auto.json"], "model.safetensors"),
+]
 
 
-@pytest.mark.parametrize(("script", "written"), [("plain.py", "latest"), ("with_trainer.py", "model.safetensors")])
+@pytest.mark.parametrize(("script", "written"), SCRIPTS, ids=["plain", "trainer"])
 def test_script(tmp_path, script, written):
+    launch = ["deepspeed.launcher.runner", "--num_gpus", "2"]
+    command = [*launch, f"{FOLDER}/{script[0]}", *script[1:]]
     ran = subprocess.run(
-        [sys.executable, "-m", *SCRIPTS[script], "--steps", "2", "--output", str(tmp_path / "output")],
+        [sys.executable, "-m", *command, "--steps", "2", "--output", str(tmp_path / "output")],
         cwd=ROOT,
         env=environment(),
         capture_output=True,

@@ -69,7 +69,7 @@ def test_bf16(tmp_path, stage):
     assert trained.model_wrapped.config["bf16"]["enabled"] is True
     assert all(param.dtype == torch.bfloat16 for param in trained.model.parameters())
     assert column(trained) == pytest.approx(column(base), abs=2e-3)
-    assert column(trained)[0] == pytest.approx(column(train(tmp_path))[0], abs=3e-2)
+    assert column(trained)[0] == pytest.approx(3.87, abs=0.05)  # that of fp32
 
 
 @pytest.mark.parametrize("stage", [2, 3])
