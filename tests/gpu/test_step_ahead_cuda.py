@@ -53,4 +53,3 @@ def test_the_device_decides_as_the_host_would(precision, poison, monkeypatch):
     assert fast[0] == pytest.approx(slow[0], rel=1e-3)
     for mine, theirs in zip(fast[4], slow[4], strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-

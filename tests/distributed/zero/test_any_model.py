@@ -483,7 +483,7 @@ def test_inference_without_an_optimizer():
     model = Two()
     x = torch.randn(4, WIDTH)
     expected = model(x)
-    engine, optimizer, *_ = deepspeed.initialize(
+    engine, *_ = deepspeed.initialize(
         model=model,
         config={
             "train_micro_batch_size_per_gpu": 4,
