@@ -85,13 +85,15 @@ def safe_load(path: str | os.PathLike[str], *, mmap: bool = True, map_location: 
         )
     load = functools.partial(torch.load, place, map_location=map_location, weights_only=True, mmap=mmap and zipped)
     try:
-        try:
-            return load()
-        except pickle.UnpicklingError as error:
-            if _foreign(error) not in [name for _, name in ALLOWED]:
-                raise
-        with _ONE_AT_A_TIME, torch.serialization.safe_globals(list(ALLOWED)):
-            return load()
+        # torch's allow-list is one for all threads: another's must neither help this load nor end in its middle.
+        with _ONE_AT_A_TIME:
+            try:
+                return load()
+            except pickle.UnpicklingError as error:
+                if _foreign(error) not in [name for _, name in ALLOWED]:
+                    raise
+            with torch.serialization.safe_globals(list(ALLOWED)):
+                return load()
     except _DAMAGE as error:
         raise _told(error, place, size) from error
 
