@@ -104,7 +104,8 @@ def _already_flat(parts: list[tuple[int, Tensor]], numel: int, dtype: torch.dtyp
     first = parts[0][1]
     base = first.storage_offset() - parts[0][0]
     storage = first.untyped_storage()
-    fits = base >= 0 and 0 <= storage.nbytes() // first.element_size() - base - numel <= 256  # no larger memory's part
+    rest = storage.nbytes() // first.element_size() - base - numel
+    fits = 0 <= base <= 256 and 0 <= rest <= 256  # torch.save writes all of a storage
     alike = all(
         part.device.type == "cpu"
         and part.dtype == dtype

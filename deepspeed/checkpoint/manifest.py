@@ -7,13 +7,12 @@ that range, each once. The manifest is compared with its own canonical text, so 
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import time
 import zlib
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ __all__ = ["NAME", "FileCheck", "Manifest", "Problem", "check", "entries", "merg
 NAME = "manifest.json"
 _VERSION = 1
 _PIECE = 2**20  # read at a time: it stays in the processor's cache between copy and sum
+_AHEAD = 8  # blocks that the system is asked to fetch beyond those that are checked: readers go from front to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +200,9 @@ class FileCheck:
         self._threads = threads or min(4, os.cpu_count() or 1)
         self.checked: set[int] = set()
         """Blocks that were compared and are good."""
+        self._pool: ThreadPoolExecutor | None = None
+        self._coming: dict[int, Future[int]] = {}
+        """Sums of blocks that are likely to be asked for next."""
 
     def require(self, start: int, stop: int) -> None:
         """A CheckpointError that names the file and the damaged range, unless these bytes are what was written."""
@@ -230,17 +233,20 @@ class FileCheck:
         return [Problem(str(self.path), text) for text in self._ranges(bad)]
 
     def _read(self, blocks: list[int]) -> list[int]:
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            first, last = blocks[0] * self.facts.block, (blocks[-1] + 1) * self.facts.block
-            os.posix_fadvise(descriptor, first, last - first, os.POSIX_FADV_WILLNEED)
-            one = functools.partial(_sum_at, descriptor, self.facts.block)
-            if len(blocks) == 1 or self._threads == 1:
-                return [one(index) for index in blocks]
-            with ThreadPoolExecutor(self._threads, "checkpoint-verify") as pool:
-                return list(pool.map(one, blocks))
-        finally:
-            os.close(descriptor)
+        """The sums of these blocks; threads go on with those that follow, while the caller uses these."""
+        block, count = self.facts.block, len(self.facts.sums)
+        with open(self.path, "rb", buffering=0) as file:
+            length = (blocks[-1] + 1 + _AHEAD - blocks[0]) * block
+            os.posix_fadvise(file.fileno(), blocks[0] * block, length, os.POSIX_FADV_WILLNEED)
+        following = range(blocks[-1] + 1, min(blocks[-1] + 1 + self._threads, count))
+        if self._threads == 1 or count == 1:
+            return [_sum_of(self.path, block, index) for index in blocks]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "checkpoint-verify")
+        for index in (*blocks, *following):
+            if index not in self._coming and index not in self.checked:
+                self._coming[index] = self._pool.submit(_sum_of, self.path, block, index)
+        return [self._coming.pop(index).result() for index in blocks]
 
     def _ranges(self, bad: list[int]) -> Iterable[str]:
         """Neighbouring blocks told as one range."""
@@ -250,6 +256,11 @@ class FileCheck:
             first, last = bad[0] * block, min(bad[count - 1] * block + block, size)
             yield f"damaged between bytes {first} and {last} of {size} ({gibibytes(size)}): the checksum differs"
             bad = bad[count:]
+
+
+def _sum_of(path: Path, block: int, index: int) -> int:
+    with open(path, "rb", buffering=0) as file:
+        return _sum_at(file.fileno(), block, index)
 
 
 def _sum_at(descriptor: int, block: int, index: int) -> int:

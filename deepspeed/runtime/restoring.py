@@ -217,8 +217,12 @@ class Restoring:
             state[key] = value.clone() if isinstance(value, Tensor) else value
         for kind in kinds:
             values = self._source.read(held.name, kind, *held.interval)
-            own = values.to(held.master.device, copy=True)  # a view of the file would hold on to it
-            state[kind] = own.view(held.shape) if held.whole else own
+            values = values.view(held.shape) if held.whole else values
+            old = optimizer.state.get(held.master, {}).get(kind)
+            if isinstance(old, Tensor) and (old.shape, old.dtype) == (values.shape, values.dtype):
+                state[kind] = old.copy_(values)  # memory that is there costs less than new
+            else:
+                state[kind] = values.to(held.master.device, copy=True)  # a view of the file would hold on to it
         return state
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class WholeOptimizer:
             return {}
         group, number = self._state_of[name]
         state = self._states.get(number, {})
-        found = {key: value for key, value in state.items() if not _has_elements(key, value, self._shapes[name])}
+        found = {key: value for key, value in state.items() if not self._is_elementwise(key, value, self._shapes[name])}
         if "step" in found and not self._ours and "bias_correction" in self._groups[group]:
             # DeepSpeed's FusedAdam counts in the last parameter of a group only.
             found["step"] = max(self._states[other]["step"] for other in self._groups[group]["params"])
@@ -81,11 +81,16 @@ class WholeOptimizer:
             for index, (name, number) in enumerate(zip(names, numbers, strict=True)):
                 self._state_of[name] = place, number
                 state = self._states.get(number, {})
-                own = {key: value for key, value in state.items() if _has_elements(key, value, pieces.shapes[name])}
+                shape = pieces.shapes[name]
+                own = {key: value for key, value in state.items() if self._is_elementwise(key, value, shape)}
                 if masters is not None:
                     own["master"] = masters[place][index]
                 for kind, tensor in own.items():
                     self._add(pieces, name, kind, tensor, 0, whole=True)
+
+    def _is_elementwise(self, key: str, value: Any, shape: torch.Size) -> bool:
+        """Whether a state has one element per element; in files of ours, whose names are known, the shape tells."""
+        return _has_elements(key, value, shape) and not (self._ours and value.shape != shape)
 
     def _fill_flat(self, place: int, names: Sequence[str], master: Tensor, pieces: Pieces) -> None:
         layout = Block(tuple(pieces.shapes[name].numel() for name in names), 1, align=1)

@@ -35,6 +35,7 @@ class NativeSource:
         self._pieces = Pieces({}, dict(self._index["aliases"]), str(directory))
         self._dtypes: dict[str, str | None] = {}
         self._holder: dict[str, int] = {}
+        self._scalars: dict[int, dict[str, dict[str, Any]]] = {}
         for group in self._index["groups"]:
             self._enter(group["tensors"], self._layout(group), group["kinds"])
         frozen = self._index["frozen"]
@@ -129,15 +130,11 @@ class NativeSource:
         owner = self._pieces.owner(name)
         if owner not in self._holder:
             return {}
-        opened = self._open(self._holder[owner])
-        content: Content = opened.state
-        numbers = json.loads(content.metadata.get("scalars", "{}")).get(owner, {})
-        tensors = {
-            key.split(":", 2)[1]: tensor
-            for key, tensor in content.tensors.items()
-            if key.startswith("scalar:") and key.split(":", 2)[2] == owner
-        }
-        return {**numbers, **opened.checked(tensors)}
+        rank = self._holder[owner]
+        opened = self._open(rank)
+        if rank not in self._scalars:
+            self._scalars[rank] = _scalars(opened.state)
+        return opened.checked(self._scalars[rank].get(owner, {}))
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """`rng` and `data` of a rank that wrote it."""
@@ -189,6 +186,16 @@ class NativeSource:
 
     def _open(self, rank: int) -> Opened:
         return self._opener.tensors(self._index["files"][rank])
+
+
+def _scalars(content: Content) -> dict[str, dict[str, Any]]:
+    """By parameter: the numbers of the header and the tensors that stand for one."""
+    found: dict[str, dict[str, Any]] = json.loads(content.metadata.get("scalars", "{}"))
+    for key, tensor in content.tensors.items():
+        if key.startswith("scalar:"):
+            _, kind, name = key.split(":", 2)
+            found.setdefault(name, {})[kind] = tensor
+    return found
 
 
 def _read_index(path: Path, text: str) -> Mapping[str, Any]:

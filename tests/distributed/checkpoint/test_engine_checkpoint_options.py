@@ -159,6 +159,29 @@ def test_frozen_parameters_left_out(stage, tmp_path):
     assert torch.equal(now["master:up.weight"], held["master:up.weight"])
 
 
+@pytest.mark.parametrize("form", ["deepspeed", "safetensors"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@ranks(2)
+def test_states_that_are_not_shaped_as_the_parameter(precision, form, tmp_path):
+    def begin(seed):
+        model = make(Mixed, seed=seed)
+        section = {} if precision == "fp32" else {"bf16": {"enabled": True}}
+        return deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.Adafactor(model.parameters(), lr=1e-2),
+            config={"train_micro_batch_size_per_gpu": 6, "checkpoint": {"format": form}, **section},
+        )[0]
+
+    engine = begin(0)
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path)
+    wanted = train(engine, 2, 4)
+    engine.destroy()
+    engine = begin(1)
+    engine.load_checkpoint(tmp_path)
+    assert train(engine, 2, 4) == wanted
+
+
 @ranks(2)
 def test_into_a_model_made_in_shards(tmp_path):
     held = moved(2, tmp_path)

@@ -1,0 +1,162 @@
+"""Saving and loading of checkpoints beside a plain file copy of as many bytes, on the disk of the temporary folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import Case, Job, Measure, Target
+
+CASE = Case(
+    name="checkpoint_io",
+    title="checkpoints of a GPT of 30M parameters, fp32 with Adam, to the disk and back",
+    file=__file__,
+    measures=(
+        Measure(
+            "save",
+            "save, durable",
+            "MiB/s",
+            better="higher",
+            targets=(Target(0.8, than="torch:copy"), Target(1.0, than="deepspeed")),
+        ),
+        Measure(
+            "load",
+            "load",
+            "MiB/s",
+            better="higher",
+            targets=(Target(0.8, than="torch:copy"), Target(1.0, than="deepspeed")),
+        ),
+        Measure("stall", "save_checkpoint returns after", "ms"),
+        Measure("size", "bytes", "MiB"),
+    ),
+    contenders=("ours", "ours:safetensors", "ours:background", "deepspeed", "torch:copy"),
+    ranks=(2,),
+    parameters=({"stage": 1}, {"stage": 3}),
+    rounds=3,
+    timeout_s=600.0,
+)
+
+Acts = tuple[Callable[[str], Any], Callable[[str], Any], Callable[[], None]]
+"""Save under a tag, load it, wait until it is written."""
+
+MIB = 2**20
+SHAPE = {"layers": 8, "width": 512, "heads": 8, "vocabulary": 8192, "length": 64}
+ROUNDS = 3
+_SECTIONS: dict[str, dict[str, object]] = {
+    "safetensors": {"format": "safetensors"},
+    "background": {"writer": {"type": "FAST", "decoupled": True}},
+}
+
+
+def measure(job: Job) -> dict[str, float]:
+    """Medians of a few saves and loads; every load finds the files out of the page cache."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.training import GPT
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    folder = Path(job.folder) / "checkpoints"
+    if job.flavour == "copy":
+        save, load, finish = _copying(job, folder)
+    else:
+        save, load, finish = _engine(job, GPT(**SHAPE), folder)
+    saves, loads, stalls = [], [], []
+    for number in range(ROUNDS + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        save(f"tag{number}")
+        stalls.append(time.perf_counter() - began)
+        finish()
+        _flush(folder, job.rank)
+        dist.barrier()
+        saves.append(time.perf_counter() - began)
+        size = sum(path.stat().st_size for path in (folder / f"tag{number}").rglob("*"))
+        _forget(folder)
+        dist.barrier()
+        began = time.perf_counter()
+        load(f"tag{number}")
+        dist.barrier()
+        loads.append(time.perf_counter() - began)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {
+        "save": size / MIB / statistics.median(saves[1:]),
+        "load": size / MIB / statistics.median(loads[1:]),
+        "stall": statistics.median(stalls[1:]) * 1e3,
+        "size": size / MIB,
+    }
+
+
+def _engine(job: Job, model: Any, folder: Path) -> Acts:
+    """The contender's own calls; after the first step, so that there are moments."""
+    import importlib
+
+    import torch
+
+    deepspeed = importlib.import_module("deepspeed")
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "steps_per_print": 10**9,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "zero_optimization": {"stage": job.parameters["stage"], "stage3_param_persistence_threshold": 0},
+            **({"checkpoint": _SECTIONS[job.flavour]} if job.flavour else {}),
+        },
+    )
+    tokens = torch.randint(SHAPE["vocabulary"], (1, 16))
+    engine.backward(engine(tokens, tokens))
+    engine.step()
+
+    def finish() -> None:
+        if job.flavour == "background":
+            engine._checkpoints.manager.wait()
+
+    return (
+        lambda tag: engine.save_checkpoint(str(folder), tag=tag),
+        lambda tag: engine.load_checkpoint(str(folder), tag=tag),
+        finish,
+    )
+
+
+def _copying(job: Job, folder: Path) -> Acts:
+    """Each rank copies a file of its share of the bytes; to load is to read it."""
+    share = 3 * 4 * 30 * 10**6 // job.ranks
+    origin = Path(job.folder) / f"origin{job.rank}"
+    origin.write_bytes(b"\x5a" * share)
+
+    def save(tag: str) -> None:
+        (folder / tag).mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(origin, folder / tag / f"part{job.rank}")
+
+    def load(tag: str) -> None:
+        (folder / tag / f"part{job.rank}").read_bytes()
+
+    return save, load, lambda: None
+
+
+def _flush(folder: Path, rank: int) -> None:
+    """Make everything durable, which ours has done already and costs nothing then."""
+    if rank == 0:
+        for path in folder.rglob("*"):
+            if path.is_file():
+                descriptor = os.open(path, os.O_RDONLY)
+                os.fsync(descriptor)
+                os.close(descriptor)
+
+
+def _forget(folder: Path) -> None:
+    """Drop the files from the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
