@@ -53,7 +53,7 @@ class Manifest:
     """More that the writer wants to be known, as JSON can hold it."""
     saved_at: float = field(default_factory=time.time)
     """Seconds since 1970: the order among checkpoints."""
-    library: str = f"deepspeed {__version__}"
+    written_by: str = f"deepspeed {__version__}"
 
     @property
     def bytes(self) -> int:
@@ -68,7 +68,7 @@ class Manifest:
             "format": self.format,
             "world_size": self.world_size,
             "saved_at": self.saved_at,
-            "library": self.library,
+            "written_by": self.written_by,
             "facts": dict(self.facts),
             "files": {name: _to_json(facts) for name, facts in sorted(self.files.items())},
         }
@@ -119,7 +119,7 @@ def read(directory: str | os.PathLike[str]) -> Manifest | None:
         version = int(found["version"])
         if version > _VERSION:
             raise CheckpointError(
-                f"{path}: written as version {version} by {found.get('library')}; this library reads up to version "
+                f"{path}: written as version {version} by {found.get('written_by')}; this library reads up to version "
                 f"{_VERSION}. Update it to load this checkpoint."
             )
         manifest = Manifest(
@@ -129,7 +129,7 @@ def read(directory: str | os.PathLike[str]) -> Manifest | None:
             {name: _from_json(entry) for name, entry in found["files"].items()},
             found["facts"],
             found["saved_at"],
-            found["library"],
+            found["written_by"],
         )
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{damaged} ({len(data)} bytes, {error}). Load another checkpoint.") from error

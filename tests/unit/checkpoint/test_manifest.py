@@ -28,7 +28,7 @@ def checkpoint(tmp_path):
 def test_what_is_written_is_read(checkpoint):
     found = manifest.read(checkpoint)
     assert (found.tag, found.format, found.world_size, found.facts) == ("step1", "deepspeed", 2, {"stage": 2})
-    assert found.library.startswith("deepspeed ")
+    assert found.written_by.startswith("deepspeed ")
     assert found.bytes == sum(entry.stat().st_size for entry in checkpoint.iterdir() if entry.name != manifest.NAME)
     assert manifest.check(checkpoint) == []
     assert manifest.verify(checkpoint) == []
