@@ -18,12 +18,18 @@ __all__ = ["reduce_to_owners"]
 
 
 def reduce_to_owners(
-    tensor: Tensor, splits: Sequence[int], group: ProcessGroup | None = None, *, everywhere: bool = False
+    tensor: Tensor,
+    splits: Sequence[int],
+    group: ProcessGroup | None = None,
+    *,
+    everywhere: bool = False,
+    merged: bool = True,
 ) -> Pending[Tensor]:
     """Start summing `tensor` over the group; rank r of it receives the r-th of the consecutive `splits`.
 
     Uneven and empty splits are allowed. The tensor is used up: its content is undefined afterwards. `everywhere` takes
-    an all-reduce, after which each rank picks its slice; the sum is the same.
+    an all-reduce, after which each rank picks its slice; the sum is the same. `merged` does so where several ranks own
+    parts of different sizes, which backends cannot scatter in one operation; else each gets a reduction of its own.
     """
     world, rank = td.get_world_size(group), td.get_rank(group)
     if len(splits) != world or sum(splits) != tensor.numel():
@@ -42,6 +48,8 @@ def reduce_to_owners(
     if len(set(splits)) == 1:
         out = tensor.new_empty(splits[0])
         return Pending(out, collectives.reduce_scatter_tensor(out, tensor, group=group, async_op=True))
+    if merged and sum(map(bool, splits)) > 1:
+        return Pending(mine, collectives.all_reduce(tensor, group=group, async_op=True))
     works = [
         collectives.reduce(tensor[start : start + length], get_global_rank(group, owner), group=group, async_op=True)
         for owner, (start, length) in enumerate(zip(starts, splits, strict=False))

@@ -93,8 +93,7 @@ def _derived(schema: Schema) -> dict[str, tuple[Any, str]]:
     """Values that are null in the schema and follow from others."""
     table: dict[str, tuple[Any, str]] = {}
     if schema.zero_optimization.overlap_comm is None:
-        on = schema.zero_optimization.stage == 3
-        table["zero_optimization.overlap_comm"] = (on, "derived from the stage")
+        table["zero_optimization.overlap_comm"] = (schema.zero_optimization.overlaps_comm, "derived: null is yes")
     if schema.communication_data_type is None:
         precision = "fp16" if schema.fp16.enabled else "bf16" if schema.bf16.enabled else "fp32"
         table["communication_data_type"] = (precision, "derived from the precision")

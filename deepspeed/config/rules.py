@@ -106,7 +106,7 @@ def unmanaged_accumulation(config: Keys) -> None:
         return
     if config.compile.deepcompile:
         _refuse("managed_gradient_accumulation, compile.deepcompile", "false does not work with DeepCompile")
-    if config.zero_optimization.overlaps_comm and _stage(config) < 2:
+    if config.zero_optimization.overlap_comm and _stage(config) < 2:
         _refuse(
             "managed_gradient_accumulation, zero_optimization.overlap_comm",
             f"false with overlap_comm needs ZeRO stage 2 or 3, found stage {_stage(config)}",

@@ -52,16 +52,20 @@ class DeepSpeedZeroConfig(Section):
 
     # Gradients and their reduction
     overlap_comm: bool | None = Field(
-        None, description="Whether gradients are reduced during backward; null means yes at stage 3, otherwise no."
+        None,
+        description="Whether gradients travel while backward goes on; null means yes. False waits for each "
+        "bucket, at stage 3 until backward is over.",
     )
     reduce_scatter: bool = Field(
         True, description="Whether each gradient is reduced to its owner only, instead of to every rank."
     )
     reduce_bucket_size: PositiveElements = Field(
-        500_000_000, description="Number of gradient elements reduced in one collective."
+        500_000_000,
+        description="Number of gradient elements reduced in one collective; if absent, by the ranks.",
     )
     contiguous_gradients: bool = Field(
-        True, description="Whether gradients are copied into one flat buffer as they arrive, against fragmentation."
+        True,
+        description="Whether gradients are packed into flat buckets; false sends each by itself.",
     )
     round_robin_gradients: bool = Field(
         False, description="Whether gradient ownership alternates between ranks (stages 1 and 2)."
@@ -73,7 +77,7 @@ class DeepSpeedZeroConfig(Section):
         True, description="Whether the global gradient norm is computed; false needs stage 1 or 2 and no clipping."
     )
     ignore_unused_parameters: bool = Field(
-        True, description="Whether a parameter without a gradient is accepted (stages 1 and 2 with offload)."
+        True, description="Whether a trained parameter without a gradient on any rank is accepted."
     )
     parameter_alignment: bool = Field(
         False, description="Whether each parameter starts at a 16-byte boundary of its flat buffer (stages 1 and 2)."
@@ -112,7 +116,8 @@ class DeepSpeedZeroConfig(Section):
     max_reuse_distance: Elements = Field(
         1_000_000_000,
         alias="stage3_max_reuse_distance",
-        description="A parameter used again within this many elements is not released in between (stage 3).",
+        description="A parameter used again within this many elements is not released in between; from forward "
+        "to backward only where this key is given (stage 3).",
     )
     gather_16bit_weights_on_model_save: bool = Field(
         False,
@@ -140,7 +145,7 @@ class DeepSpeedZeroConfig(Section):
         description="Modules whose whole subtree stage 3 gathers as one unit.",
     )
     memory_efficient_linear: bool = Field(
-        True, description="Whether linear layers save no whole weight for backward under zero.Init (stage 3)."
+        True, description="No effect: no layer keeps a whole weight for backward at stage 3; accepted for old configs."
     )
     override_module_apply: bool = Field(
         True, description="Whether Module.apply gathers the parameters that it visits (stage 3)."
@@ -190,10 +195,10 @@ class DeepSpeedZeroConfig(Section):
         True, description="Whether a checkpoint restores master weights from their fp32 copies."
     )
     elastic_checkpoint: bool = Field(
-        False, description="Whether checkpoints use the older resizable layout (stages 1 and 2)."
+        False, description="No effect: every checkpoint loads at any world size; accepted for old configs."
     )
     pipeline_loading_checkpoint: bool = Field(
-        False, description="Whether the ranks of a node load a checkpoint one after another (stage 3)."
+        False, description="No effect: a rank reads only its own part of the files; accepted for old configs."
     )
     log_trace_cache_warnings: bool = Field(
         False, description="Whether a change in the order of parameter use is logged (stage 3)."
@@ -205,8 +210,8 @@ class DeepSpeedZeroConfig(Section):
 
     @property
     def overlaps_comm(self) -> bool:
-        """`overlap_comm`, with its null resolved by the stage."""
-        return self.stage == ZeroStageEnum.weights if self.overlap_comm is None else self.overlap_comm
+        """`overlap_comm`, with its null resolved."""
+        return self.overlap_comm is not False
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -242,7 +247,7 @@ class DeepSpeedZeroConfig(Section):
         if self.zenflow is not None:
             if stage in (1, 2) and not self.offloads_optimizer:
                 problems.append(f"zenflow at stage {stage} needs offload_optimizer.device cpu or nvme, found none")
-            if self.zenflow.offload and not self.overlaps_comm:
+            if self.zenflow.offload and not self.overlap_comm:
                 problems.append("zenflow.offload needs overlap_comm, which is off; set overlap_comm to true")
         raise_together(problems)
         return self

@@ -8,8 +8,6 @@ of both kinds meet in one step, the gradients that are there are brought to the 
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -21,10 +19,9 @@ from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.phases import phase
 from deepspeed.utils.logging import warn_once
+from deepspeed.zero.structure import tensors_in
 
 __all__ = ["Backward", "Reducer"]
-
-_DEPTH = 4  # how deep outputs are searched for tensors
 
 
 class Reducer(Protocol):
@@ -110,7 +107,7 @@ class Backward:
 
     def watch(self, outputs: Any) -> None:
         """Notice a backward that the user runs through these outputs of the module."""
-        for tensor in _tensors(outputs, _DEPTH):
+        for tensor in tensors_in(outputs):
             if tensor.requires_grad:
                 tensor.register_hook(self._plain)
 
@@ -179,18 +176,3 @@ class Backward:
         self._reduce = self._begin(1.0 / (factor * self._accumulation.steps))
         self._entered()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-
-def _tensors(value: Any, depth: int) -> Iterator[Tensor]:
-    """The tensors in a nested structure of the usual containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth - 1)
-    elif depth and isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item, depth - 1)
-    elif depth and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for entry in dataclasses.fields(value):
-            yield from _tensors(getattr(value, entry.name), depth - 1)

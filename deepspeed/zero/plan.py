@@ -45,6 +45,7 @@ def manner(schema: Schema, size: int) -> Manner:
         overlap=zero.overlap_comm is not False or zero.stage == 3,
         deferred=zero.overlap_comm is False and zero.stage == 3,
         everywhere=not zero.reduce_scatter,
+        merged=zero.use_multi_rank_bucket_allreduce,
     )
 
 

@@ -40,6 +40,8 @@ class Manner:
     """Send nothing before backward is over."""
     everywhere: bool = False
     """By all-reduce instead of to the owners only."""
+    merged: bool = True
+    """Slices of several ranks share one operation where the backend cannot scatter them."""
 
 
 class ShardReducer:
@@ -151,7 +153,9 @@ class ShardReducer:
         if self._manner.before != 1.0:
             send = send.mul_(self._manner.before)
         with comm.labelled(bucket.label):
-            bucket.pending = reduce_to_owners(send, bucket.splits, bucket.group, everywhere=self._manner.everywhere)
+            bucket.pending = reduce_to_owners(
+                send, bucket.splits, bucket.group, everywhere=self._manner.everywhere, merged=self._manner.merged
+            )
         if not self._manner.overlap:
             self._land(bucket)
 

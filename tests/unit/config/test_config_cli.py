@@ -54,7 +54,7 @@ def test_explain_gives_every_origin(write, capsys):
     assert rows["gradient_clipping"] == (1.0, "default")
     assert rows["bf16.enabled"] == (True, "renamed from bfloat16")
     assert rows["zero_optimization.stage3_max_live_parameters"] == (5, "given as zero_optimization.max_live_parameters")
-    assert rows["zero_optimization.overlap_comm"] == (True, "derived from the stage")
+    assert rows["zero_optimization.overlap_comm"] == (True, "derived: null is yes")
     assert rows["communication_data_type"] == ("bf16", "derived from the precision")
 
 

@@ -49,9 +49,9 @@ def test_defaults_where_documentation_and_code_differ():
 
 
 @pytest.mark.parametrize(
-    ("given", "stage", "on"), [(None, 2, False), (None, 3, True), (False, 3, False), (True, 1, True)]
+    ("given", "stage", "on"), [(None, 2, True), (None, 3, True), (False, 3, False), (True, 1, True)]
 )
-def test_overlap_follows_the_stage_unless_given(given, stage, on):
+def test_gradients_travel_during_backward_unless_that_is_off(given, stage, on):
     zero = DeepSpeedZeroConfig(stage=stage, overlap_comm=given)
     assert zero.overlap_comm is given
     assert zero.overlaps_comm is on
