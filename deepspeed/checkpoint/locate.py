@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.checkpoint import manifest as manifests
+from deepspeed.checkpoint.blocks import Problem
 from deepspeed.checkpoint.commit import LATEST, leftovers
-from deepspeed.checkpoint.manifest import Manifest, Problem
+from deepspeed.checkpoint.manifest import Manifest
 from deepspeed.checkpoint.safe_load import is_whole
 from deepspeed.checkpoint.storage import explain
 from deepspeed.errors import CheckpointError

@@ -21,9 +21,10 @@ from torch import Tensor
 from deepspeed.checkpoint import manifest as manifests
 from deepspeed.checkpoint.agreement import Exchange, Meeting, together
 from deepspeed.checkpoint.background import Background, Progress, Snapshot
+from deepspeed.checkpoint.blocks import Problem
 from deepspeed.checkpoint.commit import LATEST, Staging
 from deepspeed.checkpoint.locate import Found, common, examine, find_loadable
-from deepspeed.checkpoint.manifest import Manifest, Problem
+from deepspeed.checkpoint.manifest import Manifest
 from deepspeed.checkpoint.retention import retain
 from deepspeed.checkpoint.storage import dump, explain, payload, write_file
 from deepspeed.checkpoint.stream import FileFacts, Stream, WriterOptions

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.checkpoint import manifest
+from deepspeed.checkpoint.blocks import FileCheck
 from deepspeed.checkpoint.native.safetensors import open_file
 from deepspeed.checkpoint.safe_load import CheckedFile, MappedCheck, safe_load
 from deepspeed.checkpoint.stream import FileFacts
@@ -23,6 +24,10 @@ def _unchecked(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _copy(tensor: Tensor, out: Tensor) -> None:
+    out.copy_(tensor)
+
+
 @dataclass(frozen=True, slots=True)
 class Opened:
     """What a file holds; its tensors are views of a memory map."""
@@ -30,6 +35,8 @@ class Opened:
     state: Any
     require: Callable[[Tensor], Tensor] = _unchecked
     """The same tensor, once its bytes are known to be what was written."""
+    fill: Callable[[Tensor, Tensor], None] = _copy
+    """Copies a tensor of the file to one of the same size and dtype, checked as by `require`."""
 
     def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Small values of the file, tensors among them checked."""
@@ -58,7 +65,7 @@ class Opener:
         """A text file."""
         if name in self._facts:
             facts = self._facts[name]
-            manifest.FileCheck(self.directory / name, facts).require(0, facts.size)
+            FileCheck(self.directory / name, facts).require(0, facts.size)
         return (self.directory / name).read_text(encoding="utf-8")
 
     def _once(self, name: str, make: Callable[[str], Opened]) -> Opened:
@@ -74,7 +81,7 @@ class Opener:
         if name not in self._facts:
             return Opened(safe_load(path))
         file = CheckedFile(path, self._facts[name])
-        return Opened(file.state, file.require)
+        return Opened(file.state, file.require, file.fill)
 
     def _tensors(self, name: str) -> Opened:
         path = self.directory / name
@@ -83,5 +90,6 @@ class Opener:
         facts = self._facts[name]
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-        manifest.FileCheck(path, facts).require(0, min(8 + length, facts.size))
-        return Opened(open_file(path), MappedCheck(path, facts).require)
+        FileCheck(path, facts).require(0, min(8 + length, facts.size))
+        check = MappedCheck(path, facts)
+        return Opened(open_file(path), check.require, check.fill)

@@ -3,7 +3,8 @@
 [Note: mapped files] `torch.load(mmap=True)` reads only the pickle; tensors are views of the mapped file whose bytes
 come from the disk when they are touched. `CheckedFile` checks the pickle and the zip's directory before they are used,
 and the blocks under a tensor when the tensor is required. Where a tensor lies in its file is told by the process's
-memory map; on a system without one the whole file is checked instead.
+memory map; on a system without one the whole file is checked instead. `fill` reads values that are wanted in memory of
+their own: straight from the file, since touching a map costs more than reading.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.manifest import FileCheck
+from deepspeed.checkpoint.blocks import FileCheck
+from deepspeed.checkpoint.raw import bytes_of
 from deepspeed.checkpoint.storage import explain, gibibytes
 from deepspeed.checkpoint.stream import FileFacts
 from deepspeed.config.zero import ZeroStageEnum
@@ -63,6 +65,7 @@ _DAMAGE = (
     pickle.UnpicklingError,
 )
 _FOREIGN = re.compile(r"Unsupported global: GLOBAL ([\w.]+)|unsupported GLOBAL ([\w.]+)")
+_STEP = 64 * 2**20  # bytes on their way to a device
 _ONE_AT_A_TIME = threading.Lock()  # torch's allow-list belongs to the process: whoever leaves the scope first ends it
 
 
@@ -147,6 +150,26 @@ class MappedCheck:
                 last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
                 self.blocks.require(start, start + (last + 1) * tensor.element_size())
         return tensor
+
+    def fill(self, tensor: Tensor, out: Tensor) -> None:
+        """Copy the tensor to `out`, of the same size and dtype, once its bytes are known to be what was written."""
+        start = self._offset(tensor.data_ptr()) if tensor.numel() else None
+        if start is None or not tensor.is_contiguous():
+            out.copy_(self.require(tensor))
+        elif out.device.type == "cpu" and out.is_contiguous():
+            self.blocks.fill(start, bytes_of(out))
+        else:
+            self._fill_by_steps(tensor.reshape(-1), start, out)
+
+    def _fill_by_steps(self, tensor: Tensor, start: int, out: Tensor) -> None:
+        """Through a buffer of the host; pinned, so that a device takes from it at full speed."""
+        width = tensor.element_size()
+        step = max(min(tensor.numel(), _STEP // width), 1)
+        host = torch.empty(step, dtype=tensor.dtype, pin_memory=out.device.type == "cuda")
+        for low in range(0, tensor.numel(), step):
+            part = host[: min(step, tensor.numel() - low)]
+            self.blocks.fill(start + low * width, bytes_of(part))
+            out.view(-1)[low : low + part.numel()].copy_(part)
 
     def _offset(self, address: int) -> int | None:
         if self._base is None:

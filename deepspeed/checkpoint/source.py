@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.opened import Opened
 from deepspeed.checkpoint.state import Counters
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import intersection
@@ -21,25 +22,27 @@ class Piece:
     """An interval of a tensor and where a file holds it."""
 
     interval: tuple[int, int]
-    load: Callable[[], tuple[Tensor, Callable[[Tensor], Tensor]]]
-    """Opens the file; gives a tensor, of which nothing is read yet, and what checks a part of it before it is used."""
+    load: Callable[[], tuple[Tensor, Opened]]
+    """Opens the file; gives a tensor, of which nothing is read yet, and the file, which reads parts of it."""
     offset: int = 0
     """Where the interval begins in that tensor."""
     file: str = ""
 
 
-def assemble(pieces: Iterable[Piece], start: int, stop: int, what: str) -> Tensor:
+def assemble(pieces: Iterable[Piece], start: int, stop: int, what: str, out: Tensor | None = None) -> Tensor:
     """The elements [start, stop) of a tensor, from whichever pieces hold them: all resharding is this.
 
-    Where one piece holds them all, the result is a view of its file's memory map.
+    They are put into `out` if its dtype is that of the files. Otherwise, where one piece holds them all, the result is
+    a view of its file's memory map.
     """
-    parts, reached, files = [], start, []
+    parts: list[Tensor] = []
+    reached, files = start, []
     for piece in sorted(pieces, key=lambda piece: piece.interval):
         low, high = intersection(piece.interval, (reached, stop))
         files.append(piece.file)
         if low >= high or low > reached:
             continue
-        tensor, require = piece.load()
+        tensor, opened = piece.load()
         flat = tensor.reshape(-1)
         first = piece.offset + low - piece.interval[0]
         if first + high - low > flat.numel():
@@ -47,13 +50,20 @@ def assemble(pieces: Iterable[Piece], start: int, stop: int, what: str) -> Tenso
                 f"{piece.file} holds {flat.numel()} elements of the tensor with {what}, expected at least "
                 f"{first + high - low}: the file is damaged or belongs to another checkpoint"
             )
-        parts.append(require(flat[first : first + high - low]))
+        part = flat[first : first + high - low]
+        if out is not None and out.dtype == part.dtype:
+            opened.fill(part, out[low - start : high - start])
+            parts.append(out[low - start : high - start])
+        else:
+            parts.append(opened.require(part))
         reached = high
     if reached < stop:
         raise CheckpointError(
             f"elements {reached} to {stop} of {what} are in no file of the checkpoint"
             + (f" (looked in {', '.join(dict.fromkeys(files))})" if any(files) else "")
         )
+    if out is not None and all(part.dtype == out.dtype for part in parts):
+        return out
     if len(parts) == 1:
         return parts[0]
     return torch.cat(parts) if parts else torch.empty(0)
@@ -124,8 +134,11 @@ class Source(Protocol):
     def dtype(self, name: str) -> torch.dtype | None:
         """What the model computed with, where known."""
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The flat elements [start, stop) of a tensor; touches only the files that hold them."""
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
+        """The flat elements [start, stop) of a tensor, in the dtype of the file; touches only the files that hold them.
+
+        `out` is memory for them, which is used if it has that dtype.
+        """
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own, such as `step`."""
@@ -157,8 +170,8 @@ class Pieces:
         """The name under which a tied parameter is kept."""
         return self.aliases.get(name, name)
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The flat elements [start, stop) of a tensor."""
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
+        """As `Source.read`."""
         owner = self.owner(name)
         found = self.index.get(owner)
         if found is None or owner not in self.shapes:
@@ -171,4 +184,4 @@ class Pieces:
                 "It was saved with another optimizer, or before its first step"
             )
         stop = self.shapes[owner].numel() if stop is None else stop
-        return assemble(pieces, start, stop, f"{kind} of {name}")
+        return assemble(pieces, start, stop, f"{kind} of {name}", out)

@@ -1,6 +1,6 @@
 """A file that is written once from front to end, with a checksum per block computed on the way.
 
-[Note: blocks] Each file is divided into blocks of 16 MiB and each block has its own CRC-32 in the manifest. The sums
+[Note: blocks] Each file is divided into blocks of 16 MiB and each block has its own checksum in the manifest. The sums
 are computed by threads while the file is written. A reader that needs a part of a file checks the blocks of that part.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
+
+from deepspeed.checkpoint.checksum import GRID, RunningSums
 
 __all__ = ["BLOCK", "FileFacts", "Stream", "WriterOptions"]
 
@@ -29,8 +30,10 @@ class FileFacts:
 
     size: int
     sums: tuple[int, ...]
-    """The CRC-32 of each block."""
+    """The checksum of each block."""
     block: int = BLOCK
+    kind: str = GRID
+    """Which checksum it is, of `checksum.KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class _Plain:
         self._discard = discard
         self._gathered = bytearray()
         self._place = 0
-        self._sums: list[int] = []
+        self._sums = RunningSums(BLOCK)
         self._workers: _Workers | None = None
 
     def write(self, view: memoryview) -> None:
@@ -128,9 +131,9 @@ class _Plain:
             self._flush()
             self._put(view)
 
-    def finish(self) -> list[int]:
+    def finish(self) -> Sequence[int]:
         self._flush()
-        return self._sums
+        return self._sums.finish()
 
     def close(self) -> None:
         if self._workers is not None:
@@ -145,30 +148,23 @@ class _Plain:
         start = self._place
         self._place += len(view)
         if len(view) <= _PIECE:
-            self._sum(view, start)
+            self._sums.add(view)
             self._store(view, start)
             return
         if self._workers is None:
             self._workers = _Workers(1)
-        sums = self._workers.submit(self._sum, view, start)
+        summed = self._workers.submit(self._sum, view)
         try:
             self._store(view, start)
         finally:
-            sums.result()
+            summed.result()
 
     def _store(self, view: memoryview, start: int) -> None:
         if not self._discard:
             _write_at(self._descriptor, view, start)
 
-    def _sum(self, view: memoryview, start: int) -> int:
-        """Go on with the sum of the block at `start`, and with those after it."""
-        while view:
-            inside = start % BLOCK
-            part = view[: BLOCK - inside]
-            if inside == 0:
-                self._sums.append(0)
-            self._sums[-1] = zlib.crc32(part, self._sums[-1])
-            view, start = view[len(part) :], start + len(part)
+    def _sum(self, view: memoryview) -> int:
+        self._sums.add(view)
         return 0
 
 
@@ -193,7 +189,7 @@ class _Direct:
             if self._filled == BLOCK:
                 self._send()
 
-    def finish(self) -> list[int]:
+    def finish(self) -> Sequence[int]:
         self._collect(0)
         if self._filled:
             _direct(self._descriptor, False)  # the end of a file has no whole number of pages
@@ -222,7 +218,9 @@ class _Direct:
 
     def _put(self, view: memoryview, index: int) -> int:
         _write_at(self._descriptor, view, index * BLOCK)
-        return zlib.crc32(view)
+        sums = RunningSums(BLOCK)
+        sums.add(view)
+        return sums.finish()[0]
 
     def _collect(self, pending: int) -> None:
         """Take the sums of all blocks but the last `pending`."""

@@ -134,16 +134,30 @@ class Restoring:
             sharded.coordinator.invalidate()
 
     def _read_weights(self) -> None:
-        source, kind = self._source, self._wish.weights
+        kind = self._wish.weights
         for held in self._held:
             if held.master is None or not self._has(held.name):
                 continue
-            values = source.read(held.name, kind, *held.interval)
-            held.master.data.copy_(values.view(held.shape) if held.whole else values)
+            self._take(held.name, kind, held.interval, held.master.data)
         for name, param in self._others:
             if self._has(name):
-                _fill(source, name, param)
+                self._fill(name, param)
         self._read_rest()
+
+    def _take(self, name: str, kind: str, interval: tuple[int, int], target: Tensor) -> None:
+        """Read into memory that is there."""
+        flat = target.view(-1) if target.is_contiguous() else None
+        values = self._source.read(name, kind, *interval, out=flat)
+        if values is not flat:
+            target.copy_(values.view(target.shape))
+
+    def _fill(self, name: str, param: nn.Parameter) -> None:
+        """A parameter that no optimizer trains."""
+        shard: Shard | None = shard_of(param)
+        if shard is None or shard.alone:
+            self._take(name, "param", (0, shape_of(param).numel()), param.data)
+        else:
+            self._take(name, "param", shard.interval, shard.local)
 
     def _read_rest(self) -> None:
         """Buffers, and what modules keep besides tensors."""
@@ -216,13 +230,15 @@ class Restoring:
         for key, value in self._source.scalars(held.name).items():
             state[key] = value.clone() if isinstance(value, Tensor) else value
         for kind in kinds:
-            values = self._source.read(held.name, kind, *held.interval)
-            values = values.view(held.shape) if held.whole else values
+            shape = held.shape if held.whole else torch.Size([held.interval[1] - held.interval[0]])
             old = optimizer.state.get(held.master, {}).get(kind)
-            if isinstance(old, Tensor) and (old.shape, old.dtype) == (values.shape, values.dtype):
-                state[kind] = old.copy_(values)  # memory that is there costs less than new
-            else:
-                state[kind] = values.to(held.master.device, copy=True)  # a view of the file would hold on to it
+            fits = isinstance(old, Tensor) and old.shape == shape and old.is_contiguous()
+            # Memory that is there costs less than new.
+            out = old if fits else torch.empty(shape, dtype=held.master.dtype, device=held.master.device)
+            flat = out.view(-1)
+            values = self._source.read(held.name, kind, *held.interval, out=flat)
+            # A view of the file would hold on to it.
+            state[kind] = out if values is flat else values.view(shape).to(held.master.device, copy=True)
         return state
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -251,15 +267,6 @@ class Restoring:
         lasting = [s for s in map(shard_of, (param for _, param in self._others)) if s is not None and s.persistent]
         if lasting and not lasting[0].alone:
             fetch.gather(lasting)
-
-
-def _fill(source: Source, name: str, param: nn.Parameter) -> None:
-    """A parameter that no optimizer trains."""
-    shard: Shard | None = shard_of(param)
-    if shard is None or shard.alone:
-        param.data.copy_(source.read(name, "param").view(shape_of(param)))
-        return
-    shard.local.copy_(source.read(name, "param", *shard.interval))
 
 
 def _same(one: Any, other: Any) -> bool:

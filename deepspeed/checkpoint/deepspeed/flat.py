@@ -65,7 +65,7 @@ class Sharding:
             position = layout.position(number, rank)
             pieces.add(name, kind, Piece(layout.interval(number, rank), load, position, file))
 
-    def _load(self, rank: int, flat: int, kind: str, name: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def _load(self, rank: int, flat: int, kind: str, name: str) -> tuple[Tensor, Opened]:
         opened = self.open(rank)
         tensor = self.take(opened.state, flat, kind)
         wanted = self.layouts[flat].shard_numel
@@ -76,7 +76,7 @@ class Sharding:
                 f"{self.files[rank]}: {kind} of group {flat} has {tensor.numel()} elements, but the parameters that "
                 f"the model file lists ({name} among them) give {wanted} on each of {self.world} ranks"
             )
-        return tensor, opened.require
+        return tensor, opened
 
     @property
     def groups(self) -> list[tuple[Sequence[str], Mapping[str, Any]]]:

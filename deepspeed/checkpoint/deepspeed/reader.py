@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +140,9 @@ class DeepSpeedSource:
         tensor = self._module.get(name)
         return None if tensor is None else tensor.dtype
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
         """The flat elements [start, stop) of a tensor."""
-        return self._pieces.read(name, kind, start, stop)
+        return self._pieces.read(name, kind, start, stop, out)
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own."""
@@ -235,15 +235,15 @@ class DeepSpeedSource:
                 file = self._found.sharded_models.get((rank, self._mp_rank), f"the model file of rank {rank}")
                 self._pieces.add(name, "param", Piece(interval, load, 0, file))
 
-    def _frozen_part(self, rank: int, name: str) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def _frozen_part(self, rank: int, name: str) -> tuple[Tensor, Opened]:
         opened = self._open(self._found.sharded_models, rank, "model")
         fragments = opened.state.get("frozen_param_fragments") or {}
         if name not in fragments:
             raise CheckpointError(f"{self._directory}: the model file of rank {rank} has no part of frozen {name}")
-        return fragments[name], opened.require
+        return fragments[name], opened
 
-    def _same(self, tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        return tensor, self._model_file.require
+    def _same(self, tensor: Tensor) -> tuple[Tensor, Opened]:
+        return tensor, self._model_file
 
     def _optimizer(self, rank: int) -> Opened:
         return self._open(self._found.optimizers, rank, "optimizer")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,8 +118,8 @@ class WholeOptimizer:
         pieces.add(name, kind, Piece((0, numel), functools.partial(_same, tensor, self._model), offset, _FILE))
 
 
-def _same(tensor: Tensor, model: Opened) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    return tensor, model.require
+def _same(tensor: Tensor, model: Opened) -> tuple[Tensor, Opened]:
+    return tensor, model
 
 
 def _has_elements(key: str, value: Any, shape: torch.Size | None = None) -> bool:

@@ -121,9 +121,9 @@ class NativeSource:
         found = getattr(torch, text) if text else None
         return found if isinstance(found, torch.dtype) else None
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
         """The flat elements [start, stop) of a tensor."""
-        return self._pieces.read(name, kind, start, stop)
+        return self._pieces.read(name, kind, start, stop, out)
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own."""
@@ -171,7 +171,7 @@ class NativeSource:
                         load = functools.partial(self._load, rank, kind, name, interval)
                         self._pieces.add(name, kind, Piece(interval, load, 0, self._index["files"][rank]))
 
-    def _load(self, rank: int, kind: str, name: str, interval: tuple[int, int]) -> tuple[Tensor, Check]:
+    def _load(self, rank: int, kind: str, name: str, interval: tuple[int, int]) -> tuple[Tensor, Opened]:
         opened = self._open(rank)
         tensor = opened.state.tensors.get(f"{kind}:{name}")
         file = self._index["files"][rank]
@@ -182,7 +182,7 @@ class NativeSource:
                 f"{self._directory / file}: {kind} of {name} has {tensor.numel()} elements, expected "
                 f"{interval[1] - interval[0]} ([{interval[0]}, {interval[1]}) of it)"
             )
-        return tensor, opened.require
+        return tensor, opened
 
     def _open(self, rank: int) -> Opened:
         return self._opener.tensors(self._index["files"][rank])

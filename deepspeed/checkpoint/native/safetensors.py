@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.raw import bytes_of
 from deepspeed.errors import CheckpointError
 
 __all__ = ["Content", "chunks", "open_file", "save", "size"]
@@ -63,7 +63,7 @@ def chunks(content: Content) -> Iterator[memoryview | bytes]:
     for _, tensor in _ordered(content):
         host = tensor.detach().cpu().contiguous()
         if host.numel():
-            data = memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr())).cast("B")
+            data = bytes_of(host)
             for start in range(0, host.nbytes, _STEP):
                 yield data[start : start + _STEP]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +101,11 @@ class UniversalSource:
         """What the model computed with."""
         return self._base.dtype(name)
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
         """The flat elements [start, stop) of a tensor."""
         if self._pieces.owner(name) not in self._pieces.index:
-            return self._base.read(name, kind, start, stop)
-        return self._pieces.read(name, kind, start, stop)
+            return self._base.read(name, kind, start, stop, out)
+        return self._pieces.read(name, kind, start, stop, out)
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own."""
@@ -147,10 +147,10 @@ class UniversalSource:
             opened.require(tensor)
         return opened
 
-    def _tensor(self, path: Path) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def _tensor(self, path: Path) -> tuple[Tensor, Opened]:
         opened = self._opener.torch(str(path.relative_to(self._directory)))
         found = opened.state
         tensor = found.get("param") if isinstance(found, Mapping) else found
         if not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path} holds {type(found).__name__}, expected a tensor or {{'param': tensor}}")
-        return tensor, opened.require
+        return tensor, opened

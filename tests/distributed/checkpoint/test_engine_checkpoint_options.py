@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
-import signal
 import socket
-import threading
 import time
 
 import pytest
@@ -376,53 +373,6 @@ def test_a_rank_that_is_busy_is_waited_for(tmp_path):
         while time.monotonic() < deadline:  # such as writing a model for export
             torch.ones(200, 200) @ torch.ones(200, 200)
     assert engine.save_checkpoint(tmp_path)
-
-
-def save_until_killed(folder):
-    engine = build(2)
-    step = 0
-    while True:
-        train(engine, 0, 1)
-        step += 1
-        engine.save_checkpoint(folder, tag="same" if step % 2 else f"step{step}", client_state={"step": step})
-        mark = folder / f"done{dist.get_rank()}"
-        mark.with_suffix(".new").write_text(str(step))
-        mark.with_suffix(".new").rename(mark)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_killed_while_saving(seed, tmp_path):
-    """Both ranks are killed at some moment of a save; what loads is one of the last two saves, whole."""
-    killed = ranks(2, timeout=60)(kill_in_a_save)
-    with pytest.raises(pytest.fail.Exception, match="died"):
-        killed(folder=tmp_path, seed=seed)
-    ranks(2)(load_what_is_there)(folder=tmp_path)
-
-
-def kill_in_a_save(folder, seed):
-    rank, generator = dist.get_rank(), random.Random(seed)
-    delay = generator.uniform(0.0, 0.15)
-
-    def strike():
-        while not (folder / "done0").exists() or int((folder / "done0").read_text()) < 3:
-            time.sleep(0.002)
-        time.sleep(delay)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert rank in (0, 1)
-    threading.Thread(target=strike, daemon=True).start()
-    save_until_killed(folder)
-
-
-def load_what_is_there(folder):
-    engine = build(3, model=make(Mixed, seed=3))
-    path, client = engine.load_checkpoint(folder)
-    assert path is not None
-    done = min(int((folder / f"done{rank}").read_text()) for rank in range(2))
-    assert done <= client["step"] <= done + 2
-    assert engine.global_steps == client["step"]
-    train(engine, 0, 1)
-    engine.save_checkpoint(folder, "after")
 
 
 @ranks(2)

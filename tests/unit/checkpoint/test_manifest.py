@@ -8,7 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspeed.checkpoint import manifest
-from deepspeed.checkpoint.manifest import FileCheck, Manifest
+from deepspeed.checkpoint.blocks import FileCheck
+from deepspeed.checkpoint.manifest import Manifest
 from deepspeed.checkpoint.storage import write_bytes, write_tensorfile
 from deepspeed.checkpoint.stream import FileFacts
 from deepspeed.errors import CheckpointError

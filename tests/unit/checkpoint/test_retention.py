@@ -6,8 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed.checkpoint.blocks import Problem
 from deepspeed.checkpoint.locate import Checkpoint, find_loadable
-from deepspeed.checkpoint.manifest import Manifest, Problem, write
+from deepspeed.checkpoint.manifest import Manifest, write
 from deepspeed.checkpoint.retention import expired, retain
 from deepspeed.checkpoint.storage import write_tensorfile
 
