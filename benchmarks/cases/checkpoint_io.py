@@ -14,7 +14,7 @@ from benchmarks.case import Case, Job, Measure, Target
 
 CASE = Case(
     name="checkpoint_io",
-    title="checkpoints of a GPT of 30M parameters, fp32 with Adam, to the disk and back",
+    title="checkpoints of a GPT of 84M parameters, fp32 with Adam, to the disk and back",
     file=__file__,
     measures=(
         Measure(
@@ -45,7 +45,7 @@ Acts = tuple[Callable[[str], Any], Callable[[str], Any], Callable[[], None]]
 """Save under a tag, load it, wait until it is written."""
 
 MIB = 2**20
-SHAPE = {"layers": 8, "width": 512, "heads": 8, "vocabulary": 8192, "length": 64}
+SHAPE = {"layers": 6, "width": 1024, "heads": 8, "vocabulary": 8192, "length": 64}
 ROUNDS = 3
 _SECTIONS: dict[str, dict[str, object]] = {
     "safetensors": {"format": "safetensors"},

@@ -1,14 +1,14 @@
 """Reads a file of a checkpoint by its blocks and compares them with their sums: each once, when it is needed.
 
-[Note: one pass] A reader that wants values gives the memory for them. Bytes come there straight from the file, piece by
-piece, and are summed while the processor's cache has them; a block that is wanted in part goes through a buffer of one
-piece. What has been compared is read without a sum after that.
+[Note: one pass] A reader that wants values gives the memory for all of them at once. The file is read from front to end
+by one thread, which keeps the system's read-ahead going and a disk busy. Bytes come straight to their place, piece by
+piece, and are summed while the processor's cache has them; a piece that is wanted in parts goes through a buffer.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from deepspeed.checkpoint.storage import gibibytes
 from deepspeed.checkpoint.stream import FileFacts
 from deepspeed.errors import CheckpointError
 
-__all__ = ["FileCheck", "Problem", "odd_size"]
+__all__ = ["FileCheck", "Problem", "Range", "odd_size"]
 
 _AHEAD = 8  # blocks that the system is asked to fetch beyond those that are read: readers go from front to end
 _NOTHING = memoryview(b"")
@@ -49,6 +49,44 @@ def odd_size(path: Path, expected: int) -> Problem | None:
     return Problem(str(path), f"{how}: {size} bytes, the manifest says {expected}")
 
 
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes of a file that somebody wants, and memory for them."""
+
+    start: int
+    out: memoryview
+
+    @property
+    def stop(self) -> int:
+        """The first byte that is not wanted."""
+        return self.start + len(self.out)
+
+    def part(self, first: int, last: int) -> memoryview:
+        """The memory for the file's bytes [first, last)."""
+        return self.out[max(first - self.start, 0) : max(last - self.start, 0)]
+
+    def read(self, descriptor: int, low: int, high: int) -> None:
+        """Read what is wanted of the bytes [low, high)."""
+        first, last = max(low, self.start), min(high, self.stop)
+        count = len(_read_at(descriptor, self.part(first, last), first))
+        if count < last - first:
+            raise OSError(f"the file ends at byte {first + count}")
+
+
+def _by_block(wanted: Sequence[Range], block: int) -> Iterator[tuple[int, list[Range]]]:
+    """The blocks that are wanted, from front to end, each with those that want some of it."""
+    coming = sorted((each for each in wanted if each.out), key=lambda each: each.start)
+    open_: list[Range] = []
+    index, place = -1, 0
+    while open_ or place < len(coming):
+        index = index + 1 if open_ else coming[place].start // block
+        while place < len(coming) and coming[place].start < (index + 1) * block:
+            open_.append(coming[place])
+            place += 1
+        yield index, open_
+        open_ = [each for each in open_ if each.stop > (index + 1) * block]
+
+
 class FileCheck:
     """Compares the blocks of one file with the manifest as they are needed, each at most once."""
 
@@ -66,79 +104,92 @@ class FileCheck:
         """A CheckpointError that names the file and the damaged range, unless these bytes are what was written."""
         _refuse(self.problems(start, stop))
 
-    def fill(self, start: int, out: memoryview) -> None:
-        """Read the bytes from `start` on into `out`; a CheckpointError as of `require` if they are not good."""
-        _refuse(self.problems(start, start + len(out), out))
+    def fill(self, wanted: Sequence[Range]) -> None:
+        """Read ranges of the file to their places, from front to end; a CheckpointError as of `require`."""
+        odd = odd_size(self.path, self.facts.size)
+        _refuse([odd] if odd else [])
+        bad: list[int] = []
+        try:
+            with open(self.path, "rb", buffering=0) as file:
+                for index, ranges in _by_block(wanted, self.facts.block):
+                    if index in self.checked:
+                        for each in ranges:
+                            each.read(file.fileno(), index * self.facts.block, (index + 1) * self.facts.block)
+                    elif self._sum(file.fileno(), index, ranges) == self.facts.sums[index]:
+                        self.checked.add(index)
+                    else:
+                        bad.append(index)
+        except OSError as error:
+            _refuse([self._unreadable(error)])
+        _refuse(self._told(bad))
 
-    def problems(self, start: int, stop: int, out: memoryview = _NOTHING) -> list[Problem]:
-        """What is wrong with the bytes [start, stop), which are put into `out` where it is given."""
+    def problems(self, start: int, stop: int) -> list[Problem]:
+        """What is wrong with the bytes [start, stop)."""
         if stop <= start:
             return []
         odd = odd_size(self.path, self.facts.size)
         if odd is not None:
             return [odd]
         block = self.facts.block
-        under = range(start // block, -(-min(stop, self.facts.size) // block))
-        wanted = [index for index in under if index not in self.checked]
-        coming = {index: self._coming.pop(index) for index in wanted if index in self._coming}
-        fresh = [index for index in wanted if index not in coming]
+        wanted = [i for i in range(start // block, -(-min(stop, self.facts.size) // block)) if i not in self.checked]
+        if not wanted:
+            return []
         try:
-            sums = self._sums(fresh, start, out) | {index: job.result() for index, job in coming.items()}
-            for index in under if out else ():
-                if index not in fresh:
-                    self._read(index * block, min(index * block + block, stop), start, out)
+            sums = self._sums(wanted)
         except OSError as error:
-            return [Problem(str(self.path), f"cannot be read: {error.strerror or error}")]
-        bad = [index for index in wanted if sums[index] != self.facts.sums[index]]
+            return [self._unreadable(error)]
+        bad = [index for index, value in zip(wanted, sums, strict=True) if value != self.facts.sums[index]]
         self.checked.update(set(wanted).difference(bad))
-        return [Problem(str(self.path), text) for text in self._ranges(bad)]
+        return self._told(bad)
 
-    def _sums(self, blocks: list[int], start: int, out: memoryview) -> dict[int, int]:
-        """The sums of these blocks, read into `out` where it covers them; threads share the work."""
-        if not blocks:
-            return {}
+    def _sums(self, blocks: list[int]) -> list[int]:
+        """The sums of these blocks; threads go on with those that follow, while the caller uses these."""
         block, count = self.facts.block, len(self.facts.sums)
         with open(self.path, "rb", buffering=0) as file:
             length = (blocks[-1] + 1 + _AHEAD - blocks[0]) * block
             os.posix_fadvise(file.fileno(), blocks[0] * block, length, os.POSIX_FADV_WILLNEED)
+        following = range(blocks[-1] + 1, min(blocks[-1] + 1 + self._threads, count))
         if self._threads == 1 or count == 1:
-            return {index: self._sum(index, start, out) for index in blocks}
+            return [self._open_and_sum(index) for index in blocks]
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "checkpoint-read")
-        jobs = {index: self._pool.submit(self._sum, index, start, out) for index in blocks}
-        if len(out) < block:  # a reader of small tensors: threads go on, while it uses these
-            for index in range(blocks[-1] + 1, min(blocks[-1] + 1 + self._threads, count)):
-                if index not in self._coming and index not in self.checked:
-                    self._coming[index] = self._pool.submit(self._sum, index, 0, _NOTHING)
-        return {index: job.result() for index, job in jobs.items()}
+            self._pool = ThreadPoolExecutor(self._threads, "checkpoint-verify")
+        for index in (*blocks, *following):
+            if index not in self._coming and index not in self.checked:
+                self._coming[index] = self._pool.submit(self._open_and_sum, index)
+        return [self._coming.pop(index).result() for index in blocks]
 
-    def _sum(self, index: int, start: int, out: memoryview) -> int:
-        """The sum of a block, whose bytes go into `out` as far as it, from `start` on, covers them."""
+    def _open_and_sum(self, index: int) -> int:
+        with open(self.path, "rb", buffering=0) as file:
+            return self._sum(file.fileno(), index, ())
+
+    def _sum(self, descriptor: int, index: int, ranges: Sequence[Range]) -> int:
+        """The sum of a block, whose bytes go to the places that want some of them."""
         add, value = KINDS[self.facts.kind], 0
-        low, stop = index * self.facts.block, start + len(out)
+        low = index * self.facts.block
         high = min(low + self.facts.block, self.facts.size)
         spare = _NOTHING
-        with open(self.path, "rb", buffering=0) as file:
-            for place in range(low, high, PIECE):
-                end = min(place + PIECE, high)
-                if start <= place and end <= stop:
-                    value = add(_read_at(file.fileno(), out[place - start : end - start], place), value)
-                    continue
+        for place in range(low, high, PIECE):
+            end = min(place + PIECE, high)
+            takers = [each for each in ranges if each.start < end and place < each.stop]
+            whole = next((each for each in takers if each.start <= place and end <= each.stop), None)
+            if whole is not None:
+                target = whole.part(place, end)
+            else:
                 spare = spare or memoryview(bytearray(PIECE))
-                piece = _read_at(file.fileno(), spare[: end - place], place)
-                value = add(piece, value)
-                first, last = max(place, start), min(place + len(piece), stop)
-                if first < last:
-                    out[first - start : last - start] = piece[first - place : last - place]
+                target = spare[: end - place]
+            piece = _read_at(descriptor, target, place)
+            value = add(piece, value)
+            for each in takers:
+                if each is not whole:
+                    first, last = max(place, each.start), min(place + len(piece), each.stop)
+                    each.part(first, last)[:] = piece[first - place : last - place]
         return value
 
-    def _read(self, low: int, high: int, start: int, out: memoryview) -> None:
-        """Bytes [low, high) that were compared before, as far as `out` covers them."""
-        low, high = max(low, start), min(high, start + len(out))
-        with open(self.path, "rb", buffering=0) as file:
-            count = len(_read_at(file.fileno(), out[low - start : high - start], low))
-        if count < high - low:
-            raise OSError(f"the file ends at byte {low + count}")
+    def _unreadable(self, error: OSError) -> Problem:
+        return Problem(str(self.path), f"cannot be read: {error.strerror or error}")
+
+    def _told(self, bad: list[int]) -> list[Problem]:
+        return [Problem(str(self.path), text) for text in self._ranges(bad)]
 
     def _ranges(self, bad: list[int]) -> Iterable[str]:
         """Neighbouring blocks told as one range."""

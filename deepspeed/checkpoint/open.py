@@ -24,12 +24,13 @@ def open_checkpoint(
     order: Sequence[Sequence[str]] | None = None,
     verify: bool = True,
     partial: bool = False,
+    near: int = 0,
 ) -> Source:
     """The checkpoint in a tag's directory.
 
     `order`: the names in each parameter group of the optimizer, which only stage 0 of DeepSpeed itself needs.
     `verify`: compare what is read with the manifest, where there is one. `partial`: files of other ranks may be absent,
-    because they lie on other nodes.
+    because they lie on other nodes. `near`: the data-parallel rank that reads, whose own files are preferred.
     """
     path = Path(directory)
     if not path.is_dir():
@@ -40,7 +41,7 @@ def open_checkpoint(
         return UniversalSource(path, mp_rank, opener=Opener(path, verify=verify))
     names = sorted(entry.name for entry in path.iterdir())
     if is_deepspeed(sort_files(names)):
-        return DeepSpeedSource(path, mp_rank, order, opener=Opener(path, verify=verify), partial=partial)
+        return DeepSpeedSource(path, mp_rank, order, opener=Opener(path, verify=verify), partial=partial, near=near)
     raise CheckpointError(
         f"{path} holds no checkpoint; it has {', '.join(names[:5]) or 'nothing'}. Expected DeepSpeed's "
         f"*_model_states.pt, a universal checkpoint's zero/, or {INDEX}"

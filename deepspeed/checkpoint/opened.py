@@ -13,7 +13,7 @@ from torch import Tensor
 from deepspeed.checkpoint import manifest
 from deepspeed.checkpoint.blocks import FileCheck
 from deepspeed.checkpoint.native.safetensors import open_file
-from deepspeed.checkpoint.safe_load import CheckedFile, MappedCheck, safe_load
+from deepspeed.checkpoint.safe_load import CheckedFile, MappedCheck, Place, safe_load
 from deepspeed.checkpoint.stream import FileFacts
 from deepspeed.errors import CheckpointError
 
@@ -24,8 +24,8 @@ def _unchecked(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _copy(tensor: Tensor, out: Tensor) -> None:
-    out.copy_(tensor)
+def _nowhere(tensor: Tensor) -> Place | None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Opened:
     state: Any
     require: Callable[[Tensor], Tensor] = _unchecked
     """The same tensor, once its bytes are known to be what was written."""
-    fill: Callable[[Tensor, Tensor], None] = _copy
-    """Copies a tensor of the file to one of the same size and dtype, checked as by `require`."""
+    place: Callable[[Tensor], Place | None] = _nowhere
+    """Where a tensor's bytes lie in the file, for a reader that checks them on the way; None where that is unknown."""
 
     def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Small values of the file, tensors among them checked."""
@@ -81,7 +81,7 @@ class Opener:
         if name not in self._facts:
             return Opened(safe_load(path))
         file = CheckedFile(path, self._facts[name])
-        return Opened(file.state, file.require, file.fill)
+        return Opened(file.state, file.require, file.place)
 
     def _tensors(self, name: str) -> Opened:
         path = self.directory / name
@@ -92,4 +92,4 @@ class Opener:
             length = int.from_bytes(file.read(8), "little")
         FileCheck(path, facts).require(0, min(8 + length, facts.size))
         check = MappedCheck(path, facts)
-        return Opened(open_file(path), check.require, check.fill)
+        return Opened(open_file(path), check.require, check.place)

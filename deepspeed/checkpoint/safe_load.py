@@ -3,8 +3,8 @@
 [Note: mapped files] `torch.load(mmap=True)` reads only the pickle; tensors are views of the mapped file whose bytes
 come from the disk when they are touched. `CheckedFile` checks the pickle and the zip's directory before they are used,
 and the blocks under a tensor when the tensor is required. Where a tensor lies in its file is told by the process's
-memory map; on a system without one the whole file is checked instead. `fill` reads values that are wanted in memory of
-their own: straight from the file, since touching a map costs more than reading.
+memory map; on a system without one the whole file is checked instead. Whoever wants values in memory of their own asks
+for their `place` and reads them from the file (`delivery`), since touching a map costs more.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.blocks import FileCheck
-from deepspeed.checkpoint.raw import bytes_of
 from deepspeed.checkpoint.storage import explain, gibibytes
 from deepspeed.checkpoint.stream import FileFacts
 from deepspeed.config.zero import ZeroStageEnum
 from deepspeed.errors import CheckpointError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
 
-__all__ = ["ALLOWED", "CheckedFile", "MappedCheck", "fragment_address", "is_whole", "safe_load"]
+__all__ = ["ALLOWED", "CheckedFile", "MappedCheck", "Place", "fragment_address", "is_whole", "safe_load"]
 
 
 @dataclass
@@ -65,7 +64,6 @@ _DAMAGE = (
     pickle.UnpicklingError,
 )
 _FOREIGN = re.compile(r"Unsupported global: GLOBAL ([\w.]+)|unsupported GLOBAL ([\w.]+)")
-_STEP = 64 * 2**20  # bytes on their way to a device
 _ONE_AT_A_TIME = threading.Lock()  # torch's allow-list belongs to the process: whoever leaves the scope first ends it
 
 
@@ -132,6 +130,14 @@ def is_whole(path: str | os.PathLike[str]) -> bool:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The first of a tensor's bytes in a file."""
+
+    blocks: FileCheck
+    start: int
+
+
 class MappedCheck:
     """Compares the bytes under tensors that are views of a mapped file, of whatever format, with the manifest."""
 
@@ -151,25 +157,10 @@ class MappedCheck:
                 self.blocks.require(start, start + (last + 1) * tensor.element_size())
         return tensor
 
-    def fill(self, tensor: Tensor, out: Tensor) -> None:
-        """Copy the tensor to `out`, of the same size and dtype, once its bytes are known to be what was written."""
-        start = self._offset(tensor.data_ptr()) if tensor.numel() else None
-        if start is None or not tensor.is_contiguous():
-            out.copy_(self.require(tensor))
-        elif out.device.type == "cpu" and out.is_contiguous():
-            self.blocks.fill(start, bytes_of(out))
-        else:
-            self._fill_by_steps(tensor.reshape(-1), start, out)
-
-    def _fill_by_steps(self, tensor: Tensor, start: int, out: Tensor) -> None:
-        """Through a buffer of the host; pinned, so that a device takes from it at full speed."""
-        width = tensor.element_size()
-        step = max(min(tensor.numel(), _STEP // width), 1)
-        host = torch.empty(step, dtype=tensor.dtype, pin_memory=out.device.type == "cuda")
-        for low in range(0, tensor.numel(), step):
-            part = host[: min(step, tensor.numel() - low)]
-            self.blocks.fill(start + low * width, bytes_of(part))
-            out.view(-1)[low : low + part.numel()].copy_(part)
+    def place(self, tensor: Tensor) -> Place | None:
+        """Where the bytes of a contiguous tensor lie."""
+        start = self._offset(tensor.data_ptr()) if tensor.numel() and tensor.is_contiguous() else None
+        return None if start is None else Place(self.blocks, start)
 
     def _offset(self, address: int) -> int | None:
         if self._base is None:

@@ -14,7 +14,7 @@ from deepspeed.checkpoint.state import Counters
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import intersection
 
-__all__ = ["Piece", "Pieces", "Small", "Source", "assemble"]
+__all__ = ["Part", "Piece", "Pieces", "Small", "Source", "find", "join"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,18 @@ class Piece:
     file: str = ""
 
 
-def assemble(pieces: Iterable[Piece], start: int, stop: int, what: str, out: Tensor | None = None) -> Tensor:
-    """The elements [start, stop) of a tensor, from whichever pieces hold them: all resharding is this.
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements in a file."""
 
-    They are put into `out` if its dtype is that of the files. Otherwise, where one piece holds them all, the result is
-    a view of its file's memory map.
-    """
-    parts: list[Tensor] = []
+    values: Tensor
+    """A flat view of the file's memory map; good to use once `opened` has checked or read it."""
+    opened: Opened
+
+
+def find(pieces: Iterable[Piece], start: int, stop: int, what: str) -> list[Part]:
+    """Where the elements [start, stop) of a tensor are, from whichever pieces hold them: all resharding is this."""
+    parts: list[Part] = []
     reached, files = start, []
     for piece in sorted(pieces, key=lambda piece: piece.interval):
         low, high = intersection(piece.interval, (reached, stop))
@@ -50,23 +55,22 @@ def assemble(pieces: Iterable[Piece], start: int, stop: int, what: str, out: Ten
                 f"{piece.file} holds {flat.numel()} elements of the tensor with {what}, expected at least "
                 f"{first + high - low}: the file is damaged or belongs to another checkpoint"
             )
-        part = flat[first : first + high - low]
-        if out is not None and out.dtype == part.dtype:
-            opened.fill(part, out[low - start : high - start])
-            parts.append(out[low - start : high - start])
-        else:
-            parts.append(opened.require(part))
+        parts.append(Part(flat[first : first + high - low], opened))
         reached = high
     if reached < stop:
         raise CheckpointError(
             f"elements {reached} to {stop} of {what} are in no file of the checkpoint"
             + (f" (looked in {', '.join(dict.fromkeys(files))})" if any(files) else "")
         )
-    if out is not None and all(part.dtype == out.dtype for part in parts):
-        return out
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts) if parts else torch.empty(0)
+    return parts
+
+
+def join(parts: Sequence[Part]) -> Tensor:
+    """The elements of all parts, checked; of a single one as a view of its file's memory map."""
+    checked = [part.opened.require(part.values) for part in parts]
+    if len(checked) == 1:
+        return checked[0]
+    return torch.cat(checked) if checked else torch.empty(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,11 +138,11 @@ class Source(Protocol):
     def dtype(self, name: str) -> torch.dtype | None:
         """What the model computed with, where known."""
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
-        """The flat elements [start, stop) of a tensor, in the dtype of the file; touches only the files that hold them.
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
+        """Where the flat elements [start, stop) of a tensor are; opens only the files that hold them."""
 
-        `out` is memory for them, which is used if it has that dtype.
-        """
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """The flat elements [start, stop) of a tensor; touches only the files that hold them."""
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own, such as `step`."""
@@ -170,8 +174,8 @@ class Pieces:
         """The name under which a tied parameter is kept."""
         return self.aliases.get(name, name)
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
-        """As `Source.read`."""
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
+        """Where the flat elements [start, stop) of a tensor are."""
         owner = self.owner(name)
         found = self.index.get(owner)
         if found is None or owner not in self.shapes:
@@ -184,4 +188,4 @@ class Pieces:
                 "It was saved with another optimizer, or before its first step"
             )
         stop = self.shapes[owner].numel() if stop is None else stop
-        return assemble(pieces, start, stop, f"{kind} of {name}", out)
+        return find(pieces, start, stop, f"{kind} of {name}")

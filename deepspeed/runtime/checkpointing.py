@@ -149,7 +149,8 @@ class Checkpoints:
         order = [list(group.names) for group in listing(self._parts)]
         partial = self._section.use_node_local_storage
         mp_rank = self._parts.layout["pp", "tp"].rank
-        return open_checkpoint(path, mp_rank=mp_rank, order=order or None, partial=partial)
+        near = self._parts.layout["dp", "sp"].rank
+        return open_checkpoint(path, mp_rank=mp_rank, order=order or None, partial=partial, near=near)
 
     def load(self, path: Path, wish: Wish) -> Source:
         """Bring a checkpoint into the parts, except for what belongs to the run; a failure is one on all ranks."""

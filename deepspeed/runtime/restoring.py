@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed.checkpoint.delivery import Delivery
 from deepspeed.checkpoint.source import Source
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.ops.optimizer import BatchOptimizer
@@ -67,6 +68,8 @@ class Restoring:
         named = list(parts.module.named_parameters())
         self._others = [(name, param) for name, param in named if name not in owned]
         self._state_dict: dict[str, Tensor] | None = None
+        self._delivery = Delivery()
+        self._after: list[tuple[Tensor, Tensor]] = []
 
     # ---- compare
 
@@ -121,8 +124,11 @@ class Restoring:
             self._state_dict = self._whole_state_dict()
         else:
             self._read_weights()
-        if self._wish.optimizer and self._parts.basic_optimizer is not None:
-            self._read_optimizer(self._parts.basic_optimizer)
+        optimizer = self._parts.basic_optimizer if self._wish.optimizer else None
+        found = None if optimizer is None else self._read_optimizer(optimizer)
+        self._deliver()
+        if optimizer is not None and found is not None:
+            reload(optimizer, found)
 
     def _let_go(self) -> None:
         """Whole copies of shards would be stale after this."""
@@ -145,11 +151,16 @@ class Restoring:
         self._read_rest()
 
     def _take(self, name: str, kind: str, interval: tuple[int, int], target: Tensor) -> None:
-        """Read into memory that is there."""
-        flat = target.view(-1) if target.is_contiguous() else None
-        values = self._source.read(name, kind, *interval, out=flat)
-        if values is not flat:
-            target.copy_(values.view(target.shape))
+        """Want values in memory that is there."""
+        if not target.is_contiguous():
+            target, place = torch.empty(target.shape, dtype=target.dtype, device=target.device), target
+            self._after.append((place, target))
+        self._delivery.add(self._source.find(name, kind, *interval), target.view(-1))
+
+    def _deliver(self) -> None:
+        self._delivery.run()
+        for target, values in self._after:
+            target.copy_(values)
 
     def _fill(self, name: str, param: nn.Parameter) -> None:
         """A parameter that no optimizer trains."""
@@ -188,7 +199,7 @@ class Restoring:
 
     # ---- the optimizer
 
-    def _read_optimizer(self, optimizer: Optimizer) -> None:
+    def _read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         held = {id(each.master): each for each in self._held if each.master is not None}
         states: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
@@ -204,7 +215,7 @@ class Restoring:
             groups.append({**self._settings(options), "params": places})
         if not self._source.groups:
             logger.warning("the checkpoint has no optimizer states for this model; the optimizer begins anew")
-        reload(optimizer, {"state": states, "param_groups": groups})
+        return {"state": states, "param_groups": groups}
 
     def _kinds(self, name: str) -> tuple[str, ...]:
         if not self._has(name):
@@ -230,15 +241,14 @@ class Restoring:
         for key, value in self._source.scalars(held.name).items():
             state[key] = value.clone() if isinstance(value, Tensor) else value
         for kind in kinds:
+            parts = self._source.find(held.name, kind, *held.interval)
             shape = held.shape if held.whole else torch.Size([held.interval[1] - held.interval[0]])
+            dtype = parts[0].values.dtype if parts else held.master.dtype
             old = optimizer.state.get(held.master, {}).get(kind)
-            fits = isinstance(old, Tensor) and old.shape == shape and old.is_contiguous()
-            # Memory that is there costs less than new.
-            out = old if fits else torch.empty(shape, dtype=held.master.dtype, device=held.master.device)
-            flat = out.view(-1)
-            values = self._source.read(held.name, kind, *held.interval, out=flat)
-            # A view of the file would hold on to it.
-            state[kind] = out if values is flat else values.view(shape).to(held.master.device, copy=True)
+            if not isinstance(old, Tensor) or (old.shape, old.dtype) != (shape, dtype) or not old.is_contiguous():
+                old = torch.empty(shape, dtype=dtype, device=held.master.device)
+            self._delivery.add(parts, old.view(-1))  # memory that is there costs less than new
+            state[kind] = old
         return state
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:

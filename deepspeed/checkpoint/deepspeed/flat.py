@@ -33,6 +33,8 @@ class Sharding:
     layouts: Sequence[Block | Striped]
     open: Open
     files: Mapping[int, str]
+    near: int
+    """The rank whose file is asked for what all files say alike."""
     take: Callable[[Mapping[str, Any], int, str], Any]
     """(entries, flat tensor, kind) → that tensor."""
     states: Callable[[Mapping[str, Any], int], Mapping[str, Any]]
@@ -44,9 +46,9 @@ class Sharding:
     """Name → (flat tensor, number in it)."""
 
     def fill(self, pieces: Pieces) -> None:
-        """Enter every piece; no file but the first is opened for it."""
+        """Enter every piece; no file but the near one is opened for it."""
         for flat, shapes in enumerate(self.shapes):
-            state = self.states(self.open(min(self.files)).state, flat)
+            state = self.states(self.open(self.near).state, flat)
             kinds = ["master", *(key for key, value in state.items() if isinstance(value, Tensor) and value.ndim)]
             for number, (name, shape) in enumerate(shapes.items()):
                 self.place[name] = flat, number
@@ -112,7 +114,9 @@ class Sharding:
     def _holder(self, name: str) -> int:
         flat, number = self.place[name]
         holders = [r for r in range(self.world) if _size(self.layouts[flat].interval(number, r))]
-        return next((r for r in holders if r in self.files), holders[0] if holders else min(self.files))
+        if self.near in holders:
+            return self.near
+        return next((r for r in holders if r in self.files), holders[0] if holders else self.near)
 
 
 def _size(interval: tuple[int, int]) -> int:
@@ -125,10 +129,11 @@ def by_group(
     files: Mapping[int, str],
     where: Path,
     *,
+    near: int,
     partial: bool = False,
 ) -> Sharding:
     """Stages 1 and 2, and the files of BF16_Optimizer, which name no stage."""
-    first = open_(min(files)).state["optimizer_state_dict"]
+    first = open_(near).state["optimizer_state_dict"]
     world = _world(first.get("partition_count", len(files)), files, where, partial)
     shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
     gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
@@ -138,9 +143,9 @@ def by_group(
     members = [[place] for place in range(len(shapes))]
     stage = int(first.get("zero_stage", 1))
     sharding = Sharding(
-        stage, world, shapes, layouts, open_, files, _take_by_group, _state_by_group, list(groups), members
+        stage, world, shapes, layouts, open_, files, near, _take_by_group, _state_by_group, list(groups), members
     )
-    _check_masters(sharding, min(files))
+    _check_masters(sharding, near)
     return sharding
 
 
@@ -150,19 +155,20 @@ def by_parameter(
     files: Mapping[int, str],
     where: Path,
     *,
+    near: int,
     partial: bool = False,
 ) -> Sharding:
     """Stage 3."""
-    first = open_(min(files)).state["optimizer_state_dict"]
+    first = open_(near).state["optimizer_state_dict"]
     world = _world(first.get("partition_count", len(files)), files, where, partial)
     shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
     layouts = [Striped(tuple(shape.numel() for shape in group.values()), world) for group in shapes]
     groups = first["optimizer_state_dict"]["param_groups"]
     members = [list(group["params"]) for group in groups]
     sharding = Sharding(
-        3, world, shapes, layouts, open_, files, _take_by_parameter, _state_by_parameter, groups, members
+        3, world, shapes, layouts, open_, files, near, _take_by_parameter, _state_by_parameter, groups, members
     )
-    _check_masters(sharding, min(files))
+    _check_masters(sharding, near)
     return sharding
 
 

@@ -16,7 +16,7 @@ from deepspeed.checkpoint.deepspeed.names import Found, sort_files
 from deepspeed.checkpoint.deepspeed.whole import WholeOptimizer
 from deepspeed.checkpoint.deepspeed.writer import EXTRA, RESERVED
 from deepspeed.checkpoint.opened import Opened, Opener
-from deepspeed.checkpoint.source import Piece, Pieces, Small
+from deepspeed.checkpoint.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.state import Counters
 from deepspeed.checkpoint.storage import tensors_in
 from deepspeed.errors import CheckpointError
@@ -28,7 +28,8 @@ class DeepSpeedSource:
     """A directory with DeepSpeed's files, of stage 0 to 3, whoever wrote them.
 
     `order` is needed for the optimizer's state of stage 0 alone, which DeepSpeed stores without names: the names that
-    each parameter group of the optimizer holds, in order.
+    each parameter group of the optimizer holds, in order. `near`: the rank whose optimizer file this process reads
+    most, and which it therefore asks for what all of them say.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class DeepSpeedSource:
         *,
         opener: Opener | None = None,
         partial: bool = False,
+        near: int = 0,
     ) -> None:
         self._directory = directory
         self._opener = opener or Opener(directory)
@@ -49,6 +51,7 @@ class DeepSpeedSource:
         self._model: Mapping[str, Any] = self._model_file.state
         self._extra: Mapping[str, Any] = self._model.get(EXTRA) or {}
         self._optimizers = {dp: name for (dp, mp), name in self._found.optimizers.items() if mp == mp_rank}
+        self._near = near if near in self._optimizers else min(self._optimizers, default=0)
         self._whole: WholeOptimizer | None = None
         self._sharding: Sharding | None = None
         names = self._model.get("buffer_names") or ()
@@ -108,7 +111,7 @@ class DeepSpeedSource:
         model, extra = self._model, self._extra
         first = model.get("optimizer") or {}
         if self._optimizers:
-            first = self._optimizer(min(self._optimizers)).state["optimizer_state_dict"]
+            first = self._optimizer(self._near).state["optimizer_state_dict"]
         scale = extra["loss_scale"] if "loss_scale" in extra else scaler_attributes(first.get("loss_scaler"))
         if scale is None and not extra and "cur_scale" in first:
             names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
@@ -140,9 +143,13 @@ class DeepSpeedSource:
         tensor = self._module.get(name)
         return None if tensor is None else tensor.dtype
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
+        """Where the flat elements [start, stop) of a tensor are."""
+        return self._pieces.find(name, kind, start, stop)
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
         """The flat elements [start, stop) of a tensor."""
-        return self._pieces.read(name, kind, start, stop, out)
+        return join(self.find(name, kind, start, stop))
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own."""
@@ -209,7 +216,9 @@ class DeepSpeedSource:
         if self._model.get("param_shapes") and self._optimizers:
             cut = by_parameter if sharded else by_group
             shapes = self._model["param_shapes"]
-            self._sharding = cut(shapes, self._optimizer, self._optimizers, self._directory, partial=self._partial)
+            self._sharding = cut(
+                shapes, self._optimizer, self._optimizers, self._directory, near=self._near, partial=self._partial
+            )
             self._sharding.fill(pieces)
         elif self._model.get("param_shapes"):
             for group in self._model["param_shapes"]:

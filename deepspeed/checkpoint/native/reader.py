@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,13 @@ from torch import Tensor
 from deepspeed.checkpoint.native.safetensors import Content
 from deepspeed.checkpoint.native.writer import INDEX, SMALL, VERSION, rank_file
 from deepspeed.checkpoint.opened import Opened, Opener
-from deepspeed.checkpoint.source import Piece, Pieces, Small
+from deepspeed.checkpoint.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.state import Counters
 from deepspeed.checkpoint.storage import tensors_in
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import Block, FlatLayout, Striped
 
 __all__ = ["NativeSource"]
-
-Check = Callable[[Tensor], Tensor]
 
 
 class NativeSource:
@@ -121,9 +119,13 @@ class NativeSource:
         found = getattr(torch, text) if text else None
         return found if isinstance(found, torch.dtype) else None
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
+        """Where the flat elements [start, stop) of a tensor are."""
+        return self._pieces.find(name, kind, start, stop)
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
         """The flat elements [start, stop) of a tensor."""
-        return self._pieces.read(name, kind, start, stop, out)
+        return join(self.find(name, kind, start, stop))
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed.checkpoint.deepspeed.classes import scaler_attributes
 from deepspeed.checkpoint.deepspeed.reader import DeepSpeedSource
 from deepspeed.checkpoint.opened import Opened, Opener
-from deepspeed.checkpoint.source import Piece, Pieces, Small
+from deepspeed.checkpoint.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.storage import tensors_in
 from deepspeed.errors import CheckpointError
 
@@ -101,11 +101,15 @@ class UniversalSource:
         """What the model computed with."""
         return self._base.dtype(name)
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None, out: Tensor | None = None) -> Tensor:
-        """The flat elements [start, stop) of a tensor."""
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
+        """Where the flat elements [start, stop) of a tensor are."""
         if self._pieces.owner(name) not in self._pieces.index:
-            return self._base.read(name, kind, start, stop, out)
-        return self._pieces.read(name, kind, start, stop, out)
+            return self._base.find(name, kind, start, stop)
+        return self._pieces.find(name, kind, start, stop)
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """The flat elements [start, stop) of a tensor."""
+        return join(self.find(name, kind, start, stop))
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own."""
