@@ -129,7 +129,7 @@ def _engine(job: Job, model: Any, folder: Path) -> Acts:
 
 def _copying(job: Job, folder: Path) -> Acts:
     """Each rank copies a file of its share of the bytes; to load is to read it."""
-    share = 3 * 4 * 30 * 10**6 // job.ranks
+    share = 3 * 4 * 84 * 10**6 // job.ranks
     origin = Path(job.folder) / f"origin{job.rank}"
     origin.write_bytes(b"\x5a" * share)
 

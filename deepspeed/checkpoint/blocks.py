@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from deepspeed.errors import CheckpointError
 
 __all__ = ["FileCheck", "Problem", "Range", "odd_size"]
 
-_AHEAD = 8  # blocks that the system is asked to fetch beyond those that are read: readers go from front to end
 _NOTHING = memoryview(b"")
 
 
@@ -96,9 +95,6 @@ class FileCheck:
         self._threads = threads or min(4, os.cpu_count() or 1)
         self.checked: set[int] = set()
         """Blocks that were compared and are good."""
-        self._pool: ThreadPoolExecutor | None = None
-        self._coming: dict[int, Future[int]] = {}
-        """Sums of blocks that are likely to be asked for next."""
 
     def require(self, start: int, stop: int) -> None:
         """A CheckpointError that names the file and the damaged range, unless these bytes are what was written."""
@@ -143,20 +139,11 @@ class FileCheck:
         return self._told(bad)
 
     def _sums(self, blocks: list[int]) -> list[int]:
-        """The sums of these blocks; threads go on with those that follow, while the caller uses these."""
-        block, count = self.facts.block, len(self.facts.sums)
-        with open(self.path, "rb", buffering=0) as file:
-            length = (blocks[-1] + 1 + _AHEAD - blocks[0]) * block
-            os.posix_fadvise(file.fileno(), blocks[0] * block, length, os.POSIX_FADV_WILLNEED)
-        following = range(blocks[-1] + 1, min(blocks[-1] + 1 + self._threads, count))
-        if self._threads == 1 or count == 1:
+        """The sums of these blocks; threads share the work."""
+        if self._threads == 1 or len(blocks) == 1:
             return [self._open_and_sum(index) for index in blocks]
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads, "checkpoint-verify")
-        for index in (*blocks, *following):
-            if index not in self._coming and index not in self.checked:
-                self._coming[index] = self._pool.submit(self._open_and_sum, index)
-        return [self._coming.pop(index).result() for index in blocks]
+        with ThreadPoolExecutor(self._threads, "checkpoint-verify") as pool:
+            return list(pool.map(self._open_and_sum, blocks))
 
     def _open_and_sum(self, index: int) -> int:
         with open(self.path, "rb", buffering=0) as file:

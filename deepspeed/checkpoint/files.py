@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.loom import LEAST, Loom
 from deepspeed.checkpoint.native import safetensors
 from deepspeed.checkpoint.plain import plain
 from deepspeed.checkpoint.state import TrainingState
@@ -45,11 +46,13 @@ class Host:
     """Brings tensors into host memory.
 
     Without `allocate` a tensor that is there already is taken as it is; with it everything is copied, so that
-    training may go on while the copy is written.
+    training may go on while the copy is written. With `loom` what would have to be copied only to be written is
+    replaced by stand-ins.
     """
 
-    def __init__(self, allocate: Allocate | None = None) -> None:
+    def __init__(self, allocate: Allocate | None = None, loom: Loom | None = None) -> None:
         self._allocate = allocate
+        self._loom = loom if allocate is None else None
         self._taken: dict[tuple[Any, ...], Tensor] = {}
 
     def take(self, tensor: Tensor, *, alone: bool = True) -> Tensor:
@@ -59,13 +62,12 @@ class Host:
         """
         tensor = tensor.detach()
         whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        if self._allocate is None and (whole or not alone or tensor.device.type != "cpu"):
+        here = tensor.device.type == "cpu"
+        if self._allocate is None and ((here and whole) or not alone or (not here and self._loom is None)):
             return tensor.cpu()
         key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
         if tensor.numel() == 0 or key not in self._taken:
-            copy = (self._allocate or _plain_memory)(tensor.numel(), tensor.dtype).view(tensor.shape)
-            copy.copy_(tensor)
-            self._taken[key] = copy
+            self._taken[key] = self.flat([(0, tensor)], tensor.numel(), tensor.dtype).view(tensor.shape)
         return self._taken[key]
 
     def flat(self, parts: Iterable[tuple[int, Tensor]], numel: int, dtype: torch.dtype) -> Tensor:
@@ -73,6 +75,8 @@ class Host:
         parts = [(position, part.detach().reshape(-1)) for position, part in parts if part.numel()]
         if self._allocate is None and (whole := _already_flat(parts, numel, dtype)) is not None:
             return whole
+        if self._loom is not None and numel * dtype.itemsize >= LEAST and all(p.dtype == dtype for _, p in parts):
+            return self._loom.flat(parts, numel, dtype)
         result = (self._allocate or _plain_memory)(numel, dtype)
         reached = 0
         for position, part in sorted(parts, key=lambda item: item[0]):

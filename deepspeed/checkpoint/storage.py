@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from deepspeed.errors import CheckpointError
 from deepspeed.utils.logging import logger
 
 __all__ = [
+    "Sink",
     "dump",
     "explain",
     "gibibytes",
@@ -62,7 +63,17 @@ class _ZipSums:
 _NO_ZIP_SUMS = _ZipSums()
 
 
-def dump(obj: Any, stream: Stream, zipped: bool = True) -> None:
+class Sink(Protocol):
+    """What torch.save can write to."""
+
+    def write(self, data: Any) -> int:
+        """Take all of a buffer."""
+
+    def tell(self) -> int:
+        """Bytes taken so far."""
+
+
+def dump(obj: Any, stream: Sink, zipped: bool = True) -> None:
     """`torch.save` into a stream; `zipped=False` is torch's older format (`checkpoint_serialization`)."""
     with _NO_ZIP_SUMS:
         torch.save(obj, stream, _use_new_zipfile_serialization=zipped)  # type: ignore[arg-type]

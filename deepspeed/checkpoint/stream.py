@@ -1,6 +1,6 @@
 """A file that is written once from front to end, with a checksum per block computed on the way.
 
-[Note: blocks] Each file is divided into blocks of 16 MiB and each block has its own checksum in the manifest. The sums
+[Note: blocks] Each file is divided into blocks of 4 MiB and each block has its own checksum in the manifest. The sums
 are computed by threads while the file is written. A reader that needs a part of a file checks the blocks of that part.
 """
 
@@ -20,7 +20,7 @@ from deepspeed.checkpoint.checksum import GRID, RunningSums
 
 __all__ = ["BLOCK", "FileFacts", "Stream", "WriterOptions"]
 
-BLOCK = 16 * 2**20
+BLOCK = 4 * 2**20
 _PIECE = 2**20  # what is smaller is gathered; copying holds the interpreter's lock, so no more is copied at a time
 
 
@@ -44,7 +44,7 @@ class WriterOptions:
     """Past the page cache where the file system can: type FAST; type PYTHON is without."""
     discard: bool = False
     """Sums are computed and nothing is written: type MOCK, to measure everything but the disk."""
-    depth: int = 4
+    depth: int = 8
     """Blocks that may be on their way to the disk at a time."""
     statistics: bool = False
     """Log the speed of every file."""

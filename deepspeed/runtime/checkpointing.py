@@ -7,7 +7,7 @@ import functools
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from deepspeed.checkpoint.agreement import Meeting, default_exchange, together
 from deepspeed.checkpoint.commit import LATEST
 from deepspeed.checkpoint.deepspeed import writer as deepspeed_files
 from deepspeed.checkpoint.files import Allocate, Files
+from deepspeed.checkpoint.loom import Loom
 from deepspeed.checkpoint.manager import CheckpointManager, Content, Place, Request, SavePolicy
 from deepspeed.checkpoint.native import safetensors
 from deepspeed.checkpoint.native import writer as safetensors_files
@@ -36,10 +37,6 @@ __all__ = ["Checkpoints", "leftovers", "policy_of"]
 T = TypeVar("T")
 _UNIVERSAL = "latest_universal"
 _SCRIPTS = (zero_to_fp32, zero_to_torch)
-_MAKERS: Mapping[str, Callable[..., Files]] = {
-    "deepspeed": deepspeed_files.files,
-    "safetensors": safetensors_files.files,
-}
 
 
 def policy_of(section: CheckpointConfig) -> SavePolicy:
@@ -88,7 +85,8 @@ class Checkpoints:
         with self.manager.exchange.meeting(what) as meeting:
             _, heard = together(meeting, what, self._look)
             allocate = self.manager.allocator() if background else None
-            make = functools.partial(self._files, self._compared(run, heard), exclude_frozen, allocate)
+            loom = Loom() if not background and self.manager.policy.zipped and Loom.works() else None
+            make = functools.partial(self._files, self._compared(run, heard), exclude_frozen, allocate, loom)
             state, files = _here(meeting, what, make)
         zero = state.stage > 0 and self._section.format == "deepspeed"
         scripts = {Path(str(m.__file__)).name: Path(str(m.__file__)).read_text("utf-8") for m in _SCRIPTS}
@@ -96,7 +94,7 @@ class Checkpoints:
             Request(
                 save_dir,
                 tag,
-                _contents(files),
+                _contents(files, loom),
                 format=self._section.format,
                 facts=_facts(state),
                 latest=LATEST if latest else None,
@@ -123,9 +121,13 @@ class Checkpoints:
         kinds = [sorted(set().union(*groups)) for groups in zip(*(a["kinds"] for a in said.values()), strict=True)]
         return dataclasses.replace(run, kinds=kinds, own_buffers=said[data]["buffers"] != said[0]["buffers"])
 
-    def _files(self, run: Run, exclude_frozen: bool, allocate: Allocate | None) -> tuple[TrainingState, Files]:
+    def _files(
+        self, run: Run, exclude_frozen: bool, allocate: Allocate | None, loom: Loom | None
+    ) -> tuple[TrainingState, Files]:
         state = collect(self._parts, run, exclude_frozen=exclude_frozen)
-        return state, _MAKERS[self._section.format](state, allocate=allocate)
+        if self._section.format == "safetensors":
+            return state, safetensors_files.files(state, allocate=allocate)
+        return state, deepspeed_files.files(state, allocate=allocate, loom=loom)
 
     # ---- loading
 
@@ -193,9 +195,12 @@ def _write_safetensors(content: safetensors.Content, stream: Stream) -> None:
         stream.write(chunk)
 
 
-def _contents(files: Files) -> dict[str, Any]:
+def _contents(files: Files, loom: Loom | None) -> dict[str, Any]:
+    objects = files.objects
+    if loom is not None:
+        objects = {name: Content(value, loom.dump) for name, value in objects.items()}
     tensors = {name: Content(content, _write_safetensors) for name, content in files.tensors.items()}
-    return {**files.objects, **tensors, **files.texts}
+    return {**objects, **tensors, **files.texts}
 
 
 def _facts(state: TrainingState) -> dict[str, Any]:

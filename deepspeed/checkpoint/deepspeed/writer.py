@@ -14,6 +14,7 @@ from deepspeed.checkpoint.deepspeed.classes import scaler_stand_in
 from deepspeed.checkpoint.deepspeed.groups import sharded_by_group, sharded_by_parameter, sub_groups, whole
 from deepspeed.checkpoint.deepspeed.names import model_file, optimizer_file, rank_file
 from deepspeed.checkpoint.files import Allocate, Files, Host, rank_entries
+from deepspeed.checkpoint.loom import Loom
 from deepspeed.checkpoint.plain import plain
 from deepspeed.checkpoint.state import GroupState, TrainingState
 
@@ -54,9 +55,9 @@ RESERVED = frozenset(
 """The entries of the model's file that are not the client's."""
 
 
-def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
-    """What this rank writes. See `Host` for `allocate`."""
-    host, result = Host(allocate), Files()
+def files(state: TrainingState, *, allocate: Allocate | None = None, loom: Loom | None = None) -> Files:
+    """What this rank writes. See `Host` for `allocate` and `loom`."""
+    host, result = Host(allocate, loom), Files()
     rank_state = rank_entries(state, host)
     if state.stage == 3 or state.writes_shared:
         name = model_file(state.stage, state.dp_rank, state.mp_rank)
