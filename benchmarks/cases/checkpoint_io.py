@@ -32,6 +32,7 @@ CASE = Case(
             targets=(Target(0.8, than="torch:copy"), Target(1.0, than="deepspeed")),
         ),
         Measure("stall", "save_checkpoint returns after", "ms"),
+        Measure("memory", "host memory at the peak of a load, beyond what there is", "MiB"),
         Measure("size", "bytes", "MiB"),
     ),
     contenders=("ours", "ours:safetensors", "ours:background", "deepspeed", "torch:copy"),
@@ -45,9 +46,9 @@ Acts = tuple[Callable[[str], Any], Callable[[str], Any], Callable[[], None]]
 """Save under a tag, load it, wait until it is written."""
 
 MIB = 2**20
-SHAPE = {"layers": 6, "width": 1024, "heads": 8, "vocabulary": 8192, "length": 64}
 ROUNDS = 3
 _SECTIONS: dict[str, dict[str, object]] = {
+    "": {},
     "safetensors": {"format": "safetensors"},
     "background": {"writer": {"type": "FAST", "decoupled": True}},
 }
@@ -58,7 +59,7 @@ def measure(job: Job) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from benchmarks.training import GPT
+    from benchmarks.checkpoints import forget, peak_of
 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
@@ -66,7 +67,7 @@ def measure(job: Job) -> dict[str, float]:
     if job.flavour == "copy":
         save, load, finish = _copying(job, folder)
     else:
-        save, load, finish = _engine(job, GPT(**SHAPE), folder)
+        save, load, finish = _engine(job, folder)
     saves, loads, stalls = [], [], []
     for number in range(ROUNDS + 1):
         dist.barrier()
@@ -78,10 +79,10 @@ def measure(job: Job) -> dict[str, float]:
         dist.barrier()
         saves.append(time.perf_counter() - began)
         size = sum(path.stat().st_size for path in (folder / f"tag{number}").rglob("*"))
-        _forget(folder)
+        forget(folder)
         dist.barrier()
         began = time.perf_counter()
-        load(f"tag{number}")
+        memory = peak_of(lambda tag=f"tag{number}": load(tag))
         dist.barrier()
         loads.append(time.perf_counter() - began)
     dist.barrier()
@@ -90,31 +91,17 @@ def measure(job: Job) -> dict[str, float]:
         "save": size / MIB / statistics.median(saves[1:]),
         "load": size / MIB / statistics.median(loads[1:]),
         "stall": statistics.median(stalls[1:]) * 1e3,
+        "memory": memory,
         "size": size / MIB,
     }
 
 
-def _engine(job: Job, model: Any, folder: Path) -> Acts:
-    """The contender's own calls; after the first step, so that there are moments."""
-    import importlib
+def _engine(job: Job, folder: Path) -> Acts:
+    """The contender's own calls."""
+    from benchmarks.checkpoints import SHAPE, engine_of
+    from benchmarks.training import GPT
 
-    import torch
-
-    deepspeed = importlib.import_module("deepspeed")
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=model.parameters(),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "steps_per_print": 10**9,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "zero_optimization": {"stage": job.parameters["stage"], "stage3_param_persistence_threshold": 0},
-            **({"checkpoint": _SECTIONS[job.flavour]} if job.flavour else {}),
-        },
-    )
-    tokens = torch.randint(SHAPE["vocabulary"], (1, 16))
-    engine.backward(engine(tokens, tokens))
-    engine.step()
+    engine = engine_of(GPT(**SHAPE), job.parameters["stage"], _SECTIONS[job.flavour])
 
     def finish() -> None:
         if job.flavour == "background":
@@ -151,12 +138,3 @@ def _flush(folder: Path, rank: int) -> None:
                 descriptor = os.open(path, os.O_RDONLY)
                 os.fsync(descriptor)
                 os.close(descriptor)
-
-
-def _forget(folder: Path) -> None:
-    """Drop the files from the page cache."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)

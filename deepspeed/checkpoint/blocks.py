@@ -93,8 +93,8 @@ class FileCheck:
         self.path = Path(path)
         self.facts = facts
         self._threads = threads or min(4, os.cpu_count() or 1)
-        self.checked: set[int] = set()
-        """Blocks that were compared and are good."""
+        self.checked: set[int] = set() if facts.sums else set(range(-(-facts.size // facts.block)))
+        """Blocks that were compared and are good, or with which there is nothing to compare."""
 
     def require(self, start: int, stop: int) -> None:
         """A CheckpointError that names the file and the damaged range, unless these bytes are what was written."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.delivery import fetch
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.zero_to_fp32 import Plan, write_shards
 
@@ -56,8 +57,8 @@ class _InCheckpoint:
     dtype: torch.dtype
 
     def contiguous(self) -> Tensor:
-        """The tensor, as exact as the checkpoint has it."""
-        return self.source.read(self.name, "master").view(self.shape).to(self.dtype)
+        """The tensor, as exact as the checkpoint has it; in memory of its own, which ends with it."""
+        return fetch(self.source.find(self.name, "master")).view(self.shape).to(self.dtype)
 
 
 def save_checkpoint_weights(

@@ -12,7 +12,7 @@ from deepspeed.checkpoint.blocks import FileCheck, Range
 from deepspeed.checkpoint.raw import bytes_of
 from deepspeed.checkpoint.source import Part
 
-__all__ = ["Delivery"]
+__all__ = ["Delivery", "fetch"]
 
 _STEP = 64 * 2**20  # bytes that wait on the host for their way to a device or into another dtype
 
@@ -62,6 +62,16 @@ class Delivery:
                 _fill(blocks, some)
         for part, out in copies:
             out.copy_(part.opened.require(part.values))
+
+
+def fetch(parts: Sequence[Part]) -> Tensor:
+    """The elements of all parts in memory of their own."""
+    numel = sum(part.values.numel() for part in parts)
+    out = torch.empty(numel, dtype=parts[0].values.dtype if parts else None)
+    delivery = Delivery()
+    delivery.add(parts, out)
+    delivery.run()
+    return out
 
 
 def _portions(orders: Sequence[_Order]) -> Iterator[list[_Order]]:

@@ -20,22 +20,14 @@ from deepspeed.errors import CheckpointError
 __all__ = ["Opened", "Opener"]
 
 
-def _unchecked(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _nowhere(tensor: Tensor) -> Place | None:
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class Opened:
     """What a file holds; its tensors are views of a memory map."""
 
     state: Any
-    require: Callable[[Tensor], Tensor] = _unchecked
+    require: Callable[[Tensor], Tensor]
     """The same tensor, once its bytes are known to be what was written."""
-    place: Callable[[Tensor], Place | None] = _nowhere
+    place: Callable[[Tensor], Place | None]
     """Where a tensor's bytes lie in the file, for a reader that checks them on the way; None where that is unknown."""
 
     def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -79,17 +71,16 @@ class Opener:
     def _torch(self, name: str) -> Opened:
         path = self.directory / name
         if name not in self._facts:
-            return Opened(safe_load(path))
+            check = MappedCheck(path, FileFacts(path.stat().st_size, ()))
+            return Opened(safe_load(path), check.require, check.place)
         file = CheckedFile(path, self._facts[name])
         return Opened(file.state, file.require, file.place)
 
     def _tensors(self, name: str) -> Opened:
         path = self.directory / name
-        if name not in self._facts:
-            return Opened(open_file(path))
-        facts = self._facts[name]
+        facts = self._facts.get(name) or FileFacts(path.stat().st_size, ())
+        check = MappedCheck(path, facts)
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-        FileCheck(path, facts).require(0, min(8 + length, facts.size))
-        check = MappedCheck(path, facts)
+        check.blocks.require(0, min(8 + length, facts.size))
         return Opened(open_file(path), check.require, check.place)

@@ -165,7 +165,9 @@ class MappedCheck:
     def _offset(self, address: int) -> int | None:
         if self._base is None:
             self._base = _mapped_at(address, self.path)
-        return None if self._base is None else address - self._base
+        if self._base is None or not 0 <= address - self._base < self.blocks.facts.size:
+            return None  # memory of its own
+        return address - self._base
 
 
 class CheckedFile(MappedCheck):

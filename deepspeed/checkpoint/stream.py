@@ -30,7 +30,7 @@ class FileFacts:
 
     size: int
     sums: tuple[int, ...]
-    """The checksum of each block."""
+    """The checksum of each block; none of a file that no manifest knows."""
     block: int = BLOCK
     kind: str = GRID
     """Which checksum it is, of `checksum.KINDS`."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from deepspeed.checkpoint.deepspeed import writer
 from deepspeed.checkpoint.deepspeed.names import model_file, sort_files
 from deepspeed.checkpoint.deepspeed.reader import DeepSpeedSource
+from deepspeed.checkpoint.delivery import fetch
 from deepspeed.checkpoint.open import open_checkpoint
 from deepspeed.checkpoint.safe_load import safe_load
 from deepspeed.checkpoint.source import Source
@@ -76,7 +77,7 @@ def _write(name: str, sources: Sequence[Source], zero: Path, rules: Mapping[str,
     for kind in first.kinds(name):
         if kind == "param":
             continue
-        slices = [source.read(name, kind).view(source.shapes[name]).float() for source in sources]
+        slices = [fetch(source.find(name, kind)).view(source.shapes[name]).float() for source in sources]
         whole, extra = merge_slices(name, slices, rules)
         file = "fp32" if kind == "master" else kind
         torch.save({"param": _alone(whole), **extra}, folder / f"{file}.pt")
