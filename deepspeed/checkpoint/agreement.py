@@ -190,11 +190,10 @@ class _Room:
 
     def _wait_for(self, keys: dict[int, str], ranks: list[int]) -> None:
         """Until all keys exist; CheckpointError if a rank that owes one shows no sign of life."""
-        began, pause = time.monotonic(), 0.0005
-        looked = began
+        began = looked = now = time.monotonic()
         while not self._store.check(list(keys.values())):
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
+            # The longer it takes, the less a pause more matters, and the store serves all ranks.
+            time.sleep(min(max((now - began) / 50, 0.0005), 0.05))
             now = time.monotonic()
             if now - looked > self._glance:
                 looked = now
