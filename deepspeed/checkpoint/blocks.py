@@ -1,18 +1,17 @@
 """Reads a file of a checkpoint by its blocks and compares them with their sums: each once, when it is needed.
 
 [Note: one pass] A reader that wants values gives the memory for all of them at once. The file is read from front to end
-by one thread, which keeps the system's read-ahead going and a disk busy, while another sums what has come. Bytes come
-straight to their place, piece by piece; a piece that is wanted in parts goes through a buffer.
+by one thread, which keeps the system's read-ahead going and a disk busy. Bytes come straight to their place, piece by
+piece, and are summed while the processor's cache has them; a piece that is wanted in parts goes through a buffer.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from deepspeed.checkpoint.checksum import KINDS, PIECE
 from deepspeed.checkpoint.storage import gibibytes
@@ -21,7 +20,7 @@ from deepspeed.errors import CheckpointError
 
 __all__ = ["FileCheck", "Problem", "Range", "odd_size"]
 
-_BEHIND = 3  # blocks that have been read and not summed
+_NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,88 +86,6 @@ def _by_block(wanted: Sequence[Range], block: int) -> Iterator[tuple[int, list[R
         open_ = [each for each in open_ if each.stop > (index + 1) * block]
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What was read of a block at once, and who wants some of it."""
-
-    place: int
-    data: memoryview
-    takers: Sequence[Range]
-    """Those that do not have it yet."""
-    buffer: memoryview | None
-    """The memory that may be used again."""
-
-    def settle(self, add: Callable[[Any, int], int], value: int, spare: list[memoryview]) -> int:
-        """The sum, from `value` on; gives everybody their part."""
-        value = add(self.data, value)
-        for each in self.takers:
-            first, last = max(self.place, each.start), min(self.place + len(self.data), each.stop)
-            each.part(first, last)[:] = self.data[first - self.place : last - self.place]
-        if self.buffer is not None:
-            spare.append(self.buffer)
-        return value
-
-
-def _pieces(descriptor: int, low: int, high: int, ranges: Sequence[Range], spare: list[memoryview]) -> Iterator[_Piece]:
-    """Read the bytes [low, high): straight to whoever wants all of a piece, else into a buffer."""
-    for place in range(low, high, PIECE):
-        end = min(place + PIECE, high)
-        takers = [each for each in ranges if each.start < end and place < each.stop]
-        whole = next((each for each in takers if each.start <= place and end <= each.stop), None)
-        if whole is not None:
-            data = _read_at(descriptor, whole.part(place, end), place)
-            yield _Piece(place, data, [each for each in takers if each is not whole], None)
-        else:
-            buffer = spare.pop() if spare else memoryview(bytearray(PIECE))
-            yield _Piece(place, _read_at(descriptor, buffer[: end - place], place), takers, buffer)
-
-
-class _Digests:
-    """Sums blocks in a thread while the next ones are read."""
-
-    def __init__(self, add: Callable[[Any, int], int]) -> None:
-        self.spare: list[memoryview] = []
-        self._add = add
-        self._pool: ThreadPoolExecutor | None = None
-        self._last: list[tuple[int, list[_Piece]]] = []  # the newest block: a file of one block needs no thread
-        self._jobs: list[tuple[int, Future[int]]] = []
-
-    def __enter__(self) -> _Digests:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-
-    def take(self, index: int, pieces: list[_Piece]) -> None:
-        """One more block; waits if the thread is far behind."""
-        self._send()
-        self._last.append((index, pieces))
-        if len(self._jobs) > _BEHIND:
-            self._jobs[-_BEHIND - 1][1].result()
-
-    def finish(self) -> Iterator[tuple[int, int]]:
-        """The sum of every block."""
-        rest = [(index, self._digest(pieces)) for index, pieces in self._last] if self._pool is None else []
-        if not rest:
-            self._send()
-        yield from ((index, job.result()) for index, job in self._jobs)
-        yield from rest
-
-    def _send(self) -> None:
-        for index, pieces in self._last:
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(1, "checkpoint-sum")
-            self._jobs.append((index, self._pool.submit(self._digest, pieces)))
-        self._last.clear()
-
-    def _digest(self, pieces: Sequence[_Piece]) -> int:
-        value = 0
-        for piece in pieces:
-            value = piece.settle(self._add, value, self.spare)
-        return value
-
-
 class FileCheck:
     """Compares the blocks of one file with the manifest as they are needed, each at most once."""
 
@@ -187,19 +104,14 @@ class FileCheck:
         """Read ranges of the file to their places, from front to end; a CheckpointError as of `require`."""
         odd = odd_size(self.path, self.facts.size)
         _refuse([odd] if odd else [])
-        block = self.facts.block
         bad: list[int] = []
         try:
-            with open(self.path, "rb", buffering=0) as file, _Digests(KINDS[self.facts.kind]) as digests:
-                for index, ranges in _by_block(wanted, block):
+            with open(self.path, "rb", buffering=0) as file:
+                for index, ranges in _by_block(wanted, self.facts.block):
                     if index in self.checked:
                         for each in ranges:
-                            each.read(file.fileno(), index * block, (index + 1) * block)
-                    else:
-                        high = min(index * block + block, self.facts.size)
-                        digests.take(index, list(_pieces(file.fileno(), index * block, high, ranges, digests.spare)))
-                for index, value in digests.finish():
-                    if value == self.facts.sums[index]:
+                            each.read(file.fileno(), index * self.facts.block, (index + 1) * self.facts.block)
+                    elif self._sum(file.fileno(), index, ranges) == self.facts.sums[index]:
                         self.checked.add(index)
                     else:
                         bad.append(index)
@@ -234,13 +146,30 @@ class FileCheck:
             return list(pool.map(self._open_and_sum, blocks))
 
     def _open_and_sum(self, index: int) -> int:
+        with open(self.path, "rb", buffering=0) as file:
+            return self._sum(file.fileno(), index, ())
+
+    def _sum(self, descriptor: int, index: int, ranges: Sequence[Range]) -> int:
+        """The sum of a block, whose bytes go to the places that want some of them."""
+        add, value = KINDS[self.facts.kind], 0
         low = index * self.facts.block
         high = min(low + self.facts.block, self.facts.size)
-        spare: list[memoryview] = []
-        value = 0
-        with open(self.path, "rb", buffering=0) as file:
-            for piece in _pieces(file.fileno(), low, high, (), spare):
-                value = piece.settle(KINDS[self.facts.kind], value, spare)
+        spare = _NOTHING
+        for place in range(low, high, PIECE):
+            end = min(place + PIECE, high)
+            takers = [each for each in ranges if each.start < end and place < each.stop]
+            whole = next((each for each in takers if each.start <= place and end <= each.stop), None)
+            if whole is not None:
+                target = whole.part(place, end)
+            else:
+                spare = spare or memoryview(bytearray(PIECE))
+                target = spare[: end - place]
+            piece = _read_at(descriptor, target, place)
+            value = add(piece, value)
+            for each in takers:
+                if each is not whole:
+                    first, last = max(place, each.start), min(place + len(piece), each.stop)
+                    each.part(first, last)[:] = piece[first - place : last - place]
         return value
 
     def _unreadable(self, error: OSError) -> Problem:

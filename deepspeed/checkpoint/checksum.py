@@ -1,9 +1,9 @@
 """The checksum of a file's block: as safe against damage as a CRC of every byte, at a fraction of its time.
 
-[Note: grid] A block is cut into pieces of 1 MiB and each is seen as a grid of 64-bit words, 512 to a row. The sums
-of all rows and columns, piece after piece, go into a CRC-32. Damage within 4 KiB changes a column's sum for certain;
-rows or pieces that changed places change the order of the sums; anything else would have to keep the 64-bit sums of all
-rows and columns. Additions run at the speed of memory, which a CRC of every byte does not.
+[Note: columns] A block is cut into pieces of 1 MiB and each is seen as rows of 1021 words of 64 bits. A CRC-32 runs
+over the sums of the columns, piece after piece. Damage within 8 KiB changes a column's sum for certain; what is larger
+would have to keep all 1021 sums. 1021 is a prime, so that sectors of a disk which changed places are in other columns.
+Additions run at the speed of memory, which a CRC of every byte does not.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["GRID", "KINDS", "PIECE", "RunningSums", "grid"]
+__all__ = ["COLUMNS", "KINDS", "PIECE", "RunningSums", "columns"]
 
-GRID = "grid"
+COLUMNS = "columns"
+"""The name in manifests."""
 PIECE = 2**20  # it stays in the processor's cache between reading and summing
 _WORD = np.dtype("<u8")
-_COLUMNS = 512
-_ROW = _COLUMNS * _WORD.itemsize
+_COUNT = 1021
 
 
-def grid(piece: Any, value: int = 0) -> int:
+def columns(piece: Any, value: int = 0) -> int:
     """Go on from `value` with a piece: any buffer, of PIECE bytes unless it is the last of its block."""
     view = memoryview(piece).cast("B")
-    whole = len(view) // _ROW * _ROW
-    if whole:
-        words = np.frombuffer(view, _WORD, whole // _WORD.itemsize).reshape(-1, _COLUMNS)
-        value = zlib.crc32(np.add.reduce(words, 1), value)
-        value = zlib.crc32(np.add.reduce(words, 0), value)
-    return zlib.crc32(view[whole:], value)
+    words = len(view) // _WORD.itemsize // _COUNT * _COUNT
+    if words:
+        rows = np.frombuffer(view, _WORD, words).reshape(-1, _COUNT)
+        value = zlib.crc32(np.add.reduce(rows, 0), value)
+    return zlib.crc32(view[words * _WORD.itemsize :], value)
 
 
-KINDS: Mapping[str, Callable[[Any, int], int]] = {GRID: grid, "crc32": zlib.crc32}
+KINDS: Mapping[str, Callable[[Any, int], int]] = {COLUMNS: columns, "crc32": zlib.crc32}
 """What a manifest may name, each as (piece, value so far) → value."""
 
 
@@ -75,5 +74,5 @@ class RunningSums:
     def _fold(self, piece: memoryview) -> None:
         if self._place % self._block == 0:
             self._sums.append(0)
-        self._sums[-1] = grid(piece, self._sums[-1])
+        self._sums[-1] = columns(piece, self._sums[-1])
         self._place += len(piece)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,8 +18,6 @@ from deepspeed.checkpoint.stream import FileFacts
 from deepspeed.errors import CheckpointError
 
 __all__ = ["Opened", "Opener"]
-
-_EXPECTED = 128 * 2**20  # bytes that a disk brings while small files are read and understood
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +44,6 @@ class Opener:
         self._facts: Mapping[str, FileFacts] = {} if found is None else found.files
         self._opened: dict[str, Opened] = {}
         self._lock = threading.Lock()
-
-    def expect(self, name: str) -> None:
-        """Let the system begin to read a file that will be wanted after others."""
-        with contextlib.suppress(OSError), (self.directory / name).open("rb", buffering=0) as file:
-            os.posix_fadvise(file.fileno(), 0, _EXPECTED, os.POSIX_FADV_WILLNEED)
 
     def torch(self, name: str) -> Opened:
         """A file of torch.save."""

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from deepspeed.checkpoint.checksum import GRID, RunningSums
+from deepspeed.checkpoint.checksum import COLUMNS, RunningSums
 
 __all__ = ["BLOCK", "FileFacts", "Stream", "WriterOptions"]
 
@@ -32,7 +32,7 @@ class FileFacts:
     sums: tuple[int, ...]
     """The checksum of each block; none of a file that no manifest knows."""
     block: int = BLOCK
-    kind: str = GRID
+    kind: str = COLUMNS
     """Which checksum it is, of `checksum.KINDS`."""
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -157,7 +159,7 @@ class Checkpoints:
     def load(self, path: Path, wish: Wish) -> Source:
         """Bring a checkpoint into the parts, except for what belongs to the run; a failure is one on all ranks."""
         what = f"loading checkpoint {path}"
-        with self.manager.exchange.meeting(what) as meeting:
+        with self.manager.exchange.meeting(what) as meeting, _without_collections():
 
             def examine() -> tuple[Source, Restoring]:
                 source = self.open(path)
@@ -181,6 +183,18 @@ class Checkpoints:
         data = (own or source.rank_state(0)).get("data")
         if data and loader is not None:
             loader.load_state_dict(data)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Reading an index makes thousands of objects that stay: looking for cycles among them would take longer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _here(meeting: Meeting, what: str, act: Callable[[], T]) -> T:

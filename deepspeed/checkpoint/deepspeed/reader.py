@@ -49,8 +49,6 @@ class DeepSpeedSource:
         self._found = sort_files(path.name for path in directory.iterdir())
         self._optimizers = {dp: name for (dp, mp), name in self._found.optimizers.items() if mp == mp_rank}
         self._near = near if near in self._optimizers else min(self._optimizers, default=0)
-        if self._optimizers:
-            self._opener.expect(self._optimizers[self._near])
         self._model_file = self._load_model()
         self._model: Mapping[str, Any] = self._model_file.state
         self._extra: Mapping[str, Any] = self._model.get(EXTRA) or {}

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.checksum import PIECE, RunningSums, grid
+from deepspeed.checkpoint.checksum import PIECE, RunningSums, columns
 
-ROW = 4096
+ROW = 1021 * 8
 SIZES = (0, 1, 7, ROW - 1, ROW, ROW + 1, 3 * ROW + 5, PIECE - 1, PIECE, PIECE + 1, 2 * PIECE + ROW + 3)
 
 
@@ -17,7 +17,7 @@ def blocks_of(data, block):
     def one(part):
         value = 0
         for place in range(0, len(part), PIECE):
-            value = grid(part[place : place + PIECE], value)
+            value = columns(part[place : place + PIECE], value)
         return value
 
     return tuple(one(data[place : place + block]) for place in range(0, len(data), block))
@@ -35,37 +35,40 @@ def test_portions_do_not_matter(sizes, block):
 
 @pytest.mark.parametrize("content", [os.urandom(3 * ROW + 77), bytes(3 * ROW + 77), b"\xff" * (3 * ROW + 77)])
 def test_every_single_byte_matters(content):
-    good = grid(content)
+    good = columns(content)
     data = bytearray(content)
     for place in range(0, len(data), 13):
         for flip in (1, 0x80, 0xFF):
             data[place] ^= flip
-            assert grid(data) != good, f"byte {place} ^ {flip}"
+            assert columns(data) != good, f"byte {place} ^ {flip}"
             data[place] ^= flip
 
 
 def test_damaged_ranges_are_seen():
     draw = random.Random(0)
     content = draw.randbytes(40 * ROW + 9)
-    good = grid(content)
+    good = columns(content)
     for _ in range(500):
         low = draw.randrange(len(content))
         high = min(low + draw.choice((1, 8, 100, ROW, 3 * ROW)), len(content))
         for new in (bytes(high - low), draw.randbytes(high - low), b"\xff" * (high - low)):
             damaged = content[:low] + new + content[high:]
-            assert (grid(damaged) == good) == (damaged == content)
-        assert grid(content[:low]) != good
+            assert (columns(damaged) == good) == (damaged == content)
+        assert columns(content[:low]) != good
 
 
-def test_places_matter():
-    rows = [os.urandom(ROW) for _ in range(6)]
-    good = grid(b"".join(rows))
-    rows[1], rows[4] = rows[4], rows[1]
-    assert grid(b"".join(rows)) != good  # rows that changed places
-    words = [os.urandom(8) for _ in range(512)]
-    good = grid(b"".join(words))
-    words[3], words[200] = words[200], words[3]
-    assert grid(b"".join(words)) != good  # columns
+@pytest.mark.parametrize("size", [8, 512, 4096, 16384, 65536])
+def test_places_matter(size):
+    """Whatever moves, words or sectors of any disk, between any two places of a piece."""
+    draw = random.Random(size)
+    content = draw.randbytes(PIECE)
+    good = columns(content)
+    for _ in range(60):
+        one, other = (draw.randrange(PIECE // size) * size for _ in range(2))
+        swapped = bytearray(content)
+        swapped[one : one + size] = content[other : other + size]
+        swapped[other : other + size] = content[one : one + size]
+        assert (columns(swapped) == good) == (one == other)
     pieces = [os.urandom(PIECE), os.urandom(PIECE)]
     assert blocks_of(b"".join(pieces), 2 * PIECE) != blocks_of(b"".join(reversed(pieces)), 2 * PIECE)
 
@@ -73,4 +76,4 @@ def test_places_matter():
 def test_the_value_is_fixed():
     """Checkpoints outlive the library that wrote them."""
     data = bytes(range(256)) * 40
-    assert (grid(data), grid(b""), grid(b"abc")) == (0x9CB73345, 0, 0x352441C2)
+    assert (columns(data), columns(b""), columns(b"abc")) == (0xBBCE3B9D, 0, 0x352441C2)

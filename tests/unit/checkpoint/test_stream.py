@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from deepspeed.checkpoint import stream as streams
-from deepspeed.checkpoint.checksum import grid
+from deepspeed.checkpoint.checksum import columns
 from deepspeed.checkpoint.stream import Stream, WriterOptions
 
 BLOCK = 4096 * 4
@@ -36,7 +36,7 @@ def test_bytes_and_sums(small_blocks, tmp_path, options, sizes):
     data = b"".join(parts)
     assert path.read_bytes() == data
     assert facts.size == len(data)
-    assert facts.sums == tuple(grid(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
+    assert facts.sums == tuple(columns(data[i : i + BLOCK]) for i in range(0, len(data), BLOCK))
 
 
 @pytest.mark.parametrize("direct", [True, False])
