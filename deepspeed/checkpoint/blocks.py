@@ -1,17 +1,25 @@
 """Reads a file of a checkpoint by its blocks and compares them with their sums: each once, when it is needed.
 
-[Note: one pass] A reader that wants values gives the memory for all of them at once. The file is read from front to end
-by one thread, which keeps the system's read-ahead going and a disk busy. Bytes come straight to their place, piece by
-piece, and are summed while the processor's cache has them; a piece that is wanted in parts goes through a buffer.
+[Note: one pass] A reader that wants values gives the memory for all of them at once. Two threads take one block after
+the other, from front to end: read it into a buffer, sum it and copy its parts to their places, piece by piece, while
+the processor's cache has them. So every byte is read once, and the disk works while sums are computed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
+import mmap
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from deepspeed.checkpoint.checksum import KINDS, PIECE
 from deepspeed.checkpoint.storage import gibibytes
@@ -20,7 +28,8 @@ from deepspeed.errors import CheckpointError
 
 __all__ = ["FileCheck", "Problem", "Range", "odd_size"]
 
-_NOTHING = memoryview(b"")
+_PAGE = mmap.PAGESIZE
+_READERS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +73,6 @@ class Range:
         """The memory for the file's bytes [first, last)."""
         return self.out[max(first - self.start, 0) : max(last - self.start, 0)]
 
-    def read(self, descriptor: int, low: int, high: int) -> None:
-        """Read what is wanted of the bytes [low, high)."""
-        first, last = max(low, self.start), min(high, self.stop)
-        count = len(_read_at(descriptor, self.part(first, last), first))
-        if count < last - first:
-            raise OSError(f"the file ends at byte {first + count}")
-
 
 def _by_block(wanted: Sequence[Range], block: int) -> Iterator[tuple[int, list[Range]]]:
     """The blocks that are wanted, from front to end, each with those that want some of it."""
@@ -86,12 +88,58 @@ def _by_block(wanted: Sequence[Range], block: int) -> Iterator[tuple[int, list[R
         open_ = [each for each in open_ if each.stop > (index + 1) * block]
 
 
-class FileCheck:
-    """Compares the blocks of one file with the manifest as they are needed, each at most once."""
+class _Reader:
+    """A file whose blocks threads read, each into a buffer of its own.
 
-    def __init__(self, path: str | os.PathLike[str], facts: FileFacts, *, threads: int | None = None) -> None:
+    A file that is not `shared` comes past the page cache where the file system can do that: without a copy, and without
+    memory for the cache, which a machine may have to find first. What many ranks read is better read once.
+    """
+
+    def __init__(self, path: Path, block: int, shared: bool) -> None:
+        self._block = block
+        self._own = threading.local()
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._past = self._file
+        if not shared:
+            with contextlib.suppress(OSError):  # a file system that cannot
+                self._past = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
+
+    def close(self) -> None:
+        """Give back the descriptors."""
+        if self._past != self._file:
+            os.close(self._past)
+        os.close(self._file)
+
+    def read(self, low: int, high: int) -> memoryview:
+        """The bytes [low, high) of a block, good until this thread reads again; fewer if the file ends before."""
+        buffer = self._buffer()
+        if self._past != self._file and low % _PAGE == 0:
+            try:
+                return _read_at(self._past, buffer[: -(-(high - low) // _PAGE) * _PAGE], low)[: high - low]
+            except OSError as error:
+                if error.errno != errno.EINVAL:  # one that finds out late that it cannot
+                    raise
+        return _read_at(self._file, buffer[: high - low], low)
+
+    def _buffer(self) -> memoryview:
+        if not hasattr(self._own, "buffer"):
+            self._own.buffer = memoryview(mmap.mmap(-1, -(-self._block // _PAGE) * _PAGE))  # begins with a page
+        found: memoryview = self._own.buffer
+        return found
+
+
+class FileCheck:
+    """Compares the blocks of one file with the manifest as they are needed, each at most once.
+
+    `shared`: other processes of this machine are likely to read the same bytes.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], facts: FileFacts, *, threads: int | None = None, shared: bool = False
+    ) -> None:
         self.path = Path(path)
         self.facts = facts
+        self._shared = shared
         self._threads = threads or min(4, os.cpu_count() or 1)
         self.checked: set[int] = set() if facts.sums else set(range(-(-facts.size // facts.block)))
         """Blocks that were compared and are good, or with which there is nothing to compare."""
@@ -101,23 +149,9 @@ class FileCheck:
         _refuse(self.problems(start, stop))
 
     def fill(self, wanted: Sequence[Range]) -> None:
-        """Read ranges of the file to their places, from front to end; a CheckpointError as of `require`."""
+        """Read ranges of the file to their places; a CheckpointError as of `require`."""
         odd = odd_size(self.path, self.facts.size)
-        _refuse([odd] if odd else [])
-        bad: list[int] = []
-        try:
-            with open(self.path, "rb", buffering=0) as file:
-                for index, ranges in _by_block(wanted, self.facts.block):
-                    if index in self.checked:
-                        for each in ranges:
-                            each.read(file.fileno(), index * self.facts.block, (index + 1) * self.facts.block)
-                    elif self._sum(file.fileno(), index, ranges) == self.facts.sums[index]:
-                        self.checked.add(index)
-                    else:
-                        bad.append(index)
-        except OSError as error:
-            _refuse([self._unreadable(error)])
-        _refuse(self._told(bad))
+        _refuse([odd] if odd else self._check(list(_by_block(wanted, self.facts.block)), _READERS))
 
     def problems(self, start: int, stop: int) -> list[Problem]:
         """What is wrong with the bytes [start, stop)."""
@@ -127,56 +161,53 @@ class FileCheck:
         if odd is not None:
             return [odd]
         block = self.facts.block
-        wanted = [i for i in range(start // block, -(-min(stop, self.facts.size) // block)) if i not in self.checked]
-        if not wanted:
+        under = range(start // block, -(-min(stop, self.facts.size) // block))
+        return self._check([(index, []) for index in under if index not in self.checked], self._threads)
+
+    def _check(self, blocks: Sequence[tuple[int, Sequence[Range]]], threads: int) -> list[Problem]:
+        """Read blocks and give everybody their part; what is wrong with those that had not been compared."""
+        if not blocks:
             return []
+        reader = None
         try:
-            sums = self._sums(wanted)
+            reader = _Reader(self.path, self.facts.block, self._shared)
+            work = functools.partial(self._settle, reader)
+            if threads == 1 or len(blocks) == 1:
+                good = [work(block) for block in blocks]
+            else:
+                with ThreadPoolExecutor(threads, "checkpoint-read") as pool:
+                    good = list(pool.map(work, blocks))
         except OSError as error:
             return [self._unreadable(error)]
-        bad = [index for index, value in zip(wanted, sums, strict=True) if value != self.facts.sums[index]]
-        self.checked.update(set(wanted).difference(bad))
-        return self._told(bad)
+        finally:
+            if reader is not None:
+                reader.close()
+        self.checked.update(index for (index, _), fine in zip(blocks, good, strict=True) if fine)
+        bad = [index for (index, _), fine in zip(blocks, good, strict=True) if not fine]
+        return [Problem(str(self.path), text) for text in self._ranges(bad)]
 
-    def _sums(self, blocks: list[int]) -> list[int]:
-        """The sums of these blocks; threads share the work."""
-        if self._threads == 1 or len(blocks) == 1:
-            return [self._open_and_sum(index) for index in blocks]
-        with ThreadPoolExecutor(self._threads, "checkpoint-verify") as pool:
-            return list(pool.map(self._open_and_sum, blocks))
-
-    def _open_and_sum(self, index: int) -> int:
-        with open(self.path, "rb", buffering=0) as file:
-            return self._sum(file.fileno(), index, ())
-
-    def _sum(self, descriptor: int, index: int, ranges: Sequence[Range]) -> int:
-        """The sum of a block, whose bytes go to the places that want some of them."""
-        add, value = KINDS[self.facts.kind], 0
+    def _settle(self, reader: _Reader, block: tuple[int, Sequence[Range]]) -> bool:
+        """Whether a block is good; copies it to where it is wanted."""
+        index, ranges = block
         low = index * self.facts.block
         high = min(low + self.facts.block, self.facts.size)
-        spare = _NOTHING
-        for place in range(low, high, PIECE):
-            end = min(place + PIECE, high)
-            takers = [each for each in ranges if each.start < end and place < each.stop]
-            whole = next((each for each in takers if each.start <= place and end <= each.stop), None)
-            if whole is not None:
-                target = whole.part(place, end)
-            else:
-                spare = spare or memoryview(bytearray(PIECE))
-                target = spare[: end - place]
-            piece = _read_at(descriptor, target, place)
-            value = add(piece, value)
-            for each in takers:
-                if each is not whole:
-                    first, last = max(place, each.start), min(place + len(piece), each.stop)
-                    each.part(first, last)[:] = piece[first - place : last - place]
-        return value
+        data = reader.read(low, high)
+        if len(data) < high - low:
+            raise OSError(f"the file ends at byte {low + len(data)}")
+        add, value = KINDS[self.facts.kind], 0
+        known = index in self.checked
+        for place in range(low, high, PIECE):  # while the processor's cache has it
+            piece = data[place - low : place - low + PIECE]
+            value = 0 if known else add(piece, value)
+            for each in ranges:
+                first, last = max(place, each.start), min(place + len(piece), each.stop)
+                if first < last:
+                    # numpy lets other threads run while it copies; a memoryview would not.
+                    np.copyto(_array(each.part(first, last)), _array(piece[first - place : last - place]))
+        return known or value == self.facts.sums[index]
 
     def _unreadable(self, error: OSError) -> Problem:
         return Problem(str(self.path), f"cannot be read: {error.strerror or error}")
-
-    def _told(self, bad: list[int]) -> list[Problem]:
-        return [Problem(str(self.path), text) for text in self._ranges(bad)]
 
     def _ranges(self, bad: list[int]) -> Iterable[str]:
         """Neighbouring blocks told as one range."""
@@ -194,6 +225,10 @@ def _refuse(problems: list[Problem]) -> None:
         raise CheckpointError(
             f"{told}. The file changed after it was written. Load another checkpoint, or restore the file."
         )
+
+
+def _array(view: memoryview) -> np.ndarray[Any, Any]:
+    return np.frombuffer(view, np.uint8)
 
 
 def _read_at(descriptor: int, view: memoryview, place: int) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,9 +46,9 @@ class Opener:
         self._opened: dict[str, Opened] = {}
         self._lock = threading.Lock()
 
-    def torch(self, name: str) -> Opened:
-        """A file of torch.save."""
-        return self._once(name, self._torch)
+    def torch(self, name: str, *, shared: bool = False) -> Opened:
+        """A file of torch.save; a `shared` one is read by many ranks."""
+        return self._once(name, functools.partial(self._torch, shared=shared))
 
     def tensors(self, name: str) -> Opened:
         """A safetensors file; `state` is its `Content`."""
@@ -68,12 +69,12 @@ class Opener:
                 self._opened[name] = make(name)
             return self._opened[name]
 
-    def _torch(self, name: str) -> Opened:
+    def _torch(self, name: str, shared: bool) -> Opened:
         path = self.directory / name
         if name not in self._facts:
-            check = MappedCheck(path, FileFacts(path.stat().st_size, ()))
+            check = MappedCheck(path, FileFacts(path.stat().st_size, ()), shared=shared)
             return Opened(safe_load(path), check.require, check.place)
-        file = CheckedFile(path, self._facts[name])
+        file = CheckedFile(path, self._facts[name], shared=shared)
         return Opened(file.state, file.require, file.place)
 
     def _tensors(self, name: str) -> Opened:

@@ -141,9 +141,9 @@ class Place:
 class MappedCheck:
     """Compares the bytes under tensors that are views of a mapped file, of whatever format, with the manifest."""
 
-    def __init__(self, path: str | os.PathLike[str], facts: FileFacts) -> None:
+    def __init__(self, path: str | os.PathLike[str], facts: FileFacts, *, shared: bool = False) -> None:
         self.path = Path(path)
-        self.blocks = FileCheck(path, facts)
+        self.blocks = FileCheck(path, facts, shared=shared)
         self._base: int | None = None
 
     def require(self, tensor: Tensor) -> Tensor:
@@ -176,8 +176,8 @@ class CheckedFile(MappedCheck):
     `state` is what the file holds; its tensors are good once they went through `require`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], facts: FileFacts) -> None:
-        super().__init__(path, facts)
+    def __init__(self, path: str | os.PathLike[str], facts: FileFacts, *, shared: bool = False) -> None:
+        super().__init__(path, facts, shared=shared)
         for start, stop in self._skeleton(facts.size):
             self.blocks.require(start, stop)
         self.state: Any = safe_load(self.path)

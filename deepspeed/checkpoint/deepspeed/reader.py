@@ -178,7 +178,7 @@ class DeepSpeedSource:
             )
         if name is None:
             raise CheckpointError(f"{self._directory} has no model file of model-parallel rank {self._mp_rank}")
-        opened = self._opener.torch(name)
+        opened = self._opener.torch(name, shared=True)
         if not isinstance(opened.state, Mapping) or not isinstance(opened.state.get("module"), Mapping):
             raise CheckpointError(f"{self._directory / name} has no 'module': it is no model file of DeepSpeed")
         return opened
