@@ -115,7 +115,8 @@ class _Reader:
         buffer = self._buffer()
         if self._past != self._file and low % _PAGE == 0:
             try:
-                return _read_at(self._past, buffer[: -(-(high - low) // _PAGE) * _PAGE], low)[: high - low]
+                pages = buffer[: -(-(high - low) // _PAGE) * _PAGE]
+                return _read_at(self._past, pages, low, enough=high - low)[: high - low]
             except OSError as error:
                 if error.errno != errno.EINVAL:  # one that finds out late that it cannot
                     raise
@@ -231,10 +232,10 @@ def _array(view: memoryview) -> np.ndarray[Any, Any]:
     return np.frombuffer(view, np.uint8)
 
 
-def _read_at(descriptor: int, view: memoryview, place: int) -> memoryview:
-    """What of `view` could be filled: all of it, unless the file ends before."""
-    count = 0
-    while count < len(view):
+def _read_at(descriptor: int, view: memoryview, place: int, enough: int | None = None) -> memoryview:
+    """What of `view` could be filled: at least `enough` (all of it), unless the file ends before."""
+    count, enough = 0, len(view) if enough is None else enough
+    while count < enough:
         got = os.preadv(descriptor, [view[count:]], place + count)
         if got == 0:
             break

@@ -54,15 +54,19 @@ def test_blocks_of_several_pieces(tmp_path):
     assert filled(check, [(0, len(data))]) == [data]
 
 
-def test_every_block_is_read_once(tmp_path, monkeypatch):
-    data = os.urandom(SIZE)
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("block", [BLOCK, 4096, 12288])
+def test_every_block_is_read_once(tmp_path, monkeypatch, block, shared):
+    size = 7 * block + 123  # the end of a file is no whole page
+    data = os.urandom(size)
     (tmp_path / "x").write_bytes(data)
-    check = FileCheck(tmp_path / "x", facts_of(data))
+    check = FileCheck(tmp_path / "x", facts_of(data, block), shared=shared)
     places = []
     original = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, place: (places.append(place), original(fd, views, place))[1])
-    filled(check, [(start, start + 100) for start in range(5000, 0, -137)])
-    assert sorted(places) == [0, 1000, 2000, 3000, 4000, 5000]
+    ranges = [(start, min(start + 100, size)) for start in range(size - 1, 0, -77)]
+    assert filled(check, ranges) == [data[start:stop] for start, stop in ranges]
+    assert sorted(places) == list(range(0, size, block))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
