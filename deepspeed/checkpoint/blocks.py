@@ -91,16 +91,16 @@ def _by_block(wanted: Sequence[Range], block: int) -> Iterator[tuple[int, list[R
 class _Reader:
     """A file whose blocks threads read, each into a buffer of its own.
 
-    A file that is not `shared` comes past the page cache where the file system can do that: without a copy, and without
-    memory for the cache, which a machine may have to find first. What many ranks read is better read once.
+    With `past_cache` it comes past the page cache where the file system can do that: without a copy, and without memory
+    for the cache, which a machine may have to find first.
     """
 
-    def __init__(self, path: Path, block: int, shared: bool) -> None:
+    def __init__(self, path: Path, block: int, past_cache: bool) -> None:
         self._block = block
         self._own = threading.local()
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._past = self._file
-        if not shared:
+        if past_cache:
             with contextlib.suppress(OSError):  # a file system that cannot
                 self._past = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
 
@@ -132,7 +132,7 @@ class _Reader:
 class FileCheck:
     """Compares the blocks of one file with the manifest as they are needed, each at most once.
 
-    `shared`: other processes of this machine are likely to read the same bytes.
+    `shared`: other processes of this machine are likely to read the same bytes, which then come through the page cache.
     """
 
     def __init__(
@@ -147,14 +147,16 @@ class FileCheck:
 
     def require(self, start: int, stop: int) -> None:
         """A CheckpointError that names the file and the damaged range, unless these bytes are what was written."""
-        _refuse(self.problems(start, stop))
+        # Through the page cache: whoever asks reads them from the file's map next.
+        _refuse(self.problems(start, stop, past_cache=False))
 
     def fill(self, wanted: Sequence[Range]) -> None:
         """Read ranges of the file to their places; a CheckpointError as of `require`."""
         odd = odd_size(self.path, self.facts.size)
-        _refuse([odd] if odd else self._check(list(_by_block(wanted, self.facts.block)), _READERS))
+        blocks = list(_by_block(wanted, self.facts.block))
+        _refuse([odd] if odd else self._check(blocks, _READERS, not self._shared))
 
-    def problems(self, start: int, stop: int) -> list[Problem]:
+    def problems(self, start: int, stop: int, *, past_cache: bool = True) -> list[Problem]:
         """What is wrong with the bytes [start, stop)."""
         if stop <= start:
             return []
@@ -163,15 +165,15 @@ class FileCheck:
             return [odd]
         block = self.facts.block
         under = range(start // block, -(-min(stop, self.facts.size) // block))
-        return self._check([(index, []) for index in under if index not in self.checked], self._threads)
+        return self._check([(index, []) for index in under if index not in self.checked], self._threads, past_cache)
 
-    def _check(self, blocks: Sequence[tuple[int, Sequence[Range]]], threads: int) -> list[Problem]:
+    def _check(self, blocks: Sequence[tuple[int, Sequence[Range]]], threads: int, past_cache: bool) -> list[Problem]:
         """Read blocks and give everybody their part; what is wrong with those that had not been compared."""
         if not blocks:
             return []
         reader = None
         try:
-            reader = _Reader(self.path, self.facts.block, self._shared)
+            reader = _Reader(self.path, self.facts.block, past_cache)
             work = functools.partial(self._settle, reader)
             if threads == 1 or len(blocks) == 1:
                 good = [work(block) for block in blocks]

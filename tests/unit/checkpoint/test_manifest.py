@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from deepspeed.checkpoint import manifest
 from deepspeed.checkpoint.blocks import FileCheck
+from deepspeed.checkpoint.checksum import KINDS
 from deepspeed.checkpoint.manifest import Manifest
 from deepspeed.checkpoint.storage import write_bytes, write_tensorfile
 from deepspeed.checkpoint.stream import FileFacts
@@ -105,3 +106,17 @@ def test_a_manifest_of_the_future(checkpoint):
     path.write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=r"version 99.*Update"):
         manifest.read(checkpoint)
+
+
+def test_a_manifest_of_the_first_version(tmp_path):
+    """It knew CRC-32 alone; such checkpoints stay readable, and are compared."""
+    data = bytes(range(256)) * 40
+    (tmp_path / "x").write_bytes(data)
+    sums = tuple(KINDS["crc32"](data[i : i + 4096], 0) for i in range(0, len(data), 4096))
+    old = Manifest("tag", "deepspeed", 1, {"x": FileFacts(len(data), sums, 4096, "crc32")})
+    manifest.write(tmp_path, old)
+    assert json.loads((tmp_path / manifest.NAME).read_text())["manifest"]["version"] == 1
+    assert manifest.read(tmp_path) == old
+    assert manifest.verify(tmp_path) == []
+    (tmp_path / "x").write_bytes(data[:-1] + b"?")
+    assert "damaged between bytes 8192 and 10240" in str(manifest.verify(tmp_path)[0])
