@@ -28,24 +28,24 @@ from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.base_optimizer import MixedPrecisionOptimizer
 from deepspeed.runtime.dataloader import build_dataloader
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.gradients import GradientReducer, Reduction, Slot
 from deepspeed.runtime.lr_schedules import build_scheduler
-from deepspeed.runtime.masters import Masters
-from deepspeed.runtime.modes import Modes
-from deepspeed.runtime.optimizers import build_optimizer, require_tested
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.sparse import embedding_parameters
-from deepspeed.runtime.state_access import open_access
-from deepspeed.runtime.stepper import States, Stepper
-from deepspeed.runtime.zero_optimizer import ZeroOptimizer
+from deepspeed.runtime.reduction.reducer import GradientReducer, Reduction, Slot
+from deepspeed.runtime.reduction.sparse import embedding_parameters
+from deepspeed.runtime.step.masters import Masters
+from deepspeed.runtime.step.modes import Modes
+from deepspeed.runtime.step.optimizers import build_optimizer, require_tested
+from deepspeed.runtime.step.state_access import open_access
+from deepspeed.runtime.step.stepper import States, Stepper
+from deepspeed.runtime.step.zero_optimizer import ZeroOptimizer
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
-from deepspeed.zero.held import Owner, attach
-from deepspeed.zero.hooks import ModuleHooks
-from deepspeed.zero.param import shard_of
-from deepspeed.zero.placement import rank_device
-from deepspeed.zero.rehook import ParameterOffload
-from deepspeed.zero.sharding import convert_shards, keep_whole, put_away
-from deepspeed.zero.states import Measure
+from deepspeed.zero.birth.site import rank_device
+from deepspeed.zero.parameters.hooks import ModuleHooks
+from deepspeed.zero.parameters.shard import shard_of
+from deepspeed.zero.parameters.sharding import convert_shards, keep_whole, put_away
+from deepspeed.zero.public.rehook import ParameterOffload
+from deepspeed.zero.states.held import Owner, attach
+from deepspeed.zero.states.sharded import Measure
 
 __all__ = ["Request", "assemble"]
 

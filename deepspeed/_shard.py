@@ -15,23 +15,23 @@ from deepspeed.config.schema import Schema
 from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
-from deepspeed.zero import fetch
-from deepspeed.zero.control import Control
-from deepspeed.zero.coordinator import Coordinator
-from deepspeed.zero.export import tell_of_empty_state_dicts
-from deepspeed.zero.fetch import Fetcher
-from deepspeed.zero.granularity import units_by_granularity
-from deepspeed.zero.group import Dtypes, Named, ShardGroup
-from deepspeed.zero.hooks import ModuleHooks
-from deepspeed.zero.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
-from deepspeed.zero.param import Shard, shard_of
-from deepspeed.zero.plan import Planner, manner
-from deepspeed.zero.reducer import ShardReducer
-from deepspeed.zero.sharding import persist, shard_module, shard_parameter
-from deepspeed.zero.states import Measure, ShardedStates
-from deepspeed.zero.striped import StripedGroup
-from deepspeed.zero.trace import Limits
-from deepspeed.zero.whole import ShardedMatrices
+from deepspeed.zero.gradients.reducer import ShardReducer
+from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.agreement import Control
+from deepspeed.zero.parameters.coordinator import Coordinator
+from deepspeed.zero.parameters.gather import Fetcher
+from deepspeed.zero.parameters.hooks import ModuleHooks
+from deepspeed.zero.parameters.plan import Limits
+from deepspeed.zero.parameters.shard import Shard, shard_of
+from deepspeed.zero.parameters.sharding import persist, shard_module, shard_parameter
+from deepspeed.zero.public.export import tell_of_empty_state_dicts
+from deepspeed.zero.public.granularity import units_by_granularity
+from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
+from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
+from deepspeed.zero.states.matrices import ShardedMatrices
+from deepspeed.zero.states.planner import Planner, manner
+from deepspeed.zero.states.sharded import Measure, ShardedStates
+from deepspeed.zero.states.striped import StripedGroup
 
 __all__ = ["Sharded", "shard"]
 

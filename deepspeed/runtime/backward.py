@@ -19,7 +19,7 @@ from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.phases import phase
 from deepspeed.utils.logging import warn_once
-from deepspeed.zero.structure import tensors_in
+from deepspeed.zero.parameters.structure import tensors_in
 
 __all__ = ["Backward", "Reducer"]
 

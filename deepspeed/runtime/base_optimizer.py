@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from deepspeed.precision.scale import LossScale
-    from deepspeed.runtime.stepper import Outcome, Stepper
+    from deepspeed.runtime.step.stepper import Outcome, Stepper
 
 __all__ = ["DeepSpeedOptimizer", "MixedPrecisionOptimizer", "reload"]
 
@@ -29,7 +29,7 @@ def reload(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 # An old name in this module for what is made of its classes.
-__getattr__ = lazy(__name__, {"ZeROOptimizer": "deepspeed.runtime.zero_optimizer:ZeroOptimizer"})
+__getattr__ = lazy(__name__, {"ZeROOptimizer": "deepspeed.runtime.step.zero_optimizer:ZeroOptimizer"})
 
 
 class DeepSpeedOptimizer:

@@ -14,12 +14,12 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.events import OverflowFound, Phase, StepFinished
 from deepspeed.runtime import getters
-from deepspeed.runtime.checkpoint_methods import CheckpointMethods
-from deepspeed.runtime.checkpointing import Checkpoints
 from deepspeed.runtime.model_methods import ModelMethods
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.phases import phase
-from deepspeed.runtime.stepper import Outcome
+from deepspeed.runtime.saving.checkpoints import Checkpoints
+from deepspeed.runtime.saving.methods import CheckpointMethods
+from deepspeed.runtime.step.stepper import Outcome
 
 __all__ = ["DeepSpeedEngine"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import lr_scheduler
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.runtime import lr_curves as curves
-from deepspeed.runtime.lr_arguments import (
+from deepspeed.runtime.schedules import curves
+from deepspeed.runtime.schedules.arguments import (
     COS_MIN_RATIO,
     CYCLE_FIRST_STAIR_COUNT,
     CYCLE_FIRST_STEP_SIZE,
@@ -53,7 +53,7 @@ from deepspeed.runtime.lr_arguments import (
     override_warmupLR_params,
     parse_arguments,
 )
-from deepspeed.runtime.lr_base import (
+from deepspeed.runtime.schedules.base import (
     LRSchedule,
     at_least,
     get_torch_optimizer,

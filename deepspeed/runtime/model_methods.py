@@ -11,10 +11,10 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.errors import CheckpointError, DeepSpeedError
-from deepspeed.runtime.model_state import collect, load, load_by, write_model
 from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.saving.model_state import collect, load, load_by, write_model
 from deepspeed.utils.logging import logger
-from deepspeed.zero.param import shards_of
+from deepspeed.zero.parameters.shard import shards_of
 
 __all__ = ["ModelMethods"]
 

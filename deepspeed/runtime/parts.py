@@ -19,7 +19,7 @@ from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from deepspeed.runtime.stepper import States, Stepper
+from deepspeed.runtime.step.stepper import States, Stepper
 
 __all__ = ["Parts"]
 

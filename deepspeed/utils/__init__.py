@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.dataloader import RepeatingLoader
     from deepspeed.utils import groups
     from deepspeed.utils.nvtx import instrument_w_nvtx
-    from deepspeed.zero.access import (
+    from deepspeed.zero.public.access import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
         safe_get_full_optimizer_state,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         safe_set_local_optimizer_state,
         safe_update_full_grad_vectorized,
     )
-    from deepspeed.zero.leaf import (
+    from deepspeed.zero.public.leaf import (
         get_z3_leaf_modules,
         set_z3_leaf_module,
         set_z3_leaf_modules,
@@ -41,30 +41,30 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "RepeatingLoader": "deepspeed.runtime.dataloader:RepeatingLoader",
-    "get_z3_leaf_modules": "deepspeed.zero.leaf:get_z3_leaf_modules",
+    "get_z3_leaf_modules": "deepspeed.zero.public.leaf:get_z3_leaf_modules",
     "groups": "deepspeed.utils.groups",
     "instrument_w_nvtx": "deepspeed.utils.nvtx:instrument_w_nvtx",
     "is_initialized": "deepspeed.comm:is_initialized",
-    "safe_get_full_fp32_param": "deepspeed.zero.access:safe_get_full_fp32_param",
-    "safe_get_full_grad": "deepspeed.zero.access:safe_get_full_grad",
-    "safe_get_full_optimizer_state": "deepspeed.zero.access:safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param": "deepspeed.zero.access:safe_get_local_fp32_param",
-    "safe_get_local_grad": "deepspeed.zero.access:safe_get_local_grad",
-    "safe_get_local_optimizer_state": "deepspeed.zero.access:safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param": "deepspeed.zero.access:safe_set_full_fp32_param",
-    "safe_set_full_grad": "deepspeed.zero.access:safe_set_full_grad",
-    "safe_set_full_optimizer_state": "deepspeed.zero.access:safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param": "deepspeed.zero.access:safe_set_local_fp32_param",
-    "safe_set_local_grad": "deepspeed.zero.access:safe_set_local_grad",
-    "safe_set_local_optimizer_state": "deepspeed.zero.access:safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized": "deepspeed.zero.access:safe_update_full_grad_vectorized",
-    "set_z3_leaf_module": "deepspeed.zero.leaf:set_z3_leaf_module",
-    "set_z3_leaf_modules": "deepspeed.zero.leaf:set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name": "deepspeed.zero.leaf:set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix": "deepspeed.zero.leaf:set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules": "deepspeed.zero.leaf:unset_z3_leaf_modules",
-    "z3_leaf_module": "deepspeed.zero.leaf:z3_leaf_module",
-    "z3_leaf_parameter": "deepspeed.zero.leaf:z3_leaf_parameter",
+    "safe_get_full_fp32_param": "deepspeed.zero.public.access:safe_get_full_fp32_param",
+    "safe_get_full_grad": "deepspeed.zero.public.access:safe_get_full_grad",
+    "safe_get_full_optimizer_state": "deepspeed.zero.public.access:safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param": "deepspeed.zero.public.access:safe_get_local_fp32_param",
+    "safe_get_local_grad": "deepspeed.zero.public.access:safe_get_local_grad",
+    "safe_get_local_optimizer_state": "deepspeed.zero.public.access:safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param": "deepspeed.zero.public.access:safe_set_full_fp32_param",
+    "safe_set_full_grad": "deepspeed.zero.public.access:safe_set_full_grad",
+    "safe_set_full_optimizer_state": "deepspeed.zero.public.access:safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param": "deepspeed.zero.public.access:safe_set_local_fp32_param",
+    "safe_set_local_grad": "deepspeed.zero.public.access:safe_set_local_grad",
+    "safe_set_local_optimizer_state": "deepspeed.zero.public.access:safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized": "deepspeed.zero.public.access:safe_update_full_grad_vectorized",
+    "set_z3_leaf_module": "deepspeed.zero.public.leaf:set_z3_leaf_module",
+    "set_z3_leaf_modules": "deepspeed.zero.public.leaf:set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name": "deepspeed.zero.public.leaf:set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix": "deepspeed.zero.public.leaf:set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules": "deepspeed.zero.public.leaf:unset_z3_leaf_modules",
+    "z3_leaf_module": "deepspeed.zero.public.leaf:z3_leaf_module",
+    "z3_leaf_parameter": "deepspeed.zero.public.leaf:z3_leaf_parameter",
 }
 
 __all__ = [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deepspeed.checkpoint.safe_load import fragment_address
 from deepspeed.errors import UsageError
 from deepspeed.fragments import intersection
-from deepspeed.zero.access import (
+from deepspeed.zero.public.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,

@@ -3,15 +3,15 @@
 from deepspeed._lazy import lazy
 
 _LAZY = {
-    "GatheredParameters": "deepspeed.zero.gather:GatheredParameters",
-    "Init": "deepspeed.zero.init:Init",
-    "TiledLinear": "deepspeed.zero.tiling:TiledLinear",
-    "TiledLinearReturnBias": "deepspeed.zero.tiling:TiledLinearReturnBias",
-    "ZeroParamStatus": "deepspeed.zero.param:ZeroParamStatus",
-    "ZeroParamType": "deepspeed.zero.param:ZeroParamType",
-    "register_external_parameter": "deepspeed.zero.external:register_external_parameter",
-    "unregister_external_parameter": "deepspeed.zero.external:unregister_external_parameter",
-    "unwrap_model_for_generation": "deepspeed.zero.generation:unwrap_model_for_generation",
+    "GatheredParameters": "deepspeed.zero.public.gathered:GatheredParameters",
+    "Init": "deepspeed.zero.birth.init:Init",
+    "TiledLinear": "deepspeed.zero.public.tiling:TiledLinear",
+    "TiledLinearReturnBias": "deepspeed.zero.public.tiling:TiledLinearReturnBias",
+    "ZeroParamStatus": "deepspeed.zero.parameters.shard:ZeroParamStatus",
+    "ZeroParamType": "deepspeed.zero.parameters.shard:ZeroParamType",
+    "register_external_parameter": "deepspeed.zero.parameters.external:register_external_parameter",
+    "unregister_external_parameter": "deepspeed.zero.parameters.external:unregister_external_parameter",
+    "unwrap_model_for_generation": "deepspeed.zero.public.generation:unwrap_model_for_generation",
 }
 
 __all__ = [

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.training_state import listing
+from deepspeed.runtime.saving.training_state import listing
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.checkpoint_states import EXPECTED, FIXTURES
 from tests.checkpoint_states import Net as Fixture

@@ -12,8 +12,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.zero import fetch
-from deepspeed.zero.param import shards_of
+from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.shard import shards_of
 from tests.harness import ranks
 from tests.models import Tiny, batches, make, share
 

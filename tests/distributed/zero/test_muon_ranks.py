@@ -12,9 +12,9 @@ from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.fragments import Block, Striped
 from deepspeed.ops.muon import Muon, MuonWithAuxAdam
-from deepspeed.zero.group import Dtypes, ShardGroup
-from deepspeed.zero.piece import Piece
-from deepspeed.zero.whole import ShardedMatrices
+from deepspeed.zero.states.group import Dtypes, ShardGroup
+from deepspeed.zero.states.matrices import ShardedMatrices
+from deepspeed.zero.states.piece import Piece
 from tests.harness import ranks
 
 SHAPES = [(6, 12), (12, 5), (3, 4, 8), (1, 2), (4, 2, 3, 3), (7, 7), (9, 4)]

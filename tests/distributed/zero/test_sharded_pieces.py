@@ -15,15 +15,15 @@ from deepspeed.fragments import Striped
 from deepspeed.memory import Spread, Widths, estimate_zero3_model_states_mem_needs_all_live, model_states
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel import ParallelLayout
-from deepspeed.zero import fetch
-from deepspeed.zero.granularity import units_by_granularity
-from deepspeed.zero.group import Dtypes, ShardGroup
-from deepspeed.zero.linear import LinearModuleForZeroStage3
-from deepspeed.zero.piece import Piece
-from deepspeed.zero.resident import ResidentGroup
-from deepspeed.zero.sharding import shard_module
-from deepspeed.zero.tiling import TiledLinear
-from deepspeed.zero.whole import ShardedMatrices
+from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.sharding import shard_module
+from deepspeed.zero.public.granularity import units_by_granularity
+from deepspeed.zero.public.linear import LinearModuleForZeroStage3
+from deepspeed.zero.public.tiling import TiledLinear
+from deepspeed.zero.states.group import Dtypes, ShardGroup
+from deepspeed.zero.states.matrices import ShardedMatrices
+from deepspeed.zero.states.piece import Piece
+from deepspeed.zero.states.resident import ResidentGroup
 from tests.harness import ranks
 
 DTYPES = Dtypes(torch.float32, torch.float32, torch.bfloat16)

@@ -14,8 +14,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed import zero
-from deepspeed.zero.param import shard_of
-from deepspeed.zero.parameter import SpreadParameter
+from deepspeed.zero.parameters.parameter import SpreadParameter
+from deepspeed.zero.parameters.shard import shard_of
 from tests.harness import ranks
 from tests.models import Tiny, batches, make, share
 from tests.sharded_models import settings, whole

@@ -13,7 +13,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from deepspeed.runtime.zero_optimizer import ZeroOptimizer
+from deepspeed.runtime.step.zero_optimizer import ZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.harness import ranks
 from tests.models import PlainLoop, Tiny, batches, make, share

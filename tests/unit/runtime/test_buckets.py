@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.runtime.buckets import ALONE_BYTES, FIRST_BYTES, plan
+from deepspeed.runtime.reduction.buckets import ALONE_BYTES, FIRST_BYTES, plan
 
 sizes = st.lists(st.integers(0, 3 * ALONE_BYTES), max_size=40)
 

@@ -16,7 +16,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import MuonWithAuxAdam, tag_attention_heads
-from deepspeed.runtime.optimizers import TESTED_WITH_ZERO, build_optimizer, is_tested_with_zero
+from deepspeed.runtime.step.optimizers import TESTED_WITH_ZERO, build_optimizer, is_tested_with_zero
 
 
 def build(kind, params=None, parameters=None, **arguments):

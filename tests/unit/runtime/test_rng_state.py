@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from deepspeed.checkpoint.plain import plain
-from deepspeed.runtime.rng_state import capture, restore
+from deepspeed.runtime.saving.rng_state import capture, restore
 
 
 def draw():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from torch import nn
 
-from deepspeed.zero.birth import Births
+from deepspeed.zero.birth.construct import Births
 
 
 class Log:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.utils.logging import logger
-from deepspeed.zero.granularity import granularity, units_by_granularity
+from deepspeed.zero.public.granularity import granularity, units_by_granularity
 
 
 class Listed(nn.Module):

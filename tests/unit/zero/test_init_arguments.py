@@ -10,8 +10,8 @@ import torch
 from deepspeed import zero
 from deepspeed.config.load import load
 from deepspeed.errors import FeatureUnavailable, UsageError
-from deepspeed.zero import init
-from deepspeed.zero.placement import DeepSpeedTensorOverride, Placement
+from deepspeed.zero.birth import init
+from deepspeed.zero.birth.site import DeepSpeedTensorOverride, Placement
 
 CPU = torch.device("cpu")
 ALL = set(DeepSpeedTensorOverride)

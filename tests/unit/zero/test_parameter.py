@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.zero.param import ZeroParamStatus, shard_of
-from deepspeed.zero.parameter import ZeroParameter, shard_parameter
-from deepspeed.zero.touch import Touch
+from deepspeed.zero.birth.touch import Touch
+from deepspeed.zero.parameters.parameter import ZeroParameter, shard_parameter
+from deepspeed.zero.parameters.shard import ZeroParamStatus, shard_of
 
 
 class One:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.zero.tiling import TiledLinear, TiledLinearReturnBias, split_tensor_along_last_dim
+from deepspeed.zero.public.tiling import TiledLinear, TiledLinearReturnBias, split_tensor_along_last_dim
 
 SPLITS = [(1, 1), (2, 3), (3, 2), (7, 5), (1, 5), (7, 1)]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.zero.trace import Event, Limits, plan
+from deepspeed.zero.parameters.plan import Event, Limits, plan
 
 
 @st.composite

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.fragments import Block, Striped
-from deepspeed.zero.whole import plan
+from deepspeed.zero.states.matrices import plan
 
 
 @given(

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from deepspeed.errors import UsageError
-from deepspeed.zero.linear import LinearFunctionForZeroStage3, LinearModuleForZeroStage3, zero3_linear_wrap
+from deepspeed.zero.public.linear import LinearFunctionForZeroStage3, LinearModuleForZeroStage3, zero3_linear_wrap
 
 
 def tensors(shape, bias=True, dtype=torch.float64, needs=(True, True, True)):

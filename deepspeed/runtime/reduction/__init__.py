@@ -1,0 +1,1 @@
+"""Gradient reduction where nothing is sharded."""

@@ -1,0 +1,281 @@
+"""Gradient reduction over data-parallel ranks where nothing is sharded: bucketed, overlapped with backward.
+
+[Note: absent gradients] A rank whose parameter got no gradient contributes zeros, since other ranks may have one.
+Each bucket carries one number per parameter, 1 from a rank that has a gradient and 0 from one that has none; where
+their sum is zero the gradient stays None, as in a single process, and the optimizer leaves the parameter alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from deepspeed import comm
+from deepspeed.ops.multi_tensor import scale_
+from deepspeed.runtime.reduction import buckets
+from deepspeed.runtime.reduction.sparse import reduce_rows, reduce_sparse
+from deepspeed.zero.gradients.arrivals import Arrivals
+
+__all__ = ["GradientReducer", "Reduction", "Slot"]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How gradients are reduced."""
+
+    average: bool = True
+    prescale: bool = False
+    """Divide before the sum instead of after it."""
+    predivide: float = 1.0
+    """Without prescale: divide by this before the sum, and by the rest after it."""
+    bucket_bytes: int = buckets.BUCKET_BYTES
+
+    def factors(self, size: int) -> tuple[float, float]:
+        """What gradients are multiplied by before and after the sum."""
+        whole = 1.0 / size if self.average else 1.0
+        if self.prescale:
+            return whole, 1.0
+        return 1.0 / self.predivide, self.predivide * whole
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """One parameter and the tensor whose `.grad` collects its gradients.
+
+    Usually that is the parameter itself. Where gradients are accumulated in another dtype it is the master weight,
+    and what autograd leaves on the parameter is moved there at once.
+    """
+
+    name: str
+    param: nn.Parameter
+    holder: nn.Parameter
+    travels: torch.dtype
+    """The dtype of its gradient between ranks."""
+
+    @property
+    def banked(self) -> bool:
+        """True if gradients move from the parameter to another holder."""
+        return self.holder is not self.param
+
+    @torch.no_grad()
+    def bank(self) -> None:
+        """Add the parameter's gradient to the holder's, and clear it."""
+        grad, self.param.grad = self.param.grad, None
+        if grad is None:
+            return
+        if self.holder.grad is None:
+            self.holder.grad = grad.to(self.holder.dtype)
+        else:
+            self.holder.grad.add_(grad)
+
+
+class _Bucket:
+    """Gradients that travel together, and where they are on their way."""
+
+    def __init__(self, packed: list[Slot], alone: list[Slot]) -> None:
+        self.members = packed + alone
+        self.packed = len(packed)
+        """So many of the members are packed; the rest travel alone."""
+        self.holders = [slot.holder for slot in self.members]
+        self.travels = self.members[0].travels
+        self.everyone = torch.ones(len(self.members), dtype=self.holders[0].dtype, device=self.holders[0].device)
+        first, last = self.members[-1].name, self.members[0].name
+        self.label = f"gradients of {first}" + (f" … {last}" if first != last else "")
+        self.complete = True
+        """This rank has a gradient for every member."""
+        self.sent: list[Tensor] = []
+        """The packed gradients as one tensor, then each that travels alone."""
+        self.works: list[Any] = []
+        self.present = self.everyone
+        """The numbers of [Note: absent gradients], once gradients are handed back."""
+
+    @property
+    def narrowed(self) -> bool:
+        """True if gradients travel in another dtype than they have."""
+        return self.travels != self.everyone.dtype
+
+    def hand_back(self) -> None:
+        """Make what was sent the gradients."""
+        flat, *alone = (tensor.to(self.everyone.dtype) for tensor in self.sent)
+        *packed, self.present = _unflatten_dense_tensors(flat, [*self.holders[: self.packed], self.everyone])
+        for holder, grad in zip(self.holders, (*packed, *alone), strict=True):
+            holder.grad = grad
+
+
+class GradientReducer:
+    """Sums or averages gradients over one process group; with one rank it only banks what has to be banked."""
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        group: Any,
+        size: int,
+        reduction: Reduction,
+        sparse: frozenset[int] = frozenset(),
+        rows: frozenset[int] = frozenset(),
+        holder_of: Callable[[nn.Parameter], nn.Parameter] | None = None,
+    ) -> None:
+        """`holder_of` tells where a parameter's gradient is collected now, for parameters that were unfrozen."""
+        self._holder_of = holder_of
+        self._slots = list(slots)
+        self._group = group
+        self._size = size
+        self._reduction = reduction
+        self._sparse_ids = sparse
+        self._row_ids = rows
+        self._arrivals = Arrivals(self._launch)
+        self._buckets: list[_Bucket] = []
+        self._sparse: list[Slot] = []
+        self._flags: tuple[bool, ...] = ()
+        self._banks = any(slot.banked for slot in slots)
+        self._reduced = False
+        self.refresh()
+
+    @property
+    def slots(self) -> list[Slot]:
+        """Every parameter with the holder of its gradient, in the order of the model."""
+        return self._slots
+
+    def add(self, slots: Sequence[Slot]) -> None:
+        """Reduce more parameters; takes effect with the next `refresh`."""
+        self._slots += slots
+        self._banks = any(slot.banked for slot in self._slots)
+
+    def refresh(self) -> None:
+        """Look again at which parameters are trained; freezing and unfreezing between steps is allowed."""
+        if self._size == 1 and not self._banks:
+            return
+        flags = tuple(slot.param.requires_grad for slot in self._slots)
+        if flags == self._flags:
+            return
+        self._flags = flags
+        if self._banks and self._holder_of is not None:  # one that was unfrozen has got its master meanwhile
+            self._slots = [replace(slot, holder=self._holder_of(slot.param)) for slot in self._slots]
+        trained = [slot for slot in self._slots if slot.param.requires_grad]
+        special = self._sparse_ids | self._row_ids
+        self._sparse = [slot for slot in trained if id(slot.param) in special]
+        dense = [slot for slot in trained if id(slot.param) not in special]
+        plans = buckets.plan(
+            [slot.holder.numel() * slot.holder.element_size() for slot in dense],
+            [(slot.holder.dtype, slot.holder.device, slot.travels) for slot in dense],
+            self._reduction.bucket_bytes,
+        )
+        self._buckets = [_Bucket([dense[i] for i in plan.packed], [dense[i] for i in plan.alone]) for plan in plans]
+        self._arrivals.watch([[slot.param for slot in bucket.members] for bucket in self._buckets])
+        homes = {id(slot): place for place, bucket in enumerate(self._buckets) for slot in bucket.members}
+        for slot in trained:
+            if self._size > 1 or slot.banked:
+                home = homes.get(id(slot)) if self._size > 1 else None
+                self._arrivals.hook(slot.name, slot.param, home, slot.bank if slot.banked else None)
+
+    eager = False
+    """Gradients are reduced once per optimizer step, not in every backward."""
+
+    @torch.no_grad()
+    def rescale(self, factor: float) -> None:
+        """Multiply every gradient that is held."""
+        scale_([slot.holder.grad for slot in self._slots if slot.holder.grad is not None], factor)
+
+    def enter_backward(self) -> None:
+        """A backward begins; whole parameters need no preparation."""
+
+    def leave_backward(self) -> None:
+        """A backward is over."""
+
+    @torch.no_grad()
+    def reopen(self) -> None:
+        """More gradients are about to be added to what may have been reduced already.
+
+        The mean of equal gradients is the gradient, so reducing a mean again does no harm; a sum must be undone.
+        """
+        if self._reduced and not self._reduction.average:
+            for slot in self._slots:
+                if slot.param.requires_grad and slot.holder.grad is not None:
+                    slot.holder.grad.div_(self._size)
+        self._reduced = False
+
+    def arm(self) -> None:
+        """The backward that starts now is the last one before the optimizer: reduce while it runs."""
+        if self._size > 1:
+            self._arrivals.arm()
+
+    def begin(self) -> None:
+        """Called from inside the outermost backward, before any gradient arrives."""
+        self._arrivals.begin()
+
+    def finish(self) -> None:
+        """Launch what has not been launched and wait for all of it; gradients are then equal on all ranks."""
+        if self._size == 1 or (self._reduced and not self._arrivals.dirty and not self._arrivals.armed):
+            return
+        self._arrivals.settle()
+        for bucket in self._buckets:
+            self._land(bucket)
+        self._reduce_sparse()
+        self._reduced = True
+
+    def forget(self) -> None:
+        """The gradients were used or dropped; whatever arrives next is new."""
+        self._arrivals.forget()
+        self._reduced = False
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._arrivals.close()
+        self._buckets.clear()
+
+    @torch.no_grad()
+    def _launch(self, place: int) -> None:
+        """Pack and start one bucket; runs inside backward or after it."""
+        bucket = self._buckets[place]
+        before, _ = self._reduction.factors(self._size)
+        had = [holder.grad is not None for holder in bucket.holders]
+        bucket.complete = all(had)
+        # A copy of ones that are there already does not wait for the device, as new numbers from the host would.
+        present = bucket.everyone.clone() if bucket.complete else bucket.everyone.new_tensor(had)
+        grads = [_dense(holder) for holder in bucket.holders]
+        flat = _flatten_dense_tensors([*grads[: bucket.packed], present])
+        bucket.sent = [flat.to(bucket.travels), *(g.to(bucket.travels).contiguous() for g in grads[bucket.packed :])]
+        if before != 1.0:
+            for tensor in bucket.sent:
+                tensor.mul_(before)
+        with comm.labelled(bucket.label):
+            bucket.works = [comm.all_reduce(tensor, group=self._group, async_op=True) for tensor in bucket.sent]
+        if not bucket.narrowed:
+            bucket.hand_back()  # the rest of backward uses the memory of what was packed
+
+    @torch.no_grad()
+    def _land(self, bucket: _Bucket) -> None:
+        """Wait for one bucket and hand its gradients back."""
+        _, after = self._reduction.factors(self._size)
+        for work in bucket.works:
+            work.wait()
+        if after != 1.0:
+            for tensor in bucket.sent:
+                tensor.mul_(after)
+        if bucket.narrowed:
+            bucket.hand_back()
+        if not bucket.complete:
+            for holder, number in zip(bucket.holders, bucket.present.tolist(), strict=True):
+                if number == 0:
+                    holder.grad = None
+        bucket.works, bucket.sent, bucket.present = [], [], bucket.everyone
+
+    def _reduce_sparse(self) -> None:
+        before, after = self._reduction.factors(self._size)
+        for slot in self._sparse:
+            reduce = reduce_rows if id(slot.param) in self._row_ids else reduce_sparse
+            with comm.labelled(f"gradient of {slot.name}"):
+                slot.holder.grad = reduce(slot.holder, self._group, self._size, before * after)
+
+
+def _dense(holder: nn.Parameter) -> Tensor:
+    """The holder's gradient; zeros where it has none, dense where a module made it sparse unexpectedly."""
+    grad = holder.grad
+    if grad is None:
+        return torch.zeros_like(holder)
+    return grad if grad.layout == torch.strided else grad.to_dense()

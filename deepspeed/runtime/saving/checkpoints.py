@@ -1,0 +1,239 @@
+"""`Checkpoints`: the parts of an engine to files and back, together with all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import os
+import socket
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deepspeed.checkpoint import zero_to_fp32, zero_to_torch
+from deepspeed.checkpoint.agreement import Meeting, default_exchange, together
+from deepspeed.checkpoint.commit import LATEST
+from deepspeed.checkpoint.deepspeed import writer as deepspeed_files
+from deepspeed.checkpoint.files import Allocate, Files
+from deepspeed.checkpoint.loom import Loom
+from deepspeed.checkpoint.manager import CheckpointManager, Content, Place, Request, SavePolicy
+from deepspeed.checkpoint.native import safetensors
+from deepspeed.checkpoint.native import writer as safetensors_files
+from deepspeed.checkpoint.open import open_checkpoint
+from deepspeed.checkpoint.source import Source
+from deepspeed.checkpoint.state import TrainingState
+from deepspeed.checkpoint.stream import BLOCK, Stream, WriterOptions
+from deepspeed.config.checkpoint import CheckpointConfig
+from deepspeed.errors import UsageError
+from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.saving.restoring import Restoring, Wish
+from deepspeed.runtime.saving.rng_state import restore as restore_rng
+from deepspeed.runtime.saving.training_state import Run, buffer_sum, collect, kinds_of, listing, settle_edits
+from deepspeed.utils.logging import log_dist, logger
+
+__all__ = ["Checkpoints", "leftovers", "policy_of"]
+
+T = TypeVar("T")
+_UNIVERSAL = "latest_universal"
+_SCRIPTS = (zero_to_fp32, zero_to_torch)
+
+
+def policy_of(section: CheckpointConfig) -> SavePolicy:
+    """The `checkpoint` section as what the manager knows."""
+    writer, options = section.writer, WriterOptions()
+    if writer is not None:
+        buffered = writer.io_buffer_size * writer.io_multiplier * (2 if writer.io_buffer_double else 1)
+        options = WriterOptions(
+            direct=writer.type == "FAST",
+            discard=writer.type == "MOCK",
+            depth=max(buffered // BLOCK, 1),
+            statistics=writer.show_statistics,
+        )
+    return SavePolicy(
+        tag_validation=section.tag_validation,
+        keep_last=section.keep_last,
+        background=writer is not None and writer.decoupled,
+        zipped=section.checkpoint_serialization,
+        writer=options,
+    )
+
+
+class Checkpoints:
+    """Saves and loads the parts of one engine."""
+
+    def __init__(self, parts: Parts) -> None:
+        section = parts.config.schema.checkpoint
+        self._parts = parts
+        self._section = section
+        exchange = default_exchange(section.rank_wait, answering=True)
+        alone = section.use_node_local_storage
+        place = Place(socket.gethostname(), parts.local_rank == 0) if alone else Place(leader=exchange.rank == 0)
+        self.manager = CheckpointManager(exchange, policy_of(section), place)
+        parts.resources.callback(exchange.close)
+        parts.resources.callback(self.manager.close)
+
+    # ---- saving
+
+    def save(self, save_dir: str | os.PathLike[str], tag: str, run: Run, *, latest: bool, exclude_frozen: bool) -> Path:
+        """Write a checkpoint; returns its directory."""
+        if not os.fspath(save_dir):
+            raise UsageError("save_checkpoint: save_dir is empty; give the directory that is to hold the checkpoints")
+        what = f"saving checkpoint {tag!r} to {save_dir}"
+        background = self.manager.policy.background
+        self.manager.wait()  # a save in the background has its own meeting, and perhaps an error
+        with self.manager.exchange.meeting(what) as meeting:
+            _, heard = together(meeting, what, self._look)
+            allocate = self.manager.allocator() if background else None
+            loom = Loom() if not background and self.manager.policy.zipped and Loom.works() else None
+            make = functools.partial(self._files, self._compared(run, heard), exclude_frozen, allocate, loom)
+            state, files = _here(meeting, what, make)
+        zero = state.stage > 0 and self._section.format == "deepspeed"
+        scripts = {Path(str(m.__file__)).name: Path(str(m.__file__)).read_text("utf-8") for m in _SCRIPTS}
+        path = self.manager.save(
+            Request(
+                save_dir,
+                tag,
+                _contents(files, loom),
+                format=self._section.format,
+                facts=_facts(state),
+                latest=LATEST if latest else None,
+                scripts=scripts if zero else {},
+                settled=background,
+            )
+        )
+        log_dist(f"checkpoint {tag!r} {'is being written' if background else 'was written'} to {path}")
+        return path
+
+    def _look(self) -> dict[str, Any]:
+        settle_edits(self._parts)
+        return {
+            "model": self._parts.layout["pp", "tp"].rank,
+            "data": self._parts.layout["dp", "sp"].rank,
+            "kinds": kinds_of(self._parts),
+            "buffers": buffer_sum(self._parts.module),
+        }
+
+    def _compared(self, run: Run, heard: list[dict[str, Any]]) -> Run:
+        """With what the ranks of this model-parallel part know of each other."""
+        model, data = self._parts.layout["pp", "tp"].rank, self._parts.layout["dp", "sp"].rank
+        said = {answer["data"]: answer for answer in heard if answer["model"] == model}
+        kinds = [sorted(set().union(*groups)) for groups in zip(*(a["kinds"] for a in said.values()), strict=True)]
+        return dataclasses.replace(run, kinds=kinds, own_buffers=said[data]["buffers"] != said[0]["buffers"])
+
+    def _files(
+        self, run: Run, exclude_frozen: bool, allocate: Allocate | None, loom: Loom | None
+    ) -> tuple[TrainingState, Files]:
+        state = collect(self._parts, run, exclude_frozen=exclude_frozen)
+        if self._section.format == "safetensors":
+            return state, safetensors_files.files(state, allocate=allocate)
+        return state, deepspeed_files.files(state, allocate=allocate, loom=loom)
+
+    # ---- loading
+
+    def find(self, load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
+        """The directory of the checkpoint to load; None if nothing names one."""
+        universal = self._section.load_universal
+        found = self.manager.locate(load_dir, tag, _UNIVERSAL if universal else LATEST)
+        if found.checkpoint is not None:
+            return found.checkpoint.path
+        if universal:
+            raise UsageError(
+                f"checkpoint.load_universal is true, but {load_dir} has no file {_UNIVERSAL}. Make a universal "
+                "checkpoint with python -m deepspeed.checkpoint.ds_to_universal, or turn the key off: any checkpoint "
+                "loads without it"
+            )
+        logger.warning("%s has no file 'latest', so nothing was loaded; pass the tag to load a certain one", load_dir)
+        return None
+
+    def open(self, path: Path) -> Source:
+        """The checkpoint in a tag's directory."""
+        order = [list(group.names) for group in listing(self._parts)]
+        partial = self._section.use_node_local_storage
+        mp_rank = self._parts.layout["pp", "tp"].rank
+        near = self._parts.layout["dp", "sp"].rank
+        return open_checkpoint(path, mp_rank=mp_rank, order=order or None, partial=partial, near=near)
+
+    def load(self, path: Path, wish: Wish) -> Source:
+        """Bring a checkpoint into the parts, except for what belongs to the run; a failure is one on all ranks."""
+        what = f"loading checkpoint {path}"
+        with self.manager.exchange.meeting(what) as meeting, _without_collections():
+
+            def examine() -> tuple[Source, Restoring]:
+                source = self.open(path)
+                restoring = Restoring(self._parts, source, wish)
+                restoring.examine()
+                return source, restoring
+
+            source, restoring = _here(meeting, what, examine)
+            if self._parts.stepper is not None:
+                self._parts.stepper.zero_grad()
+            together(meeting, what, restoring.read)
+        restoring.publish()
+        return source
+
+    def restore_rank(self, source: Source, loader: Any) -> None:
+        """This rank's random states and, on any number of ranks, its place in the data."""
+        axis = self._parts.layout["dp", "sp"]
+        own = source.rank_state(axis.rank) if source.world == axis.size else {}
+        if own.get("rng"):
+            restore_rng(own["rng"])
+        data = (own or source.rank_state(0)).get("data")
+        if data and loader is not None:
+            loader.load_state_dict(data)
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Reading an index makes thousands of objects that stay: looking for cycles among them would take longer."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _here(meeting: Meeting, what: str, act: Callable[[], T]) -> T:
+    """As `together`, for a result that the other ranks need not hear."""
+    kept: list[T] = []
+    together(meeting, what, lambda: kept.append(act()))
+    return kept[0]
+
+
+def _write_safetensors(content: safetensors.Content, stream: Stream) -> None:
+    for chunk in safetensors.chunks(content):
+        stream.write(chunk)
+
+
+def _contents(files: Files, loom: Loom | None) -> dict[str, Any]:
+    objects = files.objects
+    if loom is not None:
+        objects = {name: Content(value, loom.dump) for name, value in objects.items()}
+    tensors = {name: Content(content, _write_safetensors) for name, content in files.tensors.items()}
+    return {**objects, **tensors, **files.texts}
+
+
+def _facts(state: TrainingState) -> dict[str, Any]:
+    return {"stage": state.stage, "precision": state.precision, "global_steps": state.counters.global_steps}
+
+
+def leftovers(source: Source, *, scheduler_loaded: bool) -> dict[str, Any]:
+    """What DeepSpeed returns besides the client's own state; without tensors, which would keep files open."""
+    small = source.small
+    trained = {name for names, _ in source.groups for name in names}
+    groups = [OrderedDict((name, source.shapes[name]) for name in names) for names, _ in source.groups]
+    frozen = {n: shape for n, shape in source.shapes.items() if n not in trained and n not in source.buffers}
+    return {
+        "buffer_names": list(source.buffers),
+        "param_shapes": groups or None,
+        "frozen_param_shapes": OrderedDict(frozen) if groups else None,
+        "shared_params": dict(source.aliases),
+        **({} if scheduler_loaded else {"lr_scheduler": small.lr_scheduler}),
+        "global_samples": small.counters.global_samples,
+        "ds_config": small.ds_config,
+        "ds_version": small.version,
+    }

@@ -1,0 +1,122 @@
+"""The engine's `save_checkpoint` and `load_checkpoint`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from deepspeed.checkpoint.manager import default_tag
+from deepspeed.checkpoint.source import Source
+from deepspeed.checkpoint.state import Counters
+from deepspeed.errors import UsageError
+from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.saving.checkpoints import Checkpoints, leftovers
+from deepspeed.runtime.saving.restoring import Wish
+from deepspeed.runtime.saving.training_state import Run
+from deepspeed.runtime.step.scale_names import continue_scale
+from deepspeed.utils.logging import logger
+
+__all__ = ["CheckpointMethods"]
+
+
+class CheckpointMethods:
+    """Mixed into the engine; all ranks call these together."""
+
+    _parts: Parts
+    _checkpoints: Checkpoints
+    lr_scheduler: Any
+    training_dataloader: Any
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything that training needs to go on to `save_dir/tag`; every rank calls this.
+
+        `client_state` is the caller's own: numbers, strings, tensors and containers of them. With
+        `checkpoint.writer.decoupled` the call returns once everything is copied, and an error of the writing is
+        raised by the next save, load or `destroy`.
+        """
+        accumulation = self._parts.accumulation
+        if self._parts.backward.has_gradients and accumulation.micro_steps % accumulation.steps:
+            logger.warning(
+                "save_checkpoint was called %d micro steps after the last optimizer step: gradients are not part of a "
+                "checkpoint, so a resumed run does not have those",
+                accumulation.micro_steps % accumulation.steps,
+            )
+        counters = Counters(self.global_steps, self.global_samples, self.skipped_steps, accumulation.micro_steps)
+        run = Run(counters, self.lr_scheduler, self.training_dataloader, dict(client_state or {}))
+        name = default_tag(self.global_steps) if tag is None else str(tag)
+        self._checkpoints.save(save_dir, name, run, latest=save_latest, exclude_frozen=bool(exclude_frozen_parameters))
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint, whoever wrote it, on however many ranks and at whatever stage.
+
+        Returns the path and the state that the caller gave to `save_checkpoint`, together with what DeepSpeed adds to
+        it; (None, None) if no tag is given and `load_dir` names no checkpoint. `load_module_only` leaves counters,
+        schedule and optimizer alone. `custom_load_fn(src=state dict, dst=module)` puts the weights into the model.
+        """
+        path = self._checkpoints.find(load_dir, None if tag is None else str(tag))
+        if path is None:
+            return None, None
+        if not path.is_dir():
+            raise UsageError(f"{path} is no directory")
+        whole = load_optimizer_states and not load_module_only
+        exact = whole and self._parts.config.schema.zero_optimization.load_from_fp32_weights
+        source = self._checkpoints.load(
+            path,
+            Wish(
+                strict=load_module_strict,
+                weights="master" if exact else "param",
+                optimizer=whole,
+                load_fn=custom_load_fn,
+            ),
+        )
+        scheduled = False
+        if not load_module_only:
+            scheduled = load_lr_scheduler_states and self._continue_schedule(source)
+            self._continue_run(source, whole)
+        client = {**leftovers(source, scheduler_loaded=scheduled), **source.small.client_state}
+        return os.path.join(path, source.files[0]), client
+
+    def _continue_schedule(self, source: Source) -> bool:
+        load = getattr(self.lr_scheduler, "load_state_dict", None)
+        state = source.small.lr_scheduler
+        if load is None:
+            return False
+        if state is None:
+            logger.warning("the checkpoint holds no state of a learning-rate schedule; the schedule stays as it is")
+            return False
+        load(state)
+        return True
+
+    def _continue_run(self, source: Source, whole: bool) -> None:
+        """Counters; with the optimizer also loss scale, random states and the place in the data."""
+        counters, accumulation = source.small.counters, self._parts.accumulation
+        self.global_steps = counters.global_steps
+        self.skipped_steps = counters.skipped_steps
+        batch = self._parts.config.batch
+        self.global_samples = counters.global_samples or counters.global_steps * (batch.train if batch else 0)
+        micro = counters.micro_steps or counters.global_steps * accumulation.steps
+        accumulation.micro_steps = micro - micro % accumulation.steps  # gradients are not part of a checkpoint
+        if whole:
+            continue_scale(self._parts.scale, source.small.loss_scale)
+            self._checkpoints.restore_rank(source, self.training_dataloader)

@@ -1,0 +1,289 @@
+"""A checkpoint into the parts of an engine, whatever topology wrote it: every rank reads the intervals that it holds.
+
+[Note: order of a load] First everything is compared, then read into masters, shards and states, then published. Only
+publishing communicates, so that a rank which fails before can tell the others, and none of them waits for it in vain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed.checkpoint.delivery import Delivery
+from deepspeed.checkpoint.source import Source
+from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.ops.optimizer import BatchOptimizer
+from deepspeed.runtime.base_optimizer import reload
+from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.saving.model_state import load_by
+from deepspeed.runtime.saving.training_state import listing, model_names, settle_edits, shape_of
+from deepspeed.utils.logging import logger
+from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
+
+__all__ = ["Restoring", "Wish"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What of a checkpoint is wanted."""
+
+    strict: bool = True
+    """The checkpoint has to hold exactly the model's names."""
+    weights: str = "master"
+    """From which kind the weights are read: "master" or "param"."""
+    optimizer: bool = True
+    load_fn: Callable[..., Any] | None = None
+    """The user's own way to put a state dict into the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What this rank holds of a parameter that the optimizer trains."""
+
+    name: str
+    shape: torch.Size
+    interval: tuple[int, int]
+    master: nn.Parameter | None
+    whole: bool
+
+
+class Restoring:
+    """One load, in three steps: `examine` and `read` on every rank by itself, `publish` on all together."""
+
+    def __init__(self, parts: Parts, source: Source, wish: Wish) -> None:
+        self._parts, self._source, self._wish = parts, source, wish
+        self._groups = listing(parts)
+        self._held = [
+            _Held(name, shape_of(param), group.interval(place), group.masters[place], group.layout is None)
+            for group in self._groups
+            for place, (name, param) in enumerate(zip(group.names, group.params, strict=True))
+        ]
+        owned = {held.name for held in self._held}
+        named = list(parts.module.named_parameters())
+        self._others = [(name, param) for name, param in named if name not in owned]
+        self._state_dict: dict[str, Tensor] | None = None
+        self._delivery = Delivery()
+        self._after: list[tuple[Tensor, Tensor]] = []
+
+    # ---- compare
+
+    def examine(self) -> None:
+        """Refuse a checkpoint of another model, before anything has changed."""
+        for shard in shards_of(self._parts.module.parameters()):
+            if shard.holds and not shard.persistent:
+                raise UsageError(f"{shard.name} is in use, inside GatheredParameters or a forward; load after it")
+        if self._wish.load_fn is not None:
+            return
+        module, source = self._parts.module, self._source
+        names = model_names(module)
+        values = module.state_dict(keep_vars=True)
+        wanted = {name: names.get(id(value), name) for name, value in values.items()}
+        known = {*source.shapes, *source.aliases, *source.small.extra}
+        absent = [name for name, owner in wanted.items() if name not in known and owner not in known]
+        spare = [name for name in known if name not in wanted and source.aliases.get(name, name) not in wanted]
+        wrong = [
+            f"{name} has the shape {tuple(self._shape(name))} there and {tuple(shape)} here"
+            for name, shape in self._shapes(values).items()
+            if self._has(name) and self._shape(name) != shape
+        ]
+        problems = list(wrong)
+        if self._wish.strict:
+            problems += [f"not in the checkpoint: {_some(absent)}"] if absent else []
+            problems += [f"not in the model: {_some(sorted(spare))}"] if spare else []
+        if problems:
+            hint = "" if wrong else ". Pass load_module_strict=False to load what fits"
+            raise CheckpointError(f"the checkpoint does not fit the model; {'; '.join(problems)}{hint}")
+        if absent:
+            logger.warning("not in the checkpoint and left as they are: %s", _some(absent))
+
+    def _shapes(self, values: Mapping[str, Any]) -> dict[str, torch.Size]:
+        parameters = {name: shape_of(param) for name, param in self._parts.module.named_parameters()}
+        others = {n: v.shape for n, v in values.items() if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)}
+        return {**parameters, **others}
+
+    def _shape(self, name: str) -> torch.Size:
+        return self._source.shapes[self._source.aliases.get(name, name)]
+
+    def _has(self, name: str) -> bool:
+        return self._source.aliases.get(name, name) in self._source.shapes
+
+    # ---- read
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Put what lies on this rank into its place, without a word to the others."""
+        settle_edits(self._parts)
+        self._let_go()
+        if self._wish.load_fn is not None:
+            self._state_dict = self._whole_state_dict()
+        else:
+            self._read_weights()
+        optimizer = self._parts.basic_optimizer if self._wish.optimizer else None
+        found = None if optimizer is None else self._read_optimizer(optimizer)
+        self._deliver()
+        if optimizer is not None and found is not None:
+            reload(optimizer, found)
+
+    def _let_go(self) -> None:
+        """Whole copies of shards would be stale after this."""
+        for shard in shards_of(self._parts.module.parameters()):
+            if (shard.whole or shard.pending is not None) and shard.numel and not (shard.persistent or shard.alone):
+                shard.release()
+        sharded = self._parts.sharded
+        if sharded is not None and sharded.coordinator is not None:
+            sharded.coordinator.invalidate()
+
+    def _read_weights(self) -> None:
+        kind = self._wish.weights
+        for held in self._held:
+            if held.master is None or not self._has(held.name):
+                continue
+            self._take(held.name, kind, held.interval, held.master.data)
+        for name, param in self._others:
+            if self._has(name):
+                self._fill(name, param)
+        self._read_rest()
+
+    def _take(self, name: str, kind: str, interval: tuple[int, int], target: Tensor) -> None:
+        """Want values in memory that is there."""
+        if not target.is_contiguous():
+            target, place = torch.empty(target.shape, dtype=target.dtype, device=target.device), target
+            self._after.append((place, target))
+        self._delivery.add(self._source.find(name, kind, *interval), target.view(-1))
+
+    def _deliver(self) -> None:
+        self._delivery.run()
+        for target, values in self._after:
+            target.copy_(values)
+
+    def _fill(self, name: str, param: nn.Parameter) -> None:
+        """A parameter that no optimizer trains."""
+        shard: Shard | None = shard_of(param)
+        if shard is None or shard.alone:
+            self._take(name, "param", (0, shape_of(param).numel()), param.data)
+        else:
+            self._take(name, "param", shard.interval, shard.local)
+
+    def _read_rest(self) -> None:
+        """Buffers, and what modules keep besides tensors."""
+        module, source = self._parts.module, self._source
+        present, parameters = module.state_dict(keep_vars=True), model_names(module)
+        axis = self._parts.layout["dp", "sp"]
+        own = source.rank_state(axis.rank).get("buffers") if source.world == axis.size else None
+        for name, tensor in {**source.buffers, **(own or {})}.items():
+            target = present.get(name)
+            if isinstance(target, Tensor) and id(target) not in parameters:
+                target.data.copy_(tensor)
+        for name, value in source.small.extra.items():
+            if name in present:
+                module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)
+
+    def _whole_state_dict(self) -> dict[str, Tensor]:
+        """The model's state dict as it was saved, whole, for the user's function."""
+        source = self._source
+        found = {}
+        for name, shape in source.shapes.items():
+            if name in source.buffers:
+                found[name] = source.buffers[name].clone()
+            else:
+                values = source.read(name, "param").view(shape)
+                found[name] = values.to(source.dtype(name) or values.dtype, copy=True)
+        found.update({alias: found[owner] for alias, owner in source.aliases.items()})
+        return {**found, **source.small.extra}
+
+    # ---- the optimizer
+
+    def _read_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        held = {id(each.master): each for each in self._held if each.master is not None}
+        states: dict[int, dict[str, Any]] = {}
+        groups: list[dict[str, Any]] = []
+        number = 0
+        for options in optimizer.param_groups:
+            places = []
+            for master in options["params"]:
+                state = self._state(held[id(master)], optimizer) if id(master) in held else {}
+                if state:
+                    states[number] = state
+                places.append(number)
+                number += 1
+            groups.append({**self._settings(options), "params": places})
+        if not self._source.groups:
+            logger.warning("the checkpoint has no optimizer states for this model; the optimizer begins anew")
+        return {"state": states, "param_groups": groups}
+
+    def _kinds(self, name: str) -> tuple[str, ...]:
+        if not self._has(name):
+            return ()
+        return tuple(kind for kind in self._source.kinds(name) if kind not in ("param", "master"))
+
+    def _state(self, held: _Held, optimizer: Optimizer) -> dict[str, Any]:
+        kinds = self._kinds(held.name)
+        if self._has(held.name) and self._shape(held.name) != held.shape:
+            return {}  # the user's own function brought the weights
+        if not kinds and not (self._has(held.name) and self._source.scalars(held.name)):
+            return {}
+        assert held.master is not None, "only what lies here is asked for"
+        needed = optimizer.moments if isinstance(optimizer, BatchOptimizer) else ()
+        missing = [kind for kind in needed if kind not in kinds]
+        if missing:
+            raise CheckpointError(
+                f"the optimizer's state of {held.name} in the checkpoint is {', '.join(kinds) or 'none'}; "
+                f"{type(optimizer).__name__} needs {', '.join(needed)}. It was saved with another optimizer: use that "
+                "one, or pass load_optimizer_states=False"
+            )
+        state: dict[str, Any] = {}
+        for key, value in self._source.scalars(held.name).items():
+            state[key] = value.clone() if isinstance(value, Tensor) else value
+        for kind in kinds:
+            parts = self._source.find(held.name, kind, *held.interval)
+            shape = held.shape if held.whole else torch.Size([held.interval[1] - held.interval[0]])
+            dtype = parts[0].values.dtype if parts else held.master.dtype
+            old = optimizer.state.get(held.master, {}).get(kind)
+            if not isinstance(old, Tensor) or (old.shape, old.dtype) != (shape, dtype) or not old.is_contiguous():
+                old = torch.empty(shape, dtype=dtype, device=held.master.device)
+            self._delivery.add(parts, old.view(-1))  # memory that is there costs less than new
+            state[kind] = old
+        return state
+
+    def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
+        """The hyperparameters of a group: those on which all saved groups agree that its parameters come from."""
+        own = {key: value for key, value in options.items() if key != "params"}
+        names = {name for group in self._groups if group.options is options for name in group.names}
+        owners = {self._source.aliases.get(name, name) for name in names}
+        found = [settings for members, settings in self._source.groups if owners & set(members)]
+        if not found:
+            return own
+        first = found[0]
+        return {**own, **{key: value for key, value in first.items() if all(_same(value, o.get(key)) for o in found)}}
+
+    # ---- publish
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Make it the parameters of every rank; all of them call this."""
+        parts = self._parts
+        if self._state_dict is not None and self._wish.load_fn is not None:
+            load_by(parts.module, self._state_dict, self._wish.load_fn)
+            settle_edits(parts)
+            return
+        if parts.masters is not None:
+            parts.masters.publish()
+        lasting = [s for s in map(shard_of, (param for _, param in self._others)) if s is not None and s.persistent]
+        if lasting and not lasting[0].alone:
+            fetch.gather(lasting)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

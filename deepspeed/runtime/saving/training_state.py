@@ -1,0 +1,261 @@
+"""What this rank gives to a checkpoint: the parts of an engine as one `TrainingState`. Nothing here communicates."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed.checkpoint.state import Counters, GroupState, TrainingState
+from deepspeed.config.explain import without_secrets
+from deepspeed.fragments import FlatLayout
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.saving.rng_state import capture
+from deepspeed.runtime.step.masters import Masters
+from deepspeed.runtime.step.scale_names import attributes_of
+from deepspeed.zero.parameters.shard import Shard, shard_of
+from deepspeed.zero.states.group import ShardGroup
+from deepspeed.zero.states.sharded import ShardedStates
+
+__all__ = ["Listed", "Run", "buffer_sum", "collect", "kinds_of", "listing", "model_names", "settle_edits", "shape_of"]
+
+_PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What of a run does not belong to the engine's parts."""
+
+    counters: Counters = field(default_factory=Counters)
+    lr_scheduler: Any = None
+    loader: Any = None
+    client_state: Mapping[str, Any] = field(default_factory=dict)
+    kinds: Sequence[Sequence[str]] = ()
+    """The optimizer's states that any rank has, per group."""
+    own_buffers: bool = False
+    """This rank's buffers are not those of the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """The parameters of a group of the optimizer, in the order of their layout."""
+
+    names: Sequence[str]
+    params: Sequence[nn.Parameter]
+    masters: Sequence[nn.Parameter | None]
+    """What the optimizer updates of each; None where nothing of it lies here."""
+    options: dict[str, Any]
+    layout: FlatLayout | None = None
+    rank: int = 0
+
+    def interval(self, place: int) -> tuple[int, int]:
+        """The elements of the parameter that lie here."""
+        return (0, shape_of(self.params[place]).numel()) if self.layout is None else self._cut(self.layout, place)
+
+    def _cut(self, layout: FlatLayout, place: int) -> tuple[int, int]:
+        return layout.interval(place, self.rank)
+
+
+def shape_of(param: nn.Parameter) -> torch.Size:
+    """Of the whole parameter."""
+    shard = shard_of(param)
+    return param.shape if shard is None else shard.shape
+
+
+def model_names(module: nn.Module) -> dict[int, str]:
+    """The name of each parameter, by id; of a tied one its first."""
+    return {id(param): name for name, param in module.named_parameters()}
+
+
+def listing(parts: Parts) -> list[Listed]:
+    """Every group that the optimizer trains; empty without an optimizer."""
+    states = parts.masters
+    if isinstance(states, ShardedStates):
+        return [_sharded(group) for group in states.groups]
+    if not isinstance(states, Masters) or parts.basic_optimizer is None:
+        return []
+    names = model_names(parts.module)
+    result = []
+    for options, pairs in zip(parts.basic_optimizer.param_groups, states.listed(), strict=True):
+        outside = [f"parameter outside the module, shape {tuple(param.shape)}" for param, _ in pairs]
+        listed = [names.get(id(param), other) for (param, _), other in zip(pairs, outside, strict=True)]
+        result.append(Listed(listed, [param for param, _ in pairs], [master for _, master in pairs], options))
+    return result
+
+
+def _sharded(group: ShardGroup) -> Listed:
+    held = {id(piece.param): piece.master for piece in group.pieces}
+    masters = [held.get(id(param)) for param in group.params]
+    return Listed(group.names, group.params, masters, group.options, group.layout, group.axis.rank)
+
+
+def settle_edits(parts: Parts) -> None:
+    """Let masters and shards follow what somebody wrote into the parameters."""
+    if parts.masters is not None:
+        parts.masters.adopt_edits()
+    for param in parts.module.parameters():
+        shard = shard_of(param)
+        if shard is not None and _was_edited(shard):
+            shard.store()
+            shard.version = param._version
+
+
+def _was_edited(shard: Shard) -> bool:
+    return shard.persistent and shard.whole and not shard.alone and shard.param._version != shard.version
+
+
+def buffer_sum(module: nn.Module) -> int:
+    """A checksum of all buffers of the state dict: ranks whose buffers are alike have the same."""
+    total = 0
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            data = value.detach().cpu().contiguous().reshape(-1)
+            total = zlib.crc32(name.encode(), total)
+            if data.numel():
+                total = zlib.crc32(data.view(torch.uint8).numpy().data, total)
+    return total
+
+
+def kinds_of(parts: Parts) -> list[list[str]]:
+    """Which states the optimizer has on this rank, per group: ranks that hold nothing learn it from the others."""
+    if parts.basic_optimizer is None:
+        return []
+    return [sorted(_tensors(parts.basic_optimizer, group)) for group in _groups(parts, exclude_frozen=False)]
+
+
+def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> TrainingState:
+    """This rank's part of everything; tensors are those of the engine, not copies."""
+    schema = parts.config.schema
+    stage = int(schema.zero_optimization.stage)
+    axis, model = parts.layout["dp", "sp"], parts.layout["pp", "tp"]
+    groups = [] if parts.basic_optimizer is None else _groups(parts, exclude_frozen)
+    states = []
+    for place, group in enumerate(groups):
+        known = run.kinds[place] if place < len(run.kinds) else ()
+        states.append(_group_state(parts.basic_optimizer, group, known))
+    module, buffers, aliases, extra = _module(parts.module, stage, exclude_frozen)
+    trained = {name for group in groups for name in group.names}
+    shapes = {name: shape_of(param) for name, param in parts.module.named_parameters()}
+    frozen = {name: shape for name, shape in shapes.items() if name in module and name not in trained}
+    scheduler = getattr(run.lr_scheduler, "state_dict", None)
+    return TrainingState(
+        stage=stage,
+        precision=_PRECISIONS.get(parts.precision.param, "fp32"),
+        module=module,
+        groups=states,
+        buffers=buffers,
+        frozen=frozen,
+        aliases=aliases,
+        extra=extra,
+        dp_rank=axis.rank,
+        dp_size=axis.size,
+        mp_rank=model.rank,
+        mp_size=model.size,
+        counters=run.counters,
+        loss_scale=attributes_of(parts.scale),
+        overflow=bool(getattr(parts.optimizer, "overflow", False)),
+        clip=schema.gradient_clipping,
+        sub_group_size=int(schema.zero_optimization.sub_group_size),
+        flat_masters=isinstance(parts.basic_optimizer, FusedAdam),
+        lr_scheduler=None if scheduler is None else scheduler(),
+        data=None if run.loader is None else run.loader.state_dict(),
+        rng=capture(),
+        own_buffers={name: module[name] for name in buffers} if run.own_buffers else None,
+        client_state=run.client_state,
+        ds_config=without_secrets(parts.config.loaded.raw),
+        shares=axis.rank == 0 or (schema.checkpoint.use_node_local_storage and parts.local_rank == 0),
+    )
+
+
+def _groups(parts: Parts, exclude_frozen: bool) -> list[Listed]:
+    """As the files list them: at stage 0 all that the optimizer was given, at the others what it trains."""
+    all_given = parts.config.schema.zero_optimization.stage == 0 and not exclude_frozen
+    optimizer = parts.basic_optimizer
+    result = []
+    for group in listing(parts):
+        if all_given or group.layout is not None or optimizer is None:
+            result.append(group)
+            continue
+        kept = [
+            (name, param, master)
+            for name, param, master in zip(group.names, group.params, group.masters, strict=True)
+            if param.requires_grad or (master is not None and optimizer.state.get(master))
+        ]
+        names, params, masters = [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept]
+        result.append(Listed(names, params, masters, group.options))
+    return result
+
+
+def _states(optimizer: Optimizer, master: nn.Parameter | None) -> Iterator[tuple[str, Any, bool]]:
+    """(name, value, has one element per element of the parameter)."""
+    if master is None:
+        return
+    for key, value in optimizer.state.get(master, {}).items():
+        alike = isinstance(value, Tensor) and value.shape == master.shape and key != "step"
+        yield key, value, alike
+
+
+def _tensors(optimizer: Optimizer, group: Listed) -> dict[str, list[Tensor | None]]:
+    columns: dict[str, list[Tensor | None]] = {}
+    for place, master in enumerate(group.masters):
+        for key, value, alike in _states(optimizer, master):
+            if alike:
+                columns.setdefault(key, [None] * len(group.names))[place] = value
+    return columns
+
+
+def _group_state(optimizer: Optimizer | None, group: Listed, known: Sequence[str]) -> GroupState:
+    assert optimizer is not None, "groups are those of an optimizer"
+    scalars = [
+        {key: value for key, value, alike in _states(optimizer, master) if not alike} for master in group.masters
+    ]
+    masters = [None if master is None else master.detach() for master in group.masters]
+    return GroupState(
+        names=list(group.names),
+        shapes=[shape_of(param) for param in group.params],
+        tensors={"master": masters, **_tensors(optimizer, group)},
+        scalars=scalars,
+        hyperparameters={key: value for key, value in group.options.items() if key not in ("params", "param_names")},
+        layout=group.layout,
+        rank=group.rank,
+        known=tuple(known),
+    )
+
+
+def _module(
+    module: nn.Module, stage: int, exclude_frozen: bool
+) -> tuple[dict[str, Tensor], list[str], dict[str, str], dict[str, Any]]:
+    """The state dict, which of it are buffers, its tied names, and what of it is no tensor."""
+    owners = model_names(module)
+    values: dict[str, Tensor] = {}
+    buffers: list[str] = []
+    aliases: dict[str, str] = {}
+    extra: dict[str, Any] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and id(value) in owners:
+            if exclude_frozen and not value.requires_grad:
+                continue
+            values[name] = _value(value, stage)
+            owner = owners[id(value)]
+            if owner != name:
+                aliases[name] = owner
+                values.setdefault(owner, values[name])
+        elif isinstance(value, Tensor):
+            values[name] = value.detach()
+            buffers.append(name)
+        else:
+            extra[name] = value
+    return values, buffers, aliases, extra
+
+
+def _value(param: nn.Parameter, stage: int) -> Tensor:
+    shard = shard_of(param)
+    if shard is not None and not shard.alone:
+        return shard.local
+    return param.detach().reshape(-1) if stage == 3 else param.detach()

@@ -1,0 +1,1 @@
+"""Parts of the learning-rate schedules: arguments, base class, curves."""

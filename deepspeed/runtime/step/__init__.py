@@ -1,0 +1,1 @@
+"""The optimizer step: masters, norm, update, and the optimizer that users get."""

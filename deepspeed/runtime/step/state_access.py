@@ -1,0 +1,45 @@
+"""Connects an engine's parameters with its states, for `deepspeed.zero.public.access`."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from functools import partial
+
+from torch import nn
+from torch.optim import Optimizer
+
+from deepspeed.runtime.backward import Backward, Reducer
+from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.step.stepper import States
+from deepspeed.zero.states.held import Owner, attach, detach
+
+__all__ = ["open_access"]
+
+
+def open_access(parts: Parts, optimizer: Optimizer, states: States, stack: ExitStack) -> Owner:
+    """Let every parameter of the module find its states until the stack is closed.
+
+    Those that are frozen too: they may be unfrozen. The parameters do not keep the engine alive.
+    """
+    owner = Owner(
+        find=states.held,
+        adopt=states.adopt_edits,
+        optimizer=optimizer,
+        unit=partial(_unit, parts.backward, parts.reducer),
+        sharded=parts.config.schema.zero_optimization.stage == 3,
+    )
+    attach(parts.module.parameters(), owner)
+    stack.callback(_close, parts.module, owner)
+    return owner
+
+
+def _close(module: nn.Module, owner: Owner) -> None:
+    detach(module.parameters(), owner)
+
+
+def _unit(backward: Backward, reducer: Reducer) -> float | None:
+    """See `Owner.unit`."""
+    if not backward.has_gradients:
+        return None
+    reducer.finish()
+    return backward.unit

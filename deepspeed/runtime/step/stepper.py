@@ -1,0 +1,160 @@
+"""The optimizer step as one readable list: reduce, measure, judge, clip, update, publish."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adam.rule import Conditions
+from deepspeed.ops.multi_tensor import scale_
+from deepspeed.precision.scale import LossScale
+from deepspeed.runtime.backward import Backward, Reducer
+from deepspeed.runtime.step.norm import clip_coefficient
+from deepspeed.runtime.told import Told
+from deepspeed.zero.states.held import Held
+
+__all__ = ["Outcome", "States", "Stepper"]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an optimizer step."""
+
+    applied: bool
+    grad_norm: Tensor | float | None
+    """Before clipping, without the loss scale."""
+    scale_before: float
+    scale_after: float
+
+
+class States(Protocol):
+    """What the optimizer updates: whole masters or shards."""
+
+    def refresh(self) -> list[nn.Parameter]:
+        """Begin to train parameters that were unfrozen; returns them."""
+
+    def add(self, options: dict[str, Any]) -> None:
+        """Take over a group that was added to the optimizer."""
+
+    def held(self, param: nn.Parameter) -> Held | None:
+        """What this rank holds of a parameter; None if the optimizer does not train it."""
+
+    def adopt_edits(self) -> None:
+        """Take over parameters that somebody wrote since the last step."""
+
+    def take_gradients(self) -> None:
+        """Hand the reduced gradients to what the optimizer updates."""
+
+    def measure(self) -> Tensor:
+        """The norm of all gradients of the whole model."""
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The gradients that the optimizer is about to use, each with the model's parameter."""
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Let the optimizer take its step."""
+
+    def publish(self) -> None:
+        """Bring what was updated back into the parameters."""
+
+    def zero_grad(self) -> None:
+        """Drop every gradient."""
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """Takes one optimizer step with what the backward passes left."""
+
+    optimizer: Optimizer
+    masters: States
+    reducer: Reducer
+    backward: Backward
+    scale: LossScale
+    check_overflow: bool
+    clipping: float
+    report_norm: bool = True
+
+    def step(self) -> Outcome:
+        """Reduce what is not reduced yet, then update, or skip where a gradient is inf or NaN."""
+        self.reducer.finish()
+        self.masters.take_gradients()
+        gradients = list(self.masters.gradients())
+        norm = self.masters.measure()
+        if self.backward.unit != 1.0:
+            norm = norm * self.backward.unit
+        before = self.scale.value
+        if norm.device.type != "cpu" and isinstance(self.optimizer, FusedAdam) and self.optimizer.takes_conditions():
+            known, overflow = self._step_ahead(self.optimizer, norm)
+            return self._finished(norm, known, overflow, before)
+        known = self._known(norm)
+        overflow = self.check_overflow and known is not None and not math.isfinite(known)
+        if not overflow:
+            self._prepare([grad for _, grad in gradients], norm, known)
+            self.masters.update(self.optimizer)
+            self.masters.publish()
+        return self._finished(norm, known, overflow, before)
+
+    def _finished(self, norm: Tensor, known: float | None, overflow: bool, before: float) -> Outcome:
+        self.zero_grad()
+        self.scale.update(overflow)
+        measured = norm if known is None else known
+        return Outcome(not overflow, measured if self.report_norm else None, before, self.scale.value)
+
+    @torch.no_grad()
+    def _step_ahead(self, optimizer: FusedAdam, norm: Tensor) -> tuple[float | None, bool]:
+        """Queue the whole step before the norm is known: the device unscales, clips, and skips where it must.
+
+        The host learns the norm while the device updates, so that the device never waits for the host.
+        """
+        factor = torch.full_like(norm, self.backward.unit)
+        if self.clipping > 0:
+            factor = clip_coefficient(norm, self.clipping) * factor
+        skip = (~torch.isfinite(norm)).float() if self.check_overflow else torch.zeros_like(norm)
+        told = Told(norm) if self.check_overflow else None
+        optimizer.conditions = Conditions(factor.reciprocal(), skip)
+        try:
+            self.masters.update(optimizer)
+        finally:
+            optimizer.conditions = None
+        self.masters.publish()
+        if told is None:
+            return None, False
+        known = told.value()
+        overflow = not math.isfinite(known)
+        if overflow:
+            optimizer.take_back()
+        return known, overflow
+
+    def zero_grad(self) -> None:
+        """Drop every gradient."""
+        self.masters.zero_grad()
+        self.backward.forget()
+
+    def _known(self, norm: Tensor) -> float | None:
+        """The norm as a number, where waiting for it costs nothing or is needed anyway."""
+        if self.check_overflow or norm.device.type == "cpu":
+            return float(norm)
+        return None
+
+    def _prepare(self, gradients: list[Tensor], norm: Tensor, known: float | None) -> None:
+        """Bring gradients to their true size and clip them, in one multiplication."""
+        unit = self.backward.unit
+        if self.clipping <= 0:
+            if unit != 1.0:
+                scale_(gradients, unit)
+            return
+        coefficient = clip_coefficient(norm, self.clipping)
+        if known is None:
+            scale_(gradients, coefficient if unit == 1.0 else coefficient * unit)
+            return
+        factor = float(coefficient) * unit
+        if factor != 1.0:
+            with torch.no_grad():
+                scale_(gradients, factor)

@@ -1,0 +1,101 @@
+"""`ZeroOptimizer`: what the engine returns as the optimizer at ZeRO's stages, on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed.errors import UsageError
+from deepspeed.runtime.base_optimizer import MixedPrecisionOptimizer
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from deepspeed.parallel import AxisGroup
+    from deepspeed.precision.scale import LossScale
+    from deepspeed.runtime.step.stepper import Stepper
+    from deepspeed.zero.public.rehook import ParameterOffload
+
+__all__ = ["ZeroOptimizer"]
+
+
+class ZeroOptimizer(MixedPrecisionOptimizer):
+    """An optimizer whose states are spread over ranks.
+
+    Its groups list this rank's parts of the master weights. Attributes of DeepSpeed's own optimizers that scripts read
+    (`single_partition_of_fp32_groups` and others) are computed when asked for: `deepspeed.zero.public.views`.
+    """
+
+    parameter_offload: ParameterOffload
+    """At stage 3 only: the hooks that gather parameters, for clients that take them off and put them on again."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        stepper: Stepper,
+        scale: LossScale,
+        *,
+        backward: Callable[..., Any],
+        clip_grad: float,
+        axis: AxisGroup,
+        extend: Callable[[list[nn.Parameter]], None],
+    ) -> None:
+        """`extend` prepares parameters that are new to the engine, on all ranks of `axis`."""
+        super().__init__(optimizer, stepper, scale, backward=backward, clip_grad=clip_grad)
+        self._axis = axis
+        self._extend = extend
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            from deepspeed.zero.public import views
+
+            view = views.find(name)
+            if view is not None:
+                return view(self._stepper.masters, self.optimizer)
+        return super().__getattr__(name)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters; every rank starts with the values of the first. All ranks call this together."""
+        params = _listed(param_group["params"])
+        for param in params:
+            held = self._stepper.masters.held(param)
+            if held is not None:
+                raise UsageError(f"add_param_group: {held.name} is trained already; a parameter has one group")
+        self._extend(params)
+        self.optimizer.add_param_group({**param_group, "params": params})
+        self._stepper.masters.add(self.optimizer.param_groups[-1])
+        self._stepper.reducer.refresh()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizer inside, of the loss scale and the master weights: this rank's parts of them."""
+        return {
+            **super().state_dict(),
+            "masters": [[m.detach().to("cpu", copy=True) for m in group["params"]] for group in self.param_groups],
+            "rank": self._axis.rank,
+            "ranks": self._axis.size,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave on the same rank of as many; the model's parameters follow."""
+        found = state_dict.get("rank"), state_dict.get("ranks")
+        if found != (self._axis.rank, self._axis.size):
+            raise UsageError(
+                f"this optimizer state is that of rank {found[0]} of {found[1]}, but here is rank {self._axis.rank} of "
+                f"{self._axis.size}. Use engine.save_checkpoint and load_checkpoint, which fit any number of ranks."
+            )
+        self._stepper.masters.adopt_edits()
+        super().load_state_dict(state_dict)
+        for group, masters in zip(self.param_groups, state_dict["masters"], strict=True):
+            for master, values in zip(group["params"], masters, strict=True):
+                master.copy_(values)
+        self._stepper.masters.publish()
+
+
+def _listed(given: Any) -> list[nn.Parameter]:
+    if isinstance(given, set):
+        raise UsageError("add_param_group: params must have an order that all ranks share; found a set")
+    return [given] if isinstance(given, nn.Parameter) else list(given)

@@ -1,0 +1,1 @@
+"""How modules are born sharded: `zero.Init`."""

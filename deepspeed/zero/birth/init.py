@@ -1,0 +1,199 @@
+"""`zero.Init`: models are sharded while they are constructed, so that they may be larger than one rank's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ContextDecorator, ExitStack, contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.features import require
+from deepspeed.config.load import load
+from deepspeed.config.schema import Schema
+from deepspeed.errors import FeatureUnavailable, UsageError
+from deepspeed.precision.policy import Precision
+from deepspeed.utils.logging import warn_once
+from deepspeed.zero.birth.construct import Births
+from deepspeed.zero.birth.ranks import construction_axis
+from deepspeed.zero.birth.site import DeepSpeedTensorOverride, Placement, rank_device
+from deepspeed.zero.birth.touch import Touch
+from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.parameter import shard_parameter
+from deepspeed.zero.parameters.shard import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["DeepSpeedTensorOverride", "Init"]
+
+_OVERRIDES = (DeepSpeedTensorOverride.dtype, DeepSpeedTensorOverride.device)
+
+
+class Init(ContextDecorator):
+    """A context, or a decorator of a function, in which the parameters of new modules become shards at once.
+
+    Every rank constructs the same model; the values of rank 0 count. `module=` shards a model that exists. The dtype
+    is that of the config's `bf16` or `fp16`, else `dtype`, else fp32; the ranks are those of
+    `sequence_data_parallel_group`, `data_parallel_group` or `mpu`, else all. With `remote_device="cpu"` the model stays
+    on the hosts until `deepspeed.initialize`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: ProcessGroup | None = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: ProcessGroup | None = None,
+        param_swapper: Any = None,
+        tensor_overrides: Iterable[DeepSpeedTensorOverride] = _OVERRIDES,
+    ) -> None:
+        # `mem_efficient_linear`, like its key in the config, asks for linear layers whose graph does not keep the whole
+        # weight alive until backward. By [Note: one storage] no layer does, so there is nothing to choose.
+        self.enabled = enabled
+        self._open: list[ExitStack] = []
+        if not enabled:
+            return
+        _refuse(
+            zero_param_parallel_group=zero_param_parallel_group is not None,
+            zero_quantized_weights=zero_quantized_weights,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
+            param_swapper=param_swapper is not None,
+        )
+        schema = _schema(config_dict_or_path, config)
+        on_hosts = _is_on_hosts(remote_device)
+        comm.init_distributed()
+        device = rank_device()[1]
+        self._pin = pin_memory and on_hosts and device.type != "cpu"
+        self._placement = _placement(schema, dtype, torch.device("cpu") if on_hosts else device, set(tensor_overrides))
+        group = sequence_data_parallel_group if sequence_data_parallel_group is not None else data_parallel_group
+        self._axis = construction_axis(group, mpu, on_hosts=on_hosts)
+        self._touch = Touch()
+        self._gathers_in_apply = schema is None or schema.zero_optimization.override_module_apply
+        self._strict = schema is not None and schema.zero_optimization.enable_sanity_checks
+        if module is not None:
+            self._shard(module)
+
+    def __enter__(self) -> Init:
+        if self.enabled:
+            with ExitStack() as stack:
+                stack.enter_context(self._placement.factories())
+                stack.enter_context(self._touch)
+                stack.enter_context(self._touch.in_parameters())
+                if self._gathers_in_apply:
+                    stack.enter_context(self._touch.in_apply())
+                stack.enter_context(Births(self._construct).watch())
+                self._open.append(stack.pop_all())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.enabled:
+            self._open.pop().__exit__(kind, error, trace)
+
+    @property
+    def num_partitions(self) -> int:
+        """Over how many ranks parameters are spread."""
+        return self._axis.size
+
+    def get_partition_rank(self) -> int:
+        """This rank's place among them."""
+        return self._axis.rank
+
+    def get_dp_process_group(self) -> ProcessGroup:
+        """The process group of these ranks."""
+        return self._axis.group
+
+    def get_partition_dp_group(self, param: nn.Parameter) -> ProcessGroup:
+        """The process group of the ranks that hold a parameter."""
+        group: ProcessGroup = getattr(param, "ds_process_group", self._axis.group)
+        return group
+
+    @contextmanager
+    def _construct(self, module: nn.Module) -> Iterator[None]:
+        """Around the constructor of a module."""
+        with self._touch.frame():
+            yield
+            self._shard(module)  # before what was touched is let go: new parameters may share its memory
+
+    def _shard(self, module: nn.Module) -> None:
+        """Shard every parameter below that is not sharded yet, with the values of the first rank."""
+        for name, param in self._placement.put(module):
+            shard = shard_parameter(param, self._axis, f"{type(module).__name__}.{name}")
+            shard.strict = self._strict
+            fetch.spread([shard])
+            shard.edits = 0
+            if shard.numel:
+                shard.release()
+            if self._pin:
+                _pin(shard)
+
+
+def _schema(config_dict_or_path: Any, config: Any) -> Schema | None:
+    """The config, which may be partial; features that are not part of this version are refused."""
+    if config is not None:
+        warn_once("zero.Init: the argument config is the old name of config_dict_or_path; please rename it")
+        if config_dict_or_path is not None:
+            raise UsageError("zero.Init: config and config_dict_or_path are both given; keep config_dict_or_path")
+    source = config if config_dict_or_path is None else config_dict_or_path
+    if source is None:
+        return None
+    schema = source.schema if isinstance(source, DeepSpeedConfig) else load(source, partial=True).schema
+    require(schema)
+    return schema
+
+
+def _placement(
+    schema: Schema | None, dtype: torch.dtype | None, device: torch.device, overrides: set[DeepSpeedTensorOverride]
+) -> Placement:
+    precision = Precision() if schema is None else Precision.from_config(schema)
+    narrow = schema is not None and (schema.bf16.enabled or schema.fp16.enabled)
+    wanted = precision.param if narrow or dtype is None else dtype
+    return Placement(
+        device=device if DeepSpeedTensorOverride.device in overrides else None,
+        dtype=wanted if DeepSpeedTensorOverride.dtype in overrides else None,
+        buffers=precision.buffers,
+    )
+
+
+def _refuse(**asked: bool) -> None:
+    for name, wanted in asked.items():
+        if wanted:
+            raise FeatureUnavailable(f"zero.Init: {name} is not part of this version yet; leave it out", path=name)
+
+
+def _is_on_hosts(remote_device: str | None) -> bool:
+    if remote_device in (None, "none"):
+        return False
+    if remote_device == "cpu":
+        return True
+    if remote_device == "nvme":
+        raise FeatureUnavailable(
+            "zero.Init: remote_device='nvme' needs parameter offload, which is not part of this version yet; use 'cpu' "
+            "or leave it out",
+            path="remote_device",
+        )
+    if remote_device == get_accelerator().device_name():
+        return False
+    raise UsageError(f"zero.Init: remote_device is {remote_device!r}; expected None or 'cpu'")
+
+
+def _pin(shard: Shard) -> None:
+    shard.data = get_accelerator().pin_memory(shard.data)
+    shard.refit(shard.dtype)

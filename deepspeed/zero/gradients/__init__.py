@@ -1,0 +1,1 @@
+"""How gradients leave: arrival, the order that all ranks share, buckets, the way to their owners."""

@@ -1,0 +1,1 @@
+"""How parameters come and go: shards, gathers, the plan of a pass, and how ranks agree on it."""

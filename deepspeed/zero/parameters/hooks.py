@@ -1,0 +1,162 @@
+"""Hooks on unmodified modules: parameters become whole before a module runs and before its backward does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.zero.parameters.coordinator import Coordinator, Use
+from deepspeed.zero.parameters.external import WatchedParameters, external_parameters
+from deepspeed.zero.parameters.hidden import hidden
+from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
+from deepspeed.zero.parameters.structure import tensors_in
+from deepspeed.zero.public.leaf import z3_leaf_module
+
+__all__ = ["ModuleHooks"]
+
+
+class _Call:
+    """One call of a module, of which backward reports the inputs' gradients."""
+
+    __slots__ = ("_done", "left")
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done = done
+        self.left = 0
+
+    def fired(self, _: Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self._done()
+
+
+class ModuleHooks:
+    """Connects the modules of a model to a coordinator; can be taken off and put on again."""
+
+    def __init__(self, root: nn.Module, coordinator: Coordinator) -> None:
+        self._root = root
+        self._coordinator = coordinator
+        self._uses = 0
+        self._watched: list[nn.Module] = []
+        self._known: set[int] = set()
+        self._made = Shard.made
+        self.handles: list[Any] = []
+
+    def install(self) -> None:
+        """Hook every module that owns parameters which are not always whole, and the root."""
+        if not any(not shard.persistent for shard in shards_of(self._root.parameters())):
+            return
+        for name, module, shards in self._units():
+            self._hook(name, module, shards)
+
+    def look_again(self) -> None:
+        """Hook modules that were added to the model since, if any parameter was sharded since."""
+        if self._made == Shard.made:
+            return
+        self._made = Shard.made
+        if self.handles and any(id(module) not in self._known for module in self._root.modules()):
+            for name, module, shards in self._units():
+                if id(module) not in self._known:
+                    self._hook(name, module, shards)
+            self._coordinator.invalidate()
+
+    def forget_plans(self) -> None:
+        """Let the next passes be traced anew."""
+        self._coordinator.invalidate()
+
+    def remove(self) -> None:
+        """Take every hook off; parameters that are whole stay so."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for module in self._watched:
+            module._parameters = dict(module._parameters)
+        self._watched.clear()
+        self._known.clear()
+        self._coordinator.clear()
+
+    def _units(self) -> Iterator[tuple[str, nn.Module, list[Shard]]]:
+        """Modules that are gathered as one: leaves with all below them, others with their own parameters."""
+        below: set[int] = set()
+        for name, module in self._root.named_modules():
+            if id(module) in below:
+                self._known.add(id(module))
+                continue
+            leaf = z3_leaf_module(module)
+            if leaf:
+                below.update(id(child) for child in module.modules() if child is not module)
+            shards = [s for s in shards_of(module.parameters(recurse=leaf)) if s.numel]
+            shards += [s for s in shards_of(external_parameters(module).values()) if s not in shards]
+            if any(not shard.persistent for shard in shards) or module is self._root:
+                yield name or type(module).__name__, module, shards
+            else:
+                self._known.add(id(module))
+
+    def _hook(self, name: str, module: nn.Module, shards: list[Shard]) -> None:
+        use = Use(self._uses, name, module, shards)
+        self._uses += 1
+        self._known.add(id(module))
+        self._coordinator.add(use)
+        pre, post = self._make(use)
+        self.handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(post, always_call=True))
+        for owner in module.modules() if z3_leaf_module(module) else (module,):
+            if owner._parameters and not isinstance(owner._parameters, WatchedParameters):
+                owner._parameters = WatchedParameters(owner._parameters, self._coordinator)
+                self._watched.append(owner)
+
+    def _make(self, use: Use) -> tuple[Callable[..., None], Callable[..., None]]:
+        coordinator = self._coordinator
+
+        def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not use.module:
+                return  # a copy of the module, which got the hook with everything else
+            coordinator.enter(use)
+            if torch.is_grad_enabled() and any(not shard.param.requires_grad for shard in use.shards):
+                self._watch_inputs(use, (args, kwargs))
+
+        def post(module: nn.Module, args: Any, output: Any) -> None:
+            if module is not use.module:
+                return
+            self._keep_returned(use, output)
+            coordinator.leave(use)
+            if torch.is_grad_enabled() and use.shards:
+                for tensor in tensors_in(output):
+                    if tensor.requires_grad and shard_of(tensor) is None:
+                        tensor.register_hook(before)
+                        _hook_base(tensor, before)
+
+        def before(_: Tensor) -> None:
+            coordinator.before_backward(use)
+
+        return hidden(pre), hidden(post)
+
+    def _watch_inputs(self, use: Use, inputs: Any) -> None:
+        call = _Call(lambda: self._coordinator.inputs_done(use))
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad:
+                call.left += 1
+                tensor.register_hook(call.fired)
+
+    def _keep_returned(self, use: Use, output: Any) -> None:
+        """A module that returns a parameter hands it to whoever called it, who uses it then."""
+        returned = [shard for shard in map(shard_of, _parameters_in(output)) if shard is not None]
+        for shard in returned:
+            self._coordinator.hand_over(use, shard)
+
+
+def _hook_base(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Hook what an output is a view of: writing into a view in place cuts the view's own hooks off the graph.
+
+    The output of a linear layer with an input of three dims is one, and an activation in place writes into it.
+    """
+    base = tensor._base
+    if base is not None and base.grad_fn is not None:
+        base.register_hook(hook)
+
+
+def _parameters_in(output: Any) -> Iterable[Tensor]:
+    return [tensor for tensor in tensors_in(output) if isinstance(tensor, nn.Parameter)]

@@ -1,0 +1,193 @@
+"""`ZeroParameter`: what users and clients see of a parameter that is sharded.
+
+[Note: copies] A deep copy of a sharded parameter is a shard of its own, over the same ranks. Copied while it is held
+whole, by `GatheredParameters` for instance, it becomes an ordinary whole parameter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad
+
+from deepspeed.parallel import AxisGroup
+from deepspeed.utils.logging import warn_once
+from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.shard import Shard, ZeroParamType, shards_of
+
+__all__ = ["SpreadParameter", "ZeroParameter", "shard_parameter"]
+
+_CLIPPING = clip_grad.__file__
+_GRAD: Any = torch.Tensor.grad
+
+
+class _Gathering:
+    """Parameters on their way; `wait()` before they are used."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self._shards = shards
+
+    def wait(self) -> None:
+        fetch.finish(self._shards)
+
+
+def _chunk(param: ZeroParameter) -> Tensor:
+    chunk = param._zero.data
+    chunk.ds_numel = param._zero.chunk  # type: ignore[attr-defined]
+    return chunk
+
+
+class ZeroParameter(nn.Parameter):
+    """A parameter of which this rank may hold a shard only; the same object as before, with another class.
+
+    Outside of its use it is empty (`numel() == 0`); `ds_shape` and `ds_numel` tell what it is as a whole.
+    """
+
+    _zero: Shard
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An ordinary parameter: clients make new ones of the class of an old one."""
+        return _ordinary(cls)(*args, **kwargs)
+
+    ds_id = property(lambda self: self._zero.number, doc="A number of its own.")
+    ds_shape = property(lambda self: self._zero.shape, doc="The shape of the whole parameter.")
+    ds_numel = property(lambda self: self._zero.numel, doc="The elements of the whole parameter.")
+    ds_status = property(lambda self: self._zero.status, doc="Whether it can be used now.")
+    ds_persist = property(lambda self: self._zero.persistent, doc="True if it stays whole between uses.")
+    ds_tensor = property(_chunk, doc="This rank's chunk, padded.")
+    ds_active_sub_modules = property(lambda self: self._zero.users, doc="The modules that use it now.")
+    ds_process_group = property(lambda self: self._zero.axis.group, doc="The ranks that hold it.")
+    ds_param_type = property(lambda self: ZeroParamType.PARTITIONED, doc="How it is held.")
+
+    def partition_numel(self) -> int:
+        """Elements of a rank's chunk, padding included."""
+        return self._zero.chunk
+
+    def padding_size(self) -> int:
+        """Elements of padding over all ranks."""
+        return self._zero.chunk * self._zero.axis.size - self._zero.numel
+
+    def all_gather(self, param_list: Iterable[nn.Parameter] | None = None, async_op: bool = False) -> Any:
+        """Make this parameter, or those given, whole; on all ranks together, until `partition` or their next use ends.
+
+        With `async_op` the result's `wait()` must be called before use.
+        """
+        gathering = self.all_gather_coalesced([self] if param_list is None else param_list)
+        return gathering if async_op else gathering.wait()
+
+    def all_gather_coalesced(self, params: Iterable[nn.Parameter]) -> _Gathering:
+        """Begin to make these parameters whole; `wait()` of the result finishes that."""
+        shards = [shard for shard in shards_of(params) if not shard.whole]
+        fetch.start(shards)
+        return _Gathering(shards)
+
+    def partition(self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False) -> None:
+        """Let go of what `all_gather` made whole; with `has_been_updated` every rank keeps its part of the changes."""
+        shards = [shard for shard in shards_of([self] if param_list is None else param_list) if shard.whole]
+        if has_been_updated:
+            for shard in shards:
+                shard.store()
+        fetch.release(shards)
+
+    def convert_to_zero_parameters(self, param_list: Iterable[nn.Parameter]) -> None:
+        """Shard further parameters over the same ranks."""
+        for param in param_list:
+            if not isinstance(param, ZeroParameter):
+                shard_parameter(param, self._zero.axis).release()
+
+    def item(self) -> Any:
+        """The value of a parameter of one element; where it is not whole, on all ranks together."""
+        missing = [] if self._zero.whole else [self._zero]
+        fetch.gather(missing)
+        value = super().item()
+        fetch.release(missing)
+        return value
+
+    def ds_summary(self, *_: object, **__: object) -> dict[str, Any]:
+        """What is known about the parameter, for messages."""
+        shard = self._zero
+        return {
+            "id": shard.number,
+            "name": shard.name,
+            "status": shard.status.name,
+            "numel": self.numel(),
+            "ds_numel": shard.numel,
+            "shape": tuple(self.shape),
+            "ds_shape": tuple(shard.shape),
+            "requires_grad": self.requires_grad,
+            "grad_shape": None if self.grad is None else tuple(self.grad.shape),
+            "persist": shard.persistent,
+            "active_sub_modules": set(shard.users),
+            "ds_tensor.shape": tuple(shard.data.shape),
+        }
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """See [Note: copies]."""
+        if id(self) not in memo:
+            held = self._zero.holds > 0
+            values = self.detach().clone() if held else torch.empty(0, dtype=self.dtype, device=self.device)
+            copy: nn.Parameter = nn.Parameter(values, requires_grad=self.requires_grad)
+            copy.__class__ = _ordinary(type(self)) if held else type(self)
+            if not held:
+                copy._zero = self._zero.copy(copy)  # type: ignore[attr-defined]
+            memo[id(self)] = copy
+        result: nn.Parameter = memo[id(self)]
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        shard = self._zero
+        if not shard.whole and shard.numel:
+            warn_once(
+                f"{shard.name} was pickled while it is sharded, as an empty tensor. Save engine.module_state_dict() or "
+                "engine.save_16bit_model(), or pickle inside deepspeed.zero.GatheredParameters(model.parameters())."
+            )
+        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
+
+
+class SpreadParameter(ZeroParameter):
+    """One that lies on several ranks, whose gradient is not where plain PyTorch looks for it."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """As of any tensor; that torch's clipping finds none on a shard is told."""
+        found: Tensor | None = _GRAD.__get__(self)
+        if found is None and sys._getframe(1).f_code.co_filename == _CLIPPING:
+            warn_once(
+                "torch.nn.utils.clip_grad_norm_ was called with sharded parameters, whose gradients lie in shards: it "
+                "clips nothing. Set gradient_clipping in the config; engine.get_global_grad_norm() tells the norm."
+            )
+        return found
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        _GRAD.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRAD.__delete__(self)
+
+
+def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "") -> Shard:
+    """Cut a whole parameter; it stays the same object, and whole until it is released."""
+    shard = Shard(param, axis, name)
+    param.__class__ = _sharded(type(param), ZeroParameter if shard.alone else SpreadParameter)
+    param._zero = shard  # type: ignore[attr-defined]
+    return shard
+
+
+def _ordinary(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class that a sharded parameter had before."""
+    return next(base for base in kind.__mro__ if issubclass(base, nn.Parameter) and not issubclass(base, ZeroParameter))
+
+
+@cache
+def _sharded(kind: type[nn.Parameter], base: type[ZeroParameter]) -> type[nn.Parameter]:
+    """The class of a sharded parameter that was of this kind."""
+    if issubclass(kind, ZeroParameter):
+        return kind
+    return base if kind is nn.Parameter else type(f"Zero{kind.__name__}", (base, kind), {})

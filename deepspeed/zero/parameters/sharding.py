@@ -1,0 +1,99 @@
+"""Turn a model's parameters into shards, take over those that are, and decide which stay whole all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from deepspeed.errors import UsageError
+from deepspeed.parallel import AxisGroup
+from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.parameter import shard_parameter
+from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
+
+__all__ = ["convert_shards", "keep_whole", "numel_of", "persist", "put_away", "shard_module", "shard_parameter"]
+
+
+def shard_module(module: nn.Module, axis: AxisGroup) -> list[Shard]:
+    """Cut every parameter that is not cut yet; returns all shards in the order of the model.
+
+    Those that are cut already, by `zero.Init` for instance, are used over this axis from now on.
+    """
+    shards = []
+    for name, param in module.named_parameters():
+        shard = shard_of(param)
+        if shard is None:
+            shard = shard_parameter(param, axis, name)
+            if shard.numel and not shard.alone:
+                shard.release()
+        elif shard.axis is not axis:
+            _rehome(name, shard, axis)
+        shard.name = name
+        shards.append(shard)
+    return shards
+
+
+def put_away(module: nn.Module) -> None:
+    """Let go of whole parameters that an earlier engine kept, so that their shards can be converted."""
+    for shard in shards_of(module.parameters()):
+        if shard.holds:
+            raise UsageError(
+                f"{shard.name} is whole at the moment, inside deepspeed.zero.GatheredParameters; leave that before "
+                "deepspeed.initialize"
+            )
+        if shard.whole and shard.numel:
+            if shard.param._version != shard.version or shard.param.data_ptr() != shard.full.data_ptr():
+                shard.store()
+            shard.release()
+        shard.persistent = False
+
+
+def convert_shards(module: nn.Module, stage: int) -> None:
+    """Let shards follow the dtype and the device that the module's empty parameters were given."""
+    shards = shards_of(module.parameters())
+    if shards and stage < 3:
+        raise UsageError(
+            f"{len(shards)} parameters were constructed in shards, by deepspeed.zero.Init, but zero_optimization.stage "
+            f"is {stage}. Set it to 3, or construct the model with zero.Init(enabled=False)."
+        )
+    for shard in shards:
+        if not shard.whole:
+            shard.convert(shard.param.dtype, shard.param.device)
+
+
+def keep_whole(module: nn.Module, axis: AxisGroup) -> None:
+    """On an axis of one rank: parameters know about shards and are whole for good, without a copy."""
+    shards = shard_module(module, axis)
+    fetch.gather([shard for shard in shards if not shard.whole])
+    for shard in shards:
+        shard.persistent = True
+        shard.version = shard.param._version
+
+
+def persist(shards: Iterable[Shard], threshold: int, total: int) -> list[Shard]:
+    """Keep parameters of at most `threshold` elements whole, together at most `total`; returns those that are not."""
+    missing, kept = [], 0
+    for shard in shards:
+        if shard.numel <= threshold and kept + shard.numel <= total:
+            kept += shard.numel
+            shard.persistent = True
+            if not shard.whole:
+                missing.append(shard)
+    return missing
+
+
+def numel_of(param: nn.Parameter) -> int:
+    """The elements of the whole parameter."""
+    shard = shard_of(param)
+    return param.numel() if shard is None else shard.numel
+
+
+def _rehome(name: str, shard: Shard, axis: AxisGroup) -> None:
+    if shard.axis.ranks != axis.ranks:
+        raise UsageError(
+            f"{name} was constructed in shards over the ranks {list(shard.axis.ranks)}, but the engine spreads it over "
+            f"{list(axis.ranks)}. Give deepspeed.zero.Init and deepspeed.initialize the same mpu, or Init the "
+            "data_parallel_group of the engine."
+        )
+    shard.axis = axis

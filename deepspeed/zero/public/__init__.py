@@ -1,0 +1,1 @@
+"""What users and clients reach for: whole values, leaf modules, linear layers in tiles, old names."""

@@ -1,0 +1,127 @@
+"""`GatheredParameters`: whole parameters for a while, with edits by one rank or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import LostEditError, UsageError
+from deepspeed.utils.logging import warn_once
+from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.external import register_external_parameter
+from deepspeed.zero.parameters.shard import Shard, shards_of
+
+__all__ = ["GatheredParameters"]
+
+
+class GatheredParameters:
+    """A context in which some parameters are whole on every rank; all ranks enter it together.
+
+    With `modifier_rank`, what that rank (of the parameters' group) wrote is given to all on exit. Without, edits are
+    dropped, which is told. Ordinary parameters may be among them and are left alone.
+    """
+
+    def __init__(
+        self,
+        params: nn.Parameter | Iterable[nn.Parameter],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.enabled = enabled
+        self.src_rank = modifier_rank
+        given = [params] if isinstance(params, torch.Tensor) else list(params) if enabled else []
+        self.params = [param for param in given if isinstance(param, nn.Parameter)]
+        self.fwd_module = fwd_module
+        self._shards: list[Shard] = []
+        self._versions: list[int] = []
+        self._kept: dict[int, Tensor] = {}
+        """What parameters that stay whole held on entry, by id of the shard."""
+
+    def __enter__(self) -> None:
+        if not self.enabled:
+            return
+        # On one rank an engine keeps parameters whole for good: they are ordinary.
+        self._shards = [s for s in shards_of(self.params) if s.numel and not (s.alone and s.persistent)]
+        missing = [shard for shard in self._shards if not shard.whole]
+        fetch.gather(missing)
+        for shard in self._shards:
+            shard.holds += 1
+            shard.users.add(id(self))
+        self._versions = [shard.param._version for shard in self._shards]
+        if self.src_rank is None:
+            self._kept = {id(s): s.full.clone() for s in self._shards if s.persistent or s.strict}
+        if self.fwd_module is not None:
+            for shard in self._shards:
+                register_external_parameter(self.fwd_module, shard.param)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.enabled:
+            return
+        for shard in self._shards:
+            shard.holds -= 1
+            shard.users.discard(id(self))
+        try:
+            if error is None and self.src_rank is None:
+                self._refuse_edits()
+            elif error is None and self.src_rank is not None:
+                self._spread(self.src_rank)
+        finally:
+            fetch.release(self._shards)
+
+    def _spread(self, modifier: int) -> None:
+        """Give what the modifier wrote to all ranks, and cut it again."""
+        for shard in self._shards:
+            if not 0 <= modifier < shard.axis.size:
+                raise UsageError(
+                    f"GatheredParameters: modifier_rank is {modifier}, but {shard.name} lies on {shard.axis.size} ranks"
+                )
+            if shard.param.device != shard.full.device:
+                raise UsageError(
+                    f"GatheredParameters: {shard.name} was moved to {shard.param.device}; change its values in place, "
+                    f"on {shard.full.device}"
+                )
+        fetch.spread(self._shards, modifier)
+
+    def _refuse_edits(self) -> None:
+        changed = [
+            shard
+            for shard, known in zip(self._shards, self._versions, strict=True)
+            if _is_changed(shard, known, self._kept.get(id(shard)))
+        ]
+        for shard in changed:
+            if shard.persistent:  # it would keep the edit, perhaps on this rank only
+                shard.full.copy_(self._kept[id(shard)])
+                shard.param.data = shard.full
+                shard.version = shard.param._version
+        self._kept.clear()
+        if not changed:
+            return
+        when = "when the context ends" if any(not shard.alone for shard in changed) else "on more than one rank"
+        message = (
+            f"GatheredParameters: {[shard.name for shard in changed[:3]]} were changed without modifier_rank: the "
+            f"change is lost {when}. Pass modifier_rank=0 to keep what rank 0 wrote."
+        )
+        if any(shard.strict for shard in changed):
+            raise LostEditError(message)
+        warn_once(message)
+
+
+def _is_changed(shard: Shard, version: int, kept: Tensor | None) -> bool:
+    """True if the values were written since `version`, and nobody else will keep them.
+
+    `param.data` writes past the version counter. Without a copy of the whole, this rank's chunk shows most of that.
+    """
+    if shard.holds:
+        return False  # whoever holds it judges
+    if shard.param._version not in (version, shard.version) or shard.param.data_ptr() != shard.full.data_ptr():
+        return True
+    if kept is not None:
+        return not torch.equal(kept, shard.full)
+    start = shard.axis.rank * shard.chunk
+    return not shard.alone and not torch.equal(shard.flat[start : start + shard.chunk], shard.data)

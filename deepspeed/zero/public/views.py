@@ -1,0 +1,167 @@
+"""Attributes of DeepSpeed's own ZeRO optimizers, computed when somebody reads them. Nothing inside reads these.
+
+What is flat there lies in pieces here, so that most views are copies: good for looking, without effect when written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed.fragments import Block
+from deepspeed.zero.parameters.shard import shard_of
+from deepspeed.zero.states.group import ShardGroup
+from deepspeed.zero.states.sharded import ShardedStates
+
+__all__ = ["VIEWS", "find", "partitioned_param_data_shape"]
+
+partitioned_param_data_shape = [0]
+"""The shape of a sharded parameter that is not in use."""
+
+
+class _Whole(Protocol):
+    """Masters of a single rank."""
+
+    def listed(self) -> list[list[tuple[nn.Parameter, nn.Parameter]]]: ...
+
+
+States = ShardedStates | _Whole
+
+
+def _params(states: States, optimizer: Optimizer) -> list[list[nn.Parameter]]:
+    """Per group the model's parameters."""
+    if isinstance(states, ShardedStates):
+        return [list(group.params) for group in states.groups]
+    return [[param for param, _ in pairs] for pairs in states.listed()]
+
+
+def _masters(states: States, optimizer: Optimizer) -> list[Tensor]:
+    """Per group this rank's masters as one tensor, padded as in DeepSpeed's files."""
+    if isinstance(states, ShardedStates):
+        return [_flat(group) for group in states.groups]
+    return [_joined([master for _, master in pairs]) for pairs in states.listed()]
+
+
+def _chunks(states: States, optimizer: Optimizer) -> list[list[Tensor]]:
+    """Per group this rank's part of each parameter, in the model's dtype."""
+    if isinstance(states, ShardedStates):
+        return [[_chunk(group, place) for place in range(len(group.params))] for group in states.groups]
+    return [[param.detach().view(-1) for param in params] for params in _params(states, optimizer)]
+
+
+def _flat_chunks(states: States, optimizer: Optimizer) -> list[Tensor]:
+    """Per group this rank's parts as one tensor."""
+    return [_joined(chunks) for chunks in _chunks(states, optimizer)]
+
+
+def _whole_flat(states: States, optimizer: Optimizer) -> list[Tensor]:
+    """Per group all parameters as one tensor."""
+    if isinstance(states, ShardedStates):
+        return [_concatenated(group) for group in states.groups]
+    return [_joined(params) for params in _params(states, optimizer)]
+
+
+def _by_rank(states: States, optimizer: Optimizer) -> list[list[Tensor]]:
+    """Per group the equal slices of all parameters that the ranks own."""
+    flats = _whole_flat(states, optimizer)
+    sizes = _counts(states, optimizer)
+    return [list(flat.view(size, -1)) for flat, size in zip(flats, sizes, strict=True)]
+
+
+def _gradients(states: States, optimizer: Optimizer) -> dict[int, list[Tensor]]:
+    """Per group this rank's gradients that the next step uses, still with the loss scale; empty where there are none.
+
+    They are there between the reduction and the step.
+    """
+    if isinstance(states, ShardedStates):
+        found = [[piece.gradient for piece in group.pieces] for group in states.groups]
+    else:
+        found = [[m.grad if p.grad is None else p.grad for p, m in pairs] for pairs in states.listed()]
+    kept = {number: [g.reshape(-1) for g in grads if g is not None] for number, grads in enumerate(found)}
+    return {number: grads for number, grads in kept.items() if grads}
+
+
+def _counts(states: States, optimizer: Optimizer) -> list[int]:
+    return [g.axis.size for g in states.groups] if isinstance(states, ShardedStates) else [1] * len(states.listed())
+
+
+def _padding(states: States, optimizer: Optimizer) -> list[int]:
+    """Per group the elements of padding on this rank."""
+    if not isinstance(states, ShardedStates):
+        return [0] * len(states.listed())
+    return [g.layout.shard_numel - sum(piece.master.numel() for piece in g.pieces) for g in states.groups]
+
+
+def _owners(states: States, optimizer: Optimizer) -> dict[int, int]:
+    """Our group → the optimizer's."""
+    if not isinstance(states, ShardedStates):
+        return {number: number for number in range(len(states.listed()))}
+    places = {id(options): place for place, options in enumerate(optimizer.param_groups)}
+    return {number: places[id(group.options)] for number, group in enumerate(states.groups)}
+
+
+def _lasting(states: States, optimizer: Optimizer) -> list[nn.Parameter]:
+    """Parameters that stay whole between uses."""
+    shards = [shard_of(param) for params in _params(states, optimizer) for param in params]
+    return [shard.param for shard in shards if shard is not None and shard.persistent]
+
+
+VIEWS: dict[str, Callable[[Any, Optimizer], Any]] = {
+    "averaged_gradients": _gradients,
+    "bit16_groups": _params,
+    "bit16_groups_flat": _whole_flat,
+    "fp16_groups": _params,
+    "fp16_partitioned_groups": _chunks,
+    "fp16_partitioned_groups_flat": _flat_chunks,
+    "fp32_partitioned_groups_flat": _masters,
+    "groups_padding": _padding,
+    "parallel_partitioned_bit16_groups": _by_rank,
+    "partition_count": _counts,
+    "persistent_parameters": _lasting,
+    "single_partition_of_fp32_groups": _masters,
+    "sub_group_to_group_id": _owners,
+}
+
+
+def find(name: str) -> Callable[[Any, Optimizer], Any] | None:
+    """How to compute an attribute from the states and the optimizer; None if it is not in the table."""
+    return VIEWS.get(name)
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
+
+
+def _chunk(group: ShardGroup, place: int) -> Tensor:
+    shard = shard_of(group.params[place])
+    if shard is not None:
+        return shard.data
+    start, stop = group.layout.interval(place, group.axis.rank)
+    return group.params[place].detach().reshape(-1)[start:stop]
+
+
+def _flat(group: ShardGroup) -> Tensor:
+    """The masters of this rank, each where the layout has it."""
+    flat = torch.zeros(group.layout.shard_numel, dtype=group.dtypes.master, device=group.params[0].device)
+    pieces = {id(piece.param): piece for piece in group.pieces}
+    for place, param in enumerate(group.params):
+        piece = pieces.get(id(param))
+        if piece is not None:
+            at = group.layout.position(place, group.axis.rank)
+            flat[at : at + piece.master.numel()] = piece.master.detach()
+    return flat
+
+
+def _concatenated(group: ShardGroup) -> Tensor:
+    """All parameters of a group, where the layout has them; only where they stay whole."""
+    layout = group.layout
+    if not isinstance(layout, Block):
+        raise AttributeError("at stage 3 parameters do not stay whole, so there is no flat tensor of them")
+    flat = torch.zeros(layout.padded, dtype=group.params[0].dtype, device=group.params[0].device)
+    for start, param in zip(layout.starts, group.params, strict=True):
+        flat[start : start + param.numel()] = param.detach().reshape(-1)
+    return flat

@@ -1,0 +1,1 @@
+"""What the optimizer updates: pieces of parameters, their masters, moments and gradients."""

@@ -1,0 +1,154 @@
+"""Stage 3: every parameter is cut by itself, and whole only while it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.fragments import Striped
+from deepspeed.parallel import AxisGroup
+from deepspeed.zero.gradients.bucket import Bucket, Cut, as_flat, runs
+from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.shard import Shard, shard_of
+from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
+from deepspeed.zero.states.piece import Piece
+
+__all__ = ["StripedGroup"]
+
+
+class StripedGroup(ShardGroup):
+    """Parameters that are sharded already, and the pieces of them that this rank updates."""
+
+    layout: Striped
+
+    def __init__(
+        self,
+        members: Sequence[Named],
+        axis: AxisGroup,
+        dtypes: Dtypes,
+        options: dict[str, Any],
+        *,
+        lane: Any,
+        arrived: Callable[[Shard], None] | None,
+    ) -> None:
+        """Gradients travel over the group `lane`; `arrived` is told of every gradient that is taken."""
+        super().__init__(members, axis, dtypes, options)
+        self._lane = lane
+        self._arrived = arrived
+        self.shards = [_need(name, shard_of(param)) for name, param in members]
+        self.layout = Striped(tuple(shard.numel for shard in self.shards), axis.size)
+        self._piece_of: dict[int, Piece] = {}
+        for shard, name in zip(self.shards, self.names, strict=True):
+            if shard.local.numel():
+                piece = Piece(name, shard.param, shard.shape, shard.interval, shard.local)
+                piece.widen(dtypes.master)
+                piece.version = shard.edits
+                self.pieces.append(piece)
+                self._piece_of[id(shard)] = piece
+
+    def adopt_edits(self) -> None:
+        """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
+        for shard in self.shards:
+            if shard.persistent and shard.param._version != shard.version:
+                shard.store()
+                shard.version = shard.param._version
+            piece = self._piece_of.get(id(shard))
+            if piece is not None and shard.edits != piece.version:
+                piece.adopt()
+                piece.version = shard.edits
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the chunks; parameters that stay whole are gathered again."""
+        separate = [piece for piece in self.pieces if piece.separate]
+        if separate:
+            torch._foreach_copy_([piece.source for piece in separate], [piece.master for piece in separate])
+        lasting = [shard for shard in self.shards if shard.persistent]
+        if lasting:
+            fetch.gather(lasting)
+
+    @torch.no_grad()
+    def publish_one(self, place: int) -> None:
+        """As `publish`, for the parameter at that place; one that is whole now is gathered again."""
+        shard = self.shards[place]
+        piece = self._piece_of.get(id(shard))
+        if piece is not None and piece.separate:
+            piece.source.copy_(piece.master)
+        if shard.whole:
+            fetch.gather([shard])
+
+    def whole_gradients(self) -> Iterator[Tensor]:
+        """Gradients that were not reduced yet."""
+        yield from super().whole_gradients()
+        for shard in self.shards:
+            if shard.gradient is not None:
+                yield shard.gradient
+
+    def on_arrival(self, param: nn.Parameter) -> Callable[[], None] | None:
+        """Take the gradient from a parameter that will not stay whole."""
+        shard = _need("", shard_of(param))
+        if shard.persistent and self._arrived is None:
+            return None
+        return partial(_stash, shard, self._arrived)
+
+    def forget(self) -> None:
+        """Drop gradients that were not reduced."""
+        for shard in self.shards:
+            shard.gradient = None
+
+    def buckets(self, limit: int) -> list[Bucket]:
+        """Runs of neighbours; each is laid out so that a rank's chunks lie side by side."""
+        return [self._bucket([self.shards[i] for i in run], run) for run in runs(self.layout.numels, limit)]
+
+    def _bucket(self, shards: list[Shard], run: range) -> Bucket:
+        cuts, at = [], 0
+        for shard in shards:
+            piece = self._piece_of.get(id(shard))
+            if piece is not None:
+                cuts.append(Cut(piece, at, at + piece.source.numel()))
+            at += shard.chunk
+        return Bucket(
+            names=[self.names[i] for i in run],
+            params=[self.params[i] for i in run],
+            take=[partial(_take, shard) for shard in shards],
+            pack=partial(self._pack, shards),
+            splits=[at] * self.axis.size,
+            cuts=cuts,
+            group=self._lane,
+            accumulate=self.dtypes.accumulate,
+        )
+
+    def _pack(self, shards: list[Shard], grads: Sequence[Tensor | None]) -> Tensor:
+        flats = [
+            as_flat(grad, shard.numel, self.dtypes.reduce, shard.data.device)
+            for shard, grad in zip(shards, grads, strict=True)
+        ]
+        if len(flats) == 1 and flats[0].numel() == shards[0].chunk * self.axis.size:
+            return flats[0]
+        return torch._chunk_cat(flats, 0, self.axis.size).view(-1)
+
+
+def _need(name: str, shard: Shard | None) -> Shard:
+    if shard is None:
+        raise TypeError(f"parameter {name!r} is not sharded")
+    return shard
+
+
+def _stash(shard: Shard, arrived: Callable[[Shard], None] | None) -> None:
+    if not shard.persistent:
+        shard.gradient = _take(shard)
+    if arrived is not None:
+        arrived(shard)
+
+
+def _take(shard: Shard) -> Tensor | None:
+    """The whole gradient of a parameter, wherever it waits; it is forgotten there."""
+    waiting, shard.gradient = shard.gradient, None
+    grad, shard.param.grad = shard.param.grad, None
+    if waiting is not None and grad is not None:
+        return waiting.add_(grad)
+    return waiting if grad is None else grad
