@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from torch.distributed import Backend, GroupMember, ProcessGroup, Work, get_backend, get_process_group_ranks, group
 
-from deepspeed.comm.coalesced import all_gather_coalesced, all_reduce_coalesced, reduce_scatter_coalesced
+from deepspeed.comm.coalesced import (
+    all_gather_coalesced,
+    all_reduce_coalesced,
+    broadcast_coalesced,
+    reduce_scatter_coalesced,
+)
 from deepspeed.comm.collectives import (
     all_gather,
     all_gather_into_tensor,
@@ -99,6 +104,7 @@ __all__ = [
     "barrier",
     "batch_isend_irecv",
     "broadcast",
+    "broadcast_coalesced",
     "broadcast_object_list",
     "comms_logger",
     "configure",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +17,11 @@ from deepspeed.comm.pending import AllOf, CollectiveWork, Pending, Waitable
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.errors import CommError
 
-__all__ = ["all_gather_coalesced", "all_reduce_coalesced", "reduce_scatter_coalesced"]
+__all__ = ["all_gather_coalesced", "all_reduce_coalesced", "broadcast_coalesced", "reduce_scatter_coalesced"]
 
 T = TypeVar("T")
 
+_broadcast_single = OPERATIONS["broadcast"].call
 _gather_single = OPERATIONS["all_gather_into_tensor"].call
 _scatter_single = OPERATIONS["reduce_scatter_tensor"].call
 _run = DEFAULT.run
@@ -103,6 +104,75 @@ def all_reduce_coalesced(
     return _run(  # type: ignore[no-any-return]
         _ALL_REDUCE, (tensors, op, group, async_op), tensors, group, async_op, (prof, log_name, debug)
     )
+
+
+# --- broadcast ----------------------------------------------------------------------------------------------------
+
+_PACK_BYTES = 64 << 20
+
+
+def _packs(tensors: Sequence[Tensor], limit: int) -> Iterator[list[Tensor]]:
+    """Tensors that travel together: of one dtype and device, in order, at most `limit` bytes unless it is one.
+
+    Decided by dtypes, devices and shapes alone, so that all ranks have the same packs; how tensors lie in memory may
+    differ.
+    """
+    for positions in _by_dtype(tensors):
+        pack: list[Tensor] = []
+        size = 0
+        for tensor in (tensors[i].detach() for i in positions):
+            if not tensor.numel():
+                continue
+            if pack and size + tensor.nbytes > limit:
+                yield pack
+                pack, size = [], 0
+            pack.append(tensor)
+            size += tensor.nbytes
+        if pack:
+            yield pack
+
+
+@torch.no_grad()
+def _broadcast(tensors: list[Tensor], src: int, group: ProcessGroup | None, limit_bytes: int) -> None:
+    if td.get_rank(group) < 0:
+        return  # not a member: what it has stays
+    sends = td.get_rank() == src
+    for pack in _packs(tensors, limit_bytes):
+        if len(pack) == 1 and pack[0].is_contiguous():
+            _broadcast_single(_bytes(pack[0].view(-1)), src, group)
+            continue
+        flat = _flat(pack) if sends else pack[0].new_empty(sum(tensor.numel() for tensor in pack))
+        _broadcast_single(_bytes(flat), src, group)
+        if not sends:
+            parts = flat.split_with_sizes([tensor.numel() for tensor in pack])
+            shaped = [part.view(tensor.shape) for tensor, part in zip(pack, parts, strict=True)]
+            torch._foreach_copy_([_once(t, t) for t in pack], [_once(t, s) for t, s in zip(pack, shaped, strict=True)])
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    """Backends know few dtypes, but all of them know this one."""
+    return flat.view(torch.uint8)
+
+
+def _once(expanded: Tensor, tensor: Tensor) -> Tensor:
+    """`tensor`, of the shape of `expanded`, without what lies in the memory of the latter more than once."""
+    for dim, stride in enumerate(expanded.stride()):
+        tensor = tensor.narrow(dim, 0, 1) if stride == 0 else tensor
+    return tensor
+
+
+_BROADCAST = Operation("broadcast_coalesced", _broadcast, peer=1)
+
+
+def broadcast_coalesced(
+    tensors: list[Tensor], src: int, group: ProcessGroup | None = None, limit_bytes: int = _PACK_BYTES
+) -> None:
+    """Give every rank of the group the values that rank `src` (of the world) has in the tensors of the list.
+
+    The list is the same everywhere: as many tensors, of the same dtypes and shapes. They travel in packs of at most
+    `limit_bytes`, one pack at a time; a larger tensor travels by itself, without a copy if it is contiguous.
+    """
+    _run(_BROADCAST, (tensors, src, group, limit_bytes), tensors, group, False, (False, "broadcast_coalesced", None))
 
 
 # --- all-gather ---------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ OPERATIONS: Mapping[str, Operation] = _table(
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
     "DS_COMM_ALL_GATHER_OFF": ("all_gather", "all_gather_into_tensor", "all_gather_coalesced"),
     "DS_COMM_REDUCE_SCATTER_OFF": ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_coalesced"),
-    "DS_COMM_BROADCAST_OFF": ("broadcast",),
+    "DS_COMM_BROADCAST_OFF": ("broadcast", "broadcast_coalesced"),
     "DS_COMM_ALL_REDUCE_OFF": ("all_reduce", "inference_all_reduce", "all_reduce_coalesced"),
     "DS_COMM_REDUCE_OFF": ("reduce",),
 }

@@ -112,3 +112,101 @@ def test_reduce_scatter_sums_and_subgroups():
     assert shard.tolist() == [2, 2]
     (shard,) = dist.reduce_scatter_coalesced([torch.full((6,), float(td.get_rank()))], dist.get_world_group())
     assert shard.tolist() == [0.5] * 3
+
+
+def kinds(rank):
+    """Tensors of a model and stranger ones; different on every rank, equal in shape and dtype."""
+    normal = torch.randn(64, generator=torch.Generator().manual_seed(rank))
+    store = torch.arange(12.0) + 100 * rank
+    return [
+        torch.nn.Parameter(normal.view(8, 8)),
+        torch.nn.Parameter(normal[:6].view(2, 3).to(torch.bfloat16)),
+        torch.tensor(rank, dtype=torch.int64),
+        torch.tensor([rank == 0, True]),
+        torch.tensor([rank], dtype=torch.int16),  # gloo has no such dtype
+        normal[:4].to(torch.complex64),
+        torch.empty(0),
+        torch.empty(3, 0, dtype=torch.int64),
+        normal.view(8, 8).clone().t(),
+        store[2:5],
+        store.view(3, 4)[:, 1:3],  # with gaps, beside the one before
+        (torch.arange(3.0) + rank).expand(4, 3),
+        torch.tensor(float(rank)),
+    ]
+
+
+def watched():
+    """(where it lies, bytes) of every broadcast that is really sent from now on."""
+    sent = []
+    single = coalesced._broadcast_single
+
+    def watch(tensor, src, group):
+        sent.append((tensor.data_ptr(), tensor.numel()))
+        return single(tensor, src, group)
+
+    coalesced._broadcast_single = watch
+    return sent
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("limit", [1, 40, 64 << 20])
+def test_broadcast_of_everything(limit):
+    sent = watched()
+    rank, src = td.get_rank(), td.get_world_size() - 1
+    mine, want = kinds(rank), [tensor.detach().clone() for tensor in kinds(src)]
+    places = [tensor.data_ptr() for tensor in mine]
+    assert dist.broadcast_coalesced(mine, src, limit_bytes=limit) is None
+    for got, expected in zip(mine, want, strict=True):
+        assert torch.equal(got, expected)
+    assert [tensor.data_ptr() for tensor in mine] == places
+    sizes = [size for _, size in sent]
+    filled, dtypes = 11, 6
+    assert len(sizes) == {1: filled, 40: filled - 1, 64 << 20: dtypes}[limit]
+    everyone = [None] * td.get_world_size()
+    td.all_gather_object(everyone, sizes)
+    assert everyone == [sizes] * len(everyone)
+    (record,) = dist.recent_operations()
+    assert (record.op, record.tensors, record.peer) == ("broadcast_coalesced", len(mine), src)
+
+
+@ranks(2)
+def test_what_lies_around_views_stays():
+    sent, rank = watched(), td.get_rank()
+    store = torch.arange(12.0) + 100 * rank
+    dist.broadcast_coalesced([store[2:5], store.view(3, 4)[2, 1:3]], 0)
+    touched = {2, 3, 4, 9, 10}
+    assert store.tolist() == [at + (0.0 if at in touched else 100.0 * rank) for at in range(12)]
+    assert [size for _, size in sent] == [20]
+
+
+@ranks(2, 3)
+def test_broadcast_packs_are_bounded():
+    """Small ones share, a large one travels by itself, wherever it lies."""
+    sent, rank = watched(), td.get_rank()
+    sizes = [10, 20, 5, 200, 30, 1, 70]
+    mine = [torch.full((size,), float(rank)) for size in sizes]
+    mine[3] = torch.full((20, 10), float(rank)).t() if rank else torch.zeros(10, 20)
+    dist.broadcast_coalesced(mine, 0, limit_bytes=4 * 35)
+    assert [size for _, size in sent] == [4 * 35, 4 * 200, 4 * 31, 4 * 70]
+    assert all(not tensor.any() for tensor in mine)
+
+
+@ranks(2)
+def test_a_large_tensor_is_not_copied():
+    sent = watched()
+    large, small = torch.full((50, 2), float(td.get_rank())), [torch.zeros(1), torch.zeros(2)]
+    dist.broadcast_coalesced([*small, large], 1, limit_bytes=64)
+    assert [size for _, size in sent] == [12, 400]
+    assert sent[1][0] == large.data_ptr()
+    assert large.eq(1).all()
+
+
+@ranks(3)
+def test_broadcast_within_a_subgroup_and_of_nothing():
+    sent = watched()
+    group = dist.new_group([1, 2])
+    values = [torch.full((2,), td.get_rank()) for _ in range(3)]
+    for each in (values, [], [torch.empty(0)]):
+        dist.broadcast_coalesced(each, 2, group)
+    assert [value.tolist() for value in values] == [[2, 2] if td.get_rank() else [0, 0]] * 3
+    assert len(sent) == (td.get_rank() > 0)

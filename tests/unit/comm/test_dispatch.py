@@ -45,6 +45,7 @@ def test_every_public_function_records_its_caller(single):
         lambda: single.inference_all_reduce(x),
         lambda: single.all_reduce_coalesced([x, x]),
         lambda: single.broadcast(x, 0),
+        lambda: single.broadcast_coalesced([x, x], 0),
         lambda: single.reduce(x, 0),
         lambda: single.all_gather([one()], x),
         lambda: single.all_gather_into_tensor(one(), x),
