@@ -7,12 +7,17 @@ first time in the same order. Groups of one rank are the exception: they concern
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.init import default_timeout
 from deepspeed.errors import LayoutError
 
 from .axes import Axis, Ranks
@@ -20,7 +25,7 @@ from .axes import Axis, Ranks
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["GroupTable", "create_group", "destroy_group", "rank_and_world", "ranks_of"]
+__all__ = ["GroupTable", "create_group", "destroy_group", "rank_and_world", "ranks_of", "world_timeout"]
 
 
 def create_group(ranks: Sequence[int], *, alone: bool = False, backend: str | None = None) -> ProcessGroup | None:
@@ -28,11 +33,28 @@ def create_group(ranks: Sequence[int], *, alone: bool = False, backend: str | No
 
     With `alone` only the members take part; that is no act of the world and does not count in its sequence.
     """
+    if dist.get_backend() == "fake":
+        backend = None  # nobody is there, whatever the backend
+    options: dict[str, Any] = {"backend": backend, "timeout": world_timeout()}
     if alone:
-        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
     else:
-        group = comm.new_group(list(ranks), backend=backend)
+        group = comm.new_group(list(ranks), **options)
     return None if group == dist.GroupMember.NON_GROUP_MEMBER else group
+
+
+def world_timeout() -> timedelta:
+    """How long an operation of the world may take: its groups wait as long."""
+    world: Any = dist.group.WORLD
+    try:
+        found = world._get_backend(torch.device(_device_of(world))).options._timeout
+    except (AttributeError, RuntimeError):  # a backend without options, such as torch's fake one
+        return default_timeout(os.environ)
+    return found if isinstance(found, timedelta) else default_timeout(os.environ)
+
+
+def _device_of(world: Any) -> str:
+    return "cpu" if dist.get_backend(world) == dist.Backend.GLOO else get_accelerator().device_name()
 
 
 def destroy_group(group: ProcessGroup) -> None:
@@ -115,6 +137,8 @@ class GroupTable:
         """A further group of the same ranks, made anew by every call: what travels there keeps its own order."""
         self._check()
         mine = axis.group_of(self.rank)
+        if dist.get_backend() == "fake":  # torch's pretended ranks have no hosts, and the group itself has no order
+            return self.group(axis)
         found = None
         for ranks in axis.groups:
             group = self._create(ranks, backend=backend)
