@@ -33,7 +33,9 @@ class DeepSpeedFP16Config(Section):
     )
     min_loss_scale: Whole = Field(1, description="Lowest value that the dynamic loss scale may reach.")
     fp16_master_weights_and_grads: bool = Field(
-        False, description="Whether master weights and gradients are kept in fp16 instead of fp32 (ZeRO stages 1-3)."
+        False,
+        description="Whether master weights and gradients are kept in fp16 instead of fp32 (ZeRO stages 1-3 with "
+        "offload_optimizer, whose moments stay fp32).",
     )
 
     @property
@@ -72,7 +74,9 @@ class DeepSpeedBF16Config(Section):
         True, description="Whether a step whose gradients hold inf or NaN is skipped (ZeRO stages 1 and 2)."
     )
     bf16_master_weights_and_grads: bool = Field(
-        False, description="Whether master weights and gradients are kept in bf16 instead of fp32 (ZeRO stages 1-3)."
+        False,
+        description="Whether master weights and gradients are kept in bf16 instead of fp32 (ZeRO stages 1-3; needs "
+        "bf16_optimizer_states, or offload_optimizer, whose moments stay fp32).",
     )
     bf16_optimizer_states: bool = Field(
         False,

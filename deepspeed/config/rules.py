@@ -47,6 +47,20 @@ def low_precision_masters_need_zero(config: Keys) -> None:
         _refuse(", ".join(given), "16-bit master state needs zero_optimization.stage 1, 2 or 3, found stage 0")
 
 
+def wide_moments_of_low_precision_masters(config: Keys) -> None:
+    fp16, bf16 = config.fp16, config.bf16
+    if _stage(config) == 0 or config.zero_optimization.offloads_optimizer:
+        return
+    where = "whose moments stay fp32, need zero_optimization.offload_optimizer, which is off"
+    if fp16.enabled and fp16.fp16_master_weights_and_grads:
+        _refuse("fp16.fp16_master_weights_and_grads", f"fp16 masters, {where}; set the key to false")
+    if bf16.enabled and bf16.bf16_master_weights_and_grads and not bf16.bf16_optimizer_states:
+        _refuse(
+            "bf16.bf16_master_weights_and_grads",
+            f"bf16 masters, {where}; set bf16.bf16_optimizer_states to true, or this key to false",
+        )
+
+
 def parameters_have_the_expected_dtype(config: Keys) -> None:
     expected = config.data_types.param_dtype
     actual = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
@@ -246,6 +260,7 @@ RULES: tuple[Callable[[Keys], None], ...] = (
     one_precision,
     amp_alone,
     low_precision_masters_need_zero,
+    wide_moments_of_low_precision_masters,
     parameters_have_the_expected_dtype,
     autocast_without_quantized_weights,
     clipping_needs_the_norm,

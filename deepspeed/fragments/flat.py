@@ -34,6 +34,9 @@ class FlatLayout(Protocol):
     def position(self, param: int, rank: int) -> int:
         """Where that interval begins in the rank's shard."""
 
+    def holders(self, param: int) -> range:
+        """The ranks that hold elements of the parameter; between the first and the last all hold equally many."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -82,6 +85,11 @@ class Block:
         """Where that interval begins in the rank's shard."""
         return max(self.starts[param] - rank * self.shard_numel, 0)
 
+    def holders(self, param: int) -> range:
+        """The ranks that hold elements of the parameter; between the first and the last all hold equally many."""
+        begin, numel, shard = self.starts[param], self.numels[param], self.shard_numel
+        return range(begin // shard, (begin + numel - 1) // shard + 1) if numel else range(0)
+
     def members(self, rank: int) -> range:
         """The parameters of which the rank may hold something; those without elements may be among them."""
         low, high = rank * self.shard_numel, (rank + 1) * self.shard_numel
@@ -124,6 +132,11 @@ class Striped:
     def position(self, param: int, rank: int) -> int:
         """Where that interval begins in the rank's shard."""
         return self.offsets[param]
+
+    def holders(self, param: int) -> range:
+        """The ranks that hold elements of the parameter; between the first and the last all hold equally many."""
+        chunk, numel = self.chunk(param), self.numels[param]
+        return range(-(-numel // chunk)) if numel else range(0)
 
 
 def round_robin(items: Sequence[int], world: int) -> list[int]:

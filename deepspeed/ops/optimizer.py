@@ -62,6 +62,18 @@ class BatchOptimizer(torch.optim.Optimizer):
 
     fp32_optimizer_states: bool = False
 
+    state_dtype: torch.dtype | None = None
+    """What every moment is held in; None leaves it to `fp32_optimizer_states` and the dtype of the parameter."""
+
+    def hold_states(self, dtype: torch.dtype) -> bool:
+        """Hold the moments in `dtype`, those too that are there already; False if some are made by somebody else."""
+        self.state_dtype = dtype
+        for state in self.state.values():
+            for name in self.moments:
+                if name in state:
+                    state[name] = state[name].to(dtype)
+        return True
+
     def _update_group(self, group: Group) -> None:
         """Apply the rule to every parameter of `group` that has a gradient."""
         for batch in self._batches(group, self.moments):
@@ -137,6 +149,8 @@ class BatchOptimizer(torch.optim.Optimizer):
             state[name] = torch.zeros_like(param, dtype=self._state_dtype(param), requires_grad=False)
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
+        if self.state_dtype is not None:
+            return self.state_dtype
         return wide(param.dtype) if self.fp32_optimizer_states else param.dtype
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -159,7 +173,7 @@ class BatchOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         kept: dict[str, Any] = super().__getstate__()
-        return {**kept, **{name: getattr(self, name) for name in self.settings}}
+        return {**kept, **{name: getattr(self, name) for name in ("state_dtype", *self.settings)}}
 
 
 def evaluate(closure: Closure | None) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+
 from deepspeed.ops.adam.rule import AdamRule, Conditions, adam_, takes_conditions
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, refuse
 
@@ -76,15 +78,15 @@ class FusedAdam(BatchOptimizer):
     conditions: Conditions | None = None
     """Under which the next steps are taken; set and cleared by whoever takes them."""
 
-    def takes_conditions(self) -> bool:
-        """True if a step can be taken under `conditions`."""
-        updated = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        moments = [self.state[param].get("exp_avg", param) for param in updated]
-        grads = [param.grad for param in updated if param.grad is not None]
-        return bool(updated) and takes_conditions([*updated, *moments, *grads])
+    def takes_conditions(self, device: torch.device) -> bool:
+        """True if a step over parameters on `device` can be taken under `conditions`.
+
+        The answer is the same on all ranks, whatever each of them holds, and also for one that holds nothing.
+        """
+        return takes_conditions(device)
 
     def take_back(self) -> None:
-        """The last step was skipped by its conditions: do not count it."""
+        """The last step was skipped by its conditions: do not count it. Its gradients are still there."""
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:

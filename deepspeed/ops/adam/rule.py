@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +61,13 @@ class Conditions:
     """What the device decides while it updates, so that the host need not wait for it: float32 scalars there."""
 
     divisor: Tensor
-    """Gradients are divided by this first, in place."""
+    """Gradients are divided by this first; they are used up, in place or not."""
     skip: Tensor
-    """1 leaves everything as it is, 0 does not."""
+    """1 leaves parameters and moments as they are, 0 does not."""
+
+    def on(self, device: torch.device) -> Conditions:
+        """The same for tensors on `device`."""
+        return self if self.skip.device == device else Conditions(self.divisor.to(device), self.skip.to(device))
 
 
 def adam_(batch: Batch, rule: AdamRule, conditions: Conditions | None = None) -> None:
@@ -74,14 +78,15 @@ def adam_(batch: Batch, rule: AdamRule, conditions: Conditions | None = None) ->
     if conditions is None:
         op("adam")(batch.params, batch.grads, *batch.moments, batch.step, rule)
     else:
-        op("adam")(batch.params, batch.grads, *batch.moments, batch.step, rule, conditions)
+        op("adam")(batch.params, batch.grads, *batch.moments, batch.step, rule, conditions.on(batch.params[0].device))
 
 
-def takes_conditions(params: Sequence[Tensor]) -> bool:
-    """True if the chosen implementation can update these float32 parameters under conditions."""
-    return op("adam") is _adam_fused and all(
-        param.device.type == "cuda" and param.dtype == torch.float32 and param.is_contiguous() for param in params
-    )
+def takes_conditions(device: torch.device) -> bool:
+    """True if the chosen implementation updates parameters on such a device under conditions, whatever they are.
+
+    Ranks whose parameters differ, or that have none, must take the same kind of step: nothing else may decide here.
+    """
+    return op("adam") is _adam_fused and device.type == "cuda"
 
 
 @reference("adam")
@@ -142,8 +147,15 @@ def _adam_fused(
     if not params:
         return
     device = params[0].device
-    if device.type not in _FUSED_DEVICES or not contiguous(lists):
+    dense = contiguous(lists)
+    if conditions is None and not (dense and device.type in _FUSED_DEVICES):
         _adam_foreach(params, grads, exp_avgs, exp_avg_sqs, step, rule)
+        return
+    if not dense:  # the kernel walks memory, and no other way knows conditions
+        p, g, m, v = ([tensor.contiguous() for tensor in tensors] for tensors in lists)
+        _adam_fused(p, g, m, v, step, rule, conditions)
+        for tensors, computed in ((params, p), (exp_avgs, m), (exp_avg_sqs, v)):
+            torch._foreach_copy_(tensors, computed)
         return
     kernel = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
     # The kernel has no switch for the bias correction: at step infinity both corrections are exactly 1.

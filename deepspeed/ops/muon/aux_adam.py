@@ -67,6 +67,11 @@ class MuonWithAuxAdam(BatchOptimizer):
         """Add a group, which needs `use_muon`."""
         super().add_param_group(_completed(param_group))
 
+    def hold_states(self, dtype: torch.dtype) -> bool:
+        """Hold the moments in `dtype`; False if the Adam half belongs to an optimizer that decides by itself."""
+        super().hold_states(dtype)
+        return self._adam is None or (isinstance(self._adam, BatchOptimizer) and self._adam.hold_states(dtype))
+
     def _restored(self, param: Tensor, name: str, value: Any) -> Any:
         if self._adam is None or name == "momentum_buffer":
             return super()._restored(param, name, value)
@@ -78,7 +83,7 @@ class MuonWithAuxAdam(BatchOptimizer):
 
     def _update_group(self, group: Group) -> None:
         if group["use_muon"]:
-            update_matrices(group, self.state, self.whole)
+            update_matrices(group, self.state, self.state_dtype, self.whole)
             return
         for batch in self._batches(group, _ADAM_MOMENTS):
             self._apply(group, batch)

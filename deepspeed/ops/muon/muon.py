@@ -41,15 +41,15 @@ class SingleDeviceMuon(BatchOptimizer):
         return self._step(closure)
 
     def _update_group(self, group: Group) -> None:
-        update_matrices(group, self.state, self.whole)
+        update_matrices(group, self.state, self.state_dtype, self.whole)
 
 
 class Muon(SingleDeviceMuon):
     """The same on many ranks: each computes every update from the reduced gradients, so no process group is needed."""
 
 
-def update_matrices(group: Group, states: Any, whole: Whole | None = None) -> None:
-    """Muon's step of one parameter group; the state of a parameter is its `momentum_buffer`.
+def update_matrices(group: Group, states: Any, dtype: torch.dtype | None, whole: Whole | None = None) -> None:
+    """Muon's step of one parameter group; the state of a parameter is its `momentum_buffer`, in `dtype` or its own.
 
     Attention projections are cut into heads where the group has `num_heads`, or the parameter `muon_num_heads`. With
     `whole` the parameters are fragments, and all ranks take part.
@@ -57,7 +57,7 @@ def update_matrices(group: Group, states: Any, whole: Whole | None = None) -> No
     params = [param for param in group["params"] if param.grad is not None and param.numel()]
     for param in params:
         if "momentum_buffer" not in states[param]:
-            states[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False)
+            states[param]["momentum_buffer"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
     momenta = [states[param]["momentum_buffer"] for param in params]
     rule = MuonRule(beta=group["momentum"], ns_method=group["ns_method"])
     lr = float(group["lr"])

@@ -3,6 +3,8 @@
 The plan follows from the layout alone, so that all ranks have the same one and nothing is agreed upon at run time. A
 matrix that lies on one rank is computed there. The others travel in rounds: each goes to a rank that holds a part of
 it, the least busy one so far, by one all-to-all, and the parts of the results come back by another.
+
+Neither the plan nor a round looks at ranks one by one: the ranks between the ends of a matrix hold equally much of it.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -23,10 +26,7 @@ from deepspeed.ops.muon.whole import MatrixRule
 from deepspeed.ops.optimizer import wide
 from deepspeed.zero.states.group import ShardGroup
 
-__all__ = ["Plan", "Round", "ShardedMatrices", "plan"]
-
-Sized = tuple[int, int]
-"""(parameter, elements)."""
+__all__ = ["Plan", "Round", "ShardedMatrices", "Stretch", "plan", "stretches"]
 
 # Elements that a rank has whole at once, unless its share of one round, a single matrix, is larger.
 _WHOLE_ELEMENTS = 2**25
@@ -36,8 +36,8 @@ _WHOLE_ELEMENTS = 2**25
 class Round:
     """Parameters that travel together."""
 
-    owned: tuple[tuple[int, ...], ...]
-    """Those that each rank computes."""
+    owned: dict[int, tuple[int, ...]]
+    """Those that each rank computes, in the order of the ranks; a rank without any is not in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,58 @@ class Plan:
 
 def plan(layout: FlatLayout, limit: int = _WHOLE_ELEMENTS) -> Plan:
     """The same on all ranks; a round has `limit` elements per rank, or a matrix per rank if that is more."""
-    holders = [_holders(layout, param) for param in range(len(layout.numels))]
+    holders = [layout.holders(param) for param in range(len(layout.numels))]
     settled = {param: ranks[0] for param, ranks in enumerate(holders) if len(ranks) == 1}
-    load = [0.0] * layout.world
+    loads = _Loads(layout.world)
     for param, rank in settled.items():
-        load[rank] += _cost(layout.numels[param])
+        loads.add(rank, _cost(layout.numels[param]))
     rounds = []
     for members in _batches([param for param, ranks in enumerate(holders) if len(ranks) > 1], layout, limit):
-        owned: list[list[int]] = [[] for _ in load]
+        owned: dict[int, list[int]] = {}
         for param in sorted(members, key=lambda param: (-layout.numels[param], param)):
-            owner = min(holders[param], key=lambda rank: (load[rank], rank))
-            load[owner] += _cost(layout.numels[param])
-            owned[owner].append(param)
-        rounds.append(Round(tuple(map(tuple, owned))))
+            owner = loads.least(holders[param])
+            loads.add(owner, _cost(layout.numels[param]))
+            owned.setdefault(owner, []).append(param)
+        rounds.append(Round({owner: tuple(owned[owner]) for owner in sorted(owned)}))
     return Plan(settled, rounds)
+
+
+class _Loads:
+    """How busy each rank is: a binary tree over the ranks whose nodes name the least busy rank below them.
+
+    A node that is not there stands for ranks that have nothing to do yet.
+    """
+
+    def __init__(self, world: int) -> None:
+        self._leaves = 1 << (world - 1).bit_length()
+        self._least: dict[int, tuple[float, int]] = {}
+
+    def least(self, ranks: range) -> int:
+        """The least busy of the ranks, the first of several."""
+        low, high = ranks.start + self._leaves, ranks.stop + self._leaves
+        found = self._at(low)
+        while low < high:
+            if low & 1:
+                found = min(found, self._at(low))
+                low += 1
+            if high & 1:
+                high -= 1
+                found = min(found, self._at(high))
+            low, high = low >> 1, high >> 1
+        return found[1]
+
+    def add(self, rank: int, load: float) -> None:
+        """Give the rank more to do."""
+        node = self._leaves + rank
+        self._least[node] = (self._at(node)[0] + load, rank)
+        while node > 1:
+            node >>= 1
+            self._least[node] = min(self._at(2 * node), self._at(2 * node + 1))
+
+    def _at(self, node: int) -> tuple[float, int]:
+        """(load, rank); the leaves below a node begin at its number times two for each level between."""
+        first = (node << (self._leaves.bit_length() - node.bit_length())) - self._leaves
+        return self._least.get(node, (0.0, first))
 
 
 def _batches(params: Sequence[int], layout: FlatLayout, limit: int) -> Iterator[list[int]]:
@@ -78,6 +116,26 @@ def _batches(params: Sequence[int], layout: FlatLayout, limit: int) -> Iterator[
         size += layout.numels[param]
     if batch:
         yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Neighbouring ranks that hold equally much of each of some parameters."""
+
+    ranks: range
+    sizes: tuple[int, ...]
+    """Elements of each parameter on one rank."""
+
+
+def stretches(layout: FlatLayout, params: Sequence[int]) -> list[Stretch]:
+    """All ranks from the first to the last that hold something of `params`, in order."""
+    holders = [layout.holders(param) for param in params]
+    ends = {end for ranks in holders for end in (ranks.start, ranks.start + 1, ranks.stop - 1, ranks.stop)}
+    found = []
+    for start, stop in pairwise(sorted(ends)):
+        sizes = tuple(_size(layout, param, start) for param in params)
+        found.append(Stretch(range(start, stop), sizes))
+    return found
 
 
 class ShardedMatrices:
@@ -135,38 +193,48 @@ class _Exchange:
             yield from self._round(each)
 
     def _round(self, each: Round) -> Iterator[tuple[int, Tensor]]:
-        me = self._me
-        # what this rank holds of each owner's parameters, and what every rank holds of this one's parameters
-        out = [[(param, self._size(param, me)) for param in theirs] for theirs in each.owned]
-        back = [[(param, self._size(param, rank)) for param in each.owned[me]] for rank in range(len(each.owned))]
-        sent = self._all_to_all([self._part(param, size) for parts in out for param, size in parts], out, back)
-        pieces: dict[int, list[Tensor]] = {param: [] for param in each.owned[me]}
-        for (param, _), part in zip((item for parts in back for item in parts), sent, strict=True):
-            pieces[param].append(part)
-        results = self._computed({param: torch.cat(pieces[param]) for param in pieces if param in self._held})
-        answers = []
-        for rank, parts in enumerate(back):
-            for param, size in parts:
-                start = self._layout.interval(param, rank)[0]
-                whole = results.get(param)
-                answers.append(self._zeros(size) if whole is None else whole.reshape(-1)[start : start + size])
-        returned = self._all_to_all(answers, back, out)
-        for (param, size), part in zip((item for parts in out for item in parts), returned, strict=True):
-            if size and param in self._held:
-                yield self._held[param][0], part
+        world, mine = self._layout.world, each.owned.get(self._me, ())
+        sizes = {param: _size(self._layout, param, self._me) for theirs in each.owned.values() for param in theirs}
+        sends, comes = [0] * world, [0] * world
+        for owner, theirs in each.owned.items():
+            sends[owner] = sum(sizes[param] for param in theirs)
+        parts = stretches(self._layout, mine)
+        for part in parts:
+            comes[part.ranks.start : part.ranks.stop] = [sum(part.sizes)] * len(part.ranks)
 
-    def _all_to_all(
-        self, parts: Sequence[Tensor], to: Sequence[Sequence[Sized]], of: Sequence[Sequence[Sized]]
-    ) -> Sequence[Tensor]:
-        """Send `parts`, laid out as `to`; what comes is laid out as `of`."""
-        sends = [sum(size for _, size in sized) for sized in to]
-        comes = [sum(size for _, size in sized) for sized in of]
-        sending = torch.cat(list(parts)) if parts else self._zeros(0)
+        out = [self._part(param, size) for param, size in sizes.items()]
+        wire = self._all_to_all(torch.cat(out), sends, comes)
+        wholes = {param: wire.new_empty(self._layout.numels[param]) for param in mine if param in self._held}
+        for param, start, lines in self._lines(wire, mine, parts):
+            if param in wholes:
+                wholes[param][start : start + lines.numel()].view_as(lines).copy_(lines)
+        results = {param: result.reshape(-1) for param, result in self._computed(wholes).items()}
+        for param, start, lines in self._lines(wire, mine, parts):
+            if param in results:  # of the others zeros came, and go back
+                lines.copy_(results[param][start : start + lines.numel()].view_as(lines))
+        answers = self._all_to_all(wire, comes, sends).split(list(sizes.values()))
+        for (param, size), answer in zip(sizes.items(), answers, strict=True):
+            if size and param in self._held:
+                yield self._held[param][0], answer
+
+    def _lines(
+        self, wire: Tensor, params: Sequence[int], parts: Sequence[Stretch]
+    ) -> Iterator[tuple[int, int, Tensor]]:
+        """(parameter, first element, its lines) of what lies in `wire` as it comes from the ranks, one after the other.
+
+        Lines are [ranks of a stretch, elements of each].
+        """
+        sizes = [len(part.ranks) * sum(part.sizes) for part in parts]
+        for part, block in zip(parts, wire.split(sizes), strict=True):
+            rows = block.view(len(part.ranks), sum(part.sizes))
+            for param, lines in zip(params, rows.split(part.sizes, dim=1), strict=True):
+                yield param, self._layout.interval(param, part.ranks.start)[0], lines
+
+    def _all_to_all(self, sending: Tensor, sends: list[int], comes: list[int]) -> Tensor:
         coming = torch.empty(sum(comes), dtype=self._dtype, device=self._device)
         with comm.labelled("matrices of Muon"):
             comm.all_to_all_single(coming, sending, comes, sends, group=self._group.axis.group)
-        parts_come: tuple[Tensor, ...] = coming.split([size for sized in of for _, size in sized])
-        return parts_come
+        return coming
 
     def _computed(self, flat: Mapping[int, Tensor]) -> dict[int, Tensor]:
         if not flat:
@@ -175,14 +243,9 @@ class _Exchange:
         results = self._rule([self._held[param][0] for param in flat], wholes)
         return dict(zip(flat, results, strict=True))
 
-    def _size(self, param: int, rank: int) -> int:
-        start, stop = self._layout.interval(param, rank)
-        return stop - start
-
     def _part(self, param: int, size: int) -> Tensor:
-        return self._held[param][1] if param in self._held else self._zeros(size)
-
-    def _zeros(self, size: int) -> Tensor:
+        if param in self._held:
+            return self._held[param][1]
         return torch.zeros(size, dtype=self._dtype, device=self._device)
 
 
@@ -195,9 +258,9 @@ def _check_all(shards: ShardGroup, group: dict[str, Any]) -> None:
             raise UsageError(f"{name}: {error}") from error
 
 
-def _holders(layout: FlatLayout, param: int) -> list[int]:
-    intervals = (layout.interval(param, rank) for rank in range(layout.world))
-    return [rank for rank, (start, stop) in enumerate(intervals) if start < stop]
+def _size(layout: FlatLayout, param: int, rank: int) -> int:
+    start, stop = layout.interval(param, rank)
+    return stop - start
 
 
 def _cost(numel: int) -> float:

@@ -33,6 +33,19 @@ CASES = [
         {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, **zero(3)},
     ),
     (
+        "wide_moments_of_low_precision_masters",
+        {"fp16": {**ON, "fp16_master_weights_and_grads": True}, **zero(2)},
+        "fp16.fp16_master_weights_and_grads: fp16 masters, whose moments stay fp32, need "
+        "zero_optimization.offload_optimizer",
+        {"fp16": {**ON, "fp16_master_weights_and_grads": True}, **zero(2, **OFFLOAD)},
+    ),
+    (
+        "wide_moments_of_low_precision_masters",
+        {"bf16": {**ON, "bf16_master_weights_and_grads": True}, **zero(3)},
+        "bf16.bf16_master_weights_and_grads: bf16 masters",
+        {"bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, **zero(3)},
+    ),
+    (
         "parameters_have_the_expected_dtype",
         {"data_types": {"param_dtype": "bf16"}},
         "data_types.param_dtype: bf16 is expected",

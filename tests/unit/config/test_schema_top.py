@@ -150,25 +150,26 @@ def test_json_schema():
 
 
 MEASURE = """
-import sys, time, types
+import sys, types
 for name, path in (("deepspeed", "deepspeed"), ("deepspeed.config", "deepspeed/config")):
     package = types.ModuleType(name)  # the package's own __init__ is not what is measured here
     package.__path__ = [path]
     sys.modules[name] = package
 import deepspeed.config.model
-begin = time.process_time()
+calls = 0
+def count(frame, event, argument):
+    global calls
+    calls += event == "call"
+sys.setprofile(count)
 from deepspeed.config.schema import Schema
-print(time.process_time() - begin, "torch" in sys.modules)
+sys.setprofile(None)
+print(calls, "torch" in sys.modules)
 """
 
 
-def test_the_import_is_quick_and_free_of_torch(pytestconfig):
-    def measure():
-        command = [sys.executable, "-c", MEASURE]
-        done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
-        seconds, torch = done.stdout.split()
-        assert torch == "False"
-        return float(seconds)
-
-    # Processor time, and the better of a few runs, since other work on the machine is not this import's cost.
-    assert min(measure() for _ in range(3)) < 0.25
+def test_the_import_is_cheap_and_free_of_torch(pytestconfig):
+    command = [sys.executable, "-c", MEASURE]
+    done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
+    calls, torch = done.stdout.split()
+    assert torch == "False"
+    assert int(calls) < 300_000, "a call costs about a microsecond, whatever else the machine does"

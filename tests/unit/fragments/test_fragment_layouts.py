@@ -44,6 +44,22 @@ def test_striped_covers_every_element_once(sizes, world):
     assert layout.shard_numel == sum(layout.chunk(param) for param in range(len(sizes)))
 
 
+@given(numels, st.integers(1, 9), st.sampled_from([1, 2, 8]), st.sampled_from([1, 4, 16]))
+def test_holders_are_those_that_hold_something(sizes, world, align, gap):
+    for layout in (Block(sizes, world, align=align, gap=gap), Striped(sizes, world)):
+        for param in range(len(sizes)):
+            parts = [layout.interval(param, rank) for rank in range(world)]
+            held = [stop - start for start, stop in parts]
+            holders = layout.holders(param)
+            assert list(holders) == [rank for rank in range(world) if held[rank]]
+            assert len({held[rank] for rank in holders[1:-1]}) <= 1
+
+
+def test_holders_of_no_parameter_at_all():
+    assert list(Block((0, 0), 4).holders(1)) == []
+    assert list(Striped((0,), 4).holders(0)) == []
+
+
 def test_the_numbers_of_deepspeeds_files():
     block = Block((18,), 2)
     assert (block.shard_numel, block.interval(0, 1)) == (10, (10, 18))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.adam.rule import AdamRule, adam_reference
+from deepspeed.ops.adam.rule import AdamRule, Conditions, adam_reference
 from deepspeed.ops.registry import operations
 
 WAYS = [
@@ -196,6 +196,77 @@ def test_a_group_with_a_step_starts_there():
     optimizer = FusedAdam([{"params": [param], "step": 5}])
     train(optimizer, [param], 1)
     assert optimizer.state[param]["step"] == 6
+
+
+def strange():
+    """What a rank may hold: a usual piece, a narrow one, one with gaps, an empty one, one without a gradient."""
+    usual, narrow, gaps, empty, absent = parameters(shapes=((4, 3), (5,), (6, 4), (0,), (2,)))
+    narrow.data = narrow.data.to(torch.bfloat16)
+    gaps.data = gaps.data.t()
+    return [usual, narrow, gaps, empty, absent]
+
+
+def give(params, factor=1.0):
+    for place, param in enumerate(params[:-1]):
+        param.grad = torch.full(param.shape, 0.1 * (place + 1), dtype=param.dtype) * factor
+
+
+def test_conditions_divide_whatever_the_parameters_are():
+    mine, plain = strange(), strange()
+    under, free = FusedAdam(mine, weight_decay=0.1), FusedAdam(plain, weight_decay=0.1)
+    under.conditions = Conditions(torch.tensor(4.0), torch.tensor(0.0))
+    for _ in range(3):
+        give(mine, 4.0)
+        give(plain)
+        under.step()
+        free.step()
+    for left, right in zip(snapshot(under, mine), snapshot(free, plain), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def test_conditions_skip_whatever_the_parameters_are():
+    params = strange()
+    optimizer = FusedAdam(params)
+    give(params)
+    optimizer.step()
+    before = snapshot(optimizer, params)
+    optimizer.conditions = Conditions(torch.tensor(float("nan")), torch.tensor(1.0))
+    give(params, float("inf"))
+    optimizer.step()
+    optimizer.take_back()
+    assert same(snapshot(optimizer, params), before)
+
+
+@pytest.mark.parametrize(
+    "params", [[], parameters(), [torch.nn.Parameter(torch.empty(0))]], ids=["none", "idle", "empty"]
+)
+def test_a_step_under_conditions_with_nothing_to_update(params):
+    optimizer = FusedAdam([torch.nn.Parameter(torch.empty(0))])
+    optimizer.param_groups[0]["params"] = params
+    before = snapshot(optimizer, params)
+    optimizer.conditions = Conditions(torch.tensor(1.0), torch.tensor(1.0))
+    optimizer.step()
+    optimizer.take_back()
+    assert same(snapshot(optimizer, params), before)
+
+
+@pytest.mark.parametrize("forced", ["reference", "foreach", "fused"])
+def test_ranks_agree_on_conditions_whatever_each_holds(forced, monkeypatch):
+    """A rank that answers otherwise would publish a step that the others do not."""
+    monkeypatch.setenv("DS_OP_ADAM", forced)
+    operations()["adam"].forget()
+    try:
+        held = [parameters(), parameters(torch.bfloat16), strange(), [torch.nn.Parameter(torch.empty(0))]]
+        give(held[0])
+        for params in held:
+            optimizer = FusedAdam(params)
+            assert optimizer.takes_conditions(torch.device("cuda", 0)) == (forced == "fused")
+            assert not optimizer.takes_conditions(torch.device("cpu"))
+            optimizer.param_groups[0]["params"] = []
+            assert optimizer.takes_conditions(torch.device("cuda", 0)) == (forced == "fused")
+    finally:
+        monkeypatch.delenv("DS_OP_ADAM")
+        operations()["adam"].forget()
 
 
 def snapshot(optimizer, params):

@@ -187,6 +187,67 @@ def test_a_copy_goes_on_alike(cls):
     assert all(torch.equal(left, right) for left, right in zip(params, twins, strict=True))
 
 
+def dtypes_of_moments(optimizer):
+    values = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    assert values
+    return {value.dtype for value in values}
+
+
+@pytest.mark.parametrize("cls", EVERY)
+@pytest.mark.parametrize(("dtype", "held"), [(torch.float16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_moments_are_held_as_told(cls, dtype, held):
+    params = parameters(dtype)
+    optimizer = cls(params, lr=0.01)
+    assert optimizer.hold_states(held)
+    train(optimizer, params, 2)
+    assert dtypes_of_moments(optimizer) == {held}
+    again = cls(parameters(dtype))
+    again.hold_states(held)
+    again.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    assert dtypes_of_moments(again) == {held}
+    (first, *_), (copied, *_) = (list(each.state.values()) for each in (optimizer, again))
+    assert all(torch.equal(value, copied[name]) for name, value in first.items() if torch.is_tensor(value))
+    twin = copy.deepcopy(optimizer)
+    twin.state.clear()
+    twins = [param for group in twin.param_groups for param in group["params"]]
+    train(twin, twins, 1)
+    assert dtypes_of_moments(twin) == {held}
+
+
+@pytest.mark.parametrize("cls", EVERY)
+def test_moments_that_are_there_are_converted(cls):
+    params = parameters(torch.bfloat16)
+    optimizer = cls(params)
+    train(optimizer, params, 1)
+    before = [{k: v for k, v in state.items() if torch.is_tensor(v)} for state in optimizer.state.values()]
+    optimizer.hold_states(torch.float64)
+    assert dtypes_of_moments(optimizer) == {torch.float64}
+    for old, state in zip(before, optimizer.state.values(), strict=True):
+        assert all(torch.equal(state[name], value.double()) for name, value in old.items())
+
+
+def test_moments_of_small_gradients_in_fp16():
+    """In fp16 the square of the gradient is zero, and every step is too long."""
+    param = nn.Parameter(torch.zeros(4, dtype=torch.float16))
+    optimizer = FusedAdam([param], lr=1e-3)
+    optimizer.hold_states(torch.float32)
+    for _ in range(5):
+        param.grad = torch.full_like(param, 1e-4)
+        optimizer.step()
+    torch.testing.assert_close(param.detach().float(), torch.full((4,), -0.005), rtol=1e-2, atol=0)
+
+
+def test_both_halves_of_muon_hold_their_moments_as_told():
+    for adam, told in ((None, True), (FusedAdam, True), (torch.optim.AdamW, False)):
+        matrix, vector = nn.Parameter(normal(4, 4).bfloat16()), nn.Parameter(normal(3).bfloat16())
+        groups = [{"params": [matrix], "use_muon": True}, {"params": [vector], "use_muon": False}]
+        optimizer = MuonWithAuxAdam(groups, adam_optimizer=adam)
+        assert optimizer.hold_states(torch.float32) == told
+        train(optimizer, [matrix, vector], 1)
+        assert optimizer.state[matrix]["momentum_buffer"].dtype == torch.float32
+        assert (optimizer.state[vector]["exp_avg"].dtype == torch.float32) == told
+
+
 def test_a_copy_keeps_its_settings():
     param = nn.Parameter(torch.ones(2))
     assert copy.deepcopy(FusedAdam([param], adam_w_mode=False)).adam_w_mode is False

@@ -14,6 +14,7 @@ from deepspeed.precision.cast import BufferRule
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ON = {"enabled": True}
 ZERO = {"zero_optimization": {"stage": 1}}
+OFFLOAD = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
 
 
 def precision(config=None, **keywords):
@@ -27,14 +28,14 @@ def precision(config=None, **keywords):
         ({"bf16": ON}, (BF16, FP32, BF16, BF16, FP32, True)),
         ({"bfloat16": ON}, (BF16, FP32, BF16, BF16, FP32, True)),
         ({"bf16": {**ON, "check_grad_overflow": False}}, (BF16, FP32, BF16, BF16, FP32, False)),
-        ({"bf16": {**ON, "bf16_master_weights_and_grads": True}, **ZERO}, (BF16, BF16, BF16, BF16, FP32, True)),
+        ({"bf16": {**ON, "bf16_master_weights_and_grads": True}, **OFFLOAD}, (BF16, BF16, BF16, BF16, FP32, True)),
         (
             {"bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, **ZERO},
             (BF16, BF16, BF16, BF16, BF16, True),
         ),
         ({"fp16": ON}, (FP16, FP32, FP16, FP16, FP32, True)),
         ({"fp16": {**ON, "loss_scale": 128}}, (FP16, FP32, FP16, FP16, FP32, True)),
-        ({"fp16": {**ON, "fp16_master_weights_and_grads": True}, **ZERO}, (FP16, FP16, FP16, FP16, FP32, True)),
+        ({"fp16": {**ON, "fp16_master_weights_and_grads": True}, **OFFLOAD}, (FP16, FP16, FP16, FP16, FP32, True)),
         ({"bf16": ON, "data_types": {"grad_accum_dtype": "fp32"}}, (BF16, FP32, FP32, BF16, FP32, True)),
         ({"fp16": ON, "data_types": {"grad_accum_dtype": "float32"}}, (FP16, FP32, FP32, FP16, FP32, True)),
         ({"bf16": ON, "data_types": {"grad_accum_dtype": "bf16"}}, (BF16, FP32, BF16, BF16, FP32, True)),
