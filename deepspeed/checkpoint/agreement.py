@@ -12,6 +12,7 @@ With `answering` a rank that has not come is not absent as long as it is merely 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import threading
 import time
@@ -21,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from deepspeed import comm
-from deepspeed.checkpoint.presence import Answering, ask, is_ahead, positions
+from deepspeed.checkpoint.presence import Answer, Answering, ask, is_ahead, positions
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.utils.logging import logger
 
@@ -103,26 +104,35 @@ class StoreExchange:
         self.rank = rank
         self.world = world
         self.wait = wait
-        self.store = store
+        self._shared = store
         # Each rank counts its exchanges in the store itself: equal numbers belong together if all ranks make them in
         # the same order, as they make engines.
         with _store_errors("an exchange between ranks"):
             self.root = f"deepspeed/exchange/{store.add(f'deepspeed/exchanges/{rank}', 1)}"
         self.stale: list[str] = []
         """Keys that everybody has read once the next meeting is open; rank 0 removes them."""
-        self.answering = Answering(store, self.root, rank, min(1.0, wait / 4)) if answering else None
+        self.answering = Answering(store, self.root, rank) if answering else None
+
+    @functools.cached_property
+    def store(self) -> Store:
+        """A connection of our own where torch can make one, at the first meeting: it can take seconds.
+
+        Whoever waits in the store holds up all who share a connection.
+        """
+        own: Store = getattr(self._shared, "clone", lambda: self._shared)()
+        return own
 
     @contextlib.contextmanager
     def meeting(self, what: str) -> Iterator[Meeting]:
         """Open a meeting; the rank's sign of life goes on until the block is left."""
         with _store_errors(what):
             number = self.store.add(f"{self.root}/number", 0)
-            if self.answering is not None:
-                self.answering.joined = number
             room = _Room(self, number, what)
         try:
             yield room
         finally:
+            if self.answering is not None:
+                self.answering.left = number
             room.close()
 
     def close(self) -> None:
@@ -148,6 +158,8 @@ class _Room:
         self._glance = min(1.0, exchange.wait / 4)  # seconds between looks for signs of life
         self._left = threading.Event()
         self._seen: dict[int, tuple[bytes, float]] = {}
+        self._answered: dict[int, float] = {}
+        """When ranks that have not come said that they will."""
         self._beat(0)
         self._alive = threading.Thread(target=self._live, name="checkpoint-alive", daemon=True)
         self._alive.start()
@@ -196,14 +208,30 @@ class _Room:
             time.sleep(min(max((now - began) / 50, 0.0005), 0.05))
             now = time.monotonic()
             if now - looked > self._glance:
-                looked = now
                 owing = [rank for rank in ranks if not self._store.check([keys[rank]])]
-                lost = [rank for rank in owing if now - max(began, self._last_sign(rank, now)) > self._exchange.wait]
                 if not self._opened and self._exchange.answering is not None:
-                    ask(self._store, self._exchange.root, self._number)
+                    self._ask(owing)
                     self._tell(owing, now - began)
+                looked = now = time.monotonic()
+                lost = [rank for rank in owing if now - max(began, self._last_sign(rank, now)) > self._exchange.wait]
                 if lost:
                     self._give_up(lost)
+
+    def _ask(self, owing: list[int]) -> None:
+        """Let ranks that have not come say whether they will."""
+        # No more often than it takes: where all wait for rank 0, thousands ask it.
+        late = time.monotonic() - self._exchange.wait / 2
+        silent = [rank for rank in owing if max(self._began, self._answered.get(rank, 0.0)) < late]
+        silent = [rank for rank in silent if not self._store.check([self._alive_key(rank)])]
+        answers = ask(self._store, self._exchange.root, silent, self._exchange.wait)
+        now = time.monotonic()
+        for rank in silent:
+            self._answered[rank] = now if rank in answers and self._will_come(answers[rank], now) else 0.0
+
+    def _will_come(self, answer: Answer, now: float) -> bool:
+        """It has neither left already nor gone on without us, nor been busy for too long."""
+        waited = now - self._began > PATIENCE * self._exchange.wait
+        return answer.left < self._number and not is_ahead(answer.positions, self._positions) and not waited
 
     def _tell(self, owing: list[int], waited: float) -> None:
         """Say once in a while for whom we wait."""
@@ -218,8 +246,8 @@ class _Room:
         if self._exchange.rank == 0:
             raise _Missing(lost)
         if not self._opened:  # rank 0, which would know who came, did not: look for ourselves
-            alive = {rank: f"{self._root}/alive/{rank}" for rank in range(self._exchange.world)}
-            lost = [rank for rank, key in alive.items() if not self._store.check([key])]
+            everybody = range(self._exchange.world)
+            lost = [rank for rank in everybody if not self._store.check([self._alive_key(rank)])]
             time.sleep(self._glance)  # let the others see us before we go
         raise self._absent(lost)
 
@@ -240,30 +268,26 @@ class _Room:
         self._left.set()
         self._alive.join()
         with contextlib.suppress(RuntimeError):
-            self._store.delete_key(f"{self._root}/alive/{self._exchange.rank}")
+            self._store.delete_key(self._alive_key(self._exchange.rank))
 
     def _key(self, who: int | str) -> str:
         return f"{self._root}/{self._step}/{who}"
 
+    def _alive_key(self, rank: int) -> str:
+        return f"{self._root}/alive/{rank}"
+
     def _last_sign(self, rank: int, now: float) -> float:
         """When this rank's sign of life changed last, as far as we have seen."""
-        key = f"{self._root}/alive/{rank}"
+        key = self._alive_key(rank)
         if not self._store.check([key]):
-            key = f"{self._root}/busy/{rank}"
-            if not self._store.check([key]) or self._is_gone(rank, key, now):
-                return 0.0
+            return self._answered.get(rank, 0.0)
         value = self._store.get(key)
         if rank not in self._seen or self._seen[rank][0] != value:
             self._seen[rank] = (value, now)
         return self._seen[rank][1]
 
-    def _is_gone(self, rank: int, key: str, now: float) -> bool:
-        """It answers, but has gone on without us, or has been busy for too long."""
-        ahead = is_ahead(json.loads(self._store.get(key))["positions"], self._positions)
-        return ahead or now - self._began > PATIENCE * self._exchange.wait
-
     def _beat(self, count: int) -> None:
-        self._store.set(f"{self._root}/alive/{self._exchange.rank}", str(count))
+        self._store.set(self._alive_key(self._exchange.rank), str(count))
 
     def _live(self) -> None:
         count, pause = 0, min(1.0, self._exchange.wait / 8)
@@ -296,12 +320,11 @@ def _store_errors(what: str) -> Iterator[None]:
 
 def default_exchange(wait: float = WAIT, *, answering: bool = False) -> Exchange:
     """The exchange of this job's ranks; made by all ranks in the same order, and closed."""
-    if not comm.is_initialized() or comm.get_world_size() == 1:
+    # The ranks of torch's fake backend are this process alone.
+    if not comm.is_initialized() or comm.get_world_size() == 1 or dist.get_backend() == "fake":
         return Alone()
     store = dist.distributed_c10d._get_default_store()  # torch has no public name for it
-    # A connection of our own where torch can make one: whoever waits in the store holds up all who share a connection.
-    own = getattr(store, "clone", lambda: store)()
-    return StoreExchange(own, comm.get_rank(), comm.get_world_size(), wait=wait, answering=answering)
+    return StoreExchange(store, comm.get_rank(), comm.get_world_size(), wait=wait, answering=answering)
 
 
 def together(meeting: Meeting, what: str, act: Callable[[], T]) -> tuple[T, list[Any]]:

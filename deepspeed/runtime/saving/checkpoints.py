@@ -121,7 +121,8 @@ class Checkpoints:
         model, data = self._parts.layout["pp", "tp"].rank, self._parts.layout["dp", "sp"].rank
         said = {answer["data"]: answer for answer in heard if answer["model"] == model}
         kinds = [sorted(set().union(*groups)) for groups in zip(*(a["kinds"] for a in said.values()), strict=True)]
-        return dataclasses.replace(run, kinds=kinds, own_buffers=said[data]["buffers"] != said[0]["buffers"])
+        first = said.get(0, said[data])  # in a fake world only this rank speaks
+        return dataclasses.replace(run, kinds=kinds, own_buffers=said[data]["buffers"] != first["buffers"])
 
     def _files(
         self, run: Run, exclude_frozen: bool, allocate: Allocate | None, loom: Loom | None

@@ -73,7 +73,7 @@ def test_buffers_are_used_again():
 
 def test_one_job_at_a_time():
     background, order, go = Background(), [], threading.Event()
-    background.start(Progress("one", 0), lambda progress: (go.wait(10), order.append(1)))
+    background.start(Progress("one", 0), lambda progress: (go.wait(60), order.append(1)))
     assert background.busy
     assert not background.progress.done
     threading.Timer(0.01, go.set).start()

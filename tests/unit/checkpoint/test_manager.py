@@ -130,7 +130,7 @@ def test_the_mock_writer_keeps_nothing(tmp_path):
 def test_background_saves_what_was(tmp_path, monkeypatch):
     manager, go = alone(background=True), threading.Event()
     original = CheckpointManager._write
-    monkeypatch.setattr(CheckpointManager, "_write", lambda *arguments: (go.wait(10), original(*arguments))[1])
+    monkeypatch.setattr(CheckpointManager, "_write", lambda *arguments: (go.wait(60), original(*arguments))[1])
     weights = torch.zeros(1000)
     manager.save(Request(tmp_path, "a", {"model.pt": {"w": weights}}))
     weights.fill_(1)
@@ -191,7 +191,7 @@ def test_a_program_that_ends_lets_its_save_finish(tmp_path):
 class Job:
     """Ranks as threads, each with a manager."""
 
-    def __init__(self, world, places=None, wait=5.0, **policy):
+    def __init__(self, world, places=None, wait=60.0, **policy):
         store = dist.HashStore()
         exchanges = [StoreExchange(store, rank, world, wait=wait) for rank in range(world)]
         places = places or [None] * world
@@ -210,7 +210,7 @@ class Job:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
             assert not thread.is_alive(), "a rank hangs"
         return results
 
