@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed._shard import Sharded, shard
 from deepspeed._watch import watch
+from deepspeed.comm.coalesced import broadcast_coalesced
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
@@ -30,21 +31,22 @@ from deepspeed.runtime.dataloader import build_dataloader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.reduction.reducer import GradientReducer, Reduction, Slot
+from deepspeed.runtime.reduction.reducer import GradientReducer, Slot
 from deepspeed.runtime.reduction.sparse import embedding_parameters
 from deepspeed.runtime.step.masters import Masters
 from deepspeed.runtime.step.modes import Modes
-from deepspeed.runtime.step.optimizers import build_optimizer, require_tested
+from deepspeed.runtime.step.optimizers import build_optimizer, hold_states, require_tested
 from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import States, Stepper
 from deepspeed.runtime.step.zero_optimizer import ZeroOptimizer
 from deepspeed.utils.logging import log_dist, set_log_level_from_string
 from deepspeed.zero.birth.site import rank_device
+from deepspeed.zero.gradients.reduction import Weights
 from deepspeed.zero.parameters.hooks import ModuleHooks
 from deepspeed.zero.parameters.shard import shard_of
 from deepspeed.zero.parameters.sharding import convert_shards, keep_whole, put_away
 from deepspeed.zero.public.rehook import ParameterOffload
-from deepspeed.zero.states.held import Owner, attach
+from deepspeed.zero.states.lookup import Owner, attach
 from deepspeed.zero.states.sharded import Measure
 
 __all__ = ["Request", "assemble"]
@@ -90,6 +92,8 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     basic = make_optimizer(request)
     if schema.zero_optimization.stage > 0 and basic is not None and not schema.zero_allow_untested_optimizer:
         require_tested(basic)
+    if basic is not None:
+        hold_states(basic, precision)
     masters, reducer, sharded = _states(request, layout, precision, basic, stack)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
@@ -183,14 +187,9 @@ def spread(tensors: Iterable[tuple[str, torch.Tensor]], axis: AxisGroup) -> None
     """Give every rank of an axis the first one's values of whole tensors."""
     if axis.size == 1:
         return
-    for name, tensor in tensors:
-        if tensor.numel() == 0 or shard_of(tensor) is not None:
-            continue
-        with comm.labelled(f"first copy of {name}"):
-            dense = tensor.detach().contiguous()
-            comm.broadcast(dense, src=axis.ranks[0], group=axis.group)
-            if dense.data_ptr() != tensor.data_ptr():
-                tensor.copy_(dense)
+    whole = [tensor.detach() for _, tensor in tensors if tensor.numel() and shard_of(tensor) is None]
+    with comm.labelled("first values of parameters and buffers"):
+        broadcast_coalesced(whole, src=axis.ranks[0], group=axis.group)
 
 
 def is_split(param: nn.Parameter) -> bool:
@@ -249,15 +248,10 @@ def _reducer(
     axis = layout["dp", "sp"]
     travels = precision.reduce_dtypes(module)
     slots = [_slot(name, param, precision, travels, masters) for name, param in module.named_parameters()]
-    reduction = Reduction(
-        average=schema.gradient_allreduce_op == "mean",
-        prescale=schema.prescale_gradients,
-        predivide=schema.gradient_predivide_factor,
-    )
     sparse, rows = embedding_parameters(module, all_rows=schema.sparse_gradients)
     holder_of = masters.of if masters is not None else None
     group = axis.group if axis.size > 1 else None
-    return GradientReducer(slots, group, axis.size, reduction, sparse, rows, holder_of)
+    return GradientReducer(slots, group, axis.size, Weights.of(schema, axis.size), sparse, rows, holder_of)
 
 
 def _slot(

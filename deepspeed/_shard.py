@@ -15,25 +15,30 @@ from deepspeed.config.schema import Schema
 from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
+from deepspeed.zero.agreement import Hosts
+from deepspeed.zero.gradients.council import Council
 from deepspeed.zero.gradients.reducer import ShardReducer
-from deepspeed.zero.parameters import gather as fetch
-from deepspeed.zero.parameters.agreement import Control
 from deepspeed.zero.parameters.coordinator import Coordinator
-from deepspeed.zero.parameters.gather import Fetcher
+from deepspeed.zero.parameters.gather import PlainGather, gather
 from deepspeed.zero.parameters.hooks import ModuleHooks
+from deepspeed.zero.parameters.passes import Passes
 from deepspeed.zero.parameters.plan import Limits
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.parameters.sharding import persist, shard_module, shard_parameter
+from deepspeed.zero.parameters.uses import blocks_of
+from deepspeed.zero.placement import Placement, everywhere
 from deepspeed.zero.public.export import tell_of_empty_state_dicts
 from deepspeed.zero.public.granularity import units_by_granularity
 from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.matrices import ShardedMatrices
-from deepspeed.zero.states.planner import Planner, manner
+from deepspeed.zero.states.planner import Planner
 from deepspeed.zero.states.sharded import Measure, ShardedStates
 from deepspeed.zero.states.striped import StripedGroup
 
 __all__ = ["Sharded", "shard"]
+
+_WORTHWHILE = 1 << 17  # elements that each rank sends in a gather ahead of small modules
 
 
 @dataclass(frozen=True)
@@ -71,59 +76,64 @@ def shard(
     stack: ExitStack,
 ) -> Sharded:
     """Spread `module` and the states of its optimizer as the config's stage says."""
-    zero, axis = schema.zero_optimization, measure.axis
+    zero = schema.zero_optimization
     names = {id(param): name for name, param in module.named_parameters()}
-    planner = Planner(schema, axis, precision, names, precision.reduce_dtypes(module))
+    travels = precision.reduce_dtypes(module)
     if zero.stage < 3:
-        return _states(planner, optimizer, measure)
-    coordinator, hooks = _fetching(schema, module, axis, stack)
-    arrived = coordinator.gradient_arrived if hooks.handles else None
-    make = partial(_striped, axis, axis.twin(), arrived)
-    planner = Planner(schema, axis, precision, names, planner.travels, make)
-    return _states(planner, optimizer, measure, coordinator, hooks)
+        planner = Planner(schema, everywhere(Placement(measure.axis)), precision, names, travels)
+        return _states(planner, module, optimizer, measure, Hosts(measure.axis))
+    hosts = Hosts(measure.axis)
+    coordinator, hooks = _fetching(schema, module, measure.axis, hosts, stack)
+    placement = Placement(measure.axis, gradient_group=measure.axis.twin())
+    make = partial(_striped, coordinator.gradient_arrived if hooks.handles else None)
+    planner = Planner(schema, everywhere(placement), precision, names, travels, make)
+    return _states(planner, module, optimizer, measure, hosts, coordinator, hooks)
 
 
 def _states(
     planner: Planner,
+    module: nn.Module,
     optimizer: Optimizer | None,
     measure: Measure,
+    hosts: Hosts,
     coordinator: Coordinator | None = None,
     hooks: ModuleHooks | None = None,
 ) -> Sharded:
     states = None
     if optimizer is not None:
-        states = ShardedStates(
-            optimizer,
-            planner.groups,
-            measure,
-            meet=coordinator.step if coordinator else None,
-            tile_numel=int(planner.schema.zero_optimization.sub_group_size) if coordinator else 0,
-        )
+        tile = int(planner.schema.zero_optimization.sub_group_size) if coordinator else 0
+        states = ShardedStates(optimizer, planner.groups, measure, tile_numel=tile)
         if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
             optimizer.whole = ShardedMatrices(states.groups)
     reducer = ShardReducer(
         lambda: states.groups if states is not None else [],
-        manner(planner.schema, measure.axis.size),
-        enter=coordinator.begin_backward if coordinator else None,
-        leave=coordinator.end_backward if coordinator else None,
+        planner.reduction_of,
+        planner.ways(measure.axis.size, blocks_of(module)[1]),
+        Council(hosts),
+        registered=module.parameters,
+        passes=coordinator,
     )
+    if coordinator is not None and hooks is not None and hooks.handles:
+        reducer.leave_by_the_plan()
+        coordinator.send_with(reducer)
     if states is not None:
         states.reducer = reducer
     return Sharded(reducer, states, planner.names, measure.axis, coordinator, hooks)
 
 
 def _striped(
-    axis: AxisGroup,
-    lane: Any,
     arrived: Callable[[Shard], None] | None,
     members: Sequence[Named],
+    placement: Placement,
     dtypes: Dtypes,
     options: dict[str, Any],
 ) -> ShardGroup:
-    return StripedGroup(members, axis, dtypes, options, lane=lane, arrived=arrived)
+    return StripedGroup(members, placement, dtypes, options, arrived=arrived)
 
 
-def _fetching(schema: Schema, module: nn.Module, axis: AxisGroup, stack: ExitStack) -> tuple[Coordinator, ModuleHooks]:
+def _fetching(
+    schema: Schema, module: nn.Module, axis: AxisGroup, hosts: Hosts, stack: ExitStack
+) -> tuple[Coordinator, ModuleHooks]:
     """Cut the parameters, and have modules gather what they need."""
     zero = schema.zero_optimization
     apply_zero_leaf_module_config(module, zero.leaf_module)
@@ -133,21 +143,35 @@ def _fetching(schema: Schema, module: nn.Module, axis: AxisGroup, stack: ExitSta
     if zero.module_granularity_threshold > 0:
         for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
             set_z3_leaf_module(unit, True)
+    way = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
+    for each in shards:
+        each.gather = way
     total = int(zero.model_persistence_threshold) // axis.size
-    fetch.gather(persist(shards, int(zero.param_persistence_threshold), total))
-    coordinator = Coordinator(
-        Control(axis),
-        Fetcher(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential),
+    gather(persist(shards, int(zero.param_persistence_threshold), total))
+    passes = Passes(
+        hosts,
         Limits(
-            ahead=0 if zero.allgather_sequential else int(zero.prefetch_bucket_size),
+            ahead=_ahead(schema, module, axis.size),
             live=int(zero.max_live_parameters),
             reuse=int(zero.max_reuse_distance),
         ),
         between_passes="max_reuse_distance" in zero.model_fields_set,
         log_traces=zero.log_trace_cache_warnings,
     )
+    coordinator = Coordinator(passes)
     hooks = ModuleHooks(module, coordinator)
     stack.callback(hooks.remove)
     hooks.install()
     stack.callback(tell_of_empty_state_dicts(module))
     return coordinator, hooks
+
+
+def _ahead(schema: Schema, module: nn.Module, size: int) -> int:
+    """Elements that are gathered ahead: as the config says, else one block, or what makes a worthwhile message."""
+    zero = schema.zero_optimization
+    if zero.allgather_sequential:
+        return 0
+    ahead = int(zero.prefetch_bucket_size)
+    if "prefetch_bucket_size" in zero.model_fields_set:
+        return ahead
+    return max(min(ahead, _WORTHWHILE * size), blocks_of(module)[1])

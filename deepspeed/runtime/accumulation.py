@@ -14,12 +14,13 @@ class Accumulation:
     Unmanaged, every step is a boundary.
     """
 
-    __slots__ = ("boundary", "managed", "micro_steps", "steps")
+    __slots__ = ("_seen", "boundary", "managed", "micro_steps", "steps")
 
     def __init__(self, steps: int, *, managed: bool = True) -> None:
         self.steps = steps
         self.managed = managed
         self.micro_steps = 0
+        self._seen = 0
         self.boundary: bool | None = None
 
     @property
@@ -36,6 +37,15 @@ class Accumulation:
         """True if gradients are reduced while this micro step's backward runs, because it is known to be the last."""
         return self.managed and self.at_boundary
 
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches in the optimizer step that comes next: those of the config, or as many as the caller ran."""
+        return self.steps if self.managed else self._seen
+
+    def saw_micro_batch(self) -> None:
+        """One more backward pass begins."""
+        self._seen += 1
+
     def override(self, at_boundary: bool) -> None:
         """Decide the boundary by hand from now on."""
         if not self.managed:
@@ -48,4 +58,5 @@ class Accumulation:
 
     def advance(self) -> None:
         """This micro step is over."""
+        self._seen = 0
         self.micro_steps += 1

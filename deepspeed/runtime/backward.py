@@ -8,6 +8,7 @@ of both kinds meet in one step, the gradients that are there are brought to the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,9 @@ class Reducer(Protocol):
     def refresh(self) -> None:
         """Look again at which parameters are trained."""
 
+    def announce(self, notice: Callable[[], None]) -> None:
+        """Call `notice` in a backward that nobody has announced, when it is first seen."""
+
     def enter_backward(self) -> None:
         """Called from inside the outermost backward, before anything else happens in it."""
 
@@ -49,8 +53,14 @@ class Reducer(Protocol):
     def begin(self) -> None:
         """Called from inside the outermost backward that is to be reduced, before any gradient arrives."""
 
+    def settle(self) -> None:
+        """The backward is over: what has not been sent is on its way."""
+
     def finish(self) -> None:
-        """Reduce what is not reduced yet, and wait for it."""
+        """Reduce what is not reduced yet, and wait for it; on all ranks together."""
+
+    def conclude(self) -> None:
+        """Every rank takes an optimizer step now: `finish`, and whatever ranks have to agree upon."""
 
     def rescale(self, factor: float) -> None:
         """Multiply every gradient that is held."""
@@ -79,6 +89,7 @@ class Backward:
         """While True gradients only accumulate on this rank."""
         self.unit = 1.0
         """What the gradients are worth; see [Note: unit of gradients]."""
+        reducer.announce(self._noticed)
 
     @property
     def has_gradients(self) -> bool:
@@ -141,6 +152,7 @@ class Backward:
             self._reducer.rescale(self.unit / unit)
         self.unit = unit
         self._has_gradients = True
+        self._accumulation.saw_micro_batch()
         self._reducer.reopen()
         reduce = (self._accumulation.reduces_in_backward or self._reducer.eager) and not self.suspended
         if reduce:
@@ -157,22 +169,42 @@ class Backward:
         self._reducer.leave_backward()
         if self._reduce:
             with phase(self._events, Phase.BACKWARD_REDUCE, self._accumulation):
-                self._reducer.finish()
+                self._reducer.settle()
 
     def _plain(self, grad: Tensor) -> None:
         """A gradient flows into an output of the module; the first one of a user's backward prepares for the rest."""
         task = torch._C._current_graph_task_id()
-        if self._running or task == self._plain_task:
-            return
+        if not self._running and task != self._plain_task:
+            self._begin_plain(task)
+
+    def _noticed(self) -> None:
+        """A gradient has arrived, or parameters are needed, in a backward through something else than our outputs."""
+        unit = self._plain_unit()
+        if self._has_gradients and unit != self.unit:
+            raise DeepSpeedError(
+                f"gradients of loss.backward() through a part of the module, worth {unit:g}, meet gradients worth "
+                f"{self.unit:g} in one accumulation window: run all of its backward passes by engine.backward(loss), "
+                "or call the engine itself in forward"
+            )
+        self._begin_plain(torch._C._current_graph_task_id())
+
+    def _plain_unit(self) -> float:
+        factor = self._scale.value if self._scaled_by_user else 1.0
+        return 1.0 / (factor * self._accumulation.steps)
+
+    def _begin_plain(self, task: int) -> None:
         self._plain_task = task
-        value = self._scale.value
-        if value != 1.0 and not self._scaled_by_user:
+        if self._scale.value != 1.0 and not self._scaled_by_user:
             warn_once(
                 "loss.backward() does not scale the loss, so small fp16 gradients become zero; "
                 "use engine.backward(loss), or engine.scale(loss).backward()"
             )
-        factor = value if self._scaled_by_user else 1.0
+        self._reduce = self._begin(self._plain_unit())
         self._scaled_by_user = False
-        self._reduce = self._begin(1.0 / (factor * self._accumulation.steps))
         self._entered()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
+
+    def expect_gradients(self) -> None:
+        """An optimizer step begins: gradients of a backward that nothing has told of are those of a plain one."""
+        if not self._has_gradients:
+            self.unit = self._plain_unit()

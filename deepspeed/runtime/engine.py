@@ -65,8 +65,12 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output."""
         parts = self._parts
-        if not (torch.is_grad_enabled() and self.training):
+        if not torch.is_grad_enabled():
             return parts.forward(*inputs, **kwargs)
+        if not self.training:
+            outputs = parts.forward(*inputs, **kwargs)
+            parts.backward.watch(outputs)
+            return outputs
         self._look_for_unfrozen()
         with phase(self.events, Phase.FORWARD, parts.accumulation):
             outputs = parts.forward(*inputs, **kwargs)
@@ -112,7 +116,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
         outcome = self._outcome = taken()
         self._applied = outcome.applied
         self.global_steps += 1
-        self.global_samples += self.train_batch_size()
+        micro_batches = self._parts.accumulation.micro_batches
+        self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if outcome.applied:
             self._step_schedule(lr_kwargs)
         else:

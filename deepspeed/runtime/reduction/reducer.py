@@ -20,27 +20,9 @@ from deepspeed.ops.multi_tensor import scale_
 from deepspeed.runtime.reduction import buckets
 from deepspeed.runtime.reduction.sparse import reduce_rows, reduce_sparse
 from deepspeed.zero.gradients.arrivals import Arrivals
+from deepspeed.zero.gradients.reduction import Weights
 
-__all__ = ["GradientReducer", "Reduction", "Slot"]
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How gradients are reduced."""
-
-    average: bool = True
-    prescale: bool = False
-    """Divide before the sum instead of after it."""
-    predivide: float = 1.0
-    """Without prescale: divide by this before the sum, and by the rest after it."""
-    bucket_bytes: int = buckets.BUCKET_BYTES
-
-    def factors(self, size: int) -> tuple[float, float]:
-        """What gradients are multiplied by before and after the sum."""
-        whole = 1.0 / size if self.average else 1.0
-        if self.prescale:
-            return whole, 1.0
-        return 1.0 / self.predivide, self.predivide * whole
+__all__ = ["GradientReducer", "Slot"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +97,7 @@ class GradientReducer:
         slots: Sequence[Slot],
         group: Any,
         size: int,
-        reduction: Reduction,
+        weights: Weights,
         sparse: frozenset[int] = frozenset(),
         rows: frozenset[int] = frozenset(),
         holder_of: Callable[[nn.Parameter], nn.Parameter] | None = None,
@@ -125,10 +107,10 @@ class GradientReducer:
         self._slots = list(slots)
         self._group = group
         self._size = size
-        self._reduction = reduction
+        self._weights = weights
         self._sparse_ids = sparse
         self._row_ids = rows
-        self._arrivals = Arrivals(self._launch)
+        self._arrivals = Arrivals(self._launch, whole=True)
         self._buckets: list[_Bucket] = []
         self._sparse: list[Slot] = []
         self._flags: tuple[bool, ...] = ()
@@ -163,15 +145,19 @@ class GradientReducer:
         plans = buckets.plan(
             [slot.holder.numel() * slot.holder.element_size() for slot in dense],
             [(slot.holder.dtype, slot.holder.device, slot.travels) for slot in dense],
-            self._reduction.bucket_bytes,
+            buckets.BUCKET_BYTES,
         )
         self._buckets = [_Bucket([dense[i] for i in plan.packed], [dense[i] for i in plan.alone]) for plan in plans]
-        self._arrivals.watch([[slot.param for slot in bucket.members] for bucket in self._buckets])
-        homes = {id(slot): place for place, bucket in enumerate(self._buckets) for slot in bucket.members}
+        numbers = {id(slot): number for number, slot in enumerate(dense)}
+        members = [[numbers[id(slot)] for slot in bucket.members] for bucket in self._buckets]
+        sizes = [slot.holder.numel() for slot in dense]
+        self._arrivals.close()
+        self._arrivals.relearn()
+        self._arrivals.watch(members, sizes, sum(sizes))
         for slot in trained:
             if self._size > 1 or slot.banked:
-                home = homes.get(id(slot)) if self._size > 1 else None
-                self._arrivals.hook(slot.name, slot.param, home, slot.bank if slot.banked else None)
+                number = numbers.get(id(slot)) if self._size > 1 else None
+                self._arrivals.hook(slot.name, slot.param, number, slot.bank if slot.banked else None)
 
     eager = False
     """Gradients are reduced once per optimizer step, not in every backward."""
@@ -181,11 +167,17 @@ class GradientReducer:
         """Multiply every gradient that is held."""
         scale_([slot.holder.grad for slot in self._slots if slot.holder.grad is not None], factor)
 
+    def announce(self, notice: Callable[[], None]) -> None:
+        """Call `notice` when gradients arrive in a backward that nobody has announced."""
+        self._arrivals.notice = notice
+
     def enter_backward(self) -> None:
-        """A backward begins; whole parameters need no preparation."""
+        """A backward begins."""
+        self._arrivals.inside = True
 
     def leave_backward(self) -> None:
         """A backward is over."""
+        self._arrivals.inside = False
 
     @torch.no_grad()
     def reopen(self) -> None:
@@ -193,7 +185,7 @@ class GradientReducer:
 
         The mean of equal gradients is the gradient, so reducing a mean again does no harm; a sum must be undone.
         """
-        if self._reduced and not self._reduction.average:
+        if self._reduced and not self._weights.mean:
             for slot in self._slots:
                 if slot.param.requires_grad and slot.holder.grad is not None:
                     slot.holder.grad.div_(self._size)
@@ -218,9 +210,18 @@ class GradientReducer:
         self._reduce_sparse()
         self._reduced = True
 
+    def settle(self) -> None:
+        """The backward is over: gradients are reduced."""
+        self.finish()
+
+    def conclude(self) -> None:
+        """The optimizer is about to step."""
+        self.finish()
+
     def forget(self) -> None:
         """The gradients were used or dropped; whatever arrives next is new."""
         self._arrivals.forget()
+        self._arrivals.inside = False
         self._reduced = False
 
     def close(self) -> None:
@@ -232,7 +233,7 @@ class GradientReducer:
     def _launch(self, place: int) -> None:
         """Pack and start one bucket; runs inside backward or after it."""
         bucket = self._buckets[place]
-        before, _ = self._reduction.factors(self._size)
+        before = self._weights.before
         had = [holder.grad is not None for holder in bucket.holders]
         bucket.complete = all(had)
         # A copy of ones that are there already does not wait for the device, as new numbers from the host would.
@@ -251,7 +252,7 @@ class GradientReducer:
     @torch.no_grad()
     def _land(self, bucket: _Bucket) -> None:
         """Wait for one bucket and hand its gradients back."""
-        _, after = self._reduction.factors(self._size)
+        after = self._weights.after
         for work in bucket.works:
             work.wait()
         if after != 1.0:
@@ -266,7 +267,7 @@ class GradientReducer:
         bucket.works, bucket.sent, bucket.present = [], [], bucket.everyone
 
     def _reduce_sparse(self) -> None:
-        before, after = self._reduction.factors(self._size)
+        before, after = self._weights.before, self._weights.after
         for slot in self._sparse:
             reduce = reduce_rows if id(slot.param) in self._row_ids else reduce_sparse
             with comm.labelled(f"gradient of {slot.name}"):

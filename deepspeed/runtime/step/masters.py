@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 from deepspeed.parallel import AxisGroup
 from deepspeed.runtime.step.norm import total_norm
 
-__all__ = ["HeldWhole", "Masters"]
+__all__ = ["Masters", "WholeState"]
 
 
-class HeldWhole:
-    """`deepspeed.zero.states.held.Held` for a parameter that is whole on this rank."""
+class WholeState:
+    """`deepspeed.zero.states.lookup.ParameterState` for a parameter that is whole on this rank."""
 
     axis: AxisGroup | None = None
 
@@ -31,17 +31,17 @@ class HeldWhole:
         self.device = param.device
 
     def gradient(self) -> torch.Tensor | None:
-        """See `Held`; where gradients are accumulated in the master's dtype they lie there already."""
+        """See `ParameterState`; where gradients are accumulated in the master's dtype they lie there already."""
         assert self.master is not None, "whole masters are never absent"
         grad = self._param.grad if self._param.grad is not None else self.master.grad
         return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
 
     def has_gradient(self) -> bool:
-        """See `Held`."""
+        """See `ParameterState`."""
         return self.gradient() is not None
 
     def put_gradient(self, values: torch.Tensor) -> None:
-        """See `Held`."""
+        """See `ParameterState`."""
         holder = self._param if self._param.grad is not None else self.master
         assert holder is not None, "whole masters are never absent"
         holder.grad = values.to(holder.dtype).view(self.shape)
@@ -52,7 +52,7 @@ class HeldWhole:
 
     @torch.no_grad()
     def publish(self) -> None:
-        """See `Held`."""
+        """See `ParameterState`."""
         if self.master is not None and self.master is not self._param:
             self._param.data.copy_(self.master)  # not seen by the version that tells of edits
 
@@ -122,10 +122,10 @@ class Masters:
         groups = self._optimizer.param_groups
         return [[(self._param_of.get(id(m), m), m) for m in group["params"]] for group in groups]
 
-    def held(self, param: nn.Parameter) -> HeldWhole | None:
+    def held(self, param: nn.Parameter) -> WholeState | None:
         """What the optimizer holds of a parameter; None if it does not train it."""
         master = self._of.get(id(param))
-        return None if master is None else HeldWhole(param, master)
+        return None if master is None else WholeState(param, master)
 
     @torch.no_grad()
     def adopt_edits(self) -> None:

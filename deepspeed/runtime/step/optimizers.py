@@ -18,8 +18,11 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import MuonWithAuxAdam
+from deepspeed.ops.optimizer import BatchOptimizer
+from deepspeed.precision.dtypes import short
+from deepspeed.precision.policy import Precision
 
-__all__ = ["TESTED_WITH_ZERO", "build_optimizer", "is_tested_with_zero", "require_tested"]
+__all__ = ["TESTED_WITH_ZERO", "build_optimizer", "hold_states", "is_tested_with_zero", "require_tested"]
 
 TESTED_WITH_ZERO: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
@@ -67,6 +70,22 @@ def require_tested(optimizer: torch.optim.Optimizer) -> None:
             f"optimizer this rank's part of each parameter as a 1-D tensor. One that works element by element is safe: "
             f"set the key to true. Tested are {names}.",
             path="zero_allow_untested_optimizer",
+        )
+
+
+def hold_states(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+    """Have the moments held as `precision` says; refuse an optimizer that would hold them otherwise.
+
+    Those of other libraries make moments in the dtype of what they update, the masters.
+    """
+    told = isinstance(optimizer, BatchOptimizer) and optimizer.hold_states(precision.state)
+    if not told and precision.state != precision.master:
+        master, state = short(precision.master), short(precision.state)
+        key = f"{master}.{master}_master_weights_and_grads"
+        raise DeepSpeedConfigError(
+            f"{key}: {type(optimizer).__name__} would hold its moments in {master}, the dtype of the masters, in place "
+            f"of {state}. Use Adam or Lion of this library (optimizer.type), or set the key to false.",
+            path=key,
         )
 
 

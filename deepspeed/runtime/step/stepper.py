@@ -17,8 +17,8 @@ from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.step.norm import clip_coefficient
-from deepspeed.runtime.told import Told
-from deepspeed.zero.states.held import Held
+from deepspeed.runtime.step.scalar import ScalarOnHost
+from deepspeed.zero.states.lookup import ParameterState
 
 __all__ = ["Outcome", "States", "Stepper"]
 
@@ -43,7 +43,7 @@ class States(Protocol):
     def add(self, options: dict[str, Any]) -> None:
         """Take over a group that was added to the optimizer."""
 
-    def held(self, param: nn.Parameter) -> Held | None:
+    def held(self, param: nn.Parameter) -> ParameterState | None:
         """What this rank holds of a parameter; None if the optimizer does not train it."""
 
     def adopt_edits(self) -> None:
@@ -83,14 +83,15 @@ class Stepper:
 
     def step(self) -> Outcome:
         """Reduce what is not reduced yet, then update, or skip where a gradient is inf or NaN."""
-        self.reducer.finish()
+        self.backward.expect_gradients()
+        self.reducer.conclude()
         self.masters.take_gradients()
         gradients = list(self.masters.gradients())
         norm = self.masters.measure()
         if self.backward.unit != 1.0:
             norm = norm * self.backward.unit
         before = self.scale.value
-        if norm.device.type != "cpu" and isinstance(self.optimizer, FusedAdam) and self.optimizer.takes_conditions():
+        if isinstance(self.optimizer, FusedAdam) and self.optimizer.takes_conditions(norm.device):
             known, overflow = self._step_ahead(self.optimizer, norm)
             return self._finished(norm, known, overflow, before)
         known = self._known(norm)
@@ -117,7 +118,7 @@ class Stepper:
         if self.clipping > 0:
             factor = clip_coefficient(norm, self.clipping) * factor
         skip = (~torch.isfinite(norm)).float() if self.check_overflow else torch.zeros_like(norm)
-        told = Told(norm) if self.check_overflow else None
+        told = ScalarOnHost(norm) if self.check_overflow else None
         optimizer.conditions = Conditions(factor.reciprocal(), skip)
         try:
             self.masters.update(optimizer)

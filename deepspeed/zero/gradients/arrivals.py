@@ -1,9 +1,9 @@
-"""Which gradients have arrived in this backward: complete buckets are launched at once, in an order all ranks share.
+"""Hooks on parameters: which gradients have arrived in this backward, and in which buckets they leave.
 
-[Note: when a bucket is launched] Buckets are launched in their own order, which is the same on every rank, each as
-soon as its last gradient has arrived and all buckets before it are launched. Two things forbid launching before
-backward ends: the first backward, in which we learn how this model behaves, and reentrant checkpointing, which runs
-a backward inside a backward, so that a parameter's gradient may arrive several times.
+[Note: two manners] Shards may leave at any time, also in parts: see [Note: one order]. Whole gradients that are
+all-reduced where they lie (stage 0) may not: a gradient that arrives in memory which is on its way would spoil it. So
+`whole` ones leave early only after a first backward has shown how this model behaves, and never where reentrant
+checkpointing runs a backward inside a backward.
 
 [Note: cost per parameter] With hundreds of tiny layers, ten microseconds per parameter are a tenth of a step. So hooks
 do little.
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import CommError
+from deepspeed.zero.gradients.order import Departures
 
 __all__ = ["Arrivals"]
 
@@ -26,44 +27,46 @@ _graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Arrivals:
-    """Hooks on parameters, and the launching of buckets.
+    """Follows the gradients of some parameters, by their numbers; `launch(place)` starts a bucket."""
 
-    `launch(place)` starts the bucket at that place of the list given to `watch`; without `early` after backward only.
-    """
-
-    def __init__(self, launch: Callable[[int], None], *, early: bool = True) -> None:
+    def __init__(self, launch: Callable[[int], None], *, early: bool = True, whole: bool = False) -> None:
+        """Without `early` buckets leave after backward only; `whole`: see [Note: two manners]."""
         self._launch = launch
         self._allowed = early
+        self._whole = whole
         self._handles: list[Any] = []
-        self._members: list[frozenset[int]] = []
-        self._missing: list[set[int]] = []
-        self._early = False
-        self._seen_backward = False
+        self._counts: dict[int, int] | None = None
         self._reentrant = False
         self._task = -1
-        self._next = 0
+        self.departures = Departures((), (), launch, budget=0)
+        self.clock: Callable[[], int] | None = None
+        """Where the pass is; if there is one, buckets leave when it says so and not when they are complete."""
+        self.notice: Callable[[], None] | None = None
+        """Called when a gradient arrives in a backward that nobody has announced."""
+        self.inside = False
+        """A backward runs that was announced."""
         self.armed = False
         """A backward runs, or ran, after which everything is launched."""
         self.dirty = False
         """Gradients have arrived since the last `settle`."""
 
-    def watch(self, buckets: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Forget earlier buckets; these are the parameters of each, in the order of launching."""
-        self.close()
-        self._members = [frozenset(id(param) for param in bucket) for bucket in buckets]
-        self._missing = [set() for _ in buckets]
-        self._seen_backward = False
+    def watch(self, buckets: Sequence[Sequence[int]], sizes: Sequence[int], budget: int) -> None:
+        """Send these buckets from now on; no more than `budget` elements wait."""
+        old = self.departures
+        self.departures = Departures(buckets, sizes, self._launch, budget=budget)
+        self.departures.late, self.departures.sequence = set(old.late), old.sequence
 
-    def hook(self, name: str, param: nn.Parameter, bucket: int | None, first: Callable[[], None] | None = None) -> None:
+    def hook(self, name: str, param: nn.Parameter, number: int | None, first: Callable[[], None] | None = None) -> None:
         """Follow the arrival of one parameter's gradient; `first` is called before anything else."""
-        number = id(param)
 
         def arrived(_: Tensor) -> None:
+            if not self.inside and self.notice is not None:
+                self.notice()
             if first is not None:
                 first()
             self.dirty = True
-            if self.armed and bucket is not None:
-                self._note(name, number, bucket)
+            if self.armed and number is not None:
+                self._note(name, number)
 
         self._handles.append(param.register_post_accumulate_grad_hook(arrived))
 
@@ -72,10 +75,19 @@ class Arrivals:
         if self.armed:
             return
         self.armed = True
-        self._early = self._allowed and self._seen_backward and not self._reentrant
         self._task = -1
-        self._next = 0
-        self._missing = [set(members) for members in self._members]
+        steady = self._counts is not None and not self._reentrant
+        self.departures.early = self._allowed and (steady or not self._whole) and self.clock is None
+        self.departures.expect(None if self._whole else self._counts)
+
+    def ready(self) -> tuple[int, int]:
+        """See `Departures`; nothing where nothing may leave while backward runs."""
+        return self.departures.ready() if self.armed and self._allowed else (0, 0)
+
+    def depart(self, until: int) -> None:
+        """See `Departures`."""
+        if self.armed and self._allowed:
+            self.departures.depart(until)
 
     def begin(self) -> None:
         """Called from inside the outermost backward, before any gradient arrives."""
@@ -84,38 +96,36 @@ class Arrivals:
     def settle(self) -> None:
         """Launch what has not been launched; the backward is over."""
         self.arm()
-        self._seen_backward = True
         self.armed = False
-        while self._next < len(self._members):
-            self._launch_next()
+        self.departures.rest()
+        self._counts = self.departures.counts()
         self.dirty = False
 
     def forget(self) -> None:
         """Whatever has arrived is dropped."""
         self.armed = self.dirty = False
+        self.departures.reset()
+
+    def relearn(self) -> None:
+        """Parameters have other numbers now: nothing is known about their arrivals."""
+        self._counts = None
 
     def close(self) -> None:
         """Remove every hook."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._members, self._missing = [], []
 
-    def _note(self, name: str, number: int, bucket: int) -> None:
-        if bucket < self._next:
-            raise CommError(
-                f"the gradient of {name!r} arrived again after it had been sent to the other ranks. The graph of this "
-                "step differs from the first one's; wrap its backward calls in engine.coalesce_grad_reduction()."
-            )
-        missing = self._missing[bucket]
-        missing.discard(number)
-        if not self._reentrant and self._task != -1 and _graph_task() != self._task:
-            self._reentrant, self._early = True, False
-        if self._early and not missing:
-            while self._next < len(self._members) and not self._missing[self._next]:
-                self._launch_next()
-
-    def _launch_next(self) -> None:
-        place = self._next
-        self._next += 1
-        self._launch(place)
+    def _note(self, name: str, number: int) -> None:
+        if self._whole:
+            if self._task not in (-1, _graph_task()):
+                self._reentrant, self.departures.early = True, False
+            if self.departures.has_left(number):
+                raise CommError(
+                    f"the gradient of {name!r} arrived again after it had been sent to the other ranks. The graph of "
+                    "this step differs from the last one's; wrap its backward calls in "
+                    "engine.coalesce_grad_reduction()."
+                )
+        if self.clock is not None:
+            self.departures.positions[number] = self.clock()
+        self.departures.arrive(number)

@@ -1,21 +1,63 @@
-"""Gradients that travel together, and where they go: what a group hands to the reducer."""
+"""Gradients that travel together: how they are laid out for the ranks that own parts of them, and where they land."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed.comm import Pending
+from deepspeed.zero.gradients.reduction import Even, Everything, Owned, Reduction, Share
 from deepspeed.zero.states.piece import Piece
 
-__all__ = ["Bucket", "Cut", "as_flat", "runs"]
+__all__ = ["Bucket", "Cut", "Parcel", "Part", "as_flat"]
+
+# Slices of all ranks whose sizes differ by less than this are padded to one size, which backends can scatter.
+_PADDING = 1.25
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements [start, stop) of a parameter, and the rank that owns them."""
+
+    owner: int
+    start: int
+    stop: int
+
+
+@dataclass(eq=False, slots=True)
+class Parcel:
+    """The gradient of one parameter, as the way to its owners sees it."""
+
+    name: str
+    param: nn.Parameter
+    numel: int
+    take: Callable[[], Tensor | None]
+    """Fetches the whole gradient, which is forgotten where it was."""
+    piece: Piece | None
+    """What this rank owns of the parameter."""
+    reduction: Reduction
+    dtype: torch.dtype
+    """In which it travels."""
+    accumulate: torch.dtype
+    """In which the owner adds gradients up."""
+    device: torch.device
+    chunk: int = 0
+    """Where every rank owns so many elements, in the order of the ranks; else the next two tell."""
+    owners: range = range(0)
+    interval: Callable[[int], tuple[int, int]] | None = None
+    """The elements that an owner has."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Parcels of one kind may share a bucket."""
+        return id(self.reduction), self.dtype, self.accumulate, self.device, bool(self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
 class Cut:
     """Where the gradient of one piece lies in what this rank receives."""
 
@@ -24,43 +66,139 @@ class Cut:
     stop: int
 
 
-@dataclass(eq=False)
 class Bucket:
-    """The gradients of some parameters on their way to the ranks that own them."""
+    """Parcels that travel as one flat tensor, the slices of each owner side by side."""
 
-    names: Sequence[str]
-    params: Sequence[nn.Parameter]
-    take: Sequence[Callable[[], Tensor | None]]
-    """How each parameter's whole gradient is fetched, and forgotten where it was."""
-    pack: Callable[[Sequence[Tensor | None]], Tensor]
-    """Lays gradients out flat, the slice of rank 0 first; zeros stand for absent ones."""
-    splits: Sequence[int]
-    """Elements of each rank's slice."""
-    cuts: Sequence[Cut]
-    group: Any
-    accumulate: torch.dtype
-    """In what the pieces add up their gradients."""
-    pending: Pending[Tensor] | None = field(default=None, init=False)
+    def __init__(self, parcels: Sequence[Parcel]) -> None:
+        self.parcels = list(parcels)
+        first = self.parcels[0]
+        self.reduction, self.dtype, self.accumulate = first.reduction, first.dtype, first.accumulate
+        self.device = first.device
+        self._world, self._rank = first.reduction.size, first.reduction.rank
+        self.share: Share
+        self.cuts: list[Cut] = []
+        self._order: list[tuple[int, Part]] = []
+        self._line = False
+        self._places: list[tuple[int, int]] = []
+        self._pads: dict[int, int] = {}
+        if first.chunk:
+            self._lay_even()
+        else:
+            self._lay_owned()
 
     @property
     def label(self) -> str:
         """What errors and logs call it."""
-        first, last = self.names[0], self.names[-1]
-        return f"gradients of {first}" + (f" … {last}" if first != last else "")
+        first, last = self.parcels[0].name, self.parcels[-1].name
+        return f"gradients of {last}" + (f" … {first}" if first != last else "")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its gradients on their way."""
+        return sum(parcel.numel for parcel in self.parcels) * self.dtype.itemsize
+
+    def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Lay gradients out flat, the slice of the first owner first; zeros stand for absent ones."""
+        flats = [
+            as_flat(grad, parcel.numel, self.dtype, self.device)
+            for parcel, grad in zip(self.parcels, grads, strict=True)
+        ]
+        if self._line:
+            return flats[0] if len(flats) == 1 else torch.cat(flats)
+        if not self._order:
+            if len(flats) == 1 and flats[0].numel() == self.parcels[0].chunk * self._world:
+                return flats[0]
+            return torch._chunk_cat(flats, 0, self._world).view(-1)
+        if len(flats) == 1 and not self._pads:
+            return flats[0]
+        lines: list[Tensor] = []
+        for owner, run in groupby(self._order, key=lambda item: item[1].owner):
+            lines += [flats[place][part.start : part.stop] for place, part in run]
+            if self._pads.get(owner):
+                lines.append(torch.zeros(self._pads[owner], dtype=self.dtype, device=self.device))
+        return torch.cat(lines)
+
+    def land(self, mine: Tensor) -> None:
+        """Add what came to the pieces of this rank; not seen by autograd."""
+        if not self.cuts:
+            return
+        if self._line:  # all of it came; what others own goes
+            mine = torch.cat([mine[start:stop] for start, stop in self._places])
+        if mine.dtype != self.accumulate:
+            mine = mine.to(self.accumulate)
+        if self.cuts[0].piece.home is None and mine.untyped_storage().nbytes() > mine.nbytes:
+            mine = mine.clone()  # a slice of what was sent; the rest of it is not needed any more
+        olds: list[Tensor] = []
+        added: list[Tensor] = []
+        homes: list[Tensor] = []
+        moved: list[Tensor] = []
+        for cut in self.cuts:
+            part, piece = mine[cut.start : cut.stop], cut.piece
+            if piece.gradient is not None:
+                olds.append(piece.gradient)
+                added.append(part)
+            elif piece.home is None:
+                piece.gradient = part
+            else:
+                homes.append(piece.home)
+                moved.append(part)
+                piece.gradient = piece.home
+        if moved:
+            torch._foreach_copy_(homes, moved)
+        if added:
+            torch._foreach_add_(olds, added)
+
+    def _lay_even(self) -> None:
+        at = 0
+        for parcel in self.parcels:
+            if parcel.piece is not None:
+                self.cuts.append(Cut(parcel.piece, at, at + parcel.piece.master.numel()))
+            at += parcel.chunk
+        self.share = Even(at)
+
+    def _lay_owned(self) -> None:
+        if any(len(parcel.owners) > self.reduction.few for parcel in self.parcels):
+            self._lay_line()
+            return
+        order = [
+            (place, Part(owner, *_interval(parcel, owner)))
+            for place, parcel in enumerate(self.parcels)
+            for owner in parcel.owners
+        ]
+        if len({part.owner for _, part in order}) > self.reduction.few:
+            self._lay_line()
+            return
+        self._order = sorted(order, key=lambda item: item[1].owner)
+        lengths: dict[int, int] = {}
+        for place, part in self._order:
+            if part.owner == self._rank:
+                piece, at = self.parcels[place].piece, lengths.get(part.owner, 0)
+                assert piece is not None, "a rank that owns elements has a piece of them"
+                self.cuts.append(Cut(piece, at, at + part.stop - part.start))
+            lengths[part.owner] = lengths.get(part.owner, 0) + part.stop - part.start
+        longest = max(lengths.values())
+        if len(lengths) == self._world and longest * self._world <= _PADDING * sum(lengths.values()):
+            self._pads = {owner: longest - length for owner, length in lengths.items() if length < longest}
+            self.share = Even(longest)
+        else:
+            self.share = Owned(tuple(lengths.items()))
+
+    def _lay_line(self) -> None:
+        """So many ranks own parts that all get all of it: gradients lie one after the other, as they are."""
+        self._line, self.share = True, Everything()
+        begin = at = 0
+        for parcel in self.parcels:
+            if parcel.piece is not None:
+                start, stop = _interval(parcel, self._rank)
+                self._places.append((begin + start, begin + stop))
+                self.cuts.append(Cut(parcel.piece, at, at + stop - start))
+                at += stop - start
+            begin += parcel.numel
 
 
-def runs(numels: Sequence[int], limit: int) -> list[range]:
-    """Consecutive runs of at most `limit` elements, or of one parameter; the last parameters come first."""
-    found: list[range] = []
-    stop = len(numels)
-    while stop > 0:
-        start, filled = stop - 1, numels[stop - 1]
-        while start > 0 and filled + numels[start - 1] <= limit:
-            start -= 1
-            filled += numels[start]
-        found.append(range(start, stop))
-        stop = start
-    return found
+def _interval(parcel: Parcel, owner: int) -> tuple[int, int]:
+    assert parcel.interval is not None, "a parcel without a chunk knows its owners"
+    return parcel.interval(owner)
 
 
 def as_flat(grad: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -69,5 +207,5 @@ def as_flat(grad: Tensor | None, numel: int, dtype: torch.dtype, device: torch.d
         return torch.zeros(numel, dtype=dtype, device=device)
     if grad.layout != torch.strided:
         grad = grad.to_dense()
-    flat = grad.view(-1) if grad.is_contiguous() else grad.reshape(-1)
-    return flat if flat.dtype == dtype else flat.to(dtype)
+    flat: Any = grad.view(-1) if grad.is_contiguous() else grad.reshape(-1)
+    return flat if flat.dtype == dtype else flat.to(dtype)  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""Gradients to their owners: arrival → bucket → reduction → the pieces of this rank. One reducer for stages 1 to 3.
+"""Gradients to their owners: arrival → the order all ranks share → bucket → reduction → the pieces of this rank.
 
 Stage 1 lets whole gradients add up on the parameters and reduces in the last backward before the optimizer; stages 2
 and 3 reduce in every backward and add up shards. Everything else is the same.
@@ -6,42 +6,82 @@ and 3 reduce in every backward and add up shards. Everything else is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import nn
 
-from deepspeed import comm
-from deepspeed.comm.owners import reduce_to_owners
 from deepspeed.ops.multi_tensor import scale_
+from deepspeed.zero.agreement import Hosts
 from deepspeed.zero.gradients.arrivals import Arrivals
-from deepspeed.zero.gradients.bucket import Bucket
+from deepspeed.zero.gradients.bucket import Bucket, Parcel
+from deepspeed.zero.gradients.council import Council
+from deepspeed.zero.gradients.flights import Flights
+from deepspeed.zero.gradients.order import pack_buckets
+from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.states.group import ShardGroup
 
-__all__ = ["Manner", "ShardReducer"]
+__all__ = ["ShardReducer", "Ways"]
+
+_NEVER = 1 << 40  # later than any step
+_WAITING = 2  # buckets that may wait for others to complete before they leave incomplete
 
 
 @dataclass(frozen=True)
-class Manner:
-    """How gradients are reduced."""
+class Ways:
+    """How gradients of an engine leave."""
 
-    eager: bool
-    """In every backward, so that whole gradients do not outlive it."""
+    every_backward: bool
+    """Whole gradients do not outlive a backward."""
     limit: int
     """Elements per bucket."""
-    before: float
-    """What gradients are multiplied by before the sum over ranks,"""
-    after: float
-    """and after it."""
     overlap: bool = True
     """Let backward go on while gradients travel."""
-    deferred: bool = False
-    """Send nothing before backward is over."""
-    everywhere: bool = False
-    """By all-reduce instead of to the owners only."""
-    merged: bool = True
-    """Slices of several ranks share one operation where the backend cannot scatter them."""
+    strict: bool = False
+    """The user sized the buckets. On a host, where what comes needs as much memory as what goes, one lands at once."""
+    early: bool = True
+    """Send while backward runs."""
+
+
+@dataclass(eq=False, slots=True)
+class _Learned:
+    """When gradients came in a kind of backward."""
+
+    positions: list[int]
+    """Where the pass was, by the number of the parameter."""
+    version: int = -1
+    """Of the buckets for which `places` holds."""
+    places: list[int] = field(default_factory=list)
+    """Where the pass is when each bucket leaves."""
+
+
+class Passes(Protocol):
+    """What gathers parameters for a backward, as the reducer sees it."""
+
+    notice: Callable[[], None] | None
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
+    def end_backward(self) -> None:
+        """A backward is over."""
+
+    def first_uses(self) -> Iterable[nn.Parameter]:
+        """Parameters in the order in which the forward first used them, the same on all ranks."""
+
+    def abandon(self) -> None:
+        """A backward failed."""
+
+    def retrace(self) -> None:
+        """Gradients came late: look again at when they come."""
+
+    @property
+    def position(self) -> int:
+        """Where the backward is that runs, at places that all ranks come to."""
 
 
 class ShardReducer:
@@ -50,25 +90,40 @@ class ShardReducer:
     def __init__(
         self,
         groups: Callable[[], Sequence[ShardGroup]],
-        manner: Manner,
+        reduction_of: Callable[[ShardGroup], Reduction],
+        ways: Ways,
+        council: Council,
         *,
-        enter: Callable[[], None] | None = None,
-        leave: Callable[[], None] | None = None,
+        registered: Callable[[], Iterable[nn.Parameter]],
+        passes: Passes | None = None,
     ) -> None:
-        """`enter` and `leave` are called when a backward begins and ends."""
+        """`registered` are the parameters in the model's order; `passes` is told when a backward begins and ends."""
         self._groups = groups
-        self._enter, self._leave = enter, leave
-        self._manner = manner
-        self._arrivals = Arrivals(self._launch, early=not manner.deferred)
+        self._reduction_of = reduction_of
+        self._ways = ways
+        self._council = council
+        self._version = 0
+        self._model, self._passes = registered, passes
+        self._arrivals = Arrivals(self._launch, early=ways.early)
+        self._parcels: list[Parcel] = []
+        self._number: dict[int, int] = {}
+        self._order: list[int] = []
+        self._unused: frozenset[int] = frozenset()
+        self._guessed = True
+        self._proposals = self._patience = 0
         self._buckets: list[Bucket] = []
+        self._flights = Flights()
         self._flags: tuple[bool, ...] = ()
         self._had: set[int] = set()
+        self._absent: frozenset[int] | None = None
         self.refresh()
 
     @property
     def eager(self) -> bool:
         """True if gradients are reduced in every backward."""
-        return self._manner.eager
+        return self._ways.every_backward
+
+    # ---- what is trained
 
     def refresh(self) -> None:
         """Look again at which parameters are trained."""
@@ -77,54 +132,113 @@ class ShardReducer:
         if flags == self._flags:
             return
         self._flags = flags
-        self._buckets = [bucket for group in reversed(groups) for bucket in group.buckets(self._manner.limit)]
-        first = {id(param): group.on_arrival(param) for group in groups for param in group.params}
-        self._arrivals.watch([[p for p in bucket.params if p.requires_grad] for bucket in self._buckets])
-        for place, bucket in enumerate(self._buckets):
-            for name, param in zip(bucket.names, bucket.params, strict=True):
-                if param.requires_grad:
-                    self._arrivals.hook(name, param, place, first[id(param)])
+        everything = [(group, parcel) for group in groups for parcel in group.parcels(self._reduction_of(group))]
+        trained = [(group, parcel) for group, parcel in everything if parcel.param.requires_grad]
+        self._parcels = [parcel for _, parcel in trained]
+        self._number = {id(parcel.param): number for number, parcel in enumerate(self._parcels)}
+        self._order, self._unused, self._guessed = self._registered(), frozenset(), True
+        self._arrivals.close()
+        self._arrivals.relearn()
+        self._rebuild()
+        for number, (group, parcel) in enumerate(trained):
+            self._arrivals.hook(parcel.name, parcel.param, number, group.on_arrival(parcel.param))
+
+    def _registered(self) -> list[int]:
+        """The reverse of the model's order, over all groups at once; what is not in the model comes first."""
+        places = {id(param): place for place, param in enumerate(self._model())}
+        last = len(places)
+        return sorted(
+            range(len(self._parcels)), key=lambda number: -places.get(id(self._parcels[number].param), last + number)
+        )
+
+    def _rebuild(self) -> None:
+        sizes = [parcel.numel for parcel in self._parcels]
+        kinds = [parcel.kind for parcel in self._parcels]
+        packed = pack_buckets(self._order, sizes, kinds, self._ways.limit, self._unused)
+        self._buckets = [Bucket([self._parcels[number] for number in numbers]) for numbers in packed]
+        self._version += 1
+        largest = max((sum(sizes[number] for number in numbers) for numbers in packed), default=0)
+        self._arrivals.watch(packed, sizes, _WAITING * largest)
+
+    # ---- what happened
 
     def had_gradient(self, param: nn.Parameter) -> bool:
         """True if this rank sent a gradient of the parameter since the last `forget`."""
-        return id(param) in self._had
+        return self._number.get(id(param), -1) in self._had
 
     def note_gradient(self, param: nn.Parameter) -> None:
         """A gradient of the parameter was given by other means than a backward."""
-        self._had.add(id(param))
+        if id(param) in self._number:
+            self._had.add(self._number[id(param)])
+            self._absent = None
+
+    def absent(self) -> list[nn.Parameter]:
+        """Trained parameters of which no rank has had a gradient; known once `conclude` was called."""
+        return [self._parcels[number].param for number in sorted(self._absent or ())]
+
+    # ---- a backward
+
+    def announce(self, notice: Callable[[], None]) -> None:
+        """Call `notice` in a backward that nobody has announced, when it is first seen."""
+        self._arrivals.notice = notice
+        if self._passes is not None:
+            self._passes.notice = notice
+
+    def leave_by_the_plan(self) -> None:
+        """Let buckets leave at places that all ranks come to; see [Note: gradients leave by the plan]."""
+        passes = self._passes
+        assert passes is not None, "whoever calls this has passes"
+        self._arrivals.clock = lambda: passes.position
 
     def enter_backward(self) -> None:
         """A backward begins."""
-        if self._enter is not None:
-            self._enter()
+        self._arrivals.inside = True
+        if self._passes is not None:
+            self._passes.begin_backward()
 
     def leave_backward(self) -> None:
         """A backward is over."""
-        if self._leave is not None:
-            self._leave()
+        self._arrivals.inside = False
+        if self._passes is not None:
+            self._passes.end_backward()
 
     def reopen(self) -> None:
         """More gradients are about to come: what was reduced lies with its owners, new ones are added to it."""
 
     def arm(self) -> None:
         """The backward that starts now is to be reduced while it runs."""
+        if self._guessed and self._passes is not None:
+            self._take_guess(self._passes.first_uses())
         self._arrivals.arm()
 
     def begin(self) -> None:
         """Called from inside the outermost backward, before any gradient arrives."""
         self._arrivals.begin()
 
-    def finish(self) -> None:
-        """Launch what has not been launched and add all of it to the pieces."""
-        if not (self._arrivals.armed or self._arrivals.dirty):
-            return
+    def settle(self) -> None:
+        """The backward is over: what has not been launched is."""
         self._arrivals.settle()
-        for bucket in self._buckets:
-            self._land(bucket)
+        self._absent = None
+
+    def finish(self) -> None:
+        """All gradients lie with their owners, late ones too; on all ranks together."""
+        if self._arrivals.armed or self._arrivals.dirty:
+            self.settle()
+        self.land()
+        if self._absent is None:
+            self._agree()
+
+    def conclude(self) -> None:
+        """Every rank takes an optimizer step now: `finish`, and an error on all ranks if one does something else."""
+        if self._absent is None:
+            self.finish()
+        else:
+            self._council.confirm()
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
         """Multiply every gradient that is held, whole or in pieces."""
+        self.land()
         held = [piece.gradient for group in self._groups() for piece in group.pieces]
         whole = [grad for group in self._groups() for grad in group.whole_gradients()]
         scale_([grad for grad in (*held, *whole) if grad is not None], factor)
@@ -132,9 +246,13 @@ class ShardReducer:
     def forget(self) -> None:
         """The gradients were used or dropped; whatever arrives next is new."""
         self._arrivals.forget()
+        if self._arrivals.inside:
+            self._arrivals.inside = False
+            if self._passes is not None:
+                self._passes.abandon()
         self._had.clear()
-        for bucket in self._buckets:
-            bucket.pending = None
+        self._absent = None
+        self._flights.drop()
         for group in self._groups():
             for piece in group.pieces:
                 piece.gradient = None
@@ -144,41 +262,102 @@ class ShardReducer:
         self._arrivals.close()
         self._buckets.clear()
 
+    # ---- when buckets leave where parameters are gathered, too: `deepspeed.zero.parameters.passes.Departing`
+
+    def ready(self) -> tuple[int, int]:
+        """How many buckets may have left by now, and how many must have because too much waits."""
+        return self._arrivals.ready()
+
+    def depart(self, until: int) -> None:
+        """Let buckets leave until so many have."""
+        self._arrivals.depart(until)
+
+    def learn(self, hosts: Hosts) -> _Learned:
+        """The first rank's order from now on; returns where the pass was when each gradient came."""
+        departures = self._arrivals.departures
+        seen = departures.learned()
+        known, count = set(seen), len(self._parcels)
+        order = [*seen, *(number for number in self._order if number not in known)]
+        positions = [departures.positions.get(number, _NEVER) if number in known else _NEVER for number in range(count)]
+        told = hosts.tell([*order, *positions], 2 * count)
+        order, positions = told[:count], told[count:]
+        unused = frozenset(number for number, position in enumerate(positions) if position == _NEVER)
+        if (order, unused) != (self._order, self._unused):
+            self._order, self._unused = order, unused
+            self._rebuild()
+        return _Learned(positions)
+
+    def until(self, learned: _Learned, step: int) -> int:
+        """How many buckets leave before a step of a plan: those of which everything came before it."""
+        if learned.version != self._version:
+            learned.version, learned.places, known = self._version, [], learned.positions
+            if len(known) == len(self._parcels):  # else others are trained now: everything leaves at the end
+                last = (max(known[self._number[id(p.param)]] for p in bucket.parcels) for bucket in self._buckets)
+                learned.places = list(accumulate(last, max))
+        return bisect_right(learned.places, step)
+
+    # ---- buckets on their way
+
     @torch.no_grad()
     def _launch(self, place: int) -> None:
         bucket = self._buckets[place]
-        grads = [take() for take in bucket.take]
-        self._had.update(id(p) for p, grad in zip(bucket.params, grads, strict=True) if grad is not None)
-        send = bucket.pack(grads)
-        if self._manner.before != 1.0:
-            send = send.mul_(self._manner.before)
-        with comm.labelled(bucket.label):
-            bucket.pending = reduce_to_owners(
-                send, bucket.splits, bucket.group, everywhere=self._manner.everywhere, merged=self._manner.merged
-            )
-        if not self._manner.overlap:
-            self._land(bucket)
+        self._flights.make_room(bucket)
+        grads = [parcel.take() for parcel in bucket.parcels]
+        for parcel, grad in zip(bucket.parcels, grads, strict=True):
+            if grad is not None:
+                self._had.add(self._number[id(parcel.param)])
+        packed = bucket.pack(grads)
+        del grads
+        self._flights.send(bucket, packed)
+        if not self._ways.overlap or (self._ways.strict and bucket.device.type == "cpu"):
+            self.land()
 
-    @torch.no_grad()
-    def _land(self, bucket: Bucket) -> None:
-        """Wait for one bucket and add what came to the pieces."""
-        if bucket.pending is None:
-            return
-        mine, bucket.pending = bucket.pending.wait(), None
-        if not bucket.cuts:
-            return
-        if self._manner.after != 1.0:
-            mine.mul_(self._manner.after)
-        mine = mine.to(bucket.accumulate)
-        if mine.untyped_storage().nbytes() > mine.nbytes:
-            mine = mine.clone()  # a slice of what was sent; the rest of it is not needed any more
-        old, new = [], []
-        for cut in bucket.cuts:
-            part = mine[cut.start : cut.stop]
-            if cut.piece.gradient is None:
-                cut.piece.gradient = part
-            else:
-                old.append(cut.piece.gradient)
-                new.append(part)
-        if old:
-            torch._foreach_add_(old, new)
+    def land(self) -> None:
+        """What is on its way has arrived; late gradients still wait for `finish`."""
+        self._flights.land()
+
+    # ---- what ranks agree upon
+
+    def _take_guess(self, used: Iterable[nn.Parameter]) -> None:
+        """Before the first backward: the reverse of first use, with everything else at the end."""
+        numbers = [self._number[id(param)] for param in used if id(param) in self._number]
+        if numbers:
+            first = list(dict.fromkeys(numbers))
+            seen = set(first)
+            self._order = [*reversed(first), *(number for number in self._order if number not in seen)]
+            self._rebuild()
+        self._guessed = False
+
+    def _agree(self) -> None:
+        """A second round for what was late on any rank, who had a gradient, and the order from now on."""
+        departures = self._arrivals.departures
+        verdict = self._council.meet(
+            had=self._had | departures.late,
+            late={departures.place_of(number) for number in departures.late},
+            order=self._proposal(),
+            sizes=(len(self._parcels), len(self._buckets)),
+        )
+        departures.late.clear()
+        for place in verdict.late:
+            self._launch(place)
+        if verdict.late and self._passes is not None:
+            self._passes.retrace()
+        self.land()
+        self._absent = frozenset(range(len(self._parcels))) - verdict.had
+        if verdict.order is not None:
+            self._order = verdict.order
+            self._unused = self._absent
+            self._rebuild()
+
+    def _proposal(self) -> list[int] | None:
+        """The order in which gradients arrived here, if what was sent did not fit it; ever more seldom."""
+        departures = self._arrivals.departures
+        self._patience -= 1
+        if self._patience > 0 or not (departures.late or departures.forced or departures.blocked):
+            return None
+        self._proposals += 1
+        self._patience = 1 << max(self._proposals - 4, 0)
+        seen = departures.learned()
+        known = set(seen)
+        order = [*seen, *(number for number in self._order if number not in known)]
+        return None if order == self._order else order

@@ -1,74 +1,95 @@
-"""Make parameters whole: one collective for many small ones, none with a copy for large ones."""
+"""`Gather`: how shards become whole. One operation for a block, without a copy where the backend can batch.
+
+How bytes move is this file's affair; who gathers what, when, and how ranks agree is the coordinator's. Each shard
+knows its gather, so that whoever makes it whole, the engine or a user, does so in the same way. Quantised gathers or
+those from a nearer copy are other objects with the same method.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import Pending
-from deepspeed.comm.coalesced import all_gather_coalesced
+from deepspeed.comm.coalesced import all_gather_coalesced, broadcast_coalesced
+from deepspeed.comm.direct_gather import gather_parts
 from deepspeed.zero.parameters.shard import Shard
 
-__all__ = ["Fetcher", "finish", "gather", "release", "spread", "start"]
+__all__ = ["PLAIN", "Gather", "PlainGather", "finish", "gather", "release", "spread", "start"]
 
-# Below this size a collective costs more than the copy that lets several parameters share one.
-_PACKED_BYTES = 1 << 18
+# A chunk of this many bytes is better sent from where it lies than packed with others. NCCL makes one operation of many
+# without packing; gloo copies anyway.
+_WORTH_PACKING = {"nccl": 1 << 60, "gloo": 1 << 17, "others": 2 << 20}
+# One of this many is gathered without the second copy that gloo makes.
+_WORTH_SPARING = 1 << 20
+_backends: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # torch's own look-up takes a while
+
+
+class Gather(Protocol):
+    """Makes shards of one axis whole."""
+
+    def start(self, shards: Sequence[Shard]) -> None:
+        """Begin; each shard's `pending` says when it is whole. All ranks start the same shards in the same order."""
 
 
 @dataclass(frozen=True)
-class Fetcher:
-    """How parameters are gathered."""
+class PlainGather:
+    """By all-gather of the chunks as they are."""
 
     by_all_reduce: bool = False
     one_by_one: bool = False
 
     @torch.no_grad()
     def start(self, shards: Sequence[Shard]) -> None:
-        """Begin to make these whole, whether or not they are; `finish` before use.
-
-        Every rank of the axis must start the same shards in the same order.
-        """
+        """See `Gather`."""
+        kinds: dict[Any, list[Shard]] = {}
         for shard in shards:
-            shard.allocate()
-        if self.by_all_reduce:
-            for shard in shards:
+            if self.by_all_reduce:
                 shard.pending = _by_all_reduce(shard)
-            return
-        small = [] if self.one_by_one else [s for s in shards if _bytes(s) < _PACKED_BYTES]
-        packed = set(map(id, small)) if len(small) > 1 else set()
-        if packed:
-            _together(small)
-        for shard in shards:
-            if id(shard) not in packed:
-                with comm.labelled(shard.name):
-                    shard.pending = _pending(
-                        comm.all_gather_into_tensor(shard.flat, shard.data, group=shard.axis.group, async_op=True)
-                    )
-
-    def finish(self, shards: Sequence[Shard]) -> None:
-        """Wait for what was started; the parameters are whole then."""
-        for shard in shards:
-            if shard.pending is not None:
-                shard.pending.wait()
-            shard.attach()
+            else:
+                kinds.setdefault((shard.dtype, shard.axis.group), []).append(shard)
+        for (_, group), alike in kinds.items():
+            backend = _backend(group)
+            limit = _WORTH_PACKING.get(backend, _WORTH_PACKING["others"])
+            packed = [] if self.one_by_one else [shard for shard in alike if _bytes(shard) < limit]
+            if len(packed) < 2:
+                packed = []
+            elif backend == "nccl":
+                _batched(packed, group)
+            else:
+                _packed(packed, group)
+            known = set(map(id, packed))
+            for shard in alike:
+                if id(shard) not in known:
+                    _single(shard, group)
 
 
-_DEFAULT = Fetcher()
+PLAIN = PlainGather()
 
 
-def start(shards: Sequence[Shard]) -> None:
-    """Begin to make these whole."""
-    _DEFAULT.start([shard for shard in shards if not shard.alone])
+def start(shards: Iterable[Shard]) -> None:
+    """Begin to make these whole, whether or not they are, each in its own way."""
+    kinds: dict[Any, list[Shard]] = {}
+    for shard in shards:
+        if not shard.alone:
+            kinds.setdefault(shard.gather or PLAIN, []).append(shard)
+    for way, alike in kinds.items():
+        way.start(alike)
 
 
-def finish(shards: Sequence[Shard]) -> None:
-    """Wait for what was started."""
-    _DEFAULT.finish(shards)
+def finish(shards: Iterable[Shard]) -> None:
+    """Wait for what was started; the parameters are whole then."""
+    for shard in shards:
+        if shard.pending is not None:
+            shard.pending.wait()
+        shard.attach()
 
 
 def gather(shards: Sequence[Shard]) -> None:
@@ -80,46 +101,95 @@ def gather(shards: Sequence[Shard]) -> None:
 @torch.no_grad()
 def spread(shards: Sequence[Shard], source: int = 0) -> None:
     """Let every rank cut what one rank of the axis has as the whole parameters; all of them are whole."""
+    axes: dict[Any, list[Shard]] = {}
     for shard in shards:
         shard.reclaim()
         if not shard.alone:
-            with comm.labelled(shard.name):
-                comm.broadcast(shard.flat, src=shard.axis.ranks[source], group=shard.axis.group)
+            axes.setdefault(shard.axis, []).append(shard)
+    for axis, alike in axes.items():
+        with comm.labelled(f"{alike[0].name} … {alike[-1].name}"):
+            broadcast_coalesced([shard.flat for shard in alike], src=axis.ranks[source], group=axis.group)
+    for shard in shards:
         shard.store()
         shard.version = shard.param._version
 
 
-def release(shards: Sequence[Shard]) -> None:
+def release(shards: Iterable[Shard]) -> None:
     """Let go of those that nobody holds and that need not stay whole."""
     for shard in shards:
         if shard.whole and not shard.persistent and not shard.holds:
             shard.release()
 
 
+def _backend(group: Any) -> str:
+    found = _backends.get(group)
+    if found is None:
+        found = _backends[group] = str(dist.get_backend(group))
+    return found
+
+
 def _bytes(shard: Shard) -> int:
-    return shard.flat.numel() * shard.flat.element_size()
+    """What a rank sends."""
+    return shard.chunk * shard.data.element_size()
 
 
-def _pending(work: Any) -> Pending[Any]:
-    return Pending(None, work)
+def _single(shard: Shard, group: Any) -> None:
+    """Straight into the memory of the whole parameter."""
+    shard.allocate()
+    large = _bytes(shard) >= _WORTH_SPARING and _backend(group) == "gloo"
+    with comm.labelled(shard.name):
+        if large and shard.data.device.type == "cpu":
+            work = gather_parts(shard.flat, shard.data, group=group, async_op=True)
+        else:
+            work = comm.all_gather_into_tensor(shard.flat, shard.data, group=group, async_op=True)
+    shard.pending = Pending(None, work)
 
 
-def _together(shards: Sequence[Shard]) -> None:
-    kinds: dict[Any, list[Shard]] = {}
+def _batched(shards: Sequence[Shard], group: Any) -> None:
+    """One operation that the backend makes of many, straight into the memory of the whole parameters."""
     for shard in shards:
-        kinds.setdefault((shard.dtype, shard.axis.group), []).append(shard)
-    for (_, group), alike in kinds.items():
-        with comm.labelled(f"{alike[0].name} … {alike[-1].name}"):
-            work = all_gather_coalesced([s.flat for s in alike], [s.data for s in alike], group=group, async_op=True)
-        shared = _pending(work)
-        for shard in alike:
-            shard.pending = shared
+        shard.allocate()
+    with comm.labelled(f"{shards[0].name} … {shards[-1].name}"):
+        work = all_gather_coalesced([s.flat for s in shards], [s.data for s in shards], group=group, async_op=True)
+    shared: Pending[Any] = Pending(None, work)
+    for shard in shards:
+        shard.pending = shared
+
+
+def _packed(shards: Sequence[Shard], group: Any) -> None:
+    """One operation over chunks side by side; parameters get their memory when it is through."""
+    sizes = [shard.chunk for shard in shards]
+    world = shards[0].axis.size
+    mine = torch.cat([shard.data for shard in shards])
+    gathered = mine.new_empty(world * mine.numel())
+    with comm.labelled(f"{shards[0].name} … {shards[-1].name}"):
+        work = comm.all_gather_into_tensor(gathered, mine, group=group, async_op=True)
+
+    def unpack(rows: Tensor) -> Tensor:
+        mine = [shard for shard in shards if shard.pending is shared]  # others were gathered again since
+        for shard in mine:
+            shard.allocate()
+        parts = rows.view(world, -1)
+        with torch.no_grad():
+            if len(mine) == len(shards):
+                outs = [shard.flat.view(world, shard.chunk) for shard in shards]
+                torch.split_with_sizes_copy(parts, sizes, dim=1, out=outs)  # each [world, chunk]
+            else:
+                for shard, part in zip(shards, parts.split(sizes, dim=1), strict=True):
+                    if shard.pending is shared:
+                        shard.flat.view(world, shard.chunk).copy_(part)
+        return rows.new_empty(0)
+
+    shared = Pending(gathered, work, unpack)
+    for shard in shards:
+        shard.pending = shared
 
 
 def _by_all_reduce(shard: Shard) -> Pending[Any]:
+    shard.allocate()
     at: Tensor = shard.flat
     at.zero_()
     begin = shard.axis.rank * shard.chunk
     at[begin : begin + shard.chunk].copy_(shard.data)
     with comm.labelled(shard.name):
-        return _pending(comm.all_reduce(at, group=shard.axis.group, async_op=True))
+        return Pending(None, comm.all_reduce(at, group=shard.axis.group, async_op=True))

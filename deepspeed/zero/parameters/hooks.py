@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.zero.parameters.coordinator import Coordinator, Use
+from deepspeed.zero.parameters.coordinator import Coordinator
 from deepspeed.zero.parameters.external import WatchedParameters, external_parameters
 from deepspeed.zero.parameters.hidden import hidden
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
 from deepspeed.zero.parameters.structure import tensors_in
+from deepspeed.zero.parameters.uses import Use, blocks_of
 from deepspeed.zero.public.leaf import z3_leaf_module
 
 __all__ = ["ModuleHooks"]
@@ -40,6 +41,7 @@ class ModuleHooks:
         self._root = root
         self._coordinator = coordinator
         self._uses = 0
+        self._blocks: dict[int, int] = {}
         self._watched: list[nn.Module] = []
         self._known: set[int] = set()
         self._made = Shard.made
@@ -49,6 +51,7 @@ class ModuleHooks:
         """Hook every module that owns parameters which are not always whole, and the root."""
         if not any(not shard.persistent for shard in shards_of(self._root.parameters())):
             return
+        self._blocks, _ = blocks_of(self._root)
         for name, module, shards in self._units():
             self._hook(name, module, shards)
 
@@ -57,6 +60,7 @@ class ModuleHooks:
         if self._made == Shard.made:
             return
         self._made = Shard.made
+        self._blocks, _ = blocks_of(self._root)
         if self.handles and any(id(module) not in self._known for module in self._root.modules()):
             for name, module, shards in self._units():
                 if id(module) not in self._known:
@@ -96,7 +100,7 @@ class ModuleHooks:
                 self._known.add(id(module))
 
     def _hook(self, name: str, module: nn.Module, shards: list[Shard]) -> None:
-        use = Use(self._uses, name, module, shards)
+        use = Use(self._uses, name, module, shards, self._blocks.get(id(module), -1))
         self._uses += 1
         self._known.add(id(module))
         self._coordinator.add(use)
@@ -121,10 +125,12 @@ class ModuleHooks:
         def post(module: nn.Module, args: Any, output: Any) -> None:
             if module is not use.module:
                 return
-            self._keep_returned(use, output)
+            tensors = (output,) if type(output) is Tensor else tuple(tensors_in(output))
+            if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+                self._keep_returned(use, tensors)
             coordinator.leave(use)
             if torch.is_grad_enabled() and use.shards:
-                for tensor in tensors_in(output):
+                for tensor in tensors:
                     if tensor.requires_grad and shard_of(tensor) is None:
                         tensor.register_hook(before)
                         _hook_base(tensor, before)
@@ -141,11 +147,11 @@ class ModuleHooks:
                 call.left += 1
                 tensor.register_hook(call.fired)
 
-    def _keep_returned(self, use: Use, output: Any) -> None:
+    def _keep_returned(self, use: Use, tensors: Iterable[Tensor]) -> None:
         """A module that returns a parameter hands it to whoever called it, who uses it then."""
-        returned = [shard for shard in map(shard_of, _parameters_in(output)) if shard is not None]
-        for shard in returned:
-            self._coordinator.hand_over(use, shard)
+        for shard in map(shard_of, tensors):
+            if shard is not None:
+                self._coordinator.hand_over(use, shard)
 
 
 def _hook_base(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
@@ -156,7 +162,3 @@ def _hook_base(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     base = tensor._base
     if base is not None and base.grad_fn is not None:
         base.register_hook(hook)
-
-
-def _parameters_in(output: Any) -> Iterable[Tensor]:
-    return [tensor for tensor in tensors_in(output) if isinstance(tensor, nn.Parameter)]

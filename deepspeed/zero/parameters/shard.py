@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from torch import Tensor, nn
 from deepspeed.comm import Pending
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
+
+if TYPE_CHECKING:
+    from deepspeed.zero.parameters.gather import Gather
 
 __all__ = ["Shard", "ZeroParamStatus", "ZeroParamType", "shard_of", "shards_of"]
 
@@ -47,8 +50,8 @@ class Shard:
     """This rank's chunk of one parameter: `[rank * chunk, (rank + 1) * chunk)` of its elements, padded with zeros."""
 
     __slots__ = (
-        "alone", "axis", "chunk", "data", "dtype", "edits", "flat", "full", "gradient", "holds", "name", "number",
-        "numel", "param", "pending", "persistent", "shape", "strict", "users", "version", "whole",
+        "alone", "axis", "chunk", "data", "dtype", "edits", "flat", "full", "gather", "gradient", "holds", "name",
+        "nothing", "number", "numel", "param", "pending", "persistent", "shape", "strict", "users", "version", "whole",
     )  # fmt: skip
 
     made = 0
@@ -74,8 +77,12 @@ class Shard:
         """Numbers of the modules that use it now, as clients see them."""
         self.edits = 0
         """How often a user changed the values; masters follow."""
+        self.gather: Gather | None = None
+        """How it becomes whole; None: the plain way."""
         self.gradient: Tensor | None = None
         """A whole gradient that waits to be reduced."""
+        self.nothing: Tensor | None = None
+        """What the parameter is while it is not whole."""
         self.pending: Pending[Any] | None = None
         self.strict = False
         """An edit that would be lost is an error."""
@@ -103,6 +110,7 @@ class Shard:
         other = Shard(param, self.axis, self.name)
         other.shape, other.numel, other.chunk = self.shape, self.numel, self.chunk
         other.strict, other.persistent, other.whole = self.strict, self.persistent, False
+        other.gather = self.gather
         if self.whole:
             self.reclaim()
         start = 0 if self.alone else self.axis.rank * self.chunk
@@ -163,7 +171,9 @@ class Shard:
         if self.pending is not None:
             self.pending.wait()
             self.pending = None
-        self.param.data = torch.empty(0, dtype=self.dtype, device=self.data.device)
+        if self.nothing is None or self.nothing.dtype != self.dtype or self.nothing.device != self.data.device:
+            self.nothing = torch.empty(0, dtype=self.dtype, device=self.data.device)
+        self.param.data = self.nothing
         if not self.alone:
             self.flat.untyped_storage().resize_(0)
         self.whole = False

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
-from deepspeed.zero.states.held import Held, Owner, join, owner_of
+from deepspeed.zero.states.lookup import Owner, ParameterState, join, owner_of
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -174,12 +174,12 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Any, optim_state_
 # ---- which parameter
 
 
-def _find(param: nn.Parameter) -> tuple[Owner | None, Held | None]:
+def _find(param: nn.Parameter) -> tuple[Owner | None, ParameterState | None]:
     owner = owner_of(param)
     return owner, owner.find(param) if owner is not None and param.requires_grad else None
 
 
-def _find_local(param: nn.Parameter, call: str) -> tuple[Owner | None, Held | None]:
+def _find_local(param: nn.Parameter, call: str) -> tuple[Owner | None, ParameterState | None]:
     owner, held = _find(param)
     if owner is not None and not owner.sharded:
         raise UsageError(
@@ -189,7 +189,7 @@ def _find_local(param: nn.Parameter, call: str) -> tuple[Owner | None, Held | No
     return owner, held
 
 
-def _need(param: nn.Parameter, call: str, *, local: bool = False) -> tuple[Owner, Held]:
+def _need(param: nn.Parameter, call: str, *, local: bool = False) -> tuple[Owner, ParameterState]:
     owner, held = _find_local(param, call) if local else _find(param)
     if owner is None or held is None:
         raise UsageError(
@@ -199,7 +199,7 @@ def _need(param: nn.Parameter, call: str, *, local: bool = False) -> tuple[Owner
     return owner, held
 
 
-def _unit(owner: Owner, held: Held) -> float:
+def _unit(owner: Owner, held: ParameterState) -> float:
     unit = owner.unit()
     if unit is None:
         raise UsageError(f"there is no gradient of {held.name}: gradients are available between backward and step only")
@@ -209,7 +209,7 @@ def _unit(owner: Owner, held: Held) -> float:
 # ---- parts of tensors
 
 
-def _part(held: Held, value: Tensor) -> Tensor:
+def _part(held: ParameterState, value: Tensor) -> Tensor:
     """What lies here of a whole tensor."""
     if not isinstance(value, Tensor) or value.shape != held.shape:
         found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -217,7 +217,7 @@ def _part(held: Held, value: Tensor) -> Tensor:
     return value.detach().reshape(-1)[held.interval[0] : held.interval[1]].to(held.device)
 
 
-def _cut(held: Held, value: Tensor) -> Tensor:
+def _cut(held: ParameterState, value: Tensor) -> Tensor:
     """A given chunk without its padding."""
     mine = held.interval[1] - held.interval[0]
     if not isinstance(value, Tensor) or value.numel() not in (mine, held.chunk):
@@ -228,14 +228,14 @@ def _cut(held: Held, value: Tensor) -> Tensor:
     return value.detach().reshape(-1)[:mine].to(held.device)
 
 
-def _chunk(held: Held, part: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _chunk(held: ParameterState, part: Tensor | None, dtype: torch.dtype) -> Tensor:
     chunk = torch.zeros(held.chunk, dtype=dtype, device=held.device)
     if part is not None:
         chunk[: part.numel()].copy_(part.detach().reshape(-1))
     return chunk
 
 
-def _write(held: Held, target: Tensor | None, part: Tensor) -> None:
+def _write(held: ParameterState, target: Tensor | None, part: Tensor) -> None:
     if target is not None:
         target.detach().view(-1).copy_(part)
 
@@ -243,12 +243,12 @@ def _write(held: Held, target: Tensor | None, part: Tensor) -> None:
 # ---- optimizer states
 
 
-def _states(owner: Owner, held: Held) -> dict[str, Any]:
+def _states(owner: Owner, held: ParameterState) -> dict[str, Any]:
     found: dict[str, Any] = owner.optimizer.state.get(held.master, {}) if held.master is not None else {}
     return found
 
 
-def _kind(held: Held, mine: dict[str, Any], key: str) -> torch.dtype | tuple[Any] | None:
+def _kind(held: ParameterState, mine: dict[str, Any], key: str) -> torch.dtype | tuple[Any] | None:
     """The dtype of a state that has the elements of its parameter, the value of one that has not, None without state.
 
     Ranks on which no element lies learn it from the others.
@@ -273,7 +273,7 @@ def _kind(held: Held, mine: dict[str, Any], key: str) -> torch.dtype | tuple[Any
     return found
 
 
-def _existing(held: Held, mine: dict[str, Any], key: str) -> torch.dtype | tuple[Any]:
+def _existing(held: ParameterState, mine: dict[str, Any], key: str) -> torch.dtype | tuple[Any]:
     kind = _kind(held, mine, key)
     if kind is None:
         raise UsageError(f"the optimizer has no state of {held.name} yet; take a step, or load a checkpoint, first")

@@ -78,6 +78,8 @@ def _gradients(states: States, optimizer: Optimizer) -> dict[int, list[Tensor]]:
     They are there between the reduction and the step.
     """
     if isinstance(states, ShardedStates):
+        if states.reducer is not None:
+            states.reducer.land()
         found = [[piece.gradient for piece in group.pieces] for group in states.groups]
     else:
         found = [[m.grad if p.grad is None else p.grad for p, m in pairs] for pairs in states.listed()]

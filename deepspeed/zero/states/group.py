@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.fragments import FlatLayout, Fragment
-from deepspeed.parallel import AxisGroup
-from deepspeed.zero.gradients.bucket import Bucket
+from deepspeed.zero.gradients.bucket import Parcel
+from deepspeed.zero.gradients.reduction import Reduction
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.piece import Piece
 
 __all__ = ["Dtypes", "Named", "ShardGroup"]
@@ -29,7 +30,7 @@ class Dtypes:
 
 
 class ShardGroup:
-    """Parameters of one dtype and one optimizer group, spread over the ranks of one axis.
+    """Parameters of one dtype, one optimizer group and one placement.
 
     What is common to all residencies is here: the pieces that the optimizer updates. Where the whole parameters live,
     how gradients are laid out for their owners, and how updates return are the business of the two subclasses.
@@ -37,18 +38,19 @@ class ShardGroup:
 
     layout: FlatLayout
 
-    def __init__(self, members: Sequence[Named], axis: AxisGroup, dtypes: Dtypes, options: dict[str, Any]) -> None:
+    def __init__(self, members: Sequence[Named], placement: Placement, dtypes: Dtypes, options: dict[str, Any]) -> None:
         self.names = [name for name, _ in members]
         self.params = [param for _, param in members]
-        self.axis = axis
+        self.placement = placement
+        self.axis = placement.shard
         self.dtypes = dtypes
         self.options = options
         """The optimizer's own dict of this parameter group."""
         self.pieces: list[Piece] = []
         """Those that have elements on this rank."""
 
-    def buckets(self, limit: int) -> list[Bucket]:
-        """Gradients that travel together, in the order in which backward is likely to produce them."""
+    def parcels(self, reduction: Reduction) -> list[Parcel]:
+        """The gradients of its parameters, as the way to their owners sees them."""
         raise TypeError(f"{type(self).__name__} lays out no gradients")
 
     def whole_gradients(self) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ __all__ = ["Piece", "hand_over"]
 class Piece:
     """A 1-D master weight for an interval of one parameter, and the gradient that is being summed for it."""
 
-    __slots__ = ("gradient", "interval", "master", "name", "param", "shape", "source", "version")
+    __slots__ = ("gradient", "home", "interval", "master", "name", "param", "shape", "source", "version")
 
     def __init__(
         self, name: str, param: nn.Parameter, shape: torch.Size, interval: tuple[int, int], source: Tensor
@@ -28,7 +28,9 @@ class Piece:
         """The same interval in the dtype of the model: where the updated master is published to."""
         self.master: nn.Parameter = nn.Parameter(source, requires_grad=True)
         self.gradient: Tensor | None = None
-        """In the dtype in which gradients are accumulated."""
+        """What has been summed so far, in the dtype in which gradients are accumulated; None if nothing has come."""
+        self.home: Tensor | None = None
+        """Memory that is kept for the gradient between steps; None where it comes and goes."""
         self.version = param._version
 
     @property
@@ -59,14 +61,24 @@ class Piece:
             for key, value in optimizer.state[self.param].items()
         }
 
+    @torch.no_grad()
+    def put_gradient(self, values: Tensor, dtype: torch.dtype) -> None:
+        """Replace the gradient, where the old one lies: what is measured as one tensor stays true."""
+        if self.gradient is None:
+            self.gradient = self.home if self.home is not None else torch.empty_like(values, dtype=dtype)
+        self.gradient.copy_(values)
+
 
 @torch.no_grad()
 def hand_over(pieces: Sequence[Piece]) -> list[Tensor]:
     """Make the summed gradients those of the masters, in their dtype; returns the memory that they fill.
 
-    Gradients that came in one bucket lie in one tensor, with nothing but zeros between them, and are cast as one.
+    Gradients that share memory, a bucket's or the group's, have nothing but zeros between them and are cast as one.
     """
     lines: dict[tuple[int, torch.dtype], Tensor] = {}
+    for piece in pieces:
+        if piece.gradient is None and piece.home is not None:
+            piece.home.zero_()  # the gradient of an earlier step
     for piece in pieces:
         grad, piece.gradient = piece.gradient, None
         if grad is None:

@@ -3,50 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from deepspeed.fragments import round_robin
-from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
-from deepspeed.zero.gradients.reducer import Manner
+from deepspeed.zero.gradients.reducer import Ways
+from deepspeed.zero.gradients.reduction import Reduction, ToOwners, Weights
 from deepspeed.zero.parameters.sharding import numel_of
+from deepspeed.zero.placement import AxisOf, Placement
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.resident import ResidentGroup
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
 
-__all__ = ["Planner", "manner"]
+__all__ = ["Planner"]
 
-# A bucket that the user did not size: large enough for full bandwidth, small enough to be on its way early.
+# Elements of a bucket that the user did not size: a block, or enough for each rank's slice to be worth a message; few
+# enough to be on their way early, and bounded, since a few such buckets are in memory whatever the number of ranks.
 _BUCKET = 8 << 20
 _BUCKET_PER_RANK = 1 << 19
-
-
-def manner(schema: Schema, size: int) -> Manner:
-    """How gradients are reduced over `size` ranks."""
-    zero = schema.zero_optimization
-    given = "reduce_bucket_size" in zero.model_fields_set
-    limit = zero.reduce_bucket_size if given else max(_BUCKET, _BUCKET_PER_RANK * size)
-    whole = 1.0 / size if schema.gradient_allreduce_op == "mean" else 1.0
-    before, after = 1.0 / schema.gradient_predivide_factor, schema.gradient_predivide_factor * whole
-    if schema.prescale_gradients:
-        before, after = whole, 1.0
-    return Manner(
-        eager=zero.stage >= 2,
-        limit=int(limit) if zero.contiguous_gradients else 1,
-        before=before,
-        after=after,
-        # At stage 3 a rank that waits for gradients would not serve those that still need its parameters.
-        overlap=zero.overlap_comm is not False or zero.stage == 3,
-        deferred=zero.overlap_comm is False and zero.stage == 3,
-        everywhere=not zero.reduce_scatter,
-        merged=zero.use_multi_rank_bucket_allreduce,
-    )
+_BUCKET_MOST = 32 << 20
+_BLOCK_MOST = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -54,14 +36,16 @@ class Planner:
     """Makes the groups of one optimizer group's parameters."""
 
     schema: Schema
-    axis: AxisGroup
+    axis_of: AxisOf
     precision: Precision
     names: dict[int, str]
     """The name of each parameter in the module, by id."""
     travels: dict[nn.Parameter, torch.dtype]
     """Parameters whose gradients travel in a dtype of their own."""
-    make: Callable[[Sequence[Named], Dtypes, dict[str, Any]], ShardGroup] | None = None
+    make: Callable[[Sequence[Named], Placement, Dtypes, dict[str, Any]], ShardGroup] | None = None
     """How a group of parameters that do not stay whole is made; None keeps all whole."""
+    reductions: dict[Placement, Reduction] = field(default_factory=dict)
+    """One for each placement, so that its parameters share buckets."""
 
     def groups(self, options: dict[str, Any], params: list[nn.Parameter]) -> list[ShardGroup]:
         """Groups of one dtype and device each, in the order in which the parameters come."""
@@ -70,9 +54,39 @@ class Planner:
             if numel_of(param) == 0:
                 continue
             name = self.names.get(id(param), f"parameter outside the module, shape {tuple(param.shape)}")
-            kinds.setdefault((self.dtypes(param), param.dtype, param.device), []).append((name, param))
+            kind = self.axis_of(param), self.dtypes(param), param.dtype, param.device
+            kinds.setdefault(kind, []).append((name, param))
         make = self.make or self._resident
-        return [make(self._ordered(members), kind[0], options) for kind, members in kinds.items()]
+        return [make(self._ordered(members, kind[0]), kind[0], kind[1], options) for kind, members in kinds.items()]
+
+    def reduction_of(self, group: ShardGroup) -> Reduction:
+        """How the gradients of a group get to their owners."""
+        zero, placement = self.schema.zero_optimization, group.placement
+        if placement not in self.reductions:
+            self.reductions[placement] = ToOwners(
+                placement.shard,
+                placement.group,
+                Weights.of(self.schema, placement.size),
+                placement.replicate,
+                everywhere=not zero.reduce_scatter,
+                merged=zero.use_multi_rank_bucket_allreduce,
+            )
+        return self.reductions[placement]
+
+    def ways(self, size: int, block: int) -> Ways:
+        """How gradients leave where `size` ranks share them; a `block` of the model has so many elements."""
+        zero = self.schema.zero_optimization
+        given = "reduce_bucket_size" in zero.model_fields_set
+        limit = min(max(_BUCKET, _BUCKET_PER_RANK * size), _BUCKET_MOST)
+        limit = zero.reduce_bucket_size if given else max(limit, min(block + block // 64, _BLOCK_MOST))
+        return Ways(
+            every_backward=zero.stage >= 2,
+            strict=given,
+            limit=int(limit) if zero.contiguous_gradients else 1,
+            # At stage 3 a rank that waits for gradients would not serve those that still need its parameters.
+            overlap=zero.overlap_comm is not False or zero.stage == 3,
+            early=not (zero.overlap_comm is False and zero.stage == 3),
+        )
 
     def dtypes(self, param: nn.Parameter) -> Dtypes:
         """In what this parameter's states are held and travel."""
@@ -81,16 +95,18 @@ class Planner:
         accumulate = param.dtype if kept else precision.accumulate
         return Dtypes(precision.master if param.is_floating_point() else param.dtype, accumulate, reduce)
 
-    def _ordered(self, members: list[Named]) -> list[Named]:
+    def _ordered(self, members: list[Named], placement: Placement) -> list[Named]:
         if not self.schema.zero_optimization.round_robin_gradients:
             return members
-        return [members[place] for place in round_robin(range(len(members)), self.axis.size)]
+        return [members[place] for place in round_robin(range(len(members)), placement.shard.size)]
 
-    def _resident(self, members: Sequence[Named], dtypes: Dtypes, options: dict[str, Any]) -> ShardGroup:
+    def _resident(
+        self, members: Sequence[Named], placement: Placement, dtypes: Dtypes, options: dict[str, Any]
+    ) -> ShardGroup:
         zero = self.schema.zero_optimization
         return ResidentGroup(
             members,
-            self.axis,
+            placement,
             dtypes,
             options,
             gather_limit=int(zero.allgather_bucket_size) or 1,

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
-from deepspeed.fragments import Block, intersection
-from deepspeed.parallel import AxisGroup
-from deepspeed.zero.gradients.bucket import Bucket, Cut, as_flat, runs
+from deepspeed.fragments import Block
+from deepspeed.zero.gradients.bucket import Parcel
+from deepspeed.zero.gradients.reduction import Reduction
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.piece import Piece
 
@@ -27,15 +28,15 @@ class ResidentGroup(ShardGroup):
     def __init__(
         self,
         members: Sequence[Named],
-        axis: AxisGroup,
+        placement: Placement,
         dtypes: Dtypes,
         options: dict[str, Any],
         *,
         gather_limit: int,
         aligned: bool = False,
     ) -> None:
-        super().__init__(members, axis, dtypes, options)
-        first = self.params[0]
+        super().__init__(members, placement, dtypes, options)
+        axis, first = self.axis, self.params[0]
         gap = max(16 // first.element_size(), 1) if aligned else 1
         self.layout = Block(tuple(param.numel() for param in self.params), axis.size, gap=gap)
         self._gather_limit = gather_limit
@@ -74,16 +75,22 @@ class ResidentGroup(ShardGroup):
             self._shard.copy_(self._master)
         for piece in self.pieces:
             piece.version = piece.param._version
-        shard, group = self.layout.shard_numel, self.axis.group
         with comm.labelled(f"updated parameters {self.names[0]} … {self.names[-1]}"):
-            if self.layout.padded <= self._gather_limit:
-                comm.all_gather_into_tensor(self._whole, self._shard, group=group)
-                return
-            step = max(self._gather_limit // self.axis.size, 1)
-            for at in range(0, shard, step):
-                size = min(step, shard - at)
-                parts = [self._whole.narrow(0, rank * shard + at, size) for rank in range(self.axis.size)]
-                comm.all_gather(parts, parts[self.axis.rank].clone(), group=group)
+            self._gather()
+
+    def _gather(self) -> None:
+        """Blocks of all ranks into the flat buffer; in place, or through a smaller one where backends need a copy."""
+        shard, world, group = self.layout.shard_numel, self.axis.size, self.axis.group
+        if self.layout.padded <= self._gather_limit or self._whole.device.type != "cpu":
+            comm.all_gather_into_tensor(self._whole, self._shard, group=group)
+            return
+        rows = self._whole.view(world, shard)
+        step = max(self._gather_limit // world, 1)
+        for at in range(0, shard, step):
+            mine = self._shard[at : at + step]
+            some = mine.new_empty(world, len(mine))
+            comm.all_gather_into_tensor(some.view(-1), mine.contiguous(), group=group)
+            rows[:, at : at + step].copy_(some)
 
     @torch.no_grad()
     def publish_one(self, place: int) -> None:
@@ -97,43 +104,27 @@ class ResidentGroup(ShardGroup):
             comm.all_reduce(values, group=self.axis.group)
         self._whole[start : start + numel].copy_(values)
 
-    def buckets(self, limit: int) -> list[Bucket]:
-        """Runs of neighbours in the flat buffer."""
-        return [self._bucket(run) for run in runs(self.layout.numels, limit)]
-
-    def _bucket(self, run: range) -> Bucket:
-        layout, me = self.layout, self.axis.rank
-        begin, end = layout.starts[run.start], layout.starts[run.stop - 1] + layout.numels[run.stop - 1]
-        shard = layout.shard_numel
-        slices = [intersection((begin, end), (rank * shard, (rank + 1) * shard)) for rank in range(self.axis.size)]
-        here = slices[me][0] - me * shard  # where the slice that comes here begins in this rank's block
-        inside = {id(self.params[place]) for place in run}
-        cuts = []
-        for piece in self.pieces:
-            if id(piece.param) in inside:
-                at = int(piece.source.storage_offset() - self._shard.storage_offset()) - here
-                cuts.append(Cut(piece, at, at + piece.source.numel()))
-        return Bucket(
-            names=[self.names[place] for place in run],
-            params=[self.params[place] for place in run],
-            take=[partial(take_gradient, self.params[place]) for place in run],
-            pack=partial(self._pack, run),
-            splits=[stop - start for start, stop in slices],
-            cuts=cuts,
-            group=self.axis.group,
-            accumulate=self.dtypes.accumulate,
-        )
-
-    def _pack(self, run: range, grads: Sequence[Tensor | None]) -> Tensor:
-        layout, dtype, device = self.layout, self.dtypes.reduce, self._whole.device
-        parts: list[Tensor] = []
-        end = layout.starts[run.start]
-        for place, grad in zip(run, grads, strict=True):
-            if layout.starts[place] > end:
-                parts.append(torch.zeros(layout.starts[place] - end, dtype=dtype, device=device))
-            parts.append(as_flat(grad, layout.numels[place], dtype, device))
-            end = layout.starts[place] + layout.numels[place]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def parcels(self, reduction: Reduction) -> list[Parcel]:
+        """A parameter lies on the rank, or the few neighbours, whose blocks it falls into."""
+        piece_of = {id(piece.param): piece for piece in self.pieces}
+        found = []
+        for place, param in enumerate(self.params):
+            found.append(
+                Parcel(
+                    name=self.names[place],
+                    param=param,
+                    numel=self.layout.numels[place],
+                    take=partial(take_gradient, param),
+                    piece=piece_of.get(id(param)),
+                    reduction=reduction,
+                    dtype=self.dtypes.reduce,
+                    accumulate=self.dtypes.accumulate,
+                    device=self._whole.device,
+                    owners=self.layout.holders(place),
+                    interval=partial(self.layout.interval, place),
+                )
+            )
+        return found
 
 
 def take_gradient(param: nn.Parameter) -> Tensor | None:

@@ -13,14 +13,16 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.fragments import Fragment
+from deepspeed.memory.store import AtHome, Store, through
 from deepspeed.ops.multi_tensor import sum_of_squares
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.gradients.reducer import ShardReducer
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.group import ShardGroup
 from deepspeed.zero.states.piece import Piece, hand_over
-from deepspeed.zero.states.tiles import tile
+from deepspeed.zero.states.tiles import Tile, tile
 
-__all__ = ["HeldShard", "Measure", "ShardedStates"]
+__all__ = ["Measure", "ShardState", "ShardedStates"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Measure:
     """A trained parameter without any gradient is an error."""
 
 
-class HeldShard:
-    """`deepspeed.zero.states.held.Held` for a parameter of a shard group."""
+class ShardState:
+    """`deepspeed.zero.states.lookup.ParameterState` for a parameter of a shard group."""
 
     def __init__(self, group: ShardGroup, place: int, reducer: ShardReducer | None) -> None:
         self._group, self._place, self._reducer = group, place, reducer
@@ -53,22 +55,22 @@ class HeldShard:
         self.master = None if self._piece is None else self._piece.master
 
     def gradient(self) -> Tensor | None:
-        """See `Held`."""
+        """See `ParameterState`."""
         return None if self._piece is None else self._piece.gradient
 
     def has_gradient(self) -> bool:
-        """See `Held`."""
+        """See `ParameterState`."""
         return self._reducer is not None and self._reducer.had_gradient(self._param)
 
     def put_gradient(self, values: Tensor) -> None:
-        """See `Held`."""
+        """See `ParameterState`."""
         if self._piece is not None:
-            self._piece.gradient = values.to(self._group.dtypes.accumulate)
+            self._piece.put_gradient(values, self._group.dtypes.accumulate)
         if self._reducer is not None:
             self._reducer.note_gradient(self._param)
 
     def publish(self) -> None:
-        """See `Held`."""
+        """See `ParameterState`."""
         self._group.publish_one(self._place)
 
 
@@ -84,12 +86,12 @@ class ShardedStates:
         make_groups: Callable[[dict[str, Any], list[nn.Parameter]], Sequence[ShardGroup]],
         measure: Measure,
         *,
-        meet: Callable[[], None] | None = None,
         tile_numel: int = 0,
+        store: Store[Tile] = AtHome(),
     ) -> None:
-        """`meet` is called at the begin of every step, on all ranks; `tile_numel` elements are updated at a time."""
+        """`tile_numel` elements are updated at a time, 0 means all; `store` says where they are between steps."""
         self._tile = tile_numel
-        self._meet = meet
+        self._store = store
         self._optimizer = optimizer
         self._make = make_groups
         self._measure = measure
@@ -119,10 +121,10 @@ class ShardedStates:
         self._waiting += [(options, param) for param in params if not param.requires_grad]
         self._enter(options, [param for param in params if param.requires_grad])
 
-    def held(self, param: nn.Parameter) -> HeldShard | None:
+    def held(self, param: nn.Parameter) -> ShardState | None:
         """What this rank holds of a parameter; None if the optimizer does not train it."""
         group, place = self._places.get(id(param), (None, 0))
-        return None if group is None else HeldShard(group, place, self.reducer)
+        return None if group is None else ShardState(group, place, self.reducer)
 
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
@@ -132,10 +134,14 @@ class ShardedStates:
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Hand the reduced gradients to the optimizer's pieces, and measure them."""
-        if self._meet is not None:
-            self._meet()
         self.adopt_edits()
-        lines = hand_over([piece for group in self.groups for piece in group.pieces])
+        placements = {id(group.placement): group.placement for group in self.groups}
+        lines = [
+            # Gradients of several groups came in one bucket, whose memory is measured once.
+            (placement, hand_over([p for group in self.groups if group.placement is placement for p in group.pieces]))
+            for placement in placements.values()
+        ]
+        self._drop_absent()
         self._exchange(lines)
 
     def measure(self) -> Tensor:
@@ -152,17 +158,19 @@ class ShardedStates:
                     yield piece.param, piece.master.grad
 
     def update(self, optimizer: Optimizer) -> None:
-        """Let the optimizer take its step; over tiles of pieces, where its temporary memory has to be bounded."""
-        tiles = tile(optimizer, self._tile) if self._tile else []
-        if len(tiles) < 2:
-            optimizer.step()
-            return
+        """Let the optimizer take its step, tile by tile: fetch from the store, step, put back.
+
+        On a device with all states at home there is one tile, unless temporary memory has to be bounded.
+        """
         everything = [options["params"] for options in optimizer.param_groups]
+
+        def step(params: Tile) -> None:
+            for options, chosen in zip(optimizer.param_groups, params, strict=True):
+                options["params"] = chosen
+            optimizer.step()
+
         try:
-            for params in tiles:
-                for options, chosen in zip(optimizer.param_groups, params, strict=True):
-                    options["params"] = chosen
-                optimizer.step()
+            through((tile(optimizer, self._tile) if self._tile else []) or [everything], self._store, step)
         finally:
             for options, chosen in zip(optimizer.param_groups, everything, strict=True):
                 options["params"] = chosen
@@ -193,34 +201,33 @@ class ShardedStates:
         for param in params:
             self._optimizer.state.pop(param, None)
 
-    def _exchange(self, lines: list[Tensor]) -> None:
-        """One small all-reduce: squares of the shards' norms, and which parameters have a gradient on any rank.
+    def _exchange(self, lines: list[tuple[Placement, list[Tensor]]]) -> None:
+        """One small all-reduce of the squares of the shards' norms; the host does not wait for it.
 
-        In float64, so that the norm does not depend on how gradients are cut into shards.
+        In float64, so that the norm hardly depends on how gradients are cut into shards.
         """
-        params = [param for group in self.groups for param in group.params]
-        device = params[0].device if params else torch.device("cpu")
-        reducer, measure = self.reducer, self._measure
-        had = [float(reducer is None or reducer.had_gradient(param)) for param in params]
-        if measure.model_group is None:
-            squares = [sum_of_squares(lines).to(device), torch.zeros((), dtype=torch.float64, device=device)]
-        else:
-            kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
-            for param, grad in self.gradients():
-                kinds[measure.is_split(param)].append(grad)
-            squares = [sum_of_squares(grads).to(device) for grads in kinds]
-        vector = torch.cat([torch.stack(squares), torch.tensor(had, dtype=torch.float64, device=device)])
+        measure = self._measure
+        device = next((param.device for group in self.groups for param in group.params), torch.device("cpu"))
+        squares = torch.zeros(2, dtype=torch.float64, device=device)  # of whole parameters, of parts of split ones
+        for placement, filled in lines:
+            kinds: tuple[list[Tensor], list[Tensor]] = (filled, [])
+            if measure.model_group is not None:
+                kinds = ([], [])
+                for piece in (p for group in self.groups if group.placement is placement for p in group.pieces):
+                    if piece.master.grad is not None:
+                        kinds[measure.is_split(piece.param)].append(piece.master.grad)
+            for kind, tensors in enumerate(kinds):
+                if tensors:
+                    squares[kind].add_(sum_of_squares(tensors).to(device), alpha=1.0 / placement.copies)
         with comm.labelled("gradient norm"):
-            comm.all_reduce(vector, group=measure.axis.group)
+            comm.all_reduce(squares, group=measure.axis.group)
         if measure.model_group is not None:
-            comm.all_reduce(vector[1:2], group=measure.model_group)
-        self._norm = vector[:2].sum().sqrt().float()
-        if not all(had) or measure.axis.size > 1:
-            self._drop_absent(params, vector[2:])
+            comm.all_reduce(squares[1:], group=measure.model_group)
+        self._norm = squares.sum().sqrt().float()
 
-    def _drop_absent(self, params: list[nn.Parameter], counts: Tensor) -> None:
+    def _drop_absent(self) -> None:
         """A parameter that no rank used keeps no gradient, so that the optimizer leaves it alone."""
-        absent = {id(param) for param, count in zip(params, counts.tolist(), strict=True) if count == 0}
+        absent = {id(param) for param in self.reducer.absent()} if self.reducer is not None else set()
         if not absent:
             return
         if self._measure.all_used:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.fragments import Striped
-from deepspeed.parallel import AxisGroup
-from deepspeed.zero.gradients.bucket import Bucket, Cut, as_flat, runs
+from deepspeed.zero.gradients.bucket import Parcel
+from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import Shard, shard_of
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.piece import Piece
 
@@ -28,19 +29,17 @@ class StripedGroup(ShardGroup):
     def __init__(
         self,
         members: Sequence[Named],
-        axis: AxisGroup,
+        placement: Placement,
         dtypes: Dtypes,
         options: dict[str, Any],
         *,
-        lane: Any,
         arrived: Callable[[Shard], None] | None,
     ) -> None:
-        """Gradients travel over the group `lane`; `arrived` is told of every gradient that is taken."""
-        super().__init__(members, axis, dtypes, options)
-        self._lane = lane
+        """`arrived` is told of every gradient that is taken."""
+        super().__init__(members, placement, dtypes, options)
         self._arrived = arrived
         self.shards = [_need(name, shard_of(param)) for name, param in members]
-        self.layout = Striped(tuple(shard.numel for shard in self.shards), axis.size)
+        self.layout = Striped(tuple(shard.numel for shard in self.shards), self.axis.size)
         self._piece_of: dict[int, Piece] = {}
         for shard, name in zip(self.shards, self.names, strict=True):
             if shard.local.numel():
@@ -49,6 +48,16 @@ class StripedGroup(ShardGroup):
                 piece.version = shard.edits
                 self.pieces.append(piece)
                 self._piece_of[id(shard)] = piece
+        self._make_homes()
+
+    def _make_homes(self) -> None:
+        """Gradients of this rank lie side by side for good: nothing is allocated while backward runs."""
+        sizes = [piece.master.numel() for piece in self.pieces]
+        device = self.shards[0].data.device
+        for piece, home in zip(
+            self.pieces, torch.zeros(sum(sizes), dtype=self.dtypes.accumulate, device=device).split(sizes), strict=True
+        ):
+            piece.home = home
 
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
@@ -100,36 +109,23 @@ class StripedGroup(ShardGroup):
         for shard in self.shards:
             shard.gradient = None
 
-    def buckets(self, limit: int) -> list[Bucket]:
-        """Runs of neighbours; each is laid out so that a rank's chunks lie side by side."""
-        return [self._bucket([self.shards[i] for i in run], run) for run in runs(self.layout.numels, limit)]
-
-    def _bucket(self, shards: list[Shard], run: range) -> Bucket:
-        cuts, at = [], 0
-        for shard in shards:
-            piece = self._piece_of.get(id(shard))
-            if piece is not None:
-                cuts.append(Cut(piece, at, at + piece.source.numel()))
-            at += shard.chunk
-        return Bucket(
-            names=[self.names[i] for i in run],
-            params=[self.params[i] for i in run],
-            take=[partial(_take, shard) for shard in shards],
-            pack=partial(self._pack, shards),
-            splits=[at] * self.axis.size,
-            cuts=cuts,
-            group=self._lane,
-            accumulate=self.dtypes.accumulate,
-        )
-
-    def _pack(self, shards: list[Shard], grads: Sequence[Tensor | None]) -> Tensor:
-        flats = [
-            as_flat(grad, shard.numel, self.dtypes.reduce, shard.data.device)
-            for shard, grad in zip(shards, grads, strict=True)
+    def parcels(self, reduction: Reduction) -> list[Parcel]:
+        """Every rank owns its chunk of every parameter."""
+        return [
+            Parcel(
+                name=name,
+                param=shard.param,
+                numel=shard.numel,
+                take=partial(_take, shard),
+                piece=self._piece_of.get(id(shard)),
+                reduction=reduction,
+                dtype=self.dtypes.reduce,
+                accumulate=self.dtypes.accumulate,
+                device=shard.data.device,
+                chunk=shard.chunk,
+            )
+            for name, shard in zip(self.names, self.shards, strict=True)
         ]
-        if len(flats) == 1 and flats[0].numel() == shards[0].chunk * self.axis.size:
-            return flats[0]
-        return torch._chunk_cat(flats, 0, self.axis.size).view(-1)
 
 
 def _need(name: str, shard: Shard | None) -> Shard:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import LBFGS, Optimizer
 
-__all__ = ["tile"]
+__all__ = ["Tile", "tile"]
 
 Tile = list[list[Any]]
 """The pieces of each parameter group."""

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
 
-__all__ = ["Told"]
+__all__ = ["ScalarOnHost"]
 
 
-class Told:
+class ScalarOnHost:
     """Copies a scalar to the host behind what is queued now; `value()` waits for that, not for what is queued later."""
 
     __slots__ = ("_event", "_home")

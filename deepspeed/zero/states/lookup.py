@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed.parallel import AxisGroup
 
-__all__ = ["Held", "Owner", "attach", "detach", "join", "owner_of"]
+__all__ = ["Owner", "ParameterState", "attach", "detach", "join", "owner_of"]
 
 _KEY = "_states"
 
 
-class Held(Protocol):
+class ParameterState(Protocol):
     """One parameter that an optimizer trains, as this rank sees it."""
 
     name: str
@@ -54,7 +54,7 @@ class Held(Protocol):
 class Owner:
     """The states of one engine's parameters."""
 
-    find: Callable[[nn.Parameter], Held | None]
+    find: Callable[[nn.Parameter], ParameterState | None]
     adopt: Callable[[], None]
     """Let masters follow parameters that somebody wrote."""
     optimizer: Optimizer
@@ -103,7 +103,7 @@ def owner_of(param: Tensor) -> Owner | None:
 
 
 @torch.no_grad()
-def join(held: Held, part: Tensor | None, dtype: torch.dtype, present: bool) -> Tensor | None:
+def join(held: ParameterState, part: Tensor | None, dtype: torch.dtype, present: bool) -> Tensor | None:
     """The whole tensor of which every rank has a part; None if it is present on no rank."""
     if held.axis is None:
         return part.detach().to(dtype, copy=True).view(held.shape) if part is not None and present else None

@@ -1,0 +1,107 @@
+"""`Hosts`: small agreements between the ranks of an axis, before anybody waits for something that never comes."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.comm.agreement import gather_words, unite
+from deepspeed.errors import CommError
+from deepspeed.parallel import AxisGroup
+
+__all__ = ["DONE", "STEP", "Hosts", "begin_code", "digest"]
+
+DONE = 0
+"""This rank's pass is over; it serves the others until theirs are."""
+STEP = -1
+"""This rank takes an optimizer step, or needs its gradients."""
+
+
+def begin_code(key: object, *, backward: bool) -> int:
+    """The code of a rank that begins a pass: equal for equal keys, even for forward and odd for backward."""
+    return -2 - 2 * digest(key) - backward
+
+
+def digest(value: object) -> int:
+    """A number by which ranks compare values that are too large to send."""
+    return zlib.crc32(repr(value).encode())
+
+
+class Hosts:
+    """Exchanges a few numbers per rank; the first is a code of those above, or a request: a positive number.
+
+    Ranks that torch only pretends to have (its "fake" backend) say what this one says.
+    """
+
+    def __init__(self, axis: AxisGroup) -> None:
+        self._axis = axis
+        self.alone = axis.size == 1 or dist.get_backend(axis.group) == "fake"
+        """Nobody answers but this process."""
+        self._group: Any = None if self.alone else axis.twin("gloo")
+        self.exchanges = 0
+        """How many there have been: each costs `deepspeed.comm.agreement.rounds` messages one after the other."""
+
+    def exchange(self, words: Sequence[int], what: str) -> Tensor:
+        """[ranks, words]: what every rank says, in the order of the ranks."""
+        self.exchanges += 1
+        mine = torch.tensor(words, dtype=torch.int64)
+        if self.alone:
+            return mine.view(1, -1)
+        with comm.labelled(what):
+            return gather_words(mine, self._group)
+
+    def unite(self, members: Iterable[int], count: int) -> set[int]:
+        """All members that any rank has, of `count` possible ones."""
+        found = set(members)
+        if self.alone:
+            return found
+        mask = torch.zeros(count, dtype=torch.uint8)
+        if found:
+            mask[sorted(found)] = 1
+        with comm.labelled("union of what ranks had"):
+            return set(unite(mask, self._group).nonzero().view(-1).tolist())
+
+    def tell(self, numbers: Sequence[int], count: int) -> list[int]:
+        """The first rank's `count` numbers, on every rank."""
+        if self.alone:
+            return list(numbers)
+        told = (
+            torch.tensor(numbers, dtype=torch.int64) if self._axis.rank == 0 else torch.empty(count, dtype=torch.int64)
+        )
+        with comm.labelled("order of gradients"):
+            comm.broadcast(told, src=self._axis.ranks[0], group=self._group)
+        return [int(number) for number in told.tolist()]
+
+    def refuse(self, where: str) -> CommError:
+        """The error of ranks that cannot go on together: each tells where it is."""
+        told: list[Any] = [where] if self.alone else [None] * self._axis.size
+        if not self.alone:
+            comm.all_gather_object(told, where, group=self._group)
+        lines = [f"rank {rank} {text}" for rank, text in zip(self._axis.ranks, told, strict=False)]
+        return CommError(
+            "ranks do different things, so that parameters and gradients cannot travel: "
+            + "; ".join(_brief(lines))
+            + ". Every rank must call forward, backward and step the same number of times."
+        )
+
+
+def _brief(lines: list[str]) -> list[str]:
+    """Ranks that say what many others say are counted, not listed."""
+    by_text: dict[str, list[str]] = {}
+    for line in lines:
+        _, rank, text = line.split(" ", 2)
+        by_text.setdefault(text, []).append(rank)
+    return [
+        f"rank {ranks[0]} {text}" if len(ranks) == 1 else f"ranks {', '.join(ranks[:8])}{_more(ranks)} {text}"
+        for text, ranks in by_text.items()
+    ]
+
+
+def _more(ranks: list[str]) -> str:
+    return f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""

@@ -1,0 +1,56 @@
+"""What ranks agree upon before an optimizer step: who had a gradient, what was late, in which order gradients leave.
+
+In the steady state, where all ranks had gradients of the same parameters and nothing was late, that is one exchange of
+a few numbers between hosts: the device does not know of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from deepspeed.zero.agreement import STEP, Hosts, digest
+
+__all__ = ["Council", "Verdict"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What all ranks know afterwards."""
+
+    had: frozenset[int]
+    """Parameters of which any rank had a gradient."""
+    late: list[int]
+    """Buckets that go again."""
+    order: list[int] | None
+    """In which gradients leave from now on; None: as before."""
+
+
+class Council:
+    """The ranks over which gradients are summed."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        self._hosts = hosts
+
+    def confirm(self) -> None:
+        """Every rank takes an optimizer step now; an error on all of them if one does something else."""
+        self._check(self._hosts.exchange([STEP, 0, 0, 0], "begin of an optimizer step")[:, 0].tolist())
+
+    def meet(self, had: set[int], late: set[int], order: list[int] | None, sizes: tuple[int, int]) -> Verdict:
+        """`sizes` are the numbers of parameters and of buckets; the first rank's `order` counts."""
+        words = [STEP, digest(sorted(had)), len(late), order is not None]
+        said = self._hosts.exchange(words, "agreement on gradients")
+        self._check(said[:, 0].tolist())
+        everyone = set(had)
+        if bool((said[:, 1] != words[1]).any()):
+            everyone = self._hosts.unite(had, sizes[0])
+        again: list[int] = []
+        if bool(said[:, 2].any()):
+            again = sorted(self._hosts.unite(late, sizes[1]))
+        learned = None
+        if bool(said[0, 3]):
+            learned = self._hosts.tell(order or (), sizes[0])
+        return Verdict(frozenset(everyone), again, learned)
+
+    def _check(self, codes: list[int]) -> None:
+        if any(code != STEP for code in codes):
+            raise self._hosts.refuse("is about to take an optimizer step")

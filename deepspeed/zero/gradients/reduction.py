@@ -1,0 +1,214 @@
+"""How one bucket of gradients gets to its owners: `Reduction`, and the plain one over the ranks of an axis.
+
+Codecs (quantised in two hops, signs with error feedback) are other objects with the same method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.comm import Pending
+from deepspeed.comm.pending import AllOf
+from deepspeed.parallel import AxisGroup
+
+if TYPE_CHECKING:
+    from deepspeed.config.schema import Schema
+
+__all__ = ["Even", "Everything", "Owned", "Reduction", "Share", "ToOwners", "Weights"]
+
+# So many owners get an operation of their own each; more share an all-reduce, which moves twice the bytes in one.
+_FEW_OWNERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Even:
+    """Every rank owns as many elements, in the order of the ranks."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """(rank, elements) of those that own any, in the order in which their slices lie."""
+
+    lengths: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Everything:
+    """Too many ranks own parts: each receives all of it, and takes its own."""
+
+
+Share = Even | Owned | Everything
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What gradients are multiplied by before and after they are summed over ranks."""
+
+    before: float = 1.0
+    after: float = 1.0
+    mean: bool = True
+    """The mean comes out, not the sum."""
+
+    @classmethod
+    def of(cls, schema: Schema, size: int) -> Weights:
+        """Those of a config: the mean, or the sum if `gradient_allreduce_op` says so; divided early or late."""
+        mean = schema.gradient_allreduce_op == "mean"
+        whole = 1.0 / size if mean else 1.0
+        if schema.prescale_gradients:
+            return cls(whole, 1.0, mean)
+        early = schema.gradient_predivide_factor
+        return cls(1.0 / early, early * whole, mean)
+
+
+class Reduction(Protocol):
+    """Sums flat tensors over ranks; each rank receives the slice that it owns."""
+
+    @property
+    def size(self) -> int:
+        """Ranks among which the slices are dealt."""
+
+    @property
+    def rank(self) -> int:
+        """This rank among them."""
+
+    @property
+    def few(self) -> int:
+        """So many owners of unequal slices it serves apart; where there are more, `Everything` is better."""
+
+    def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
+        """Begin with a tensor that is used up; the result is this rank's slice, weighted."""
+
+
+@dataclass(frozen=True, eq=False)
+class ToOwners:
+    """Reduce-scatter over the ranks of an axis; then the sum over equal copies beside it, where there are some."""
+
+    axis: AxisGroup
+    group: Any
+    """The process group of the axis on which gradients travel."""
+    weights: Weights = Weights()
+    replicate: AxisGroup | None = None
+    """Ranks that hold the same slice for other samples."""
+    everywhere: bool = False
+    """By all-reduce instead of to the owners only (`reduce_scatter` false)."""
+    merged: bool = True
+    """Slices of many owners share one all-reduce (`use_multi_rank_bucket_allreduce`)."""
+
+    @cached_property
+    def _by_exchange(self) -> bool:
+        return dist.get_backend(self.group) == dist.Backend.GLOO
+
+    @property
+    def size(self) -> int:
+        """Ranks of the axis."""
+        return self.axis.size
+
+    @property
+    def rank(self) -> int:
+        """This rank on the axis."""
+        return self.axis.rank
+
+    @property
+    def few(self) -> int:
+        """See `Reduction`."""
+        return _FEW_OWNERS if self.merged and not self._by_exchange else self.size
+
+    def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
+        """See `Reduction`."""
+        if self.weights.before != 1.0:
+            send = send.mul_(self.weights.before)
+        summed = self._scatter(send, share) if self.size > 1 else Pending(self._mine(send, share))
+        return Pending(send, summed, lambda _: self._weigh(summed.wait()))
+
+    def _weigh(self, mine: Tensor) -> Tensor:
+        if self.replicate is not None and self.replicate.size > 1:
+            comm.all_reduce(mine, group=self.replicate.group)
+        return mine.mul_(self.weights.after) if self.weights.after != 1.0 and mine.numel() else mine
+
+    def _mine(self, send: Tensor, share: Share) -> Tensor:
+        if isinstance(share, Everything):
+            return send
+        if isinstance(share, Even):
+            return send.narrow(0, self.rank * share.length, share.length)
+        at = 0
+        for owner, length in share.lengths:
+            if owner == self.rank:
+                return send.narrow(0, at, length)
+            at += length
+        return send[:0]
+
+    def _scatter(self, send: Tensor, share: Share) -> Pending[Tensor]:
+        if self.everywhere or isinstance(share, Everything):
+            return self._all_reduce(send, share)
+        if self._by_exchange and send.device.type == "cpu":
+            return self._exchange(send, share)
+        if isinstance(share, Even):
+            out = send.new_empty(share.length)
+            return Pending(out, comm.reduce_scatter_tensor(out, send, group=self.group, async_op=True))
+        works, at = [], 0
+        for owner, length in share.lengths:
+            root = self.axis.ranks[owner]
+            works.append(comm.reduce(send.narrow(0, at, length), root, group=self.group, async_op=True))
+            at += length
+        return Pending(self._mine(send, share), AllOf([work for work in works if work is not None]))
+
+    def _all_reduce(self, send: Tensor, share: Share) -> Pending[Tensor]:
+        return Pending(self._mine(send, share), comm.all_reduce(send, group=self.group, async_op=True))
+
+    def _exchange(self, send: Tensor, share: Even | Owned) -> Pending[Tensor]:
+        """Send every slice to its owner, which adds them up in the order of the ranks.
+
+        gloo's reduce-scatter moves twice the data and took four times as long. This rank's own slice stays where it is
+        if it lies at an end, so that it needs no memory to travel to itself.
+        """
+        lengths = [share.length] * self.size if isinstance(share, Even) else _dense(share, self.size)
+        mine = self._mine(send, share)
+        others = list(lengths)
+        sent, own = send, 0
+        start, stop = sum(lengths[: self.rank]), sum(lengths[: self.rank + 1])
+        if start == 0 or stop == send.numel():
+            sent = send[stop:] if start == 0 else send[:start]
+            others[self.rank] = 0
+        else:
+            own = len(mine)
+        comes = [len(mine)] * self.size
+        comes[self.rank] = own
+        received = send.new_empty(sum(comes))
+        work = comm.all_to_all_single(received, sent, comes, others, group=self.group, async_op=True)
+        rank = self.rank
+
+        def add(_: Tensor) -> Tensor:
+            rows = received.view(-1, len(mine)).unbind(0) if len(mine) else ()
+            _in_order(rows[:rank], mine, rows[rank + bool(own) :])
+            received.untyped_storage().resize_(0)  # now, not when a thread of the backend forgets it
+            return mine
+
+        return Pending(mine, work, add)
+
+
+def _dense(share: Owned, size: int) -> list[int]:
+    lengths = [0] * size
+    for owner, length in share.lengths:
+        lengths[owner] = length
+    return lengths
+
+
+def _in_order(before: Sequence[Tensor], mine: Tensor, behind: Sequence[Tensor]) -> Tensor:
+    """The sum of the ranks' slices in their order, into `mine`; the others' are used up."""
+    if before:
+        for row in before[1:]:
+            before[0].add_(row)
+        torch.add(before[0], mine, out=mine)
+    for row in behind:
+        mine.add_(row)
+    return mine

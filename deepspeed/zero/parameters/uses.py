@@ -1,0 +1,79 @@
+"""`Use`: a module and the parameters that have to be whole while it runs; and which modules are blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from deepspeed.zero.parameters.plan import Event
+from deepspeed.zero.parameters.shard import Shard, shard_of
+
+__all__ = ["Use", "blocks_of"]
+
+# A block of more elements is gathered module by module: two of them are whole at a time.
+_LARGEST = 400 << 20
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(eq=False)
+class Use:
+    """A module that uses parameters."""
+
+    number: int
+    name: str
+    module: nn.Module
+    shards: list[Shard]
+    block: int = -1
+    """See [Note: blocks] in plan.py."""
+    events: dict[bool, Event] = field(default_factory=dict)
+    """The begin and the end of it, as traces have them; made anew when it uses more."""
+
+    def event(self, enter: bool) -> Event:
+        """Its begin or its end."""
+        found = self.events.get(enter)
+        if found is None:
+            numbers = tuple(shard.number for shard in self.shards if not shard.persistent)
+            found = self.events[enter] = Event(enter, self.number, numbers, self.block)
+        return found
+
+    def add(self, shard: Shard) -> None:
+        """It uses one more parameter from now on."""
+        self.shards.append(shard)
+        self.events.clear()
+
+
+def blocks_of(root: nn.Module) -> tuple[dict[int, int], int]:
+    """The block of each module that is in one, by id, and the elements of the largest.
+
+    Blocks are the outermost modules that stand in lists of several and are not too large.
+    """
+    found: dict[int, int] = {}
+    largest, count = 0, 0
+    pending: list[nn.Module] = [root]
+    seen: set[int] = set()
+    while pending:
+        module = pending.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        children = list(module.children())
+        if isinstance(module, _LISTS) and len(children) > 1:
+            sizes = [_elements(child) for child in children]
+            for child, size in zip(children, sizes, strict=True):
+                if 0 < size <= _LARGEST:
+                    found.update({id(each): count for each in child.modules() if id(each) not in found})
+                    largest, count = max(largest, size), count + 1
+                else:
+                    pending.append(child)
+        else:
+            pending += reversed(children)
+    return found, largest
+
+
+def _elements(module: nn.Module) -> int:
+    count = 0
+    for param in module.parameters():
+        shard = shard_of(param)
+        count += param.numel() if shard is None else 0 if shard.persistent else shard.numel
+    return count
