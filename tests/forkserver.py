@@ -47,7 +47,7 @@ class Rank:
         file = self.folder / f"stack{self.rank}"
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
-        size, until = -1, time.monotonic() + 2
+        size, until = -1, time.monotonic() + 10
         while time.monotonic() < until and not (size == file.stat().st_size > 0):
             size = file.stat().st_size
             time.sleep(0.05)

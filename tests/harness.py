@@ -93,7 +93,7 @@ class Server:
 SERVER = Server()
 
 
-def ranks(*sizes: int, timeout: float = 60.0, init: bool = True) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def ranks(*sizes: int, timeout: float = 120, init: bool = True) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the test on that many ranks, once per given size.
 
     With `init=False` no process group is made: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_SIZE are set and

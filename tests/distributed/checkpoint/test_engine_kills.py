@@ -6,10 +6,7 @@ import contextlib
 import mmap
 import os
 import random
-import signal
 import struct
-import threading
-import time
 
 import pytest
 import torch
@@ -18,6 +15,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.distributed.checkpoint.test_engine_checkpoints import Mixed, build, train
 from tests.harness import ranks
+from tests.kills import count, kill_at, killed_at
 from tests.models import make
 
 WORDS = struct.Struct("qq")  # the step that was begun, the step that was finished
@@ -66,28 +64,24 @@ def loaded(engine, folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-@ranks(1, timeout=120)
+@ranks(1, timeout=300)
 def test_a_good_checkpoint_always_loads(way, tmp_path):
     torch.set_num_threads(1)  # a pool of threads would not live on in a child
     stage, section = WAYS[way]
     engine = build(stage, checkpoint=section)
     shared, chance = mmap.mmap(-1, 4096), random.Random(way)
-    began = time.monotonic()
-    for number in range(4):
-        train(engine, 0, 1)
-        engine.save_checkpoint(tmp_path / "trial", tag=f"{number}")
-    longest = 0.01 + time.monotonic() - began  # of a few saves
-    torn, step = 0, 0
+
+    def trial():
+        for number in range(4):
+            train(engine, 0, 1)
+            engine.save_checkpoint(tmp_path / "trial", tag=f"{number}")
+        engine._checkpoints.manager.wait()
+
+    trial()  # what is imported at the first save need not be imported in every child
+    most, torn, step = count(trial), 0, 0
     for _ in range(50):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                save_for_ever(engine, tmp_path / "runs", step + 1, shared)
-            finally:
-                os._exit(1)
-        time.sleep(chance.uniform(0.001, longest))
-        os.kill(pid, signal.SIGKILL)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, "it lived until it was killed"
+        number = chance.randrange(1, most)
+        assert killed_at(number, lambda step=step: save_for_ever(engine, tmp_path / "runs", step + 1, shared))
         begun, finished = WORDS.unpack(shared[: WORDS.size])
         with contextlib.suppress(FileNotFoundError):
             torn += any(name.startswith(".") for name in os.listdir(tmp_path / "runs"))
@@ -100,37 +94,26 @@ def test_a_good_checkpoint_always_loads(way, tmp_path):
 @pytest.mark.parametrize("seed", range(4))
 def test_both_ranks_are_killed(seed, tmp_path):
     """What loads is one of the last two saves, whole, and training goes on from it."""
-    killed = ranks(2, timeout=60)(kill_in_a_save)
+    killed = ranks(2)(kill_in_a_save)
     with pytest.raises(pytest.fail.Exception, match="died"):
         killed(folder=tmp_path, seed=seed)
     ranks(2)(load_what_is_there)(folder=tmp_path)
 
 
-def save_until_killed(folder):
+def kill_in_a_save(folder, seed):
+    rank, pids = dist.get_rank(), [0, 0]
+    dist.all_gather_object(pids, os.getpid())
     engine = build(2)
     step = 0
     while True:
+        if step == 3 and rank == 0:
+            kill_at(random.Random(seed).randrange(1, 200), [pids[1], pids[0]])
         train(engine, 0, 1)
         step += 1
         engine.save_checkpoint(folder, tag="same" if step % 2 else f"step{step}", client_state={"step": step})
-        mark = folder / f"done{dist.get_rank()}"
+        mark = folder / f"done{rank}"
         mark.with_suffix(".new").write_text(str(step))
         mark.with_suffix(".new").rename(mark)
-
-
-def kill_in_a_save(folder, seed):
-    rank, generator = dist.get_rank(), random.Random(seed)
-    delay = generator.uniform(0.0, 0.15)
-
-    def strike():
-        while not (folder / "done0").exists() or int((folder / "done0").read_text()) < 3:
-            time.sleep(0.002)
-        time.sleep(delay)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    assert rank in (0, 1)
-    threading.Thread(target=strike, daemon=True).start()
-    save_until_killed(folder)
 
 
 def load_what_is_there(folder):

@@ -253,8 +253,8 @@ def go_on(stage, precision, name):
 @pytest.mark.parametrize("precision", PRECISIONS)
 @ranks(1, 2, 4)
 def test_what_deepspeed_wrote(precision):
-    # Gradients are rounded otherwise on other numbers of ranks and at its own stage 3, which computes in another order.
-    close = {"fp32": 1e-6, "bf16": 4e-4, "fp16": 4e-5}[precision]
+    # Rounded otherwise on other processors and numbers of ranks, and at its own stage 3, which has another order.
+    close = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 2e-4}[precision]
     for stage in STAGES:
         for written in STAGES:
             name = f"stage{written}_{precision}"

@@ -27,6 +27,7 @@ FOREIGN = (
     "MASTER_PORT",
     "OMP_NUM_THREADS",
 )
+PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCONT)
 
 
 class Launched:
@@ -53,6 +54,8 @@ class Launched:
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)
             os.setsid()
             os.chdir(self.folder)
+            for number in PASSED_ON:  # the tests may run under nohup, and what is ignored stays so in children
+                signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for name in FOREIGN:
                 os.environ.pop(name, None)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -67,11 +66,10 @@ def test_a_killed_rank_ends_the_job_and_is_named(tmp_path):
     script(tmp_path, "print('last words', rank, file=sys.stderr)\ntell(f'{rank} {os.getpid()}')\nwait_forever()")
     with Launched(local(2, "script.py"), tmp_path) as job:
         first, second = (int(line.split()[1]) for line in box.lines(2))
-        start = time.monotonic()
         os.kill(second, signal.SIGKILL)
         assert job.wait() == 137
-        assert time.monotonic() - start < 5
         assert not alive(first)
+    assert "killing" not in job.errors(), "the other rank ended when it was asked to"
     assert "rank 1 failed first: it was killed by SIGKILL (signal 9)" in job.errors()
     assert f"pid {second}" in job.errors()
     assert "    | last words 1" in job.errors()
@@ -161,11 +159,10 @@ def test_a_second_interrupt_kills_at_once(tmp_path):
         (pid,) = box.numbers(1)
         job.send(signal.SIGINT)
         assert box.lines(1) == ["no"]
-        start = time.monotonic()
         job.send(signal.SIGINT)
         assert job.wait() == 130
-        assert time.monotonic() - start < 5
         assert not alive(pid)
+    assert "killing" not in job.errors(), "the grace of a first signal did not run out"
 
 
 @ranks(1, init=False)

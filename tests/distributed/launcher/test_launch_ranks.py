@@ -83,15 +83,13 @@ def test_a_program_that_is_not_python(tmp_path):
 @ranks(1, init=False)
 def test_output_of_each_rank_in_a_file_of_its_own(tmp_path):
     body = """
-import time
 print('out of', rank)
 print('err of', rank, file=sys.stderr)
-open(f'done{rank}', 'w').close()
-while not os.path.exists('done0'):  # the failure of rank 1 ends rank 0, which must have spoken before
-    time.sleep(0.01)
+open('spoken', 'r' if rank else 'w').close()  # the failure of rank 1 ends rank 0, which must have spoken before
 sys.exit(rank * 3)
 """
     script(tmp_path, body)
+    os.mkfifo(tmp_path / "spoken")
     with Launched(local(2, "--enable_each_rank_log=logs/deep", "script.py"), tmp_path) as job:
         assert job.wait() == 3
     files = sorted((tmp_path / "logs/deep").iterdir())

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from tests.closeness import Training, assert_same_training
 from tests.harness import ranks
 from tests.models import PlainLoop, batches, make, share
 
@@ -17,8 +18,8 @@ OPTIMIZERS = {
 }
 
 
-def train(config, *, steps=3, accumulation=1, samples=12, plain=None, optimizer=None):
-    """Train the engine; yields (losses, norms, engine)."""
+def train(config, *, steps=3, accumulation=1, samples=12):
+    """Train an engine; the training and the engine."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = make()
     config = {
@@ -26,7 +27,8 @@ def train(config, *, steps=3, accumulation=1, samples=12, plain=None, optimizer=
         "gradient_accumulation_steps": accumulation,
         **config,
     }
-    engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=optimizer)
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    before = parameters(model)
     data = batches(steps * accumulation, samples)
     losses, norms = [], []
     for step in range(steps):
@@ -41,21 +43,19 @@ def train(config, *, steps=3, accumulation=1, samples=12, plain=None, optimizer=
         dist.all_reduce(mean)
         losses.append(mean.item() / world)
         norms.append(engine.get_global_grad_norm())
-    return losses, norms, engine
+    return Training(before, parameters(model), losses, norms), engine
+
+
+def parameters(model):
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def reference(name, *, steps=3, accumulation=1, samples=12, **options):
     loop = PlainLoop(make(), OPTIMIZERS[name][1], ranks=dist.get_world_size(), steps=accumulation, **options)
+    before = parameters(loop.model)
     data = batches(steps * accumulation, samples)
     results = [loop.step(data[step * accumulation : (step + 1) * accumulation]) for step in range(steps)]
-    return [r[0] for r in results], [r[1] for r in results], loop
-
-
-def same(left, right, tolerance):
-    if tolerance == 0:
-        assert torch.equal(left, right), (left - right).abs().max()
-    else:
-        torch.testing.assert_close(left, right, rtol=tolerance, atol=tolerance)
+    return Training(before, parameters(loop.model), [loss for loss, _ in results], [norm for _, norm in results])
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.3])
@@ -64,13 +64,8 @@ def same(left, right, tolerance):
 @ranks(1, 2, 3)
 def test_fp32(name, accumulation, clip):
     config = {"optimizer": {"type": name, "params": OPTIMIZERS[name][0]}, "gradient_clipping": clip}
-    losses, norms, engine = train(config, accumulation=accumulation)
-    expected_losses, expected_norms, loop = reference(name, accumulation=accumulation, clip=clip)
-    tolerance = 0 if dist.get_world_size() <= 2 and name != "AdamW" else 1e-6
-    assert losses == pytest.approx(expected_losses, rel=1e-6)
-    assert norms == pytest.approx(expected_norms, rel=1e-6)
-    for mine, theirs in zip(engine.module.parameters(), loop.model.parameters(), strict=True):
-        same(mine, theirs, tolerance)
+    found, engine = train(config, accumulation=accumulation)
+    assert_same_training(found, reference(name, accumulation=accumulation, clip=clip))
     assert engine.global_steps == 3
     assert engine.micro_steps == 3 * accumulation
     assert engine.global_samples == 3 * accumulation * 12
@@ -89,8 +84,8 @@ def test_16_bit(precision, accumulation, wide):
         precision: section,
         **({"data_types": {"grad_accum_dtype": "fp32"}} if wide else {}),
     }
-    losses, norms, engine = train(config, accumulation=accumulation)
-    expected_losses, expected_norms, loop = reference(
+    found, engine = train(config, accumulation=accumulation)
+    expected = reference(
         "SGD",
         accumulation=accumulation,
         clip=0.3,
@@ -98,9 +93,6 @@ def test_16_bit(precision, accumulation, wide):
         accumulate=torch.float32 if wide else dtype,
         scale=128.0 if precision == "fp16" else 1.0,
     )
-    assert losses == pytest.approx(expected_losses, rel=1e-6)
-    assert norms == pytest.approx(expected_norms, rel=1e-5)
-    for mine, theirs in zip(engine.module.parameters(), loop.model.parameters(), strict=True):
-        assert mine.dtype == dtype
-        same(mine, theirs, 0)
+    assert_same_training(found, expected)
+    assert {param.dtype for param in engine.module.parameters()} == {dtype}
     assert isinstance(engine.optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer)

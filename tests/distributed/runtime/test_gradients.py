@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
+from deepspeed.events import StepFinished
 from tests.harness import ranks
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
@@ -235,6 +236,42 @@ def test_unmanaged_accumulation_reduces_in_step():
     assert torch.equal(model.weight, torch.full((1, 2), -4.5))
     with pytest.raises(deepspeed.DeepSpeedConfigError, match="managed_gradient_accumulation"):
         engine.set_gradient_accumulation_boundary(True)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@ranks(1, 2)
+def test_samples_are_those_that_were_seen(stage, tmp_path):
+    config = {"managed_gradient_accumulation": False, "gradient_accumulation_steps": 4}
+    zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    per_batch = 2 * dist.get_world_size()
+    events = []
+
+    def run(engine, counts):
+        for count in counts:
+            for place in range(count):
+                loss = engine(torch.ones(1, 2)).sum()
+                loss.backward() if place % 2 else engine.backward(loss)
+            engine.step()
+
+    engine = engine_of(nn.Linear(2, 1), **config, **zero)
+    engine.events.subscribe(StepFinished, lambda event: events.append(event.samples))
+    run(engine, [4, 1, 3])
+    assert events == [4 * per_batch, 5 * per_batch, 8 * per_batch]
+    engine.save_checkpoint(tmp_path)
+    again = engine_of(nn.Linear(2, 1), **config, **zero)
+    again.load_checkpoint(tmp_path)
+    run(again, [2])
+    assert (again.global_samples, again.global_steps) == (10 * per_batch, 4)
+
+
+@ranks(1, 2)
+def test_samples_of_managed_accumulation():
+    engine = engine_of(nn.Linear(2, 1), gradient_accumulation_steps=3)
+    for _ in range(7):
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+    assert (engine.global_samples, engine.global_steps) == (2 * engine.train_batch_size(), 2)
+    assert engine.train_batch_size() == 2 * 3 * dist.get_world_size()
 
 
 @ranks(2)

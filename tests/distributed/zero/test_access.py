@@ -26,7 +26,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from deepspeed.zero.states.held import owner_of
+from deepspeed.zero.states.lookup import owner_of
 from tests.harness import ranks
 from tests.models import PlainLoop, batches, make, share
 
@@ -66,8 +66,10 @@ def whole(engine):
         return [param.detach().clone() for param in engine.module.parameters()]
 
 
-def rough(precision):
-    return {"rtol": 1e-5, "atol": 1e-6} if precision == "fp32" else {"rtol": 2e-2, "atol": 2e-2}
+def assert_near(found, expected, precision):
+    """But for rounding, measured by the largest element: squares of gradients are small."""
+    share = 1e-5 if precision == "fp32" else 2e-2
+    torch.testing.assert_close(found, expected, rtol=share, atol=share * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("precision", list(DTYPES))
@@ -98,13 +100,13 @@ def test_what_the_optimizer_holds(precision):
             for param, expected in zip(params, seen["grads"], strict=True):
                 grad = safe_get_full_grad(param)
                 assert grad.dtype == torch.float32
-                torch.testing.assert_close(grad, expected, **rough(precision))
+                assert_near(grad, expected, precision)
             engine.step()
         for param, master in zip(params, loop.masters.parameters(), strict=True):
-            torch.testing.assert_close(safe_get_full_fp32_param(param), master.detach(), **rough(precision))
+            assert_near(safe_get_full_fp32_param(param), master.detach(), precision)
             for key in ("exp_avg", "exp_avg_sq"):
                 expected = loop.optimizer.state[master][key]
-                torch.testing.assert_close(safe_get_full_optimizer_state(param, key), expected, **rough(precision))
+                assert_near(safe_get_full_optimizer_state(param, key), expected, precision)
             assert float(safe_get_full_optimizer_state(param, "step")) == 3
         with pytest.raises(ValueError, match=r"'momentum'.*exp_avg"):
             safe_get_full_optimizer_state(params[0], "momentum")

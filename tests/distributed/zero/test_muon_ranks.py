@@ -12,6 +12,7 @@ from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.fragments import Block, Striped
 from deepspeed.ops.muon import Muon, MuonWithAuxAdam
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.group import Dtypes, ShardGroup
 from deepspeed.zero.states.matrices import ShardedMatrices
 from deepspeed.zero.states.piece import Piece
@@ -30,7 +31,9 @@ def shards(kind, params, options, names=None):
     """A group whose pieces are this rank's intervals."""
     rank, world = comm.get_rank(), comm.get_world_size()
     axis = SimpleNamespace(rank=rank, size=world, group=comm.get_world_group())
-    group = ShardGroup([(name, p) for name, p in enumerate(params)] if names is None else names, axis, WIDE, options)
+    group = ShardGroup(
+        [(name, p) for name, p in enumerate(params)] if names is None else names, Placement(axis), WIDE, options
+    )
     group.layout = LAYOUTS[kind](tuple(param.numel() for param in params), world)
     for place, param in enumerate(params):
         start, stop = group.layout.interval(place, rank)

@@ -17,6 +17,7 @@ from deepspeed.ops.muon import Muon
 from deepspeed.parallel import ParallelLayout
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.sharding import shard_module
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.public.granularity import units_by_granularity
 from deepspeed.zero.public.linear import LinearModuleForZeroStage3
 from deepspeed.zero.public.tiling import TiledLinear
@@ -40,7 +41,7 @@ def groups_of(stage, module, options, dtypes=DTYPES):
     axis = ParallelLayout.build().world
     members = list(module.named_parameters())
     if stage == 3:
-        group = ShardGroup(members, axis, dtypes, options)
+        group = ShardGroup(members, Placement(axis), dtypes, options)
         shards = shard_module(module, axis)
         group.layout = Striped(tuple(shard.numel for shard in shards), axis.size)
         for shard in shards:
@@ -48,7 +49,7 @@ def groups_of(stage, module, options, dtypes=DTYPES):
                 group.pieces.append(Piece(shard.name, shard.param, shard.shape, shard.interval, shard.local))
                 group.pieces[-1].widen(dtypes.master)
         return group
-    return ResidentGroup(members, axis, dtypes, options, gather_limit=1 << 20)
+    return ResidentGroup(members, Placement(axis), dtypes, options, gather_limit=1 << 20)
 
 
 @ranks(2)

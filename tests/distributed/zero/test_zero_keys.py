@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.closeness import assert_same_training
 from tests.harness import ranks
-from tests.user_models import Checkpointed, run, same
+from tests.user_models import Checkpointed, run
 
 KEYS = [
     {"reduce_scatter": False},
@@ -37,4 +38,4 @@ KEYS = [
 def test_a_key_changes_how_and_not_what(keys):
     expected = run(Checkpointed, 0)
     for stage in (1, 2, 3):
-        same(run(Checkpointed, stage, zero=keys), expected)
+        assert_same_training(run(Checkpointed, stage, zero=keys), expected)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.closeness import assert_same_training
 from tests.harness import ranks
-from tests.user_models import WIDTH, Tied, run, same
+from tests.user_models import WIDTH, Tied, run
 
 
 def two_groups(model):
@@ -58,7 +59,7 @@ def test_muon_sees_whole_matrices(precision):
 
     expected = run(Matrices, 0, config=config, groups=mark)
     for stage in (1, 2, 3):
-        same(run(Matrices, stage, config=config, groups=mark), expected, 1e-5 if precision == "fp32" else 2e-2)
+        assert_same_training(run(Matrices, stage, config=config, groups=mark), expected)
 
 
 @pytest.mark.parametrize("kind", ["groups", "averaging", "rprop", "adagrad"])
@@ -72,4 +73,4 @@ def test_optimizers_and_groups(kind):
     }[kind]
     expected = run(Tied, 0, **options)
     for stage in (1, 2, 3):
-        same(run(Tied, stage, **options), expected)
+        assert_same_training(run(Tied, stage, **options), expected)

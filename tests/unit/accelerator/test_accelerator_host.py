@@ -72,7 +72,7 @@ def test_an_event_measures_host_time():
     end.wait()
     end.synchronize()
     assert end.query()
-    assert 0 <= start.elapsed_time(end) < 1000
+    assert start.elapsed_time(end) >= 0
     assert end.elapsed_time(start) == -start.elapsed_time(end)
 
 

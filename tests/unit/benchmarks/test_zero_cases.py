@@ -109,4 +109,5 @@ def test_fsdp2_does_the_same_work():
     job = Job("torch", "fsdp2", dist.get_rank(), 2, SHARDED, "")
     alternate(*steps(job, model, twin, 2), batch, pairs=2, warm_up=0)
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(mine.full_tensor(), theirs)
+        # The gradient of a key's bias is zero but for rounding, which Adam enlarges to a visible step.
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-4, atol=1e-4)

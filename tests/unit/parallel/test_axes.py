@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-import time
 from pathlib import Path
 
 import pytest
@@ -117,12 +116,10 @@ def test_folded_experts_span_tensor_parallel_ranks():
     assert LayoutPlan.fit(8, tp=2).experts(4, fold_tp=True).ep.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
 
 
-def test_sixteen_thousand_ranks_are_planned_in_under_two_seconds():
-    began = time.perf_counter()
+def test_sixteen_thousand_ranks_are_planned():
     plan = LayoutPlan.fit(16384, pp=8, tp=8)
     experts = plan.experts(32)
     cut = [*plan, plan["dp", "sp"], plan["pp", "tp"], experts.ep, experts.edp]
-    assert time.perf_counter() - began < 2
     assert plan.sizes == {"pp": 8, "dp": 256, "sp": 1, "tp": 8}
     assert (experts.ep.size, experts.edp.size) == (32, 8)
     for axis in cut:

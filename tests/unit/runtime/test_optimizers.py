@@ -16,7 +16,8 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import MuonWithAuxAdam, tag_attention_heads
-from deepspeed.runtime.step.optimizers import TESTED_WITH_ZERO, build_optimizer, is_tested_with_zero
+from deepspeed.precision import Precision
+from deepspeed.runtime.step.optimizers import TESTED_WITH_ZERO, build_optimizer, hold_states, is_tested_with_zero
 
 
 def build(kind, params=None, parameters=None, **arguments):
@@ -256,6 +257,23 @@ def test_heads_of_muon():
     assert names(model, heads) == ["q_proj.weight"]
     assert (heads["num_heads"], "num_heads" in whole) == (2, False)
     assert len(muon(model).param_groups) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_moments_that_would_be_narrow_are_refused(dtype):
+    key = {torch.float16: "fp16.fp16_", torch.bfloat16: "bf16.bf16_"}[dtype] + "master_weights_and_grads"
+    narrow = Precision(param=dtype, master=dtype)
+    params = [nn.Parameter(torch.ones(2, 2))]
+    mine = FusedAdam(params)
+    hold_states(mine, narrow)
+    assert mine.state_dtype == torch.float32
+    muon = MuonWithAuxAdam([{"params": params, "use_muon": False}], adam_optimizer=torch.optim.AdamW)
+    for foreign in (torch.optim.AdamW(params), muon):
+        with pytest.raises(DeepSpeedConfigError, match=f"{key}: {type(foreign).__name__} would hold") as caught:
+            hold_states(foreign, narrow)
+        assert caught.value.path == key
+        hold_states(foreign, Precision(param=dtype))
+        hold_states(foreign, Precision(param=dtype, master=dtype, state=dtype))
 
 
 def test_tested_with_zero():

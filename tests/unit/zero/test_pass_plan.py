@@ -15,19 +15,20 @@ def passes(draw):
     count = draw(st.integers(1, 6))
     numel = {shard: draw(st.integers(1, 20)) for shard in range(count)}
     uses = [tuple(sorted(draw(st.sets(st.integers(0, count - 1), max_size=3)))) for _ in range(draw(st.integers(1, 5)))]
+    blocks = [draw(st.integers(-1, 2)) for _ in uses]
     events: list[Event] = []
     open_: list[int] = []
     for _ in range(draw(st.integers(1, 14))):
         if open_ and draw(st.booleans()):
             use = open_.pop()
-            events.append(Event(False, use, uses[use]))
+            events.append(Event(False, use, uses[use], blocks[use]))
         else:
             use = draw(st.integers(0, len(uses) - 1))
             open_.append(use)
-            events.append(Event(True, use, uses[use]))
+            events.append(Event(True, use, uses[use], blocks[use]))
     while open_:
         use = open_.pop()
-        events.append(Event(False, use, uses[use]))
+        events.append(Event(False, use, uses[use], blocks[use]))
     return events, numel
 
 
@@ -41,8 +42,10 @@ def follow(events, made, numel, whole=frozenset()):
             assert doing.use == event.use
             assert not any(holds.get(shard) for shard in doing.drop), "nothing that is in use is dropped"
             present -= set(doing.drop)
-            assert not present & set(doing.start), "nothing is gathered twice"
-            present |= set(doing.start)
+            start = [shard for batch in doing.start for shard in batch]
+            assert not present & set(start), "nothing is gathered twice"
+            assert len(set(start)) == len(start)
+            present |= set(start)
             peak = max(peak, sum(numel[shard] for shard in present))
             assert set(event.shards) <= present
             opened.setdefault(event.use, []).append(step)
@@ -75,7 +78,8 @@ def test_a_plan_has_everything_in_time_and_within_its_limits(traced, ahead, live
     events, numel = traced
     made = plan(events, numel, Limits(ahead, live, reuse), returns=returns)
     peak, left = follow(events, made, numel)
-    assert peak <= max(live, held_at_most(events, numel) + ahead)
+    # ahead of its block, and the rest of a block that is small enough to be gathered ahead
+    assert peak <= max(live, held_at_most(events, numel) + 2 * ahead)
     assert peak <= made.peak
     assert left == made.kept if returns else not left
 
@@ -86,7 +90,7 @@ def test_without_room_nothing_is_ahead_or_kept(traced, reuse):
     events, numel = traced
     made = plan(events, numel, Limits(10**6, 0, reuse))
     for step, event in zip(made.steps, [event for event in events if event.enter], strict=True):
-        assert set(step.start) <= set(event.shards)
+        assert {shard for batch in step.start for shard in batch} <= set(event.shards)
 
 
 def line(count):
@@ -114,3 +118,43 @@ def test_what_backward_needs_is_kept_for_it():
     after = [Event(e.enter, e.use, e.shards) for e in line(4)][::-1]
     after = [Event(not e.enter, e.use, e.shards) for e in after]
     follow(after, plan(after, sizes, Limits(0, 1000, 20), whole=made.kept), sizes, whole=made.kept)
+
+
+def layers(count, per_layer):
+    """Blocks of `per_layer` modules with a parameter each."""
+    return [Event(enter, use, (use,), use // per_layer) for use in range(count * per_layer) for enter in (True, False)]
+
+
+def test_a_block_is_gathered_by_one_operation_while_the_one_before_it_runs():
+    made = plan(layers(5, 7), dict.fromkeys(range(35), 10), Limits(70, 10**6, 0))
+    batches = [batch for step in made.steps for batch in step.start]
+    assert batches == [tuple(range(7 * block, 7 * block + 7)) for block in range(5)]
+    assert [place for place, step in enumerate(made.steps) if step.start] == [0, 7, 14, 21], "when a block begins"
+    assert made.peak == 140, "the block that runs and the next one"
+
+
+def test_blocks_that_are_larger_than_what_may_be_ahead_are_gathered_in_parts():
+    made = plan(layers(3, 4), dict.fromkeys(range(12), 10), Limits(20, 10**6, 0))
+    assert max(len(batch) for step in made.steps for batch in step.start) <= 2
+    assert made.peak <= 40
+
+
+class Counted(dict):
+    """Sizes that count how often they are asked for."""
+
+    asked = 0
+
+    def __getitem__(self, key):
+        Counted.asked += 1
+        return super().__getitem__(key)
+
+
+@pytest.mark.parametrize("limits", [Limits(50, 10**9, 10**9), Limits(10**9, 200, 10**9), Limits(70, 300, 0)])
+def test_planning_takes_time_linear_in_the_trace(limits):
+    def asked(count):
+        Counted.asked = 0
+        forth = layers(count, 7)
+        plan([*forth, *forth], Counted(dict.fromkeys(range(count * 7), 10)), limits, returns=True)
+        return Counted.asked
+
+    assert asked(800) < 9 * asked(100)

@@ -1,0 +1,71 @@
+"""What ranks agree upon, on real ranks: numbers, unions, and how long they wait for one that does not come."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.comm.agreement import gather_words, unite
+from deepspeed.comm.direct_gather import gather_parts
+from deepspeed.errors import CommError
+from deepspeed.parallel import ParallelLayout
+from deepspeed.zero.agreement import Hosts
+from tests.harness import ranks, store_path
+
+
+@ranks(1, 2, 3, 5)
+def test_words_and_unions():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for turn in range(3):
+        words = gather_words(torch.tensor([rank + turn, rank * rank]))
+        assert words.tolist() == [[each + turn, each * each] for each in range(world)]
+        mask = torch.zeros(2 * world, dtype=torch.uint8)
+        mask[rank] = 1
+        assert unite(mask).tolist() == [1] * world + [0] * world
+
+
+@ranks(2, 3)
+def test_parts_are_gathered_where_they_belong():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    handles = []
+    outs = [torch.empty(world * size) for size in (1, 5, 1000)]
+    for out in outs:
+        part = torch.full((out.numel() // world,), float(rank))
+        handles.append(gather_parts(out, part, async_op=True))
+    for handle in reversed(handles):
+        handle.wait()
+    for out in outs:
+        assert out.view(world, -1).tolist() == [[float(each)] * (out.numel() // world) for each in range(world)]
+
+
+@ranks(2, 3)
+def test_hosts_say_and_unite_and_tell():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    hosts = Hosts(ParallelLayout.build().world)
+    assert hosts.exchange([rank, 7], "test")[:, 0].tolist() == list(range(world))
+    assert hosts.unite({rank, 9}, 10) == {*range(world), 9}
+    assert hosts.tell([3, 1, 2] if rank == 0 else [], 3) == [3, 1, 2]
+    error = hosts.refuse(f"is at place {rank}")
+    assert all(f"rank {each} is at place {each}" in str(error) for each in range(world))
+    same = str(hosts.refuse("waits"))
+    assert f"ranks {', '.join(map(str, range(world)))} waits" in same
+
+
+@ranks(2, timeout=60, init=False)
+def test_a_group_waits_as_long_as_its_world():
+    """Not for the half hour that torch gives a group by default."""
+    rank = int(os.environ["RANK"])
+    where = f"file://{store_path()}"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2, timeout=timedelta(seconds=3))
+    store = dist.distributed_c10d._get_default_store()
+    hosts = Hosts(ParallelLayout.build().world)
+    if rank == 0:
+        with pytest.raises((CommError, RuntimeError)):
+            hosts.exchange([1], "begin of something")
+        store.set("told", "yes")
+    else:  # it never comes
+        store.wait(["told"], timedelta(seconds=50))

@@ -1,0 +1,130 @@
+"""The order in which gradients leave: sums are right, operations equal on all ranks, what waits is bounded."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed.zero.gradients.order import Departures, pack_buckets
+
+
+class Rank:
+    """One rank's gradients, as numbers."""
+
+    def __init__(self, buckets, sizes, budget):
+        self.buckets = buckets
+        self.waiting = {}
+        self.sent = []
+        self.most = 0
+        self.departures = Departures(buckets, sizes, self._go, budget=budget)
+
+    def _go(self, place):
+        self.sent.append(
+            (place, {each: self.waiting.pop(each) for each in self.buckets[place] if each in self.waiting})
+        )
+
+    def backward(self, arrivals, counts=None):
+        self.departures.expect(counts)
+        for each, value in arrivals:
+            self.waiting[each] = self.waiting.get(each, 0) + value
+            self.departures.arrive(each)
+            self.most = max(self.most, self.departures.waiting)
+        self.departures.rest()
+
+
+@st.composite
+def models(draw):
+    count = draw(st.integers(1, 30))
+    sizes = [draw(st.integers(1, 50)) for _ in range(count)]
+    kinds = [draw(st.sampled_from("ab")) for _ in range(count)]
+    unused = frozenset(draw(st.sets(st.integers(0, count - 1), max_size=3)))
+    order = list(draw(st.permutations(range(count))))
+    return order, sizes, kinds, draw(st.sampled_from([1, 40, 150])), unused
+
+
+@settings(max_examples=200, deadline=None)
+@given(models())
+def test_every_parameter_is_in_one_bucket_of_its_kind_and_size(model):
+    order, sizes, kinds, limit, unused = model
+    buckets = pack_buckets(order, sizes, kinds, limit, unused)
+    assert sorted(each for bucket in buckets for each in bucket) == sorted(order)
+    for bucket in buckets:
+        assert len({kinds[each] for each in bucket}) == 1
+        assert len(bucket) == 1 or sum(sizes[each] for each in bucket) <= limit
+        assert len({each in unused for each in bucket}) == 1
+    last = [max(order.index(each) for each in bucket) for bucket in buckets if not unused.issuperset(bucket)]
+    assert last == sorted(last), "a bucket stands where its last member does"
+
+
+@settings(max_examples=300, deadline=None)
+@given(models(), st.data())
+def test_sums_are_right_whatever_arrives_when(model, data):
+    order, sizes, kinds, limit, _ = model
+    buckets = pack_buckets(order, sizes, kinds, limit, frozenset())
+    budget = 2 * max(sum(sizes[each] for each in bucket) for bucket in buckets)
+    ranks = [Rank(buckets, sizes, budget) for _ in range(data.draw(st.integers(1, 4)))]
+    wanted = {}
+    for rank in ranks:
+        arrivals = data.draw(st.lists(st.tuples(st.sampled_from(order), st.integers(1, 9)), max_size=40))
+        for each, value in arrivals:
+            wanted[each] = wanted.get(each, 0) + value
+        rank.backward(arrivals)
+    assert len({tuple(place for place, _ in rank.sent) for rank in ranks}) == 1, "the same operations on all ranks"
+    again = {rank.departures.place_of(each) for rank in ranks for each in rank.departures.late}
+    got = {}
+    for rank in ranks:
+        late = {each: value for each, value in rank.waiting.items() if rank.departures.place_of(each) in again}
+        assert late == rank.waiting, "nothing is left behind that ranks do not agree to send"
+        for sent in (*(values for _, values in rank.sent), late):
+            for each, value in sent.items():
+                got[each] = got.get(each, 0) + value
+    assert got == wanted
+
+
+@settings(max_examples=200, deadline=None)
+@given(models(), st.sets(st.integers(0, 29)))
+def test_what_waits_is_bounded_from_the_first_backward_on(model, unused):
+    """Gradients come in the shared order, some of them never."""
+    order, sizes, _, limit, _ = model
+    kinds = ["a"] * len(order)
+    buckets = pack_buckets(order, sizes, kinds, limit, frozenset())
+    budget = 2 * max(sum(sizes[each] for each in bucket) for bucket in buckets)
+    rank = Rank(buckets, sizes, budget)
+    arrivals = [(each, 1) for each in order if each not in unused]
+    rank.backward(arrivals)
+    assert rank.most <= budget + max(sizes)
+    counts = rank.departures.counts()
+    absent = frozenset(each for each in order if each in unused)
+    buckets = pack_buckets(order, sizes, kinds, limit, absent)
+    rank = Rank(buckets, sizes, budget)
+    rank.backward(arrivals, counts)
+    assert not rank.departures.late
+    assert not rank.departures.forced
+    assert not rank.departures.blocked
+    assert rank.most <= max(sum(sizes[each] for each in bucket) for bucket in buckets)
+
+
+def test_a_parameter_that_arrives_twice_is_waited_for_the_next_time():
+    rank = Rank([[0], [1]], [1, 1], 10)
+    rank.backward([(0, 1), (1, 1), (0, 1)])
+    assert rank.departures.late == {0}
+    counts = rank.departures.counts()
+    rank.departures.late.clear()
+    rank.waiting.clear()
+    rank.backward([(0, 1), (1, 1), (0, 1)], counts)
+    assert not rank.departures.late
+    assert rank.sent[-2:] == [(0, {0: 2}), (1, {1: 1})]
+
+
+def test_buckets_leave_at_places_that_are_given():
+    rank = Rank([[0], [1], [2]], [1, 1, 1], 1)
+    rank.departures.early = False
+    rank.departures.expect(None)
+    rank.waiting = {0: 5}
+    rank.departures.arrive(0)
+    assert rank.departures.ready() == (1, 0)
+    rank.departures.depart(2)
+    assert rank.sent == [(0, {0: 5}), (1, {})]
+    rank.waiting[1] = 7
+    rank.departures.arrive(1)
+    assert rank.departures.late == {1}
