@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import shlex
 import sys
@@ -44,6 +45,19 @@ def _interpreter(text: str) -> tuple[str, str]:
     return name, path
 
 
+def _where(text: str) -> tuple[str, frozenset[str]]:
+    key, separator, values = text.partition("=")
+    if not key or not separator or not values:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected KEY=VALUE or KEY=VALUE,VALUE")
+    return key, frozenset(values.split(","))
+
+
+def narrowed(case: Case, wanted: Sequence[tuple[str, frozenset[str]]]) -> Case:
+    """The case with only those settings whose parameters are wanted."""
+    kept = [given for given in case.parameters if all(str(given.get(key)) in values for key, values in wanted)]
+    return dataclasses.replace(case, parameters=tuple(kept))
+
+
 def parser(cases: Sequence[str]) -> argparse.ArgumentParser:
     """The options."""
     made = argparse.ArgumentParser(
@@ -54,6 +68,14 @@ def parser(cases: Sequence[str]) -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=_rounds, help="measurements per contender (each case has its own default)")
     made.add_argument("--json", type=Path, metavar="FILE", help="where to write the results (.bench/results.json)")
     made.add_argument("--only", type=_names, default=list(CONTENDERS), metavar="NAMES", help="such as ours,torch")
+    made.add_argument(
+        "--where",
+        type=_where,
+        action="append",
+        default=[],
+        metavar="KEY=VALUES",
+        help="only settings with such a parameter, as in --where world=8,64 --where stage=3",
+    )
     made.add_argument(
         "--python",
         type=_interpreter,
@@ -137,7 +159,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = [name for name in options.cases if name not in known]
     if unknown:
         made.error(f"no case is named {', '.join(unknown)}; there are {', '.join(known)}")
-    cases = [known[name] for name in options.cases] or list(known.values())
+    chosen = [known[name] for name in options.cases] or list(known.values())
+    cases = [case for case in (narrowed(case, options.where) for case in chosen) if case.parameters]
+    if not cases:
+        made.error(f"no setting of {', '.join(case.name for case in chosen)} is what --where asks for")
     # a pipe has no width of its own; eighty columns would break every row
     console = Console() if sys.stdout.isatty() else Console(width=150)
     if options.list:

@@ -20,7 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MARK", "SHAPES", "Task", "measure"]
+__all__ = [
+    "CLIPPING",
+    "MARK",
+    "OPTIMIZER",
+    "SHAPES",
+    "Task",
+    "host_time",
+    "make_batches",
+    "make_config",
+    "measure",
+    "timed",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "gpu-llama-result "
@@ -32,6 +43,7 @@ OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "wei
 # hidden, layers, feed-forward, heads, key-value heads, vocabulary, sequence, micro batch
 SHAPES = {
     "1b": (2048, 16, 8192, 32, 8, 32000, 4096, 4),
+    "7b": (4096, 32, 12288, 32, 32, 32000, 1024, 1),  # 7.2B parameters; of gpu_scale.py
     "two-ranks": (512, 8, 1536, 8, 4, 8192, 256, 2),
     "tiny": (64, 2, 128, 4, 2, 256, 32, 2),
 }
@@ -62,13 +74,12 @@ class Task:
 # ---- the contenders: each makes a function that takes one step on a batch and returns the loss
 
 
-def make_model(shape: str, device: str) -> Any:
-    """The same weights for everybody: made in fp32 from the seed, rounded to bf16."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+def make_config(shape: str) -> Any:
+    """Transformers' description of a shape."""
+    from transformers import LlamaConfig
 
     hidden, layers, inner, heads, kv_heads, vocabulary, length, _ = SHAPES[shape]
-    config = LlamaConfig(
+    return LlamaConfig(
         hidden_size=hidden,
         num_hidden_layers=layers,
         intermediate_size=inner,
@@ -79,9 +90,16 @@ def make_model(shape: str, device: str) -> Any:
         use_cache=False,
         tie_word_embeddings=False,
     )
+
+
+def make_model(shape: str, device: str) -> Any:
+    """The same weights for everybody: made in fp32 from the seed, rounded to bf16."""
+    import torch
+    from transformers import LlamaForCausalLM
+
     torch.manual_seed(0)
     with torch.device(device):
-        model = LlamaForCausalLM(config)
+        model = LlamaForCausalLM(make_config(shape))
     return model.to(torch.bfloat16).train()
 
 

@@ -28,7 +28,11 @@ _DROPPED_PREFIXES = ("OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "MASTE
 
 
 class MeasurementError(RuntimeError):
-    """A measurement gave no numbers; the message is one line."""
+    """A measurement gave no numbers; the message is one line, `output` all that the process said."""
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
 
 
 @dataclass(frozen=True)
@@ -131,7 +135,7 @@ def _run(
     if problem:
         # the rank that failed first is the one whose output explains it
         failed = next((rank for rank, process in enumerate(processes) if (process.returncode or 0) > 0), 0)
-        raise MeasurementError(f"{problem}: {last_line(texts[failed])}")
+        raise MeasurementError(f"{problem}: {last_line(texts[failed])}", texts[failed])
     results = [read_result(text) for text in texts]
     if any(result is None for result in results):
         raise MeasurementError("ended without a result")

@@ -92,6 +92,8 @@ def table(case: CaseSummary, contenders: Mapping[str, Mapping[str, str]]) -> Tab
             shown.add_section()
             shown.add_row(Text(setting.label, style="italic"))
         for row in setting.rows:
+            if not row.figures and not setting.failures:
+                continue  # nobody has anything to report here
             cells = [Text(row.title), *(_cell(row, name, setting.failures) for name in case.contenders)]
             cells += [_ratio(row, name) for name in others]
             shown.add_row(*cells, *([_targets(row)] if has_targets else []))

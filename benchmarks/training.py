@@ -26,13 +26,28 @@ from torch.nn import functional as F
 
 from benchmarks.case import Job
 
-__all__ = ["GPT", "SMALL", "Batch", "Engine", "alternate", "compare", "contest", "median_ratio", "small_gpt", "steps"]
+__all__ = [
+    "GPT",
+    "SMALL",
+    "Batch",
+    "Engine",
+    "Loop",
+    "alternate",
+    "compare",
+    "contest",
+    "decayed_optimizer",
+    "fully_sharded",
+    "median_ratio",
+    "small_gpt",
+    "steps",
+]
 
 CLIPPING = 1.0
 SMALL = {"layers": 6, "width": 384, "heads": 6, "vocabulary": 8192, "length": 64}  # 14M parameters
 
 Batch = tuple[Tensor, ...]
 Step = Callable[[Batch], None]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class Block(nn.Module):
@@ -115,7 +130,7 @@ def steps(job: Job, model: nn.Module, twin: nn.Module, micro_batch: int) -> tupl
     if job.contender != "torch":
         contender = Engine(model, micro_batch, **job.parameters)
     elif job.flavour == "fsdp2":
-        contender = _fully_sharded(model)
+        contender = fully_sharded(model)
     else:
         contender = _plain(job, model)
     return contender, _plain(job, twin)
@@ -144,42 +159,71 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
-def _plain(job: Job, model: nn.Module) -> Step:
-    """What one would write with PyTorch alone."""
-    optimizer = _optimizer(model)
-    called = nn.parallel.DistributedDataParallel(model) if job.ranks > 1 else model
+def decayed_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups as Transformers' Trainer makes them: biases and norms do not decay."""
+    exempt = {id(param) for part in model.modules() if isinstance(part, nn.LayerNorm) for param in part.parameters()}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, param in model.named_parameters():
+        groups[id(param) not in exempt and not name.endswith("bias")].append(param)
+    return torch.optim.AdamW(
+        [{"params": params, "weight_decay": 0.1 if decays else 0.0} for decays, params in groups.items()],
+        lr=1e-4,
+        fused=True,
+    )
 
-    def step(batch: Batch) -> None:
-        called(*batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
-    return step
+class Loop:
+    """What one would write with PyTorch alone, over a model or what wraps it."""
+
+    def __init__(self, model: nn.Module, called: nn.Module, make_optimizer: MakeOptimizer = _optimizer) -> None:
+        self.model = model
+        self.called = called
+        self.optimizer = make_optimizer(model)
+
+    def forward(self, batch: Batch) -> Tensor:
+        loss: Tensor = self.called(*batch)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Afterwards gradients are where they wait for the update."""
+        loss.backward()
+
+    def update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), CLIPPING)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def __call__(self, batch: Batch) -> None:
+        self.backward(self.forward(batch))
+        self.update()
 
 
-def _fully_sharded(model: nn.Module) -> Step:
+def _plain(job: Job, model: nn.Module) -> Loop:
+    return Loop(model, nn.parallel.DistributedDataParallel(model) if job.ranks > 1 else model)
+
+
+def fully_sharded(model: nn.Module, make_optimizer: MakeOptimizer = _optimizer) -> Loop:
     """FSDP2 as its documentation shows it: every block, then the root."""
     from torch.distributed.fsdp import fully_shard  # only here: its import takes a while
 
     for block in model.blocks:  # type: ignore[union-attr]
         fully_shard(block)
     fully_shard(model)
-    optimizer = _optimizer(model)
-
-    def step(batch: Batch) -> None:
-        model(*batch).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    return Loop(model, model, make_optimizer)
 
 
-class Engine:
+class Engine(Loop):
     """The loop of the documentation, with the same optimizer; `zero` are keys of `zero_optimization`."""
 
-    def __init__(self, model: nn.Module, micro_batch: int, *, bf16: bool = False, **zero: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        micro_batch: int,
+        *,
+        bf16: bool = False,
+        make_optimizer: MakeOptimizer = _optimizer,
+        **zero: Any,
+    ) -> None:
         os.environ["DS_ACCELERATOR"] = "cpu"  # where the reference computes, also on a machine with more
         deepspeed: Any = importlib.import_module("deepspeed")
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -190,12 +234,15 @@ class Engine:
             "bf16": {"enabled": bf16},
             "zero_optimization": {"stage": 0, **zero},
         }
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=_optimizer(model), config=config)
+        super().__init__(model, model, make_optimizer)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
 
-    def backward(self, batch: Batch) -> None:
-        """Forward and backward: afterwards gradients are where they wait for the step."""
-        self.engine.backward(self.engine(*batch))
+    def forward(self, batch: Batch) -> Tensor:
+        loss: Tensor = self.engine(*batch)
+        return loss
 
-    def __call__(self, batch: Batch) -> None:
-        self.backward(batch)
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def update(self) -> None:
         self.engine.step()

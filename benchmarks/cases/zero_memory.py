@@ -43,9 +43,9 @@ def measure(job: Job) -> dict[str, float]:
     others = live_bytes() - 4 * count  # the batch
     engine = Engine(model, 1, bf16=True, **job.parameters)
     engine(batch)
-    engine.backward(batch)
+    engine.backward(engine.forward(batch))
     states = live_bytes() - others
-    engine.engine.step()
+    engine.update()
     kept = live_bytes() - others
     dist.destroy_process_group()
     expected = zero_formula(job.parameters["stage"], count, job.ranks)
