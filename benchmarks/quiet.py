@@ -216,11 +216,10 @@ class _Kernels:
 def quiet_group(world: int, device: str = "cpu") -> Iterator[Traffic]:
     """This process as rank 0 of `world` ranks, and what it sends to them; see [Note: quiet collectives]."""
     # torch registers the backend when this is imported
-    importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    fake = importlib.import_module("torch.testing._internal.distributed.fake_pg")
     traffic = Traffic()
     kernels = _Kernels(traffic)
-    # torch's FakeStore cannot be cloned, which those who talk through the store may want
-    dist.init_process_group("fake", rank=0, world_size=world, store=dist.HashStore())
+    dist.init_process_group("fake", rank=0, world_size=world, store=fake.FakeStore())
     try:
         with torch.library._scoped_library("c10d", "IMPL") as library:
             with warnings.catch_warnings():
