@@ -75,7 +75,16 @@ class Reducer(Protocol):
 class Backward:
     """Scales losses, runs autograd, and has gradients reduced when the micro step is the last one."""
 
-    def __init__(self, reducer: Reducer, accumulation: Accumulation, scale: LossScale, events: EventStream) -> None:
+    def __init__(
+        self,
+        reducer: Reducer,
+        accumulation: Accumulation,
+        scale: LossScale,
+        events: EventStream,
+        *,
+        listens: bool = True,
+    ) -> None:
+        """An engine that does not train must not `listen`: another one may train the same parameters."""
         self._reducer = reducer
         self._accumulation = accumulation
         self._scale = scale
@@ -89,7 +98,8 @@ class Backward:
         """While True gradients only accumulate on this rank."""
         self.unit = 1.0
         """What the gradients are worth; see [Note: unit of gradients]."""
-        reducer.announce(self._noticed)
+        if listens:
+            reducer.announce(self._noticed)
 
     @property
     def has_gradients(self) -> bool:
