@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 
 import torch
@@ -21,7 +22,8 @@ def live_bytes() -> int:
         for tensor in (found, found.grad if found.is_leaf else None):  # nothing in Python may hold a gradient yet
             if tensor is not None and tensor.layout == torch.strided and tensor.device.type != "meta":
                 storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = storage.nbytes()
+                with contextlib.suppress(RuntimeError):  # a compiler's stand-in has no memory
+                    storages[storage.data_ptr()] = storage.nbytes()
     storages.pop(0, None)  # empty ones
     return sum(storages.values())
 

@@ -108,7 +108,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         scale=scale,
         accumulation=accumulation,
         reducer=reducer,
-        backward=Backward(reducer, accumulation, scale, events, listens=basic is not None or sharded is not None),
+        backward=Backward(reducer, accumulation, scale, events, listens=basic is not None),
         events=events,
         forward=_forward(module, precision, sharded.hooks if sharded else None),
         make_loader=_loader_maker(schema.dataloader_drop_last, layout),
