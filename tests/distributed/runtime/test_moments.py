@@ -72,6 +72,7 @@ def test_moments_that_an_optimizer_brings_are_widened(stage):
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
+@ranks(1)
 def test_narrow_masters_with_wide_moments_are_refused(precision):
     key = f"{precision}_master_weights_and_grads"
     with pytest.raises(DeepSpeedConfigError, match=rf"{precision}\.{key}"):

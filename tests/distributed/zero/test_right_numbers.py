@@ -186,7 +186,7 @@ def test_forwards_without_a_backward_are_forgotten():
 
 
 @pytest.mark.parametrize("grad", [True, False])
-@ranks(2, timeout=30)
+@ranks(2)
 def test_a_rank_with_one_forward_more_is_told_on_all(grad):
     engine, _ = build(3)
     for step in range(2):
