@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.library import _scoped_library
 
 __all__ = ["KINDS", "Traffic", "quiet_group"]
 
@@ -221,7 +222,7 @@ def quiet_group(world: int, device: str = "cpu") -> Iterator[Traffic]:
     kernels = _Kernels(traffic)
     dist.init_process_group("fake", rank=0, world_size=world, store=fake.FakeStore())
     try:
-        with torch.library._scoped_library("c10d", "IMPL") as library:
+        with _scoped_library("c10d", "IMPL") as library:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that kernels are replaced is what is wanted
                 for name, operation in _OPERATIONS.items():
