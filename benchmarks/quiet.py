@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.library import _scoped_library
+from torch import Tensor, library
 
 __all__ = ["KINDS", "Traffic", "quiet_group"]
 
@@ -222,12 +221,12 @@ def quiet_group(world: int, device: str = "cpu") -> Iterator[Traffic]:
     kernels = _Kernels(traffic)
     dist.init_process_group("fake", rank=0, world_size=world, store=fake.FakeStore())
     try:
-        with _scoped_library("c10d", "IMPL") as library:
+        with library._scoped_library("c10d", "IMPL") as ours:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # that kernels are replaced is what is wanted
                 for name, operation in _OPERATIONS.items():
                     for key in ("CPU", "CUDA") if device == "cuda" else ("CPU",):
-                        library.impl(name, kernels.kernel(operation), key)
+                        ours.impl(name, kernels.kernel(operation), key)
             yield traffic
     finally:
         dist.destroy_process_group()
