@@ -25,7 +25,7 @@ from deepspeed._version import (
     __version_patch__,
 )
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.utils.logging import log_dist, logger
+from deepspeed.log import log_dist, logger
 
 if TYPE_CHECKING:
     from deepspeed import accelerator, comm, ops, parallel, runtime, utils, zero

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import UsageError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -19,6 +19,7 @@ from deepspeed.comm.coalesced import broadcast_coalesced
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
+from deepspeed.log import log_dist, set_log_level_from_string
 from deepspeed.ops.muon import tag_attention_heads
 from deepspeed.parallel import AxisGroup, ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
@@ -39,7 +40,6 @@ from deepspeed.runtime.step.optimizers import build_optimizer, hold_states, requ
 from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import States, Stepper
 from deepspeed.runtime.step.zero_optimizer import ZeroOptimizer
-from deepspeed.utils.logging import log_dist, set_log_level_from_string
 from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.gradients.reduction import Weights
 from deepspeed.zero.parameters.hooks import ModuleHooks

@@ -28,6 +28,7 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.zero.muon.original_muon": "deepspeed.ops.muon",
     "deepspeed.runtime.zero.offload_config": "deepspeed.config.offload",
     "deepspeed.runtime.zero.tiling": "deepspeed.zero.public.tiling",
+    "deepspeed.utils.logging": "deepspeed.log",
 }
 
 # old module → its names → home of each: "module" if the name is the same there, else "module:name"

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 from deepspeed import comm
 from deepspeed.config.explain import batch_values, rows
 from deepspeed.events import OverflowFound
+from deepspeed.log import log_dist, logger, print_dist
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.subscriber import MonitorSubscriber
 from deepspeed.profiling.memory import MemoryBreakdown
 from deepspeed.profiling.progress import StepLine
 from deepspeed.profiling.throughput import Throughput
 from deepspeed.profiling.timers import WallClock
-from deepspeed.utils.logging import log_dist, logger, print_dist
 from deepspeed.utils.timer import NoopTimer
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 with contextlib.suppress(ImportError):  # a machine that only runs the tests of its GPU may not have it
     from hypothesis import HealthCheck, settings

@@ -14,7 +14,7 @@ import torch
 from deepspeed.accelerator.generic import GenericAccelerator
 from deepspeed.accelerator.host import HostEvent, HostMemory, numa_nodes_with_cores
 from deepspeed.accelerator.interface import UnknownNameError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 __all__ = ["CPU_Accelerator"]
 

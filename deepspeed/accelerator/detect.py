@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed.accelerator.interface import DeepSpeedAccelerator, UnknownNameError
 from deepspeed.errors import AcceleratorError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

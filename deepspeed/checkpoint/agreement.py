@@ -24,7 +24,7 @@ import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.checkpoint.presence import Answer, Answering, ask, is_ahead, positions
 from deepspeed.errors import CheckpointError, DeepSpeedError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 __all__ = ["Alone", "Exchange", "Meeting", "Store", "StoreExchange", "default_exchange", "together"]
 

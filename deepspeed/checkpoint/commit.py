@@ -26,7 +26,7 @@ from deepspeed.checkpoint import manifest as manifests
 from deepspeed.checkpoint.manifest import Manifest
 from deepspeed.checkpoint.storage import explain, sync_directory, write_text
 from deepspeed.errors import CheckpointError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 __all__ = ["LATEST", "Leftover", "Staging", "leftovers", "recover", "remove"]
 

@@ -29,7 +29,7 @@ from deepspeed.checkpoint.retention import retain
 from deepspeed.checkpoint.storage import dump, explain, payload, write_file
 from deepspeed.checkpoint.stream import FileFacts, Stream, WriterOptions
 from deepspeed.errors import CheckpointError, UsageError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 __all__ = ["CheckpointManager", "Content", "Place", "Request", "SavePolicy", "default_tag"]
 

@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 __all__ = ["Answer", "Answering", "ask", "is_ahead", "positions"]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.stream import FileFacts, Stream, WriterOptions
 from deepspeed.errors import CheckpointError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 __all__ = [
     "Sink",

@@ -20,7 +20,7 @@ from deepspeed.comm.pending import CollectiveWork
 from deepspeed.comm.records import CollectiveFinished, Entry, GroupState, OperationRecord, outline, read, size_of
 from deepspeed.errors import CommError
 from deepspeed.events import EventStream, Subscription
-from deepspeed.utils.logging import warn_once
+from deepspeed.log import warn_once
 
 __all__ = ["CAPACITY", "DEFAULT", "Dispatcher", "LogArguments", "labelled", "recent_operations"]
 

@@ -20,7 +20,7 @@ from deepspeed.comm.logger import configure
 from deepspeed.comm.mpi import ask_mpi
 from deepspeed.comm.variables import Found, number, problem, show
 from deepspeed.errors import CommError, RendezvousError
-from deepspeed.utils.logging import log_dist, warn_once
+from deepspeed.log import log_dist, warn_once
 
 __all__ = [
     "default_timeout",

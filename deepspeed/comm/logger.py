@@ -13,7 +13,7 @@ from deepspeed.comm.statistics import bandwidth, calc_bw_log, convert_size
 from deepspeed.comm.summary import as_dict, as_text, stragglers, summarise
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.events import EventStream, Subscription
-from deepspeed.utils.logging import print_dist
+from deepspeed.log import print_dist
 
 __all__ = [
     "COMMS_LOGGER",

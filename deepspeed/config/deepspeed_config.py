@@ -16,7 +16,7 @@ from deepspeed.config.load import Loaded, load
 from deepspeed.config.read import ConfigSource
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 __all__ = ["DeepSpeedConfig"]
 

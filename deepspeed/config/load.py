@@ -15,7 +15,7 @@ from deepspeed.config.read import ConfigSource, read
 from deepspeed.config.schema import Schema
 from deepspeed.config.shape import Model, keys_of
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
-from deepspeed.utils.logging import warn_once
+from deepspeed.log import warn_once
 
 __all__ = ["Loaded", "load"]
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
-from deepspeed.utils.logging import log_levels
+from deepspeed.log import log_levels
 
 __all__ = ["DEFAULT_HOSTFILE", "LAUNCHERS", "parse_args"]
 

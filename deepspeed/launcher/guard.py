@@ -33,7 +33,7 @@ from deepspeed.launcher import processes
 from deepspeed.launcher.output import Channel, last_lines
 from deepspeed.launcher.plan import Plan, RankPlan
 from deepspeed.launcher.verdict import Ending, failure, rank_list
-from deepspeed.utils.logging import logger, set_log_level_from_string
+from deepspeed.log import logger, set_log_level_from_string
 
 __all__ = ["FAILURE_GRACE", "SIGNAL_GRACE", "Guard", "main"]
 

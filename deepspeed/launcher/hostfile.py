@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 __all__ = ["fetch_hostfile", "parse_hostfile"]
 

@@ -28,7 +28,7 @@ from deepspeed.launcher.ports import check_port
 from deepspeed.launcher.resources import Slots, decode_world_info
 from deepspeed.launcher.supervise import supervise
 from deepspeed.launcher.variables import MASK
-from deepspeed.utils.logging import log_levels, logger, set_log_level_from_string
+from deepspeed.log import log_levels, logger, set_log_level_from_string
 
 __all__ = ["main", "parse_args", "rank_environments", "run"]
 

@@ -29,7 +29,7 @@ from deepspeed.launcher.resources import (
     parse_node_config_list,
     parse_resource_filter,
 )
-from deepspeed.utils.logging import logger, set_log_level_from_string
+from deepspeed.log import logger, set_log_level_from_string
 
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",

@@ -19,7 +19,7 @@ from types import FrameType
 from deepspeed.launcher import processes
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.plan import Plan
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 __all__ = ["supervise"]
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from deepspeed.utils.logging import get_dist_msg, logger
+from deepspeed.log import get_dist_msg, logger
 
 __all__ = ["Backend", "Entry", "Monitor", "writes_here"]
 

@@ -27,8 +27,8 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from deepspeed.errors import OpUnavailable
+from deepspeed.log import logger
 from deepspeed.ops.capability import Capability, always
-from deepspeed.utils.logging import logger
 
 __all__ = ["Explanation", "Implementation", "Op", "State", "explain", "implementation", "op", "operations", "reference"]
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import warn_once
 from deepspeed.precision.dtypes import DTYPES, short
-from deepspeed.utils.logging import warn_once
 
 if TYPE_CHECKING:
     from deepspeed.config.precision import TorchAutocastConfig

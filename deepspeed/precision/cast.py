@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import log_dist, warn_once
 from deepspeed.precision.dtypes import CASTABLE, short
-from deepspeed.utils.logging import log_dist, warn_once
 
 __all__ = ["BufferRule", "CastReport", "cast_inputs", "cast_module", "parameter_dtypes"]
 

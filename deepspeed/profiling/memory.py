@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host import HostMemory
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished
-from deepspeed.utils.logging import get_dist_msg, print_dist
+from deepspeed.log import get_dist_msg, print_dist
 
 __all__ = ["MemoryBreakdown", "memory_line", "see_memory_usage"]
 

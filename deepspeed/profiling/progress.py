@@ -18,8 +18,8 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.events import EventStream, StepFinished
+from deepspeed.log import get_dist_msg
 from deepspeed.profiling.throughput import Throughput
-from deepspeed.utils.logging import get_dist_msg
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

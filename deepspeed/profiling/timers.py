@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished, StepFinished
-from deepspeed.utils.logging import print_dist
+from deepspeed.log import print_dist
 from deepspeed.utils.timer import CudaEventTimer, NamedTimer, SynchronizedWallClockTimer, mark, times_line
 
 __all__ = ["TIMER_NAMES", "Listening", "WallClock"]

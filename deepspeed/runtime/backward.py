@@ -16,10 +16,10 @@ from torch import Tensor
 
 from deepspeed.errors import DeepSpeedError
 from deepspeed.events import EventStream, Phase
+from deepspeed.log import warn_once
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.phases import phase
-from deepspeed.utils.logging import warn_once
 from deepspeed.zero.parameters.structure import tensors_in
 
 __all__ = ["Backward", "Reducer"]

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import FeatureUnavailable, LayoutError
+from deepspeed.log import logger, warn_once
 from deepspeed.runtime.sampling import GivenOrder, HasEpoch, RankOrder, RankStream, TakesEpoch
-from deepspeed.utils.logging import logger, warn_once
 
 __all__ = [
     "ROUTE_EVAL",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import lr_scheduler
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import logger
 from deepspeed.runtime.schedules import curves
 from deepspeed.runtime.schedules.arguments import (
     COS_MIN_RATIO,
@@ -64,7 +65,6 @@ from deepspeed.runtime.schedules.base import (
     warmup_steps,
     warmup_type_of,
 )
-from deepspeed.utils.logging import logger
 
 if TYPE_CHECKING:
     from deepspeed.config.optimizer import SchedulerConfig

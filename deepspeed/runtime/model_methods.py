@@ -11,9 +11,9 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.errors import CheckpointError, DeepSpeedError
+from deepspeed.log import logger
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.model_state import collect, load, load_by, write_model
-from deepspeed.utils.logging import logger
 from deepspeed.zero.parameters.shard import shards_of
 
 __all__ = ["ModelMethods"]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deepspeed import log as logging
 from deepspeed._lazy import lazy
-from deepspeed.utils import logging
-from deepspeed.utils.logging import log_dist, logger, set_log_level_from_string
+from deepspeed.log import log_dist, logger, set_log_level_from_string
 
 if TYPE_CHECKING:
     from deepspeed.comm import is_initialized

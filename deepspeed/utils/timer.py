@@ -14,7 +14,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host import HostEvent, HostMemory
 from deepspeed.errors import DeepSpeedError
-from deepspeed.utils.logging import print_dist
+from deepspeed.log import print_dist
 
 __all__ = [
     "CudaEventTimer",

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from deepspeed.log import logger
 from deepspeed.ops.adam.rule import AdamRule, adam_
 from deepspeed.ops.muon.muon import update_matrices
 from deepspeed.ops.muon.newton_schulz import check_ns_method
 from deepspeed.ops.muon.whole import Whole
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, evaluate, refuse
-from deepspeed.utils.logging import logger
 
 __all__ = ["ADAM_DEFAULTS", "MUON_DEFAULTS", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deepspeed.config.activation import ActivationCheckpointingConfig
+from deepspeed.log import warn_once
 from deepspeed.runtime.activation_checkpointing.axis import ALONE, ModelAxis, model_axis
 from deepspeed.runtime.activation_checkpointing.keeping import Keeper
 from deepspeed.runtime.activation_checkpointing.settings import SECTION, Settings, given_in
-from deepspeed.utils.logging import warn_once
 
 __all__ = ["CONFIGURATION", "Applied", "Configuration", "Plan", "Said", "configure_from"]
 

@@ -28,11 +28,11 @@ from deepspeed.checkpoint.state import TrainingState
 from deepspeed.checkpoint.stream import BLOCK, Stream, WriterOptions
 from deepspeed.config.checkpoint import CheckpointConfig
 from deepspeed.errors import UsageError
+from deepspeed.log import log_dist, logger
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.restoring import Restoring, Wish
 from deepspeed.runtime.saving.rng_state import restore as restore_rng
 from deepspeed.runtime.saving.training_state import Run, buffer_sum, collect, kinds_of, listing, settle_edits
-from deepspeed.utils.logging import log_dist, logger
 
 __all__ = ["Checkpoints", "leftovers", "policy_of"]
 

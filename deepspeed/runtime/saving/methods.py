@@ -10,12 +10,12 @@ from deepspeed.checkpoint.manager import default_tag
 from deepspeed.checkpoint.source import Source
 from deepspeed.checkpoint.state import Counters
 from deepspeed.errors import UsageError
+from deepspeed.log import logger
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.checkpoints import Checkpoints, leftovers
 from deepspeed.runtime.saving.restoring import Wish
 from deepspeed.runtime.saving.training_state import Run
 from deepspeed.runtime.step.scale_names import continue_scale
-from deepspeed.utils.logging import logger
 
 __all__ = ["CheckpointMethods"]
 

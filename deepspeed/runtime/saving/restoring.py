@@ -17,12 +17,12 @@ from torch.optim import Optimizer
 from deepspeed.checkpoint.delivery import Delivery
 from deepspeed.checkpoint.source import Source
 from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.log import logger
 from deepspeed.ops.optimizer import BatchOptimizer
 from deepspeed.runtime.base_optimizer import reload
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.model_state import load_by
 from deepspeed.runtime.saving.training_state import listing, model_names, settle_edits, shape_of
-from deepspeed.utils.logging import logger
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
 

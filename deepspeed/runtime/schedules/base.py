@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch.optim import Optimizer
 
+from deepspeed.log import logger
 from deepspeed.runtime.schedules.curves import WARMUP_LINEAR_RATE, WARMUP_LOG_RATE
-from deepspeed.utils.logging import logger
 
 __all__ = [
     "LRSchedule",

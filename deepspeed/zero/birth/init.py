@@ -17,8 +17,8 @@ from deepspeed.config.features import require
 from deepspeed.config.load import load
 from deepspeed.config.schema import Schema
 from deepspeed.errors import FeatureUnavailable, UsageError
+from deepspeed.log import warn_once
 from deepspeed.precision.policy import Precision
-from deepspeed.utils.logging import warn_once
 from deepspeed.zero.birth.construct import Births
 from deepspeed.zero.birth.ranks import construction_axis
 from deepspeed.zero.birth.site import DeepSpeedTensorOverride, Placement, rank_device

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad
 
+from deepspeed.log import warn_once
 from deepspeed.parallel import AxisGroup
-from deepspeed.utils.logging import warn_once
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import Shard, ZeroParamType, shards_of
 

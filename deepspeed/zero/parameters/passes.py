@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed.utils.logging import logger, warn_once
+from deepspeed.log import logger, warn_once
 from deepspeed.zero.agreement import DONE, STEP, Hosts, begin_code, digest
 from deepspeed.zero.parameters.gather import finish, start
 from deepspeed.zero.parameters.plan import Event, Limits, Plan, plan

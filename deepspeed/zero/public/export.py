@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from deepspeed.utils.logging import warn_once
+from deepspeed.log import warn_once
 from deepspeed.zero.parameters.shard import shard_of
 
 __all__ = ["tell_of_empty_state_dicts"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import LostEditError, UsageError
-from deepspeed.utils.logging import warn_once
+from deepspeed.log import warn_once
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.external import register_external_parameter
 from deepspeed.zero.parameters.shard import Shard, shards_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 __all__ = ["granularity", "units_by_granularity"]
 

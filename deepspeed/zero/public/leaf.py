@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 if TYPE_CHECKING:
     from deepspeed.config.leaf_module import DeepSpeedZeroLeafModuleConfig

@@ -16,8 +16,8 @@ import deepspeed
 from deepspeed.checkpoint import agreement, manifest
 from deepspeed.checkpoint.universal.convert import convert
 from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.log import logger
 from deepspeed.utils import safe_get_full_fp32_param
-from deepspeed.utils.logging import logger
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.distributed.checkpoint.test_engine_checkpoints import (
     STAGES,

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed import log as logs
 from deepspeed import zero
 from deepspeed.errors import LostEditError, UsageError
-from deepspeed.utils import logging as logs
 from tests.harness import ranks
 from tests.models import batches, make, share
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint import agreement
 from deepspeed.checkpoint.agreement import Alone, StoreExchange, default_exchange, together
 from deepspeed.errors import CheckpointError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 SHORT = 1.0  # seconds until a rank is given up; one that lives shows it eight times as often
 

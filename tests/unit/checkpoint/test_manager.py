@@ -13,7 +13,7 @@ from deepspeed.checkpoint.manager import CheckpointManager, Content, Place, Requ
 from deepspeed.checkpoint.safe_load import CheckedFile, safe_load
 from deepspeed.checkpoint.stream import WriterOptions
 from deepspeed.errors import CheckpointError, UsageError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 
 
 def alone(**policy):

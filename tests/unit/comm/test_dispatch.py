@@ -15,7 +15,7 @@ from deepspeed.comm import CollectiveFinished, Dispatcher, labelled, recent_oper
 from deepspeed.comm.dispatch import CAPACITY
 from deepspeed.comm.operations import OPERATIONS, Operation, switched_off
 from deepspeed.errors import CommError
-from deepspeed.utils.logging import warn_once
+from deepspeed.log import warn_once
 
 NOTHING = Operation("nothing", lambda *args: None)
 

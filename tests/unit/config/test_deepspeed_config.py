@@ -139,7 +139,7 @@ def test_a_disabled_section_of_an_unbuilt_feature_loads():
 
 
 def test_print_logs_every_value(capsys):
-    from deepspeed.utils.logging import logger
+    from deepspeed.log import logger
 
     level = logger.level
     logger.setLevel("INFO")

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
+from deepspeed import log as ds_logging
 from deepspeed.config.load import load
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
-from deepspeed.utils import logging as ds_logging
 
 BASE = {"train_batch_size": 8}
 

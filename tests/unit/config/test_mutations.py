@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from deepspeed import log as ds_logging
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.load import load
 from deepspeed.config.schema import Schema
 from deepspeed.config.shape import walk
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.utils import logging as ds_logging
 
 VALID = [
     {"train_batch_size": 8},

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from deepspeed.config.monitor import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.log import logger
 from deepspeed.monitor.base import Backend
 from deepspeed.monitor.comet import CometMonitor
 from deepspeed.monitor.csv_monitor import csvMonitor
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
 from deepspeed.monitor.wandb import WandbMonitor
-from deepspeed.utils.logging import logger
 
 SECRET = "hunter2-hunter2"
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from deepspeed.config.precision import TorchAutocastConfig
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import logger, warn_once
 from deepspeed.precision.autocast import SAFE_MODULES, AutocastPolicy, forward_context, resolve_modules
-from deepspeed.utils.logging import logger, warn_once
 
 
 class Outer:

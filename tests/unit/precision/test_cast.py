@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import logger
 from deepspeed.precision.cast import BufferRule, cast_inputs, cast_module
-from deepspeed.utils.logging import logger
 
 NARROW = [torch.bfloat16, torch.float16]
 

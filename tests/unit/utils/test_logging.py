@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed.utils import logging as ds_logging
+from deepspeed import log as ds_logging
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 from deepspeed.zero.public.granularity import granularity, units_by_granularity
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from deepspeed.config.leaf_module import DEFAULT_LEAF_MODULE_CLASSES, DeepSpeedZeroLeafModuleConfig
 from deepspeed.errors import UsageError
-from deepspeed.utils.logging import logger
+from deepspeed.log import logger
 from deepspeed.zero.public.leaf import (
     apply_zero_leaf_module_config,
     get_z3_leaf_modules,
