@@ -19,7 +19,7 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from deepspeed.errors import LayoutError
 
@@ -31,14 +31,58 @@ GRID_AXES = ("pp", "dp", "sp", "tp")
 _WORDS = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
 
 
+class GridGroups(Sequence[Ranks]):
+    """The groups of a grid along some of its axes, made when asked for: right by construction, cheap in any world.
+
+    `along` and `across` are (size, stride) of the axes within a group and of those that tell groups apart.
+    """
+
+    __slots__ = ("_across", "_members")
+
+    def __init__(self, along: Sequence[tuple[int, int]], across: Sequence[tuple[int, int]]) -> None:
+        self._members = tuple(_sums([range(0, size * stride, stride) for size, stride in along]))
+        self._across = tuple(across)
+
+    def __len__(self) -> int:
+        return math.prod(size for size, _ in self._across)
+
+    @overload
+    def __getitem__(self, number: int) -> Ranks: ...
+    @overload
+    def __getitem__(self, number: slice) -> tuple[Ranks, ...]: ...
+    def __getitem__(self, number: int | slice) -> Ranks | tuple[Ranks, ...]:
+        if isinstance(number, slice):
+            return tuple(self[place] for place in range(len(self))[number])
+        rest, start = range(len(self))[number], 0
+        for size, stride in reversed(self._across):
+            rest, place = divmod(rest, size)
+            start += place * stride
+        return tuple(start + member for member in self._members) if start else self._members
+
+    def number_of(self, rank: int) -> int:
+        """The group that holds `rank`."""
+        number = 0
+        for size, stride in self._across:
+            number = number * size + rank // stride % size
+        return number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True)
 class Axis:
     """One way to cut the world: groups of equal size that hold every rank exactly once, each in rank order."""
 
     name: str
-    groups: tuple[Ranks, ...]
+    groups: Sequence[Ranks]
 
     def __post_init__(self) -> None:
+        if isinstance(self.groups, GridGroups):
+            return
         sizes = {len(group) for group in self.groups}
         if len(sizes) != 1 or 0 in sizes:
             raise LayoutError(
@@ -57,14 +101,14 @@ class Axis:
             )
 
     @property
-    def size(self) -> int:
-        """Ranks per group."""
-        return len(self.groups[0])
-
-    @property
     def world(self) -> int:
         """Ranks in all groups together."""
         return self.size * len(self.groups)
+
+    @cached_property
+    def size(self) -> int:
+        """Ranks per group."""
+        return len(self.groups[0])
 
     @cached_property
     def _where(self) -> dict[int, int]:
@@ -80,10 +124,9 @@ class Axis:
         return self.group_of(rank).index(rank)
 
     def _number(self, rank: int) -> int:
-        number = self._where.get(rank)
-        if number is None:
+        if not 0 <= rank < self.world:
             raise LayoutError(f"rank {rank} is outside the world; use 0 to {self.world - 1}.")
-        return number
+        return self.groups.number_of(rank) if isinstance(self.groups, GridGroups) else self._where[rank]
 
 
 class ExpertAxes(NamedTuple):
@@ -163,11 +206,10 @@ class RankGrid:
         chosen = {self._place(name) for name in names}
         if len(chosen) != len(names):
             raise LayoutError(f"an axis is named twice in {list(names)}; name each axis once.")
-        steps = [range(0, size * stride, stride) for size, stride in zip(self.sizes, self.strides, strict=True)]
-        members = _sums([step for place, step in enumerate(steps) if place in chosen])
-        starts = _sums([step for place, step in enumerate(steps) if place not in chosen])
-        label = "+".join(self.names[place] for place in sorted(chosen))
-        return Axis(label, tuple(tuple(start + member for member in members) for start in starts))
+        spans = list(zip(self.sizes, self.strides, strict=True))
+        along = [span for place, span in enumerate(spans) if place in chosen]
+        across = [span for place, span in enumerate(spans) if place not in chosen]
+        return Axis("+".join(self.names[place] for place in sorted(chosen)), GridGroups(along, across))
 
     def _coordinate(self, name: str, value: int) -> int:
         if not 0 <= value < self.size(name):
@@ -258,7 +300,11 @@ def _expert_axes(data: Axis, ep: int, data_first: bool) -> ExpertAxes:
 
 
 def _sums(choices: Sequence[Iterable[int]]) -> list[int]:
-    return [sum(parts) for parts in itertools.product(*choices)]
+    """The sum of each way to choose one of every iterable, the last one fastest."""
+    sums = [0]
+    for choice in choices:
+        sums = [start + step for start in sums for step in choice]
+    return sums
 
 
 def _positive(name: str, value: Any) -> int:
