@@ -2,52 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed import comm
-from deepspeed._shard import Sharded, shard
 from deepspeed._watch import watch
-from deepspeed.comm.coalesced import broadcast_coalesced
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.log import log_dist, set_log_level_from_string
-from deepspeed.ops.muon import tag_attention_heads
-from deepspeed.parallel import AxisGroup, ParallelLayout, layout_from_mpu
+from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.activation_checkpointing.state import configure_from
 from deepspeed.runtime.backward import Backward, Reducer
-from deepspeed.runtime.base_optimizer import MixedPrecisionOptimizer
 from deepspeed.runtime.dataloader import build_dataloader
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.reduction.reducer import GradientReducer, Slot
-from deepspeed.runtime.reduction.sparse import embedding_parameters
-from deepspeed.runtime.step.masters import Masters
-from deepspeed.runtime.step.modes import Modes
-from deepspeed.runtime.step.optimizers import build_optimizer, hold_states, require_tested
+from deepspeed.runtime.placing import place, replicate
+from deepspeed.runtime.reduction.build import build_reducer
+from deepspeed.runtime.step.choose import choose_optimizer, choose_scheduler
+from deepspeed.runtime.step.optimizers import hold_states, require_tested
+from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
-from deepspeed.runtime.step.stepper import States, Stepper
-from deepspeed.runtime.step.zero_optimizer import ZeroOptimizer
+from deepspeed.runtime.step.stepper import Stepper
 from deepspeed.zero.birth.site import rank_device
-from deepspeed.zero.gradients.reduction import Weights
+from deepspeed.zero.build import Sharded, hold_whole, shard
 from deepspeed.zero.parameters.hooks import ModuleHooks
-from deepspeed.zero.parameters.shard import shard_of
-from deepspeed.zero.parameters.sharding import convert_shards, keep_whole, put_away
-from deepspeed.zero.public.rehook import ParameterOffload
-from deepspeed.zero.states.lookup import Owner, attach
-from deepspeed.zero.states.sharded import Measure
+from deepspeed.zero.parameters.sharding import keep_whole
+from deepspeed.zero.states.norm import Measure
+from deepspeed.zero.states.states import States
 
 __all__ = ["Request", "assemble"]
 
@@ -84,17 +73,17 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
-    _place(module, device, precision, schema.zero_optimization.stage)
-    replicate(module, layout)
+    place(module, device, precision, schema.zero_optimization.stage)
+    replicate(module, layout["dp", "sp"])
     log_dist(f"precision: {precision.describe()}")
 
     events, scale = EventStream(), make_scale(schema, precision)
-    basic = make_optimizer(request)
+    basic = choose_optimizer(schema.optimizer, request.optimizer, request.model_parameters, module)
     if schema.zero_optimization.stage > 0 and basic is not None and not schema.zero_allow_untested_optimizer:
         require_tested(basic)
     if basic is not None:
         hold_states(basic, precision)
-    masters, reducer, sharded = _states(request, layout, precision, basic, stack)
+    states, reducer, sharded = _states(request, layout, precision, basic, stack)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
     accumulation = Accumulation(config.batch.steps, managed=schema.managed_gradient_accumulation)
@@ -111,9 +100,14 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         backward=Backward(reducer, accumulation, scale, events, listens=basic is not None),
         events=events,
         forward=_forward(module, precision, sharded.hooks if sharded else None),
-        make_loader=_loader_maker(schema.dataloader_drop_last, layout),
+        make_loader=partial(
+            build_dataloader,
+            data_parallel_rank=layout["dp"].rank,
+            data_parallel_size=layout["dp"].size,
+            drop_last=schema.dataloader_drop_last,
+        ),
         resources=stack,
-        masters=masters,
+        states=states,
         sharded=sharded,
         basic_optimizer=basic,
         mpu=request.mpu,
@@ -125,10 +119,11 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
 def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
     """Add what is optional: the optimizer's step, schedule, data, activation checkpointing, what watches."""
     schema = parts.config.schema
-    if parts.basic_optimizer is not None and parts.masters is not None:
+    basic, states = parts.basic_optimizer, parts.states
+    if basic is not None and states is not None:
         parts.stepper = Stepper(
-            optimizer=parts.basic_optimizer,
-            masters=parts.masters,
+            optimizer=basic,
+            states=states,
             reducer=parts.reducer,
             backward=parts.backward,
             scale=parts.scale,
@@ -136,10 +131,10 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
             clipping=schema.gradient_clipping,
             report_norm=schema.zero_optimization.compute_grad_norm,
         )
-        owner = open_access(parts, parts.basic_optimizer, parts.masters, stack)
-        parts.optimizer = _returned_optimizer(parts, parts.basic_optimizer, owner, stack)
+        owner = open_access(parts, basic, states, stack)
+        parts.optimizer = returned_optimizer(parts, basic, parts.stepper, owner, stack)
     stack.callback(configure_from(schema.activation_checkpointing, parts.layout).close)
-    parts.lr_scheduler = make_scheduler(request, parts)
+    parts.lr_scheduler = choose_scheduler(schema.scheduler, request.lr_scheduler, request.optimizer, basic)
     if request.training_data is not None:
         parts.training_dataloader = parts.make_loader(
             request.training_data,
@@ -165,60 +160,9 @@ def _layout(request: Request, stack: ExitStack) -> ParallelLayout:
     return layout
 
 
-def _place(module: nn.Module, device: torch.device, precision: Precision, stage: int) -> None:
-    """Give the module its device and dtype; shards that it was constructed with follow."""
-    put_away(module)
-    module.to(device)
-    precision.cast_module(module)
-    convert_shards(module, stage)
-
-
-def replicate(module: nn.Module, layout: ParallelLayout) -> None:
-    """Give every rank the parameters and buffers of the first rank that holds a copy of the same part."""
-    axis = layout["dp", "sp"]
-    if axis.size == 1:
-        return
-    tensors = {id(t): (name, t) for name, t in (*module.named_parameters(), *module.named_buffers())}
-    spread(tensors.values(), axis)
-
-
-@torch.no_grad()
-def spread(tensors: Iterable[tuple[str, torch.Tensor]], axis: AxisGroup) -> None:
-    """Give every rank of an axis the first one's values of whole tensors."""
-    if axis.size == 1:
-        return
-    whole = [tensor.detach() for _, tensor in tensors if tensor.numel() and shard_of(tensor) is None]
-    with comm.labelled("first values of parameters and buffers"):
-        broadcast_coalesced(whole, src=axis.ranks[0], group=axis.group)
-
-
 def is_split(param: nn.Parameter) -> bool:
     """True for a parameter of which model-parallel ranks hold different parts, by the marks Megatron sets."""
     return bool(getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False))
-
-
-def make_optimizer(request: Request) -> Optimizer | None:
-    """The client's optimizer, else the one of the config, else None."""
-    schema = request.config.schema
-    given = request.optimizer
-    if isinstance(given, Optimizer):
-        return given
-    parameters = request.model_parameters
-    if parameters is None:
-        parameters = list(request.module.parameters())  # frozen ones too: they may be unfrozen later
-    if given is not None:
-        made = given(parameters)
-        if not isinstance(made, Optimizer):
-            raise UsageError(
-                f"optimizer: the callable given to deepspeed.initialize returned {type(made).__name__}; it takes the "
-                "parameters and returns a torch.optim.Optimizer"
-            )
-        return made
-    if schema.optimizer.type is None or not parameters:
-        return None
-    if schema.optimizer.params.get("per_head_muon"):
-        tag_attention_heads(request.module)
-    return build_optimizer(schema.optimizer, parameters, named_parameters=list(request.module.named_parameters()))
 
 
 def _states(
@@ -226,102 +170,17 @@ def _states(
 ) -> tuple[States | None, Reducer, Sharded | None]:
     """What the optimizer updates and what reduces gradients: shards, or whole where there is nobody to share with."""
     model, axis = layout["pp", "tp"], layout["dp", "sp"]
-    model_group = model.group if model.size > 1 else None
-    schema = request.config.schema
+    schema, module = request.config.schema, request.module
     zero = schema.zero_optimization
+    model_group = model.group if model.size > 1 else None
+    measure = Measure(axis, model_group, is_split, all_used=not zero.ignore_unused_parameters)
     if axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None)):
-        measure = Measure(axis, model_group, is_split, all_used=not zero.ignore_unused_parameters)
-        sharded = shard(schema, request.module, precision, basic, measure, stack)
+        sharded = shard(schema, module, precision, basic, measure, stack)
         return sharded.states, sharded.reducer, sharded
     if zero.stage == 3:
-        keep_whole(request.module, axis)
-    masters = None
-    if basic is not None:
-        masters = Masters(basic, precision.master, model_group=model_group, is_split=is_split, wide_norm=axis.size > 1)
-    return masters, _reducer(request, layout, precision, masters), None
-
-
-def _reducer(
-    request: Request, layout: ParallelLayout, precision: Precision, masters: Masters | None
-) -> GradientReducer:
-    schema, module = request.config.schema, request.module
-    axis = layout["dp", "sp"]
-    travels = precision.reduce_dtypes(module)
-    slots = [_slot(name, param, precision, travels, masters) for name, param in module.named_parameters()]
-    sparse, rows = embedding_parameters(module, all_rows=schema.sparse_gradients)
-    holder_of = masters.of if masters is not None else None
-    group = axis.group if axis.size > 1 else None
-    return GradientReducer(slots, group, axis.size, Weights.of(schema, axis.size), sparse, rows, holder_of)
-
-
-def _slot(
-    name: str,
-    param: nn.Parameter,
-    precision: Precision,
-    travels: dict[nn.Parameter, torch.dtype],
-    masters: Masters | None,
-) -> Slot:
-    wide = masters is not None and param.dtype != precision.accumulate and param.is_floating_point()
-    holder = masters.of(param) if wide and masters is not None else param
-    own = param.dtype if param.dtype == torch.float32 and precision.param != torch.float32 else precision.reduce
-    return Slot(name, param, holder, travels.get(param, own))
-
-
-def _returned_optimizer(
-    parts: Parts, basic: Optimizer, owner: Owner, stack: ExitStack
-) -> Optimizer | MixedPrecisionOptimizer:
-    """The torch optimizer itself where it updates the model's own parameters with unscaled gradients."""
-    assert parts.stepper is not None, "made just before"
-    masters = parts.stepper.masters
-    plain = isinstance(masters, Masters) and not masters.copies and not parts.config.schema.zero_optimization.stage
-    if plain and parts.scale.value == 1.0 and not parts.scale.dynamic:
-        return basic
-    stack.callback(Modes(basic, masters).close)
-    common: dict[str, Any] = {"backward": parts.backward.run, "clip_grad": parts.config.schema.gradient_clipping}
-    zero = parts.config.schema.zero_optimization
-    if not zero.stage:
-        return MixedPrecisionOptimizer(basic, parts.stepper, parts.scale, **common)
-    axis = parts.layout["dp", "sp"]
-    made = ZeroOptimizer(
-        basic, parts.stepper, parts.scale, **common, axis=axis, extend=partial(_extend, parts, owner, axis)
-    )
-    if zero.stage == 3:
-        hooks = parts.sharded.hooks if parts.sharded is not None else None
-        made.parameter_offload = ParameterOffload(parts.module, hooks)
-        stack.callback(made.parameter_offload.close)
-    return made
-
-
-def _extend(parts: Parts, owner: Owner, axis: AxisGroup, params: list[nn.Parameter]) -> None:
-    """Prepare parameters that `add_param_group` brings: equal on all ranks, sharded, hooked, reduced."""
-    names = {id(param): name for name, param in parts.module.named_parameters()}
-    named = [(names.get(id(param), f"added parameter of shape {tuple(param.shape)}"), param) for param in params]
-    spread(named, axis)
-    attach(params, owner)
-    if parts.sharded is not None:
-        parts.sharded.extend(named)
-    elif isinstance(parts.reducer, GradientReducer) and isinstance(parts.masters, Masters):
-        known = {id(slot.param) for slot in parts.reducer.slots}
-        travels = parts.precision.reduce_dtypes(parts.module)
-        new = [(name, param) for name, param in named if id(param) not in known]
-        parts.reducer.add([_slot(name, param, parts.precision, travels, parts.masters) for name, param in new])
-
-
-def make_scheduler(request: Request, parts: Parts) -> Any:
-    """The client's schedule, made or called, else the one of the config, else None."""
-    given, section = request.lr_scheduler, parts.config.schema.scheduler
-    if given is None:
-        return build_scheduler(section, parts.basic_optimizer) if section.type and parts.basic_optimizer else None
-    if callable(given) and not hasattr(given, "step"):
-        if parts.basic_optimizer is None:
-            raise UsageError("lr_scheduler: a callable was given, but there is no optimizer to call it with")
-        return given(parts.basic_optimizer)
-    if not isinstance(request.optimizer, Optimizer):
-        raise UsageError(
-            f"lr_scheduler: a ready {type(given).__name__} was given without the optimizer that it acts on. Pass that "
-            "optimizer too, or a callable that takes the optimizer and returns the schedule."
-        )
-    return given
+        keep_whole(module, axis)
+    states = None if basic is None else hold_whole(module, precision, basic, measure, layout.alone)
+    return states, build_reducer(schema, module, axis, precision, states), None
 
 
 def _forward(module: nn.Module, precision: Precision, hooks: ModuleHooks | None) -> Callable[..., Any]:
@@ -335,16 +194,3 @@ def _forward(module: nn.Module, precision: Precision, hooks: ModuleHooks | None)
             return module(*cast_args, **cast_kwargs)
 
     return call
-
-
-def _loader_maker(drop_last: bool, layout: ParallelLayout) -> Callable[..., Any]:
-    def make(dataset: Any, **options: Any) -> Any:
-        return build_dataloader(
-            dataset,
-            data_parallel_rank=layout["dp"].rank,
-            data_parallel_size=layout["dp"].size,
-            drop_last=drop_last,
-            **options,
-        )
-
-    return make

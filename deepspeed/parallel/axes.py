@@ -200,16 +200,18 @@ class RankGrid:
         return _sums(choices)
 
     def axis(self, *names: str) -> Axis:
-        """The groups of ranks that differ only in the given axes, ordered by the coordinates of the others."""
-        if not names:
-            raise LayoutError(f"an axis was asked for without a name; use one or more of {list(self.names)}.")
+        """The groups of ranks that differ only in the given axes, ordered by the coordinates of the others.
+
+        Without a name every rank is a group of its own.
+        """
         chosen = {self._place(name) for name in names}
         if len(chosen) != len(names):
             raise LayoutError(f"an axis is named twice in {list(names)}; name each axis once.")
         spans = list(zip(self.sizes, self.strides, strict=True))
         along = [span for place, span in enumerate(spans) if place in chosen]
         across = [span for place, span in enumerate(spans) if place not in chosen]
-        return Axis("+".join(self.names[place] for place in sorted(chosen)), GridGroups(along, across))
+        label = "+".join(self.names[place] for place in sorted(chosen)) or "alone"
+        return Axis(label, GridGroups(along, across))
 
     def _coordinate(self, name: str, value: int) -> int:
         if not 0 <= value < self.size(name):
@@ -256,6 +258,8 @@ class LayoutPlan:
         return dict(zip(self.grid.names, self.grid.sizes, strict=True))
 
     def __getitem__(self, names: str | tuple[str, ...]) -> Axis:
+        if not names:
+            raise LayoutError(f"an axis was asked for without a name; use one or more of {list(self.grid.names)}.")
         return self.grid.axis(*((names,) if isinstance(names, str) else names))
 
     def __iter__(self) -> Iterator[Axis]:

@@ -179,6 +179,11 @@ class ParallelLayout:
         return self[self._plan.grid.names]
 
     @property
+    def alone(self) -> AxisGroup:
+        """The axis of nobody: each rank is a group of its own."""
+        return self.axis_group(self._plan.grid.axis())
+
+    @property
     def ranks_per_node(self) -> int:
         """Ranks on each node: as given to `build`, else from LOCAL_SIZE or LOCAL_WORLD_SIZE."""
         return hierarchy.ranks_per_node(self._plan.world, self._per_node)

@@ -153,8 +153,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
 
     def _look_for_unfrozen(self) -> None:
         """Parameters that were unfrozen since the last step begin to train."""
-        if self._parts.masters is not None:
-            self._parts.masters.refresh()
+        if self._parts.states is not None:
+            self._parts.states.refresh()
         self._parts.reducer.refresh()
 
     # ---- accumulation
@@ -374,7 +374,7 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
         finally:
             self.optimizer = self.basic_optimizer = self.lr_scheduler = None
             self._parts.optimizer = self._parts.basic_optimizer = self._parts.lr_scheduler = None
-            self._parts.masters = self._parts.stepper = None
+            self._parts.states = self._parts.stepper = None
             for param in self.module.parameters():
                 param.grad = None
 

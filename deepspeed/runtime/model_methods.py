@@ -79,8 +79,8 @@ class ModelMethods:
                 only=z3_params_to_fetch,
                 allowed_missing=allowed_missing_keys or (),
             )
-        if self._parts.masters is not None:
-            self._parts.masters.adopt_edits()
+        if self._parts.states is not None:
+            self._parts.states.adopt_edits()
 
     def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole model in its own dtype, in host memory of rank 0; None on other ranks.

@@ -19,7 +19,8 @@ from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from deepspeed.runtime.step.stepper import States, Stepper
+from deepspeed.runtime.step.stepper import Stepper
+from deepspeed.zero.states.states import States
 
 __all__ = ["Parts"]
 
@@ -44,7 +45,8 @@ class Parts:
     make_loader: Callable[..., Any]
     resources: ExitStack
     """Whatever has to be closed with the engine."""
-    masters: States | None = None
+    states: States | None = None
+    """What the optimizer updates; None without an optimizer."""
     sharded: Any = None
     """What spreads the model over ranks; None where nothing is sharded."""
     stepper: Stepper | None = None

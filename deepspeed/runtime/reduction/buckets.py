@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from deepspeed.zero.gradients.order import pack_buckets
+
 __all__ = ["Plan", "plan"]
 
 FIRST_BYTES = 1 << 20  # a small first bucket starts communicating early
@@ -30,17 +32,8 @@ def plan(sizes: Sequence[int], kinds: Sequence[Hashable], limit: int = BUCKET_BY
 
     The last parameter comes first, as its gradient does; buckets are ordered by when they are likely complete.
     """
-    open_: dict[Hashable, list[int]] = {}
-    filled: dict[Hashable, int] = {}
-    done: list[list[int]] = []
-    for position in reversed(range(len(sizes))):
-        kind, size = kinds[position], sizes[position]
-        cap = FIRST_BYTES if not done else limit
-        if kind in open_ and filled[kind] + size > min(cap, limit):
-            done.append(open_.pop(kind))
-        open_.setdefault(kind, []).append(position)
-        filled[kind] = filled.get(kind, 0) + size if len(open_[kind]) > 1 else size
-    done.extend(open_.values())
+    last_first = range(len(sizes))[::-1]
+    done = pack_buckets(last_first, sizes, kinds, limit, first=FIRST_BYTES)
     return [
         Plan(
             tuple(position for position in members if sizes[position] < ALONE_BYTES),

@@ -272,8 +272,8 @@ class Restoring:
             load_by(parts.module, self._state_dict, self._wish.load_fn)
             settle_edits(parts)
             return
-        if parts.masters is not None:
-            parts.masters.publish()
+        if parts.states is not None:
+            parts.states.publish()
         lasting = [s for s in map(shard_of, (param for _, param in self._others)) if s is not None and s.persistent]
         if lasting and not lasting[0].alone:
             fetch.gather(lasting)

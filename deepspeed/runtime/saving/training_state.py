@@ -17,11 +17,10 @@ from deepspeed.fragments import FlatLayout
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.rng_state import capture
-from deepspeed.runtime.step.masters import Masters
 from deepspeed.runtime.step.scale_names import attributes_of
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.states.group import ShardGroup
-from deepspeed.zero.states.sharded import ShardedStates
+from deepspeed.zero.states.whole import WholeGroup
 
 __all__ = ["Listed", "Run", "buffer_sum", "collect", "kinds_of", "listing", "model_names", "settle_edits", "shape_of"]
 
@@ -75,30 +74,21 @@ def model_names(module: nn.Module) -> dict[int, str]:
 
 def listing(parts: Parts) -> list[Listed]:
     """Every group that the optimizer trains; empty without an optimizer."""
-    states = parts.masters
-    if isinstance(states, ShardedStates):
-        return [_sharded(group) for group in states.groups]
-    if not isinstance(states, Masters) or parts.basic_optimizer is None:
-        return []
-    names = model_names(parts.module)
-    result = []
-    for options, pairs in zip(parts.basic_optimizer.param_groups, states.listed(), strict=True):
-        outside = [f"parameter outside the module, shape {tuple(param.shape)}" for param, _ in pairs]
-        listed = [names.get(id(param), other) for (param, _), other in zip(pairs, outside, strict=True)]
-        result.append(Listed(listed, [param for param, _ in pairs], [master for _, master in pairs], options))
-    return result
+    return [] if parts.states is None else [_listed(group) for group in parts.states.groups]
 
 
-def _sharded(group: ShardGroup) -> Listed:
+def _listed(group: ShardGroup) -> Listed:
     held = {id(piece.param): piece.master for piece in group.pieces}
     masters = [held.get(id(param)) for param in group.params]
+    if isinstance(group, WholeGroup):
+        return Listed(group.names, group.params, masters, group.options)
     return Listed(group.names, group.params, masters, group.options, group.layout, group.axis.rank)
 
 
 def settle_edits(parts: Parts) -> None:
     """Let masters and shards follow what somebody wrote into the parameters."""
-    if parts.masters is not None:
-        parts.masters.adopt_edits()
+    if parts.states is not None:
+        parts.states.adopt_edits()
     for param in parts.module.parameters():
         shard = shard_of(param)
         if shard is not None and _was_edited(shard):

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from deepspeed.runtime.step.stepper import States
+from deepspeed.zero.states.states import States
 
 __all__ = ["Modes"]
 

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.step.stepper import States
 from deepspeed.zero.states.lookup import Owner, attach, detach
+from deepspeed.zero.states.states import States
 
 __all__ = ["open_access"]
 

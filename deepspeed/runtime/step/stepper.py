@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed.ops.adam import FusedAdam
@@ -16,11 +14,11 @@ from deepspeed.ops.adam.rule import Conditions
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.backward import Backward, Reducer
-from deepspeed.runtime.step.norm import clip_coefficient
 from deepspeed.runtime.step.scalar import ScalarOnHost
-from deepspeed.zero.states.lookup import ParameterState
+from deepspeed.zero.states.norm import clip_coefficient
+from deepspeed.zero.states.states import States
 
-__all__ = ["Outcome", "States", "Stepper"]
+__all__ = ["Outcome", "Stepper"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,46 +32,12 @@ class Outcome:
     scale_after: float
 
 
-class States(Protocol):
-    """What the optimizer updates: whole masters or shards."""
-
-    def refresh(self) -> list[nn.Parameter]:
-        """Begin to train parameters that were unfrozen; returns them."""
-
-    def add(self, options: dict[str, Any]) -> None:
-        """Take over a group that was added to the optimizer."""
-
-    def held(self, param: nn.Parameter) -> ParameterState | None:
-        """What this rank holds of a parameter; None if the optimizer does not train it."""
-
-    def adopt_edits(self) -> None:
-        """Take over parameters that somebody wrote since the last step."""
-
-    def take_gradients(self) -> None:
-        """Hand the reduced gradients to what the optimizer updates."""
-
-    def measure(self) -> Tensor:
-        """The norm of all gradients of the whole model."""
-
-    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The gradients that the optimizer is about to use, each with the model's parameter."""
-
-    def update(self, optimizer: Optimizer) -> None:
-        """Let the optimizer take its step."""
-
-    def publish(self) -> None:
-        """Bring what was updated back into the parameters."""
-
-    def zero_grad(self) -> None:
-        """Drop every gradient."""
-
-
 @dataclass(frozen=True)
 class Stepper:
     """Takes one optimizer step with what the backward passes left."""
 
     optimizer: Optimizer
-    masters: States
+    states: States
     reducer: Reducer
     backward: Backward
     scale: LossScale
@@ -85,9 +49,9 @@ class Stepper:
         """Reduce what is not reduced yet, then update, or skip where a gradient is inf or NaN."""
         self.backward.expect_gradients()
         self.reducer.conclude()
-        self.masters.take_gradients()
-        gradients = list(self.masters.gradients())
-        norm = self.masters.measure()
+        self.states.take_gradients()
+        gradients = list(self.states.gradients())
+        norm = self.states.measure()
         if self.backward.unit != 1.0:
             norm = norm * self.backward.unit
         before = self.scale.value
@@ -98,8 +62,8 @@ class Stepper:
         overflow = self.check_overflow and known is not None and not math.isfinite(known)
         if not overflow:
             self._prepare([grad for _, grad in gradients], norm, known)
-            self.masters.update(self.optimizer)
-            self.masters.publish()
+            self.states.update(self.optimizer)
+            self.states.publish()
         return self._finished(norm, known, overflow, before)
 
     def _finished(self, norm: Tensor, known: float | None, overflow: bool, before: float) -> Outcome:
@@ -121,10 +85,10 @@ class Stepper:
         told = ScalarOnHost(norm) if self.check_overflow else None
         optimizer.conditions = Conditions(factor.reciprocal(), skip)
         try:
-            self.masters.update(optimizer)
+            self.states.update(optimizer)
         finally:
             optimizer.conditions = None
-        self.masters.publish()
+        self.states.publish()
         if told is None:
             return None, False
         known = told.value()
@@ -135,7 +99,7 @@ class Stepper:
 
     def zero_grad(self) -> None:
         """Drop every gradient."""
-        self.masters.zero_grad()
+        self.states.zero_grad()
         self.backward.forget()
 
     def _known(self, norm: Tensor) -> float | None:

@@ -54,19 +54,19 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
             view = views.find(name)
             if view is not None:
-                return view(self._stepper.masters, self.optimizer)
+                return view(self._stepper.states, self.optimizer)
         return super().__getattr__(name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Train more parameters; every rank starts with the values of the first. All ranks call this together."""
         params = _listed(param_group["params"])
         for param in params:
-            held = self._stepper.masters.held(param)
+            held = self._stepper.states.held(param)
             if held is not None:
                 raise UsageError(f"add_param_group: {held.name} is trained already; a parameter has one group")
         self._extend(params)
         self.optimizer.add_param_group({**param_group, "params": params})
-        self._stepper.masters.add(self.optimizer.param_groups[-1])
+        self._stepper.states.refresh()
         self._stepper.reducer.refresh()
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,12 +87,12 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
                 f"this optimizer state is that of rank {found[0]} of {found[1]}, but here is rank {self._axis.rank} of "
                 f"{self._axis.size}. Use engine.save_checkpoint and load_checkpoint, which fit any number of ranks."
             )
-        self._stepper.masters.adopt_edits()
+        self._stepper.states.adopt_edits()
         super().load_state_dict(state_dict)
         for group, masters in zip(self.param_groups, state_dict["masters"], strict=True):
             for master, values in zip(group["params"], masters, strict=True):
                 master.copy_(values)
-        self._stepper.masters.publish()
+        self._stepper.states.publish()
 
 
 def _listed(given: Any) -> list[nn.Parameter]:

@@ -22,24 +22,34 @@ _NEVER = 1 << 60
 
 
 def pack_buckets(
-    order: Sequence[int], sizes: Sequence[int], kinds: Sequence[Hashable], limit: int, unused: frozenset[int]
+    order: Sequence[int],
+    sizes: Sequence[int],
+    kinds: Sequence[Hashable],
+    limit: int,
+    *,
+    unused: frozenset[int] = frozenset(),
+    first: int | None = None,
 ) -> list[list[int]]:
-    """Parameters of one kind that travel together, at most `limit` elements or one of them, in the order of leaving.
+    """Parameters of one kind that travel together, at most `limit` in size or one of them, in the order of leaving.
 
-    A bucket stands where its last member does. `unused` ones travel together at the very end.
+    A bucket stands where its last member does. `unused` ones travel together at the very end. `first` limits the
+    bucket that is full before all others, so that it leaves early.
     """
-    used = _pack([each for each in order if each not in unused], sizes, kinds, limit)
-    return used + _pack([each for each in order if each in unused], sizes, kinds, limit)
+    start = limit if first is None else min(first, limit)
+    used = _pack([each for each in order if each not in unused], sizes, kinds, limit, start)
+    return used + _pack([each for each in order if each in unused], sizes, kinds, limit, limit)
 
 
-def _pack(order: Sequence[int], sizes: Sequence[int], kinds: Sequence[Hashable], limit: int) -> list[list[int]]:
+def _pack(
+    order: Sequence[int], sizes: Sequence[int], kinds: Sequence[Hashable], limit: int, first: int
+) -> list[list[int]]:
     done: list[tuple[int, list[int]]] = []
     open_: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, int] = {}
     last: dict[Hashable, int] = {}
     for place, each in enumerate(order):
         kind, size = kinds[each], sizes[each]
-        if kind in open_ and filled[kind] + size > limit:
+        if kind in open_ and filled[kind] + size > (limit if done else first):
             done.append((last[kind], open_.pop(kind)))
         if kind not in open_:
             open_[kind], filled[kind] = [], 0

@@ -154,7 +154,7 @@ class ShardReducer:
     def _rebuild(self) -> None:
         sizes = [parcel.numel for parcel in self._parcels]
         kinds = [parcel.kind for parcel in self._parcels]
-        packed = pack_buckets(self._order, sizes, kinds, self._ways.limit, self._unused)
+        packed = pack_buckets(self._order, sizes, kinds, self._ways.limit, unused=self._unused)
         self._buckets = [Bucket([self._parcels[number] for number in numbers]) for numbers in packed]
         self._version += 1
         largest = max((sum(sizes[number] for number in numbers) for numbers in packed), default=0)

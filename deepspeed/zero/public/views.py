@@ -6,7 +6,7 @@ What is flat there lies in pieces here, so that most views are copies: good for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from deepspeed.fragments import Block
 from deepspeed.zero.parameters.shard import shard_of
 from deepspeed.zero.states.group import ShardGroup
-from deepspeed.zero.states.sharded import ShardedStates
+from deepspeed.zero.states.states import States
 
 __all__ = ["VIEWS", "find", "partitioned_param_data_shape"]
 
@@ -23,34 +23,19 @@ partitioned_param_data_shape = [0]
 """The shape of a sharded parameter that is not in use."""
 
 
-class _Whole(Protocol):
-    """Masters of a single rank."""
-
-    def listed(self) -> list[list[tuple[nn.Parameter, nn.Parameter]]]: ...
-
-
-States = ShardedStates | _Whole
-
-
 def _params(states: States, optimizer: Optimizer) -> list[list[nn.Parameter]]:
     """Per group the model's parameters."""
-    if isinstance(states, ShardedStates):
-        return [list(group.params) for group in states.groups]
-    return [[param for param, _ in pairs] for pairs in states.listed()]
+    return [list(group.params) for group in states.groups]
 
 
 def _masters(states: States, optimizer: Optimizer) -> list[Tensor]:
     """Per group this rank's masters as one tensor, padded as in DeepSpeed's files."""
-    if isinstance(states, ShardedStates):
-        return [_flat(group) for group in states.groups]
-    return [_joined([master for _, master in pairs]) for pairs in states.listed()]
+    return [_flat(group) for group in states.groups]
 
 
 def _chunks(states: States, optimizer: Optimizer) -> list[list[Tensor]]:
     """Per group this rank's part of each parameter, in the model's dtype."""
-    if isinstance(states, ShardedStates):
-        return [[_chunk(group, place) for place in range(len(group.params))] for group in states.groups]
-    return [[param.detach().view(-1) for param in params] for params in _params(states, optimizer)]
+    return [[_chunk(group, place) for place in range(len(group.params))] for group in states.groups]
 
 
 def _flat_chunks(states: States, optimizer: Optimizer) -> list[Tensor]:
@@ -60,9 +45,7 @@ def _flat_chunks(states: States, optimizer: Optimizer) -> list[Tensor]:
 
 def _whole_flat(states: States, optimizer: Optimizer) -> list[Tensor]:
     """Per group all parameters as one tensor."""
-    if isinstance(states, ShardedStates):
-        return [_concatenated(group) for group in states.groups]
-    return [_joined(params) for params in _params(states, optimizer)]
+    return [_concatenated(group) for group in states.groups]
 
 
 def _by_rank(states: States, optimizer: Optimizer) -> list[list[Tensor]]:
@@ -77,31 +60,24 @@ def _gradients(states: States, optimizer: Optimizer) -> dict[int, list[Tensor]]:
 
     They are there between the reduction and the step.
     """
-    if isinstance(states, ShardedStates):
-        if states.reducer is not None:
-            states.reducer.land()
-        found = [[piece.gradient for piece in group.pieces] for group in states.groups]
-    else:
-        found = [[m.grad if p.grad is None else p.grad for p, m in pairs] for pairs in states.listed()]
-    kept = {number: [g.reshape(-1) for g in grads if g is not None] for number, grads in enumerate(found)}
+    if states.reducer is not None:
+        states.reducer.land()
+    found = enumerate(group.gradients() for group in states.groups)
+    kept = {number: [g.reshape(-1) for g in grads if g is not None] for number, grads in found}
     return {number: grads for number, grads in kept.items() if grads}
 
 
 def _counts(states: States, optimizer: Optimizer) -> list[int]:
-    return [g.axis.size for g in states.groups] if isinstance(states, ShardedStates) else [1] * len(states.listed())
+    return [group.axis.size for group in states.groups]
 
 
 def _padding(states: States, optimizer: Optimizer) -> list[int]:
     """Per group the elements of padding on this rank."""
-    if not isinstance(states, ShardedStates):
-        return [0] * len(states.listed())
     return [g.layout.shard_numel - sum(piece.master.numel() for piece in g.pieces) for g in states.groups]
 
 
 def _owners(states: States, optimizer: Optimizer) -> dict[int, int]:
     """Our group → the optimizer's."""
-    if not isinstance(states, ShardedStates):
-        return {number: number for number in range(len(states.listed()))}
     places = {id(options): place for place, options in enumerate(optimizer.param_groups)}
     return {number: places[id(group.options)] for number, group in enumerate(states.groups)}
 
@@ -148,13 +124,15 @@ def _chunk(group: ShardGroup, place: int) -> Tensor:
 
 def _flat(group: ShardGroup) -> Tensor:
     """The masters of this rank, each where the layout has it."""
+    if not group.params:
+        return torch.zeros(0)
     flat = torch.zeros(group.layout.shard_numel, dtype=group.dtypes.master, device=group.params[0].device)
     pieces = {id(piece.param): piece for piece in group.pieces}
     for place, param in enumerate(group.params):
         piece = pieces.get(id(param))
         if piece is not None:
             at = group.layout.position(place, group.axis.rank)
-            flat[at : at + piece.master.numel()] = piece.master.detach()
+            flat[at : at + piece.master.numel()] = piece.master.detach().reshape(-1)
     return flat
 
 
@@ -163,6 +141,8 @@ def _concatenated(group: ShardGroup) -> Tensor:
     layout = group.layout
     if not isinstance(layout, Block):
         raise AttributeError("at stage 3 parameters do not stay whole, so there is no flat tensor of them")
+    if not group.params:
+        return torch.zeros(0)
     flat = torch.zeros(layout.padded, dtype=group.params[0].dtype, device=group.params[0].device)
     for start, param in zip(layout.starts, group.params, strict=True):
         flat[start : start + param.numel()] = param.detach().reshape(-1)

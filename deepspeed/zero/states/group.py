@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from deepspeed.fragments import FlatLayout, Fragment
+from deepspeed.fragments import FlatLayout
 from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.states.piece import Piece
+from deepspeed.zero.states.lookup import ParameterState
+from deepspeed.zero.states.piece import Piece, hand_over
 
-__all__ = ["Dtypes", "Named", "ShardGroup"]
+if TYPE_CHECKING:
+    from deepspeed.parallel import AxisGroup
+    from deepspeed.zero.gradients.reducer import ShardReducer
+
+__all__ = ["Dtypes", "Named", "ShardGroup", "ShardState", "name_of"]
 
 Named = tuple[str, nn.Parameter]
+
+
+def name_of(param: nn.Parameter, names: dict[int, str]) -> str:
+    """What a parameter is called by `names`, those of a module's parameters by id."""
+    return names.get(id(param), f"parameter outside the module, shape {tuple(param.shape)}")
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,7 @@ class ShardGroup:
     """Parameters of one dtype, one optimizer group and one placement.
 
     What is common to all residencies is here: the pieces that the optimizer updates. Where the whole parameters live,
-    how gradients are laid out for their owners, and how updates return are the business of the two subclasses.
+    how gradients are laid out for their owners, and how updates return are the business of the subclasses.
     """
 
     layout: FlatLayout
@@ -48,6 +59,11 @@ class ShardGroup:
         """The optimizer's own dict of this parameter group."""
         self.pieces: list[Piece] = []
         """Those that have elements on this rank."""
+
+    @property
+    def copies(self) -> bool:
+        """True if the optimizer does not hold the model's own parameters."""
+        return True
 
     def parcels(self, reduction: Reduction) -> list[Parcel]:
         """The gradients of its parameters, as the way to their owners sees them."""
@@ -83,13 +99,60 @@ class ShardGroup:
                 piece.adopt()
                 piece.version = piece.param._version
 
-    def fragments(self, states: Mapping[Any, dict[str, Any]]) -> Iterator[Fragment]:
-        """Masters and the optimizer's tensors of this rank; `states` is the optimizer's."""
+    def take_states(self, optimizer: Optimizer) -> None:
+        """Take over what the optimizer knows of parameters that it was used with before."""
         for piece in self.pieces:
-            yield self._fragment(piece, "master", piece.master.detach())
-            for kind, value in states.get(piece.master, {}).items():
-                if isinstance(value, Tensor) and value.shape == piece.master.shape:
-                    yield self._fragment(piece, kind, value)
+            piece.take_state(optimizer)
+        for param in self.params:
+            optimizer.state.pop(param, None)
 
-    def _fragment(self, piece: Piece, kind: str, data: Tensor) -> Fragment:
-        return Fragment(piece.name, kind, piece.shape, piece.interval, data)
+    def hand_over(self, lines: dict[Hashable, Tensor]) -> None:
+        """Make the reduced gradients those that the optimizer uses; `lines` collects the memory that they fill.
+
+        Gradients of several groups may have come in one bucket, whose memory is measured once.
+        """
+        hand_over(self.pieces, lines)
+
+    def held(self, place: int, reducer: ShardReducer | None) -> ParameterState:
+        """What this rank holds of the parameter at that place."""
+        return ShardState(self, place, reducer)
+
+    def gradients(self) -> list[Tensor | None]:
+        """The reduced gradients of this rank's pieces, before they are handed over."""
+        return [piece.gradient for piece in self.pieces]
+
+
+class ShardState:
+    """`deepspeed.zero.states.lookup.ParameterState` for a parameter that is spread over ranks."""
+
+    def __init__(self, group: ShardGroup, place: int, reducer: ShardReducer | None) -> None:
+        self._group, self._place, self._reducer = group, place, reducer
+        self._param = group.params[place]
+        self._piece: Piece | None = next((piece for piece in group.pieces if piece.param is self._param), None)
+        self.name = group.names[place]
+        self.shape = torch.Size(getattr(self._param, "ds_shape", self._param.shape))
+        self.axis: AxisGroup | None = group.axis
+        self.interval = group.layout.interval(place, group.axis.rank)
+        self.chunk = -(-self.shape.numel() // group.axis.size)
+        self.dtype = group.dtypes.master
+        self.device = self._param.device
+        self.master = None if self._piece is None else self._piece.master
+
+    def gradient(self) -> Tensor | None:
+        """See `ParameterState`."""
+        return None if self._piece is None else self._piece.gradient
+
+    def has_gradient(self) -> bool:
+        """See `ParameterState`."""
+        return self._reducer is not None and self._reducer.had_gradient(self._param)
+
+    def put_gradient(self, values: Tensor) -> None:
+        """See `ParameterState`."""
+        if self._piece is not None:
+            self._piece.put_gradient(values, self._group.dtypes.accumulate)
+        if self._reducer is not None:
+            self._reducer.note_gradient(self._param)
+
+    def publish(self) -> None:
+        """See `ParameterState`."""
+        self._group.publish_one(self._place)

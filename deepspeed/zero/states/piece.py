@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,21 @@ __all__ = ["Piece", "hand_over"]
 
 
 class Piece:
-    """A 1-D master weight for an interval of one parameter, and the gradient that is being summed for it."""
+    """The master weight of an interval of one parameter, and the gradient that is being summed for it.
+
+    One-dimensional, but where the interval is all of a parameter that nobody shares: then of its shape.
+    """
 
     __slots__ = ("gradient", "home", "interval", "master", "name", "param", "shape", "source", "version")
 
     def __init__(
-        self, name: str, param: nn.Parameter, shape: torch.Size, interval: tuple[int, int], source: Tensor
+        self,
+        name: str,
+        param: nn.Parameter,
+        shape: torch.Size,
+        interval: tuple[int, int],
+        source: Tensor,
+        master: nn.Parameter | None = None,
     ) -> None:
         self.name = name
         self.param = param
@@ -26,7 +35,7 @@ class Piece:
         self.interval = interval
         self.source = source
         """The same interval in the dtype of the model: where the updated master is published to."""
-        self.master: nn.Parameter = nn.Parameter(source, requires_grad=True)
+        self.master = nn.Parameter(source, requires_grad=True) if master is None else master
         self.gradient: Tensor | None = None
         """What has been summed so far, in the dtype in which gradients are accumulated; None if nothing has come."""
         self.home: Tensor | None = None
@@ -70,12 +79,11 @@ class Piece:
 
 
 @torch.no_grad()
-def hand_over(pieces: Sequence[Piece]) -> list[Tensor]:
-    """Make the summed gradients those of the masters, in their dtype; returns the memory that they fill.
+def hand_over(pieces: Sequence[Piece], lines: dict[Hashable, Tensor]) -> None:
+    """Make the summed gradients those of the masters, in their dtype; the memory that they fill is added to `lines`.
 
     Gradients that share memory, a bucket's or the group's, have nothing but zeros between them and are cast as one.
     """
-    lines: dict[tuple[int, torch.dtype], Tensor] = {}
     for piece in pieces:
         if piece.gradient is None and piece.home is not None:
             piece.home.zero_()  # the gradient of an earlier step
@@ -94,4 +102,3 @@ def hand_over(pieces: Sequence[Piece]) -> list[Tensor]:
         else:
             at = int(grad.storage_offset())
             piece.master.grad = line[at : at + grad.numel()]
-    return list(lines.values())

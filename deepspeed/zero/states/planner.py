@@ -15,7 +15,7 @@ from deepspeed.zero.gradients.reducer import Ways
 from deepspeed.zero.gradients.reduction import Reduction, ToOwners, Weights
 from deepspeed.zero.parameters.sharding import numel_of
 from deepspeed.zero.placement import AxisOf, Placement
-from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
+from deepspeed.zero.states.group import Dtypes, Named, ShardGroup, name_of
 from deepspeed.zero.states.resident import ResidentGroup
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ class Planner:
         for param in params:
             if numel_of(param) == 0:
                 continue
-            name = self.names.get(id(param), f"parameter outside the module, shape {tuple(param.shape)}")
             kind = self.axis_of(param), self.dtypes(param), param.dtype, param.device
-            kinds.setdefault(kind, []).append((name, param))
+            kinds.setdefault(kind, []).append((name_of(param, self.names), param))
         make = self.make or self._resident
         return [make(self._ordered(members, kind[0]), kind[0], kind[1], options) for kind, members in kinds.items()]
 

@@ -17,8 +17,9 @@ from deepspeed.zero.agreement import Hosts
 from deepspeed.zero.gradients.council import Council
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.states.norm import Measure
 from deepspeed.zero.states.planner import Planner
-from deepspeed.zero.states.sharded import Measure, ShardedStates
+from deepspeed.zero.states.states import States
 from tests.harness import ranks
 
 WIDTH = 6
@@ -44,7 +45,7 @@ def test_shards_over_a_part_of_the_ranks_and_copies_over_the_rest(accumulation):
     names = {id(param): name for name, param in model.named_parameters()}
     planner = Planner(schema, lambda param: part if id(param) in parts else everywhere, precision, names, {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    states = ShardedStates(optimizer, planner.groups, Measure(world, None, lambda _: False, all_used=False))
+    states = States(optimizer, planner.groups, Measure(world, None, lambda _: False, all_used=False))
     ways, council = planner.ways(world.size, 0), Council(Hosts(world))
     reducer = ShardReducer(lambda: states.groups, planner.reduction_of, ways, council, registered=model.parameters)
     states.reducer = reducer

@@ -46,7 +46,7 @@ def models(draw):
 @given(models())
 def test_every_parameter_is_in_one_bucket_of_its_kind_and_size(model):
     order, sizes, kinds, limit, unused = model
-    buckets = pack_buckets(order, sizes, kinds, limit, unused)
+    buckets = pack_buckets(order, sizes, kinds, limit, unused=unused)
     assert sorted(each for bucket in buckets for each in bucket) == sorted(order)
     for bucket in buckets:
         assert len({kinds[each] for each in bucket}) == 1
@@ -60,7 +60,7 @@ def test_every_parameter_is_in_one_bucket_of_its_kind_and_size(model):
 @given(models(), st.data())
 def test_sums_are_right_whatever_arrives_when(model, data):
     order, sizes, kinds, limit, _ = model
-    buckets = pack_buckets(order, sizes, kinds, limit, frozenset())
+    buckets = pack_buckets(order, sizes, kinds, limit)
     budget = 2 * max(sum(sizes[each] for each in bucket) for bucket in buckets)
     ranks = [Rank(buckets, sizes, budget) for _ in range(data.draw(st.integers(1, 4)))]
     wanted = {}
@@ -87,7 +87,7 @@ def test_what_waits_is_bounded_from_the_first_backward_on(model, unused):
     """Gradients come in the shared order, some of them never."""
     order, sizes, _, limit, _ = model
     kinds = ["a"] * len(order)
-    buckets = pack_buckets(order, sizes, kinds, limit, frozenset())
+    buckets = pack_buckets(order, sizes, kinds, limit)
     budget = 2 * max(sum(sizes[each] for each in bucket) for bucket in buckets)
     rank = Rank(buckets, sizes, budget)
     arrivals = [(each, 1) for each in order if each not in unused]
@@ -95,7 +95,7 @@ def test_what_waits_is_bounded_from_the_first_backward_on(model, unused):
     assert rank.most <= budget + max(sizes)
     counts = rank.departures.counts()
     absent = frozenset(each for each in order if each in unused)
-    buckets = pack_buckets(order, sizes, kinds, limit, absent)
+    buckets = pack_buckets(order, sizes, kinds, limit, unused=absent)
     rank = Rank(buckets, sizes, budget)
     rank.backward(arrivals, counts)
     assert not rank.departures.late

@@ -1,4 +1,4 @@
-"""The part of the composition root that spreads a model over ranks: config → shards, hooks, reducer, states."""
+"""From a config to what holds the states of a model: whole on every rank, or spread over ranks with all that takes."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ from deepspeed.zero.public.granularity import units_by_granularity
 from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.matrices import ShardedMatrices
+from deepspeed.zero.states.norm import Measure
 from deepspeed.zero.states.planner import Planner
-from deepspeed.zero.states.sharded import Measure, ShardedStates
+from deepspeed.zero.states.states import States
 from deepspeed.zero.states.striped import StripedGroup
+from deepspeed.zero.states.whole import WholePlanner
 
-__all__ = ["Sharded", "shard"]
+__all__ = ["Sharded", "hold_whole", "shard"]
 
 _WORTHWHILE = 1 << 17  # elements that each rank sends in a gather ahead of small modules
 
@@ -46,7 +48,7 @@ class Sharded:
     """A model that is spread over the ranks of an axis."""
 
     reducer: ShardReducer
-    states: ShardedStates | None
+    states: States | None
     names: dict[int, str]
     """The name of each parameter in the module, by id."""
     axis: AxisGroup
@@ -65,6 +67,16 @@ class Sharded:
             self.hooks.look_again()
         else:  # until now every parameter stayed whole
             self.hooks.install()
+
+
+def hold_whole(
+    module: nn.Module, precision: Precision, optimizer: Optimizer, measure: Measure, alone: AxisGroup
+) -> States:
+    """The states of an optimizer that nobody shares; `alone` is an axis on which this rank has no other."""
+    dtypes = Dtypes(precision.master, precision.accumulate, precision.reduce)
+    names = {id(param): name for name, param in module.named_parameters()}
+    planner = WholePlanner(Placement(alone, replicate=measure.axis), dtypes, names)
+    return States(optimizer, planner.groups, measure, waits=planner.waits)
 
 
 def shard(
@@ -102,7 +114,7 @@ def _states(
     states = None
     if optimizer is not None:
         tile = int(planner.schema.zero_optimization.sub_group_size) if coordinator else 0
-        states = ShardedStates(optimizer, planner.groups, measure, tile_numel=tile)
+        states = States(optimizer, planner.groups, measure, tile_numel=tile)
         if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
             optimizer.whole = ShardedMatrices(states.groups)
     reducer = ShardReducer(

@@ -1,0 +1,41 @@
+"""A user's module becomes an engine's: its device, its dtype, and equal values on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.comm.coalesced import broadcast_coalesced
+from deepspeed.parallel import AxisGroup
+from deepspeed.precision.policy import Precision
+from deepspeed.zero.parameters.shard import shard_of
+from deepspeed.zero.parameters.sharding import convert_shards, put_away
+
+__all__ = ["place", "replicate", "spread"]
+
+
+def place(module: nn.Module, device: torch.device, precision: Precision, stage: int) -> None:
+    """Give the module its device and dtype; shards that it was constructed with follow."""
+    put_away(module)
+    module.to(device)
+    precision.cast_module(module)
+    convert_shards(module, stage)
+
+
+def replicate(module: nn.Module, axis: AxisGroup) -> None:
+    """Give every rank the parameters and buffers of the first rank that holds a copy of the same part."""
+    tensors = {id(t): (name, t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+    spread(tensors.values(), axis)
+
+
+@torch.no_grad()
+def spread(tensors: Iterable[tuple[str, torch.Tensor]], axis: AxisGroup) -> None:
+    """Give every rank of an axis the first one's values of whole tensors."""
+    if axis.size == 1:
+        return
+    whole = [tensor.detach() for _, tensor in tensors if tensor.numel() and shard_of(tensor) is None]
+    with comm.labelled("first values of parameters and buffers"):
+        broadcast_coalesced(whole, src=axis.ranks[0], group=axis.group)

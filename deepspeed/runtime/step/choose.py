@@ -1,0 +1,64 @@
+"""Which optimizer and which schedule an engine uses: the caller's, made or to be made, else the config's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from deepspeed.config.optimizer import OptimizerConfig, SchedulerConfig
+from deepspeed.errors import UsageError
+from deepspeed.ops.muon import tag_attention_heads
+from deepspeed.runtime.lr_schedules import build_scheduler
+from deepspeed.runtime.step.optimizers import build_optimizer
+
+__all__ = ["choose_optimizer", "choose_scheduler"]
+
+
+def choose_optimizer(
+    section: OptimizerConfig,
+    given: Optimizer | Callable[..., Optimizer] | None,
+    parameters: list[Any] | None,
+    module: nn.Module,
+) -> Optimizer | None:
+    """The client's optimizer, else the one of the config, else None."""
+    if isinstance(given, Optimizer):
+        return given
+    if parameters is None:
+        parameters = list(module.parameters())  # frozen ones too: they may be unfrozen later
+    if given is not None:
+        made = given(parameters)
+        if not isinstance(made, Optimizer):
+            raise UsageError(
+                f"optimizer: the callable given to deepspeed.initialize returned {type(made).__name__}; it takes the "
+                "parameters and returns a torch.optim.Optimizer"
+            )
+        return made
+    if section.type is None or not parameters:
+        return None
+    if section.params.get("per_head_muon"):
+        tag_attention_heads(module)
+    return build_optimizer(section, parameters, named_parameters=list(module.named_parameters()))
+
+
+def choose_scheduler(
+    section: SchedulerConfig,
+    given: Any,
+    given_optimizer: Optimizer | Callable[..., Optimizer] | None,
+    optimizer: Optimizer | None,
+) -> Any:
+    """The client's schedule, made or called with the optimizer, else the one of the config, else None."""
+    if given is None:
+        return build_scheduler(section, optimizer) if section.type and optimizer else None
+    if callable(given) and not hasattr(given, "step"):
+        if optimizer is None:
+            raise UsageError("lr_scheduler: a callable was given, but there is no optimizer to call it with")
+        return given(optimizer)
+    if not isinstance(given_optimizer, Optimizer):
+        raise UsageError(
+            f"lr_scheduler: a ready {type(given).__name__} was given without the optimizer that it acts on. Pass that "
+            "optimizer too, or a callable that takes the optimizer and returns the schedule."
+        )
+    return given

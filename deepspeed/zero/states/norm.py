@@ -1,0 +1,75 @@
+"""The gradient norm of the whole model, put together from what each rank holds, and clipping by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed import comm
+from deepspeed.ops.multi_tensor import global_norm, sum_of_squares
+from deepspeed.parallel import AxisGroup
+from deepspeed.zero.placement import Placement
+
+__all__ = ["Line", "Measure", "clip_coefficient", "total_norm"]
+
+_EPSILON = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds, so that both clip alike
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Over which ranks the gradients of a model lie."""
+
+    axis: AxisGroup
+    """Those that hold shards or copies of the same parameters."""
+    model_group: Any
+    """Over which parts of split parameters lie; None if there are no such parts."""
+    is_split: Callable[[nn.Parameter], bool]
+    all_used: bool
+    """A trained parameter without any gradient is an error."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Gradients of one placement that lie on this rank."""
+
+    placement: Placement
+    shared: Sequence[Tensor]
+    """Of parameters that every rank of the model group has alike."""
+    split: Sequence[Tensor] = ()
+    """Of parameters of which each rank of the model group has a part."""
+
+
+def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) -> Tensor:
+    """The L2 norm of all gradients: one small all-reduce of squares, for which the host does not wait.
+
+    In float64, so that it hardly depends on how gradients are cut; on a single rank as torch computes it.
+    """
+    if measure.axis.size == 1 and measure.model_group is None:
+        return global_norm(_dense([tensor for line in lines for tensor in line.shared])).to(device)
+    alike = all(line.placement.copies == measure.axis.size for line in lines)  # every rank has all of them
+    squares = torch.zeros(2, dtype=torch.float64, device=device)
+    for line in lines:
+        for kind, tensors in enumerate((line.shared, line.split)):
+            if tensors:
+                weight = 1.0 if alike else 1.0 / line.placement.copies
+                squares[kind].add_(sum_of_squares(_dense(tensors)).to(device), alpha=weight)
+    if not alike:
+        with comm.labelled("gradient norm"):
+            comm.all_reduce(squares, group=measure.axis.group)
+    if measure.model_group is not None:
+        comm.all_reduce(squares[1:], group=measure.model_group)
+    return squares.sum().sqrt().float()
+
+
+def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
+    """What gradients of this norm are multiplied by so that their norm is at most `limit`."""
+    return torch.clamp(limit / (norm + _EPSILON), max=1.0)
+
+
+def _dense(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Sparse gradients count by their values, once their duplicates are summed."""
+    return [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]

@@ -1,0 +1,193 @@
+"""What an optimizer updates instead of the model's parameters, and how what it did returns to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed.errors import UsageError
+from deepspeed.memory.store import AtHome, Store, through
+from deepspeed.zero.gradients.reducer import ShardReducer
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.states.group import ShardGroup
+from deepspeed.zero.states.lookup import ParameterState
+from deepspeed.zero.states.norm import Line, Measure, total_norm
+from deepspeed.zero.states.tiles import Tile, tile
+
+__all__ = ["States"]
+
+
+class States:
+    """Gives the optimizer its pieces in place of the parameters, and brings what it did back to the parameters.
+
+    The optimizer's group dicts stay the same objects, so that schedules keep their hold. A parameter that does not
+    train yet waits until it is unfrozen.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        make_groups: Callable[[dict[str, Any], list[nn.Parameter]], Sequence[ShardGroup]],
+        measure: Measure,
+        *,
+        waits: Callable[[nn.Parameter], bool] | None = None,
+        tile_numel: int = 0,
+        store: Store[Tile] = AtHome(),
+    ) -> None:
+        """`waits` tells the frozen parameters that enter when they are unfrozen: all of them, if None.
+
+        `tile_numel` elements are updated at a time, 0 means all; `store` says where they are between steps.
+        """
+        self._tile = tile_numel
+        self._store = store
+        self._optimizer = optimizer
+        self._make = make_groups
+        self._measure = measure
+        self._waits = waits
+        self._waiting: list[tuple[dict[str, Any], nn.Parameter]] = []
+        self._taken = 0
+        self._norm: Tensor | None = None
+        self.groups: list[ShardGroup] = []
+        self._places: dict[int, tuple[ShardGroup, int]] = {}
+        self._take_groups()
+        self.reducer: ShardReducer | None = None
+
+    @property
+    def copies(self) -> bool:
+        """True if the optimizer does not hold all of the model's own parameters."""
+        return bool(self._waiting) or any(group.copies for group in self.groups)
+
+    def refresh(self) -> list[nn.Parameter]:
+        """Begin to train parameters that were unfrozen; returns them."""
+        self._take_groups()
+        awake = [(options, param) for options, param in self._waiting if param.requires_grad]
+        if awake:
+            self._waiting = [item for item in self._waiting if not item[1].requires_grad]
+            for options in self._optimizer.param_groups:
+                if chosen := [param for owner, param in awake if owner is options]:
+                    self._enter(options, chosen)
+        return [param for _, param in awake]
+
+    def _take_groups(self) -> None:
+        """Take over groups that were added to the optimizer."""
+        for options in self._optimizer.param_groups[self._taken :]:
+            self._taken += 1
+            params, options["params"] = options["params"], []
+            waiting = [p for p in params if not p.requires_grad and (self._waits is None or self._waits(p))]
+            self._waiting += [(options, param) for param in waiting]
+            later = {id(param) for param in waiting}
+            self._enter(options, [param for param in params if id(param) not in later])
+
+    def held(self, param: nn.Parameter) -> ParameterState | None:
+        """What this rank holds of a parameter; None if the optimizer does not train it."""
+        group, place = self._places.get(id(param), (None, 0))
+        return None if group is None else group.held(place, self.reducer)
+
+    def holder(self, param: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates for a parameter that is whole here; itself where there is nothing else."""
+        held = self.held(param)
+        return param if held is None or held.master is None else held.master
+
+    def adopt_edits(self) -> None:
+        """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
+        for group in self.groups:
+            group.adopt_edits()
+
+    @torch.no_grad()
+    def take_gradients(self) -> None:
+        """Hand the reduced gradients to what the optimizer updates, and measure them."""
+        self.adopt_edits()
+        placements = {id(group.placement): group.placement for group in self.groups}
+        filled = []
+        for placement in placements.values():
+            lines: dict[Hashable, Tensor] = {}
+            for group in self._of(placement):
+                group.hand_over(lines)
+            filled.append((placement, list(lines.values())))
+        self._drop_absent()
+        device = next((param.device for group in self.groups for param in group.params), torch.device("cpu"))
+        self._norm = total_norm([self._line(*each) for each in filled], self._measure, device)
+
+    def measure(self) -> Tensor:
+        """The norm of all gradients of the whole model, as `take_gradients` found it."""
+        if self._norm is None:
+            raise UsageError("the gradient norm was asked for before the gradients were taken")
+        return self._norm
+
+    def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The gradients that the optimizer is about to use, each with the model's parameter."""
+        for group in self.groups:
+            for piece in group.pieces:
+                if piece.master.grad is not None:
+                    yield piece.param, piece.master.grad
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Let the optimizer take its step, tile by tile: fetch from the store, step, put back.
+
+        On a device with all states at home there is one tile, unless temporary memory has to be bounded.
+        """
+        everything = [options["params"] for options in optimizer.param_groups]
+
+        def step(params: Tile) -> None:
+            for options, chosen in zip(optimizer.param_groups, params, strict=True):
+                options["params"] = chosen
+            optimizer.step()
+
+        try:
+            through((tile(optimizer, self._tile) if self._tile else []) or [everything], self._store, step)
+        finally:
+            for options, chosen in zip(optimizer.param_groups, everything, strict=True):
+                options["params"] = chosen
+
+    def publish(self) -> None:
+        """Bring what was updated back into the parameters."""
+        for group in self.groups:
+            group.publish()
+
+    def zero_grad(self) -> None:
+        """Drop every gradient, of pieces and of the model's parameters."""
+        self._optimizer.zero_grad(set_to_none=True)
+        for group in self.groups:
+            group.forget()
+
+    def _of(self, placement: Placement) -> list[ShardGroup]:
+        return [group for group in self.groups if group.placement is placement]
+
+    def _line(self, placement: Placement, filled: list[Tensor]) -> Line:
+        """What is measured: memory as it is filled, or gradient by gradient where some are parts of split ones."""
+        if self._measure.model_group is None:
+            return Line(placement, filled)
+        kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for piece in (piece for group in self._of(placement) for piece in group.pieces):
+            if piece.master.grad is not None:
+                kinds[self._measure.is_split(piece.param)].append(piece.master.grad)
+        return Line(placement, *kinds)
+
+    def _enter(self, options: dict[str, Any], params: list[nn.Parameter]) -> None:
+        for group in self._make(options, params):
+            if group not in self.groups:
+                self.groups.append(group)
+            self._places.update({id(param): (group, place) for place, param in enumerate(group.params)})
+            group.take_states(self._optimizer)
+            listed = {id(each) for each in options["params"]}
+            options["params"] += [piece.master for piece in group.pieces if id(piece.master) not in listed]
+
+    def _drop_absent(self) -> None:
+        """A parameter that no rank used keeps no gradient, so that the optimizer leaves it alone."""
+        absent = {id(param) for param in self.reducer.absent()} if self.reducer is not None else set()
+        if not absent:
+            return
+        if self._measure.all_used:
+            names = [n for g in self.groups for n, p in zip(g.names, g.params, strict=True) if id(p) in absent]
+            raise UsageError(
+                f"zero_optimization.ignore_unused_parameters is false, and no rank had a gradient for {names}. Use "
+                "these parameters in the loss, freeze them with requires_grad_(False), or set the key to true."
+            )
+        for group in self.groups:
+            for piece in group.pieces:
+                if id(piece.param) in absent:
+                    piece.master.grad = None

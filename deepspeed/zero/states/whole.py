@@ -1,0 +1,148 @@
+"""Nobody to share with: parameters, masters and gradients are whole on every rank, as plain PyTorch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed.fragments import Block
+from deepspeed.zero.placement import Placement
+from deepspeed.zero.states.group import Dtypes, Named, ShardGroup, name_of
+from deepspeed.zero.states.piece import Piece
+
+if TYPE_CHECKING:
+    from deepspeed.parallel import AxisGroup
+    from deepspeed.zero.gradients.reducer import ShardReducer
+
+__all__ = ["WholeGroup", "WholePlanner"]
+
+
+class WholeGroup(ShardGroup):
+    """All parameters of a group of the optimizer, in its order.
+
+    What the optimizer updates has the parameter's shape. Where the dtypes agree it is the parameter itself and nothing
+    is copied. Gradients are reduced where autograd leaves them.
+    """
+
+    def __init__(self, members: Sequence[Named], placement: Placement, dtypes: Dtypes, options: dict[str, Any]) -> None:
+        super().__init__([], placement, dtypes, options)
+        self.extend(members)
+
+    @property
+    def copies(self) -> bool:
+        """See `ShardGroup`."""
+        return any(piece.separate for piece in self.pieces)
+
+    def extend(self, members: Sequence[Named]) -> None:
+        """Parameters that were unfrozen meanwhile join those of their group."""
+        for name, param in members:
+            same = param.dtype == self.dtypes.master or not param.is_floating_point()
+            wide = param if same else nn.Parameter(param.detach().to(self.dtypes.master), requires_grad=True)
+            self.names.append(name)
+            self.params.append(param)
+            self.pieces.append(Piece(name, param, param.shape, (0, param.numel()), param, wide))
+        self.layout = Block(tuple(param.numel() for param in self.params), 1)
+
+    def take_states(self, optimizer: Optimizer) -> None:
+        """Take over what the optimizer knows of parameters that it was used with before."""
+        for piece in self.pieces:
+            if piece.separate and piece.param in optimizer.state:
+                optimizer.state[piece.master] = optimizer.state.pop(piece.param)
+
+    @torch.no_grad()
+    def hand_over(self, lines: dict[Hashable, Tensor]) -> None:
+        """Move gradients from the parameters to their masters, in the masters' dtype; see `ShardGroup`."""
+        for piece in self.pieces:
+            param, master = piece.param, piece.master
+            if piece.separate and param.grad is not None:
+                master.grad = param.grad.to(master.dtype)
+                param.grad = None
+            if master.grad is not None:
+                lines[id(master)] = master.grad
+
+    def held(self, place: int, reducer: ShardReducer | None) -> WholeState:
+        """See `ShardGroup`."""
+        return WholeState(self.pieces[place])
+
+    def gradients(self) -> list[Tensor | None]:
+        """See `ShardGroup`."""
+        return [p.master.grad if p.param.grad is None else p.param.grad for p in self.pieces]
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the parameters."""
+        separate = [piece for piece in self.pieces if piece.separate]
+        if separate:
+            torch._foreach_copy_([piece.source for piece in separate], [piece.master for piece in separate])
+            for piece in separate:
+                piece.version = piece.param._version
+
+    def forget(self) -> None:
+        """Drop gradients that were not handed over."""
+        for piece in self.pieces:
+            if piece.separate:
+                piece.param.grad = None
+
+
+class WholePlanner:
+    """Makes one group for each group of the optimizer; parameters that are unfrozen later join it."""
+
+    def __init__(self, placement: Placement, dtypes: Dtypes, names: dict[int, str]) -> None:
+        """`names` are those of the module's parameters, by id."""
+        self._placement, self._dtypes, self._names = placement, dtypes, names
+        self._groups: dict[int, WholeGroup] = {}
+
+    def groups(self, options: dict[str, Any], params: list[nn.Parameter]) -> list[WholeGroup]:
+        """The group of these options, with these parameters in it."""
+        members = [(name_of(param, self._names), param) for param in params]
+        known = self._groups.get(id(options))
+        if known is None:
+            known = self._groups[id(options)] = WholeGroup(members, self._placement, self._dtypes, options)
+        else:
+            known.extend(members)
+        return [known]
+
+    def waits(self, param: nn.Parameter) -> bool:
+        """A frozen parameter gets a copy in another dtype only when it is trained."""
+        return param.is_floating_point() and param.dtype != self._dtypes.master
+
+
+class WholeState:
+    """`deepspeed.zero.states.lookup.ParameterState` for a parameter that is whole on this rank."""
+
+    axis: AxisGroup | None = None
+
+    def __init__(self, piece: Piece) -> None:
+        self._piece, self._param = piece, piece.param
+        self._master = piece.master
+        self.master: nn.Parameter | None = piece.master
+        self.name = piece.name
+        self.shape = piece.shape
+        self.interval = piece.interval
+        self.chunk = piece.shape.numel()
+        self.dtype = piece.master.dtype
+        self.device = piece.param.device
+
+    def gradient(self) -> Tensor | None:
+        """See `ParameterState`; where gradients are accumulated in the master's dtype they lie there already."""
+        grad = self._param.grad if self._param.grad is not None else self._master.grad
+        return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
+
+    def has_gradient(self) -> bool:
+        """See `ParameterState`."""
+        return self.gradient() is not None
+
+    def put_gradient(self, values: Tensor) -> None:
+        """See `ParameterState`."""
+        holder = self._param if self._param.grad is not None else self._master
+        holder.grad = values.to(holder.dtype).view(self.shape)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """See `ParameterState`."""
+        if self._piece.separate:
+            self._param.data.copy_(self._master)  # not seen by the version that tells of edits
