@@ -6,6 +6,7 @@ import mmap
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 
 _EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.listdir", "os.scandir"}
@@ -52,10 +53,14 @@ def count(work: Callable[[], object]) -> int:
             at_every_act(lambda: seen.append(None))
             work()
             shared[:8] = len(seen).to_bytes(8, "little")
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
-    return int.from_bytes(shared[:8], "little")
+    found = int.from_bytes(shared[:8], "little")
+    assert found, "the work failed, or did nothing to the file system"
+    return found
 
 
 def at_every_act(act: Callable[[], object]) -> None:
