@@ -17,7 +17,16 @@ from deepspeed.comm.pending import AllOf, CollectiveWork, Pending, Waitable
 from deepspeed.comm.reduce_op import ReduceOp
 from deepspeed.errors import CommError
 
-__all__ = ["all_gather_coalesced", "all_reduce_coalesced", "broadcast_coalesced", "reduce_scatter_coalesced"]
+__all__ = [
+    "BATCHING",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "broadcast_coalesced",
+    "reduce_scatter_coalesced",
+]
+
+BATCHING = ("nccl", "fake")
+"""Backends that launch several tensors as one fused operation, which saves both copies; torch's fake one plays NCCL."""
 
 T = TypeVar("T")
 
@@ -44,8 +53,7 @@ def _by_dtype(tensors: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _batches_itself(group: ProcessGroup | None) -> bool:
-    """NCCL launches several tensors as one fused operation, which saves both copies."""
-    return str(td.get_backend(group)) == "nccl"
+    return str(td.get_backend(group)) in BATCHING
 
 
 def _real(group: ProcessGroup | None) -> ProcessGroup:

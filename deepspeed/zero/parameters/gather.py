@@ -18,15 +18,14 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import Pending
-from deepspeed.comm.coalesced import all_gather_coalesced, broadcast_coalesced
+from deepspeed.comm.coalesced import BATCHING, all_gather_coalesced, broadcast_coalesced
 from deepspeed.comm.direct_gather import gather_parts
 from deepspeed.zero.parameters.shard import Shard
 
 __all__ = ["PLAIN", "Gather", "PlainGather", "finish", "gather", "release", "spread", "start"]
 
-# A chunk of this many bytes is better sent from where it lies than packed with others. NCCL makes one operation of many
-# without packing; gloo copies anyway.
-_WORTH_PACKING = {"nccl": 1 << 60, "gloo": 1 << 17, "others": 2 << 20}
+# A chunk of this many bytes is better sent from where it lies than packed with others; gloo copies anyway.
+_WORTH_PACKING = {"gloo": 1 << 17, "others": 2 << 20}
 # One of this many is gathered without the second copy that gloo makes.
 _WORTH_SPARING = 1 << 20
 _backends: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # torch's own look-up takes a while
@@ -57,15 +56,15 @@ class PlainGather:
                 kinds.setdefault((shard.dtype, shard.axis.group), []).append(shard)
         for (_, group), alike in kinds.items():
             backend = _backend(group)
-            limit = _WORTH_PACKING.get(backend, _WORTH_PACKING["others"])
-            packed = [] if self.one_by_one else [shard for shard in alike if _bytes(shard) < limit]
-            if len(packed) < 2:
-                packed = []
-            elif backend == "nccl":
-                _batched(packed, group)
+            limit = 1 << 60 if backend in BATCHING else _WORTH_PACKING.get(backend, _WORTH_PACKING["others"])
+            together = [] if self.one_by_one else [shard for shard in alike if _bytes(shard) < limit]
+            if len(together) < 2:
+                together = []
+            elif backend in BATCHING:
+                _batched(together, group)
             else:
-                _packed(packed, group)
-            known = set(map(id, packed))
+                _packed(together, group)
+            known = set(map(id, together))
             for shard in alike:
                 if id(shard) not in known:
                     _single(shard, group)

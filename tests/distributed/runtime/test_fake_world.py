@@ -56,3 +56,30 @@ def test_a_load_tells_what_the_other_ranks_did_not_write(tmp_path):
     sharded.save_checkpoint(tmp_path / "sharded")
     with pytest.raises(CheckpointError, match="written by 4 ranks, but there are optimizer files of ranks \\[0\\]"):
         sharded.load_checkpoint(tmp_path / "sharded")
+
+
+@pytest.mark.parametrize("world", [8, 1024])
+@ranks(1, init=False)
+def test_a_block_is_one_gather_in_each_pass(world):
+    """However large the part of each parameter is that a rank sends."""
+    width, blocks = 2304, 2
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Linear(width, width)) for _ in range(blocks)]
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "comms_logger": {"enabled": True},
+    }
+    engine = deepspeed.initialize(model=nn.Sequential(*layers), config=config)[0]
+    for _ in range(3):
+        before = _gathers()
+        engine.backward(engine(torch.ones(1, width)).sum())
+        engine.step()
+    assert _gathers() - before <= 2 * blocks
+    engine.destroy()
+
+
+def _gathers():
+    found = deepspeed.comm.comms_logger.comms_dict
+    return sum(entry[0] for name, sizes in found.items() if "gather" in name for entry in sizes.values())
