@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.deepspeed import writer as deepspeed_writer
-from deepspeed.checkpoint.native import writer as native_writer
-from deepspeed.checkpoint.source import Source
-from deepspeed.checkpoint.state import Counters, GroupState, TrainingState
+from deepspeed.checkpoint.formats.native import writer as native_writer
+from deepspeed.checkpoint.formats.source import Source
+from deepspeed.checkpoint.formats.training_state import Counters, GroupState, TrainingState
+from deepspeed.checkpoint.formats.zero_files import writer as deepspeed_writer
 from deepspeed.fragments import Block, Striped
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed-0.19.8"

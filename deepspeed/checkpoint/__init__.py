@@ -1,6 +1,6 @@
 """Checkpoints: what a rank gives and wants as fragments, in DeepSpeed's files, universal ones or safetensors.
 
-state and source are the two contracts; deepspeed, universal and native are formats of both; open finds the format.
+`formats`: what is in the files; `storage`: how they come to the disk and back. This folder: what people call.
 The rest of the names are DeepSpeed's, for scripts that look into its checkpoints.
 """
 
@@ -12,11 +12,11 @@ from deepspeed._lazy import lazy
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-    from deepspeed.checkpoint.megatron import DeepSpeedCheckpoint
-    from deepspeed.checkpoint.open import open_checkpoint
-    from deepspeed.checkpoint.reshape import ZeROCheckpoint, get_model_3d_descriptor, model_3d_desc
-    from deepspeed.checkpoint.source import Source
-    from deepspeed.checkpoint.state import Counters, GroupState, TrainingState
+    from deepspeed.checkpoint.formats.detect import open_checkpoint
+    from deepspeed.checkpoint.formats.megatron.checkpoint import DeepSpeedCheckpoint
+    from deepspeed.checkpoint.formats.megatron.grid import ZeROCheckpoint, get_model_3d_descriptor, model_3d_desc
+    from deepspeed.checkpoint.formats.source import Source
+    from deepspeed.checkpoint.formats.training_state import Counters, GroupState, TrainingState
     from deepspeed.checkpoint.universal_checkpoint import SubparamShape
     from deepspeed.checkpoint.utils import (
         clone_tensors_for_torch_save,
@@ -45,11 +45,11 @@ __all__ = [
 
 _HOMES = {
     "constants": ("UNIVERSAL_CHECKPOINT_INFO",),
-    "megatron": ("DeepSpeedCheckpoint",),
-    "open": ("open_checkpoint",),
-    "reshape": ("ZeROCheckpoint", "get_model_3d_descriptor", "model_3d_desc"),
-    "source": ("Source",),
-    "state": ("Counters", "GroupState", "TrainingState"),
+    "formats.megatron.checkpoint": ("DeepSpeedCheckpoint",),
+    "formats.detect": ("open_checkpoint",),
+    "formats.megatron.grid": ("ZeROCheckpoint", "get_model_3d_descriptor", "model_3d_desc"),
+    "formats.source": ("Source",),
+    "formats.training_state": ("Counters", "GroupState", "TrainingState"),
     "universal_checkpoint": ("SubparamShape",),
     "utils": (
         "clone_tensors_for_torch_save",

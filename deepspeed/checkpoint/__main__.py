@@ -11,16 +11,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from deepspeed.checkpoint import manifest
-from deepspeed.checkpoint.consolidate import save_checkpoint_weights
-from deepspeed.checkpoint.deepspeed import writer
-from deepspeed.checkpoint.deepspeed.classes import with_classes
-from deepspeed.checkpoint.native import writer as native
-from deepspeed.checkpoint.open import find_tag, open_checkpoint
+from deepspeed.checkpoint.formats.consolidate import save_checkpoint_weights
+from deepspeed.checkpoint.formats.detect import find_tag, open_checkpoint
+from deepspeed.checkpoint.formats.native import writer as native
+from deepspeed.checkpoint.formats.reshard import state_of
+from deepspeed.checkpoint.formats.source import Source
+from deepspeed.checkpoint.formats.universal.convert import convert as to_universal
+from deepspeed.checkpoint.formats.zero_files import writer
+from deepspeed.checkpoint.formats.zero_files.class_stand_ins import with_classes
 from deepspeed.checkpoint.progress import bar
-from deepspeed.checkpoint.source import Source
-from deepspeed.checkpoint.transform import state_of
-from deepspeed.checkpoint.universal.convert import convert as to_universal
+from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.zero_to_fp32 import DTYPES
 from deepspeed.errors import DeepSpeedError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.checkpoint.progress import bar
-from deepspeed.checkpoint.universal.convert import convert
 
 __all__ = ["main", "parse_arguments"]
 

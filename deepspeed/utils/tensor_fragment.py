@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.safe_load import fragment_address
+from deepspeed.checkpoint.formats.safe_load import fragment_address
 from deepspeed.errors import UsageError
 from deepspeed.fragments import intersection
 from deepspeed.zero.public.access import (

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.checkpoint.safe_load import safe_load
+from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.zero_to_fp32 import (
     DTYPES,
     Lazy,

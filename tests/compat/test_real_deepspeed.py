@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from deepspeed.checkpoint.__main__ import main
-from deepspeed.checkpoint.deepspeed import writer
-from deepspeed.checkpoint.open import open_checkpoint
-from deepspeed.checkpoint.transform import state_of
+from deepspeed.checkpoint.formats.detect import open_checkpoint
+from deepspeed.checkpoint.formats.reshard import state_of
+from deepspeed.checkpoint.formats.zero_files import writer
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.checkpoint_states import EXPECTED, FIXTURES, ORDER, fixture
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.agreement import Alone
-from deepspeed.checkpoint.background import Snapshot
-from deepspeed.checkpoint.manager import CheckpointManager, Request, SavePolicy
-from deepspeed.checkpoint.safe_load import safe_load
+from deepspeed.checkpoint.formats.safe_load import safe_load
+from deepspeed.checkpoint.storage.background import Snapshot
+from deepspeed.checkpoint.storage.manager import CheckpointManager, Request, SavePolicy
+from deepspeed.checkpoint.storage.rank_meeting import Alone
 
 pytestmark = [
     pytest.mark.gpu,

@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed.checkpoint import zero_to_fp32, zero_to_torch
-from deepspeed.checkpoint.agreement import Meeting, default_exchange, together
-from deepspeed.checkpoint.commit import LATEST
-from deepspeed.checkpoint.deepspeed import writer as deepspeed_files
-from deepspeed.checkpoint.files import Allocate, Files
-from deepspeed.checkpoint.loom import Loom
-from deepspeed.checkpoint.manager import CheckpointManager, Content, Place, Request, SavePolicy
-from deepspeed.checkpoint.native import safetensors
-from deepspeed.checkpoint.native import writer as safetensors_files
-from deepspeed.checkpoint.open import open_checkpoint
-from deepspeed.checkpoint.source import Source
-from deepspeed.checkpoint.state import TrainingState
-from deepspeed.checkpoint.stream import BLOCK, Stream, WriterOptions
+from deepspeed.checkpoint.formats import safetensors
+from deepspeed.checkpoint.formats.detect import open_checkpoint
+from deepspeed.checkpoint.formats.native import writer as safetensors_files
+from deepspeed.checkpoint.formats.rank_files import Allocate, Files
+from deepspeed.checkpoint.formats.source import Source
+from deepspeed.checkpoint.formats.stand_ins import StandIns
+from deepspeed.checkpoint.formats.training_state import TrainingState
+from deepspeed.checkpoint.formats.zero_files import writer as deepspeed_files
+from deepspeed.checkpoint.storage.block_writer import BLOCK, Stream, WriterOptions
+from deepspeed.checkpoint.storage.commit import LATEST
+from deepspeed.checkpoint.storage.manager import CheckpointManager, Content, Place, Request, SavePolicy
+from deepspeed.checkpoint.storage.rank_meeting import Meeting, default_exchange, together
 from deepspeed.config.checkpoint import CheckpointConfig
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist, logger
@@ -87,8 +87,8 @@ class Checkpoints:
         with self.manager.exchange.meeting(what) as meeting:
             _, heard = together(meeting, what, self._look)
             allocate = self.manager.allocator() if background else None
-            loom = Loom() if not background and self.manager.policy.zipped and Loom.works() else None
-            make = functools.partial(self._files, self._compared(run, heard), exclude_frozen, allocate, loom)
+            stand_ins = StandIns() if not background and self.manager.policy.zipped and StandIns.works() else None
+            make = functools.partial(self._files, self._compared(run, heard), exclude_frozen, allocate, stand_ins)
             state, files = _here(meeting, what, make)
         zero = state.stage > 0 and self._section.format == "deepspeed"
         scripts = {Path(str(m.__file__)).name: Path(str(m.__file__)).read_text("utf-8") for m in _SCRIPTS}
@@ -96,7 +96,7 @@ class Checkpoints:
             Request(
                 save_dir,
                 tag,
-                _contents(files, loom),
+                _contents(files, stand_ins),
                 format=self._section.format,
                 facts=_facts(state),
                 latest=LATEST if latest else None,
@@ -125,12 +125,12 @@ class Checkpoints:
         return dataclasses.replace(run, kinds=kinds, own_buffers=said[data]["buffers"] != first["buffers"])
 
     def _files(
-        self, run: Run, exclude_frozen: bool, allocate: Allocate | None, loom: Loom | None
+        self, run: Run, exclude_frozen: bool, allocate: Allocate | None, stand_ins: StandIns | None
     ) -> tuple[TrainingState, Files]:
         state = collect(self._parts, run, exclude_frozen=exclude_frozen)
         if self._section.format == "safetensors":
             return state, safetensors_files.files(state, allocate=allocate)
-        return state, deepspeed_files.files(state, allocate=allocate, loom=loom)
+        return state, deepspeed_files.files(state, allocate=allocate, stand_ins=stand_ins)
 
     # ---- loading
 
@@ -210,10 +210,10 @@ def _write_safetensors(content: safetensors.Content, stream: Stream) -> None:
         stream.write(chunk)
 
 
-def _contents(files: Files, loom: Loom | None) -> dict[str, Any]:
+def _contents(files: Files, stand_ins: StandIns | None) -> dict[str, Any]:
     objects = files.objects
-    if loom is not None:
-        objects = {name: Content(value, loom.dump) for name, value in objects.items()}
+    if stand_ins is not None:
+        objects = {name: Content(value, stand_ins.dump) for name, value in objects.items()}
     tensors = {name: Content(content, _write_safetensors) for name, content in files.tensors.items()}
     return {**objects, **tensors, **files.texts}
 

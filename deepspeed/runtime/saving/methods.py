@@ -6,9 +6,9 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deepspeed.checkpoint.manager import default_tag
-from deepspeed.checkpoint.source import Source
-from deepspeed.checkpoint.state import Counters
+from deepspeed.checkpoint.formats.source import Source
+from deepspeed.checkpoint.formats.training_state import Counters
+from deepspeed.checkpoint.storage.manager import default_tag
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
 from deepspeed.runtime.parts import Parts

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
-from deepspeed.checkpoint.native.safetensors import Content, chunks
-from deepspeed.checkpoint.native.safetensors import size as safetensors_size
-from deepspeed.checkpoint.storage import sync_directory, write_file, write_tensorfile, write_text
+from deepspeed.checkpoint.formats.safetensors import Content, chunks
+from deepspeed.checkpoint.formats.safetensors import size as safetensors_size
+from deepspeed.checkpoint.storage.durable import sync_directory, write_file, write_tensorfile, write_text
 from deepspeed.checkpoint.zero_to_fp32 import plan_shards
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.zero.parameters import gather as fetch

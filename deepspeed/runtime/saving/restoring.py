@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed.checkpoint.delivery import Delivery
-from deepspeed.checkpoint.source import Source
+from deepspeed.checkpoint.formats.bulk_read import BulkRead
+from deepspeed.checkpoint.formats.source import Source
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import logger
 from deepspeed.ops.optimizer import BatchOptimizer
@@ -68,7 +68,7 @@ class Restoring:
         named = list(parts.module.named_parameters())
         self._others = [(name, param) for name, param in named if name not in owned]
         self._state_dict: dict[str, Tensor] | None = None
-        self._delivery = Delivery()
+        self._reads = BulkRead()
         self._after: list[tuple[Tensor, Tensor]] = []
 
     # ---- compare
@@ -126,7 +126,7 @@ class Restoring:
             self._read_weights()
         optimizer = self._parts.basic_optimizer if self._wish.optimizer else None
         found = None if optimizer is None else self._read_optimizer(optimizer)
-        self._deliver()
+        self._read_all()
         if optimizer is not None and found is not None:
             reload(optimizer, found)
 
@@ -155,10 +155,10 @@ class Restoring:
         if not target.is_contiguous():
             target, place = torch.empty(target.shape, dtype=target.dtype, device=target.device), target
             self._after.append((place, target))
-        self._delivery.add(self._source.find(name, kind, *interval), target.view(-1))
+        self._reads.add(self._source.find(name, kind, *interval), target.view(-1))
 
-    def _deliver(self) -> None:
-        self._delivery.run()
+    def _read_all(self) -> None:
+        self._reads.run()
         for target, values in self._after:
             target.copy_(values)
 
@@ -247,7 +247,7 @@ class Restoring:
             old = optimizer.state.get(held.master, {}).get(kind)
             if not isinstance(old, Tensor) or (old.shape, old.dtype) != (shape, dtype) or not old.is_contiguous():
                 old = torch.empty(shape, dtype=dtype, device=held.master.device)
-            self._delivery.add(parts, old.view(-1))  # memory that is there costs less than new
+            self._reads.add(parts, old.view(-1))  # memory that is there costs less than new
             state[kind] = old
         return state
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed.checkpoint.state import Counters, GroupState, TrainingState
+from deepspeed.checkpoint.formats.training_state import Counters, GroupState, TrainingState
 from deepspeed.config.explain import without_secrets
 from deepspeed.fragments import FlatLayout
 from deepspeed.ops.adam import FusedAdam

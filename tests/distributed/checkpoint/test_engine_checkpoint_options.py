@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.checkpoint import agreement, manifest
-from deepspeed.checkpoint.universal.convert import convert
+from deepspeed.checkpoint.formats.universal.convert import convert
+from deepspeed.checkpoint.storage import manifest, rank_meeting
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import logger
 from deepspeed.utils import safe_get_full_fp32_param
@@ -353,7 +353,7 @@ def test_damage_fails_on_all_ranks(tmp_path):
 @ranks(3)
 def test_one_rank_alone(tmp_path):
     """The others go on, to a collective in which they wait; afterwards all can save."""
-    agreement.PATIENCE = math.inf  # ranks that are busy would be waited for without end
+    rank_meeting.PATIENCE = math.inf  # ranks that are busy would be waited for without end
     engine = build(2, checkpoint={"rank_wait": 1.5})
     engine.save_checkpoint(tmp_path, "good")
     group = dist.new_group([0, 1, 2])

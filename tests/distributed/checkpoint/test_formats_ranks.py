@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.checkpoint.open import open_checkpoint
+from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.fragments import Block, Striped
 from tests.checkpoint_states import SMALL, WRITERS
 from tests.harness import ranks

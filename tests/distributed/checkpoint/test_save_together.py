@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.checkpoint import manifest
-from deepspeed.checkpoint.agreement import default_exchange
-from deepspeed.checkpoint.manager import CheckpointManager, Request, SavePolicy
-from deepspeed.checkpoint.safe_load import CheckedFile, safe_load
-from deepspeed.checkpoint.stream import WriterOptions
+from deepspeed.checkpoint.formats.safe_load import CheckedFile, safe_load
+from deepspeed.checkpoint.storage import manifest
+from deepspeed.checkpoint.storage.block_writer import WriterOptions
+from deepspeed.checkpoint.storage.manager import CheckpointManager, Request, SavePolicy
+from deepspeed.checkpoint.storage.rank_meeting import default_exchange
 from deepspeed.errors import CheckpointError
 from tests.harness import ranks
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import deepspeed
-from deepspeed.checkpoint.agreement import Alone, default_exchange
+from deepspeed.checkpoint.storage.rank_meeting import Alone, default_exchange
 from deepspeed.errors import CheckpointError
 from tests.harness import ranks
 

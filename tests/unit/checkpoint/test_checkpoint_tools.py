@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from deepspeed.checkpoint import __main__ as program
-from deepspeed.checkpoint import ds_to_universal, manifest
-from deepspeed.checkpoint.consolidate import save_state_dict, tied_names
-from deepspeed.checkpoint.native.safetensors import Content, open_file, save, size
-from deepspeed.checkpoint.open import find_tag, open_checkpoint
-from deepspeed.checkpoint.plain import plain
-from deepspeed.checkpoint.storage import write_file, write_tensorfile, write_text
-from deepspeed.checkpoint.universal.merge import merge_slices
+from deepspeed.checkpoint import ds_to_universal
+from deepspeed.checkpoint.formats.consolidate import save_state_dict, tied_names
+from deepspeed.checkpoint.formats.detect import find_tag, open_checkpoint
+from deepspeed.checkpoint.formats.plain_values import plain
+from deepspeed.checkpoint.formats.safetensors import Content, open_file, save, size
+from deepspeed.checkpoint.formats.universal.merge import merge_slices
+from deepspeed.checkpoint.storage import manifest
+from deepspeed.checkpoint.storage.durable import write_file, write_tensorfile, write_text
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save, get_model_ckpt_name_for_rank
 from deepspeed.errors import CheckpointError, UsageError
 from tests.checkpoint_states import FIXTURES, SMALL, WRITERS, fixture

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import deepspeed.checkpoint.zero_to_fp32 as script
-from deepspeed.checkpoint.native.safetensors import open_file
-from deepspeed.checkpoint.open import open_checkpoint
+from deepspeed.checkpoint.formats.detect import open_checkpoint
+from deepspeed.checkpoint.formats.safetensors import open_file
 from deepspeed.utils import zero_to_fp32 as tools
 from tests.checkpoint_states import FIXTURES, ORDER, SMALL, Net, Whole, fixture
 

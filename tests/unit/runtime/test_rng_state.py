@@ -7,7 +7,7 @@ import random
 import numpy as np
 import torch
 
-from deepspeed.checkpoint.plain import plain
+from deepspeed.checkpoint.formats.plain_values import plain
 from deepspeed.runtime.saving.rng_state import capture, restore
 
 

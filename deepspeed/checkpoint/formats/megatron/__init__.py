@@ -1,0 +1,1 @@
+"""Pipeline × tensor × data grids of ranks, for offline tools that look into Megatron-style checkpoints."""

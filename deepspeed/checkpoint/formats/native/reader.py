@@ -1,0 +1,213 @@
+"""The topology-free format as a `Source`: the index says which rank's file holds an interval, headers say where."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.formats.checked_files import Opened, Opener
+from deepspeed.checkpoint.formats.native.writer import INDEX, SMALL, VERSION, rank_file
+from deepspeed.checkpoint.formats.safetensors import Content
+from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
+from deepspeed.checkpoint.formats.training_state import Counters
+from deepspeed.checkpoint.storage.tensor_memory import tensors_in
+from deepspeed.errors import CheckpointError
+from deepspeed.fragments import Block, FlatLayout, Striped
+
+__all__ = ["NativeSource"]
+
+
+class NativeSource:
+    """A directory with an index and one safetensors file per rank."""
+
+    def __init__(self, directory: Path, *, opener: Opener | None = None) -> None:
+        self._directory = directory
+        self._opener = opener or Opener(directory)
+        self._index = _read_index(directory / INDEX, self._opener.text(INDEX))
+        self._pieces = Pieces({}, dict(self._index["aliases"]), str(directory))
+        self._dtypes: dict[str, str | None] = {}
+        self._holder: dict[str, int] = {}
+        self._scalars: dict[int, dict[str, dict[str, Any]]] = {}
+        for group in self._index["groups"]:
+            self._enter(group["tensors"], self._layout(group), group["kinds"])
+        frozen = self._index["frozen"]
+        self._enter(frozen["tensors"], self._layout({**frozen, "align": 1, "gap": 1}), ["param"])
+        self._enter(self._index["buffers"], None, ["param"])
+
+    @property
+    def format(self) -> str:
+        """A few words on what this is."""
+        return f"fragments (safetensors), written by {self._index['ds_version']}"
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage when it was written."""
+        return int(self._index["stage"])
+
+    @property
+    def world(self) -> int:
+        """Ranks that wrote it."""
+        return int(self._index["ranks"])
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Every file that belongs to it."""
+        ranks = [rank_file(rank) for rank in range(self.world) if (self._directory / rank_file(rank)).exists()]
+        return (INDEX, SMALL, *self._index["files"], *ranks)
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Every parameter and buffer by name, without tied names."""
+        order = {name: place for place, name in enumerate(self._index["order"])}
+        known = self._pieces.shapes
+        return {name: known[name] for name in sorted(known, key=lambda name: order.get(name, len(order)))}
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers, whole."""
+        return {name: self.read(name, "param").view(self._pieces.shapes[name]) for name in self._index["buffers"]}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied name → the name in `shapes`."""
+        return self._pieces.aliases
+
+    @property
+    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
+        """The optimizer's groups."""
+        settings = self._small_entries["hyperparameters"]
+        return [
+            (list(group["tensors"]), settings[place] if place < len(settings) else {})
+            for place, group in enumerate(self._index["groups"])
+        ]
+
+    @functools.cached_property
+    def small(self) -> Small:
+        """What is not a tensor."""
+        found = self._small_entries
+        return Small(
+            Counters(**found["counters"]),
+            found["lr_scheduler"],
+            found["loss_scale"],
+            found["overflow"],
+            found["clip"],
+            found["client_state"],
+            found["ds_config"],
+            self._index["ds_version"],
+            found.get("module") or {},
+        )
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """What can be read of a parameter: what the file of its first elements has."""
+        owner = self._pieces.owner(name)
+        if owner not in self._holder:
+            return ()
+        held = self._open(self._holder[owner]).state.tensors
+        found = tuple(kind for kind in self._pieces.kinds(owner) if f"{kind}:{owner}" in held)
+        both = ("param", "master") if {"param", "master"} & set(found) else ()
+        return (*both, *(kind for kind in found if kind not in both))
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """What the model computed with."""
+        text = self._dtypes.get(self._pieces.owner(name))
+        found = getattr(torch, text) if text else None
+        return found if isinstance(found, torch.dtype) else None
+
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
+        """Where the flat elements [start, stop) of a tensor are."""
+        return self._pieces.find(name, kind, start, stop)
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """The flat elements [start, stop) of a tensor."""
+        return join(self.find(name, kind, start, stop))
+
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        """The optimizer's state of a parameter that has no elements of its own."""
+        owner = self._pieces.owner(name)
+        if owner not in self._holder:
+            return {}
+        rank = self._holder[owner]
+        opened = self._open(rank)
+        if rank not in self._scalars:
+            self._scalars[rank] = _scalars(opened.state)
+        return opened.checked(self._scalars[rank].get(owner, {}))
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """`rng` and `data` of a rank that wrote it."""
+        name = rank_file(rank)
+        return self._small_object(name) if (self._directory / name).exists() else {}
+
+    @functools.cached_property
+    def _small_entries(self) -> Mapping[str, Any]:
+        return self._small_object(SMALL)
+
+    def _small_object(self, name: str) -> Mapping[str, Any]:
+        opened = self._opener.torch(name)
+        for tensor in tensors_in(opened.state):
+            opened.require(tensor)
+        found: Mapping[str, Any] = opened.state
+        return found
+
+    def _layout(self, group: Mapping[str, Any]) -> FlatLayout:
+        numels = tuple(torch.Size(shape).numel() for shape, _ in group["tensors"].values())
+        if group["split"] == "each":
+            return Striped(numels, self.world)
+        return Block(numels, self.world, align=group["align"], gap=group["gap"])
+
+    def _enter(self, tensors: Mapping[str, Any], layout: FlatLayout | None, kinds: Sequence[str]) -> None:
+        for number, (name, (shape, dtype)) in enumerate(tensors.items()):
+            size = torch.Size(shape)
+            self._pieces.shapes[name] = size
+            self._dtypes[name] = dtype
+            for rank in range(self.world if layout else 1):
+                interval = layout.interval(number, rank) if layout else (0, size.numel())
+                if interval[0] < interval[1] or (size.numel() == 0 and rank == 0):
+                    self._holder.setdefault(name, rank)
+                    for kind in kinds:
+                        load = functools.partial(self._load, rank, kind, name, interval)
+                        self._pieces.add(name, kind, Piece(interval, load, 0, self._index["files"][rank]))
+
+    def _load(self, rank: int, kind: str, name: str, interval: tuple[int, int]) -> tuple[Tensor, Opened]:
+        opened = self._open(rank)
+        tensor = opened.state.tensors.get(f"{kind}:{name}")
+        file = self._index["files"][rank]
+        if tensor is None:
+            raise CheckpointError(f"{self._directory / file} has no {kind} of {name}; the index says it has")
+        if tensor.numel() != interval[1] - interval[0]:
+            raise CheckpointError(
+                f"{self._directory / file}: {kind} of {name} has {tensor.numel()} elements, expected "
+                f"{interval[1] - interval[0]} ([{interval[0]}, {interval[1]}) of it)"
+            )
+        return tensor, opened
+
+    def _open(self, rank: int) -> Opened:
+        return self._opener.tensors(self._index["files"][rank])
+
+
+def _scalars(content: Content) -> dict[str, dict[str, Any]]:
+    """By parameter: the numbers of the header and the tensors that stand for one."""
+    found: dict[str, dict[str, Any]] = json.loads(content.metadata.get("scalars", "{}"))
+    for key, tensor in content.tensors.items():
+        if key.startswith("scalar:"):
+            _, kind, name = key.split(":", 2)
+            found.setdefault(name, {})[kind] = tensor
+    return found
+
+
+def _read_index(path: Path, text: str) -> Mapping[str, Any]:
+    try:
+        index: Mapping[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON ({error}): the checkpoint is damaged") from error
+    if index.get("format") != "deepspeed-fragments" or index.get("version") != VERSION:
+        raise CheckpointError(
+            f"{path}: format {index.get('format')!r}, version {index.get('version')!r}; this version reads "
+            f"'deepspeed-fragments', version {VERSION}"
+        )
+    return index

@@ -1,0 +1,200 @@
+"""Reading torch files without running code from them: plain values, tensors and DeepSpeed's four classes.
+
+[Note: mapped files] `torch.load(mmap=True)` reads only the pickle; tensors are views of the mapped file whose bytes
+come from the disk when they are touched. `CheckedFile` checks the pickle and the zip's directory before they are used,
+and the blocks under a tensor when the tensor is required. Where a tensor lies in its file is told by the process's
+memory map; on a system without one the whole file is checked instead. Whoever wants values in memory of their own asks
+for their `place` and reads them from the file (`bulk_read`), since touching a map costs more.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import re
+import struct
+import threading
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.storage.block_reader import FileCheck
+from deepspeed.checkpoint.storage.block_writer import FileFacts
+from deepspeed.checkpoint.storage.durable import explain, gibibytes, is_whole
+from deepspeed.config.zero import ZeroStageEnum
+from deepspeed.errors import CheckpointError
+from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+
+__all__ = ["ALLOWED", "CheckedFile", "MappedCheck", "Place", "fragment_address", "safe_load"]
+
+
+@dataclass
+class fragment_address:
+    """Where a parameter's part lies in a rank's flat shard."""
+
+    numel: int
+    start: int
+
+
+ALLOWED: tuple[tuple[type, str], ...] = (
+    (LossScaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (ZeroStageEnum, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (fragment_address, "deepspeed.utils.tensor_fragment.fragment_address"),
+)
+"""The only classes beyond torch's own that a file may name, by the path where DeepSpeed has them."""
+
+# Whatever a damaged pickle can make the unpickler stumble over.
+_DAMAGE = (
+    RuntimeError,
+    EOFError,
+    LookupError,
+    ValueError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    MemoryError,
+    OSError,
+    struct.error,
+    pickle.UnpicklingError,
+)
+_FOREIGN = re.compile(r"Unsupported global: GLOBAL ([\w.]+)|unsupported GLOBAL ([\w.]+)")
+_ONE_AT_A_TIME = threading.Lock()  # torch's allow-list belongs to the process: whoever leaves the scope first ends it
+
+
+def safe_load(path: str | os.PathLike[str], *, mmap: bool = True, map_location: Any = "cpu") -> Any:
+    """`torch.load(weights_only=True)` that also knows DeepSpeed's four classes; every failure is a CheckpointError.
+
+    With `mmap` the tensors are read when they are used, and changing one does not change the file.
+    """
+    place = Path(path)
+    try:
+        with open(place, "rb") as file:
+            zipped = file.read(4) == b"PK\x03\x04"
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise explain(error, place) from error
+    if zipped and not is_whole(place):
+        raise CheckpointError(
+            f"{place}: truncated or damaged: {size} bytes ({gibibytes(size)}) without a zip directory at the end. "
+            "Writing it was interrupted, or it was cut by a copy. Load another checkpoint, or restore the file."
+        )
+    load = functools.partial(torch.load, place, map_location=map_location, weights_only=True, mmap=mmap and zipped)
+    try:
+        # torch's allow-list is one for all threads: another's must neither help this load nor end in its middle.
+        with _ONE_AT_A_TIME:
+            try:
+                return load()
+            except pickle.UnpicklingError as error:
+                if _foreign(error) not in [name for _, name in ALLOWED]:
+                    raise
+            with torch.serialization.safe_globals(list(ALLOWED)):
+                return load()
+    except _DAMAGE as error:
+        raise _told(error, place, size) from error
+
+
+def _foreign(error: BaseException) -> str:
+    """The class that the unpickler refused, empty if it is something else."""
+    found = _FOREIGN.search(str(error))
+    return "" if found is None else found.group(1) or found.group(2)
+
+
+def _told(error: BaseException, place: Path, size: int) -> CheckpointError:
+    name = _foreign(error)
+    if name:
+        return CheckpointError(
+            f"{place} holds an object of {name}. Only plain values, tensors and DeepSpeed's own classes are read, "
+            "because any other object can run code while it is read. If you trust the file, load it with "
+            "torch.load(weights_only=False), replace the object by a plain value and save the file again."
+        )
+    if not size:
+        return CheckpointError(f"{place} is empty: writing it was interrupted. Load another checkpoint.")
+    reason = str(error).strip().splitlines()
+    return CheckpointError(
+        f"{place} ({size} bytes) cannot be read: {type(error).__name__}: {reason[0] if reason else 'no reason given'}. "
+        "It is damaged or no file of torch.save. Load another checkpoint, or restore the file."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The first of a tensor's bytes in a file."""
+
+    blocks: FileCheck
+    start: int
+
+
+class MappedCheck:
+    """Compares the bytes under tensors that are views of a mapped file, of whatever format, with the manifest."""
+
+    def __init__(self, path: str | os.PathLike[str], facts: FileFacts, *, shared: bool = False) -> None:
+        self.path = Path(path)
+        self.blocks = FileCheck(path, facts, shared=shared)
+        self._base: int | None = None
+
+    def require(self, tensor: Tensor) -> Tensor:
+        """The same tensor, once the bytes under it are known to be what was written."""
+        if tensor.numel():
+            start = self._offset(tensor.data_ptr())
+            if start is None:
+                self.blocks.require(0, self.blocks.facts.size)
+            else:
+                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                self.blocks.require(start, start + (last + 1) * tensor.element_size())
+        return tensor
+
+    def place(self, tensor: Tensor) -> Place | None:
+        """Where the bytes of a contiguous tensor lie."""
+        start = self._offset(tensor.data_ptr()) if tensor.numel() and tensor.is_contiguous() else None
+        return None if start is None else Place(self.blocks, start)
+
+    def _offset(self, address: int) -> int | None:
+        if self._base is None:
+            self._base = _mapped_at(address, self.path)
+        if self._base is None or not 0 <= address - self._base < self.blocks.facts.size:
+            return None  # memory of its own
+        return address - self._base
+
+
+class CheckedFile(MappedCheck):
+    """A mapped torch file whose bytes are compared with the manifest before they are used.
+
+    `state` is what the file holds; its tensors are good once they went through `require`.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], facts: FileFacts, *, shared: bool = False) -> None:
+        super().__init__(path, facts, shared=shared)
+        for start, stop in self._skeleton(facts.size):
+            self.blocks.require(start, stop)
+        self.state: Any = safe_load(self.path)
+
+    def _skeleton(self, size: int) -> list[tuple[int, int]]:
+        """Where everything but tensors lies: the whole file if its directory does not tell."""
+        try:
+            with zipfile.ZipFile(self.path) as archive:
+                records = [info for info in archive.infolist() if "/data/" not in info.filename]
+                head = [(r.header_offset, r.header_offset + 1024 + r.file_size) for r in records]
+                return [(archive.start_dir, size), *((start, min(stop, size)) for start, stop in head)]
+        except (zipfile.BadZipFile, OSError, ValueError, struct.error):
+            return [(0, size)]
+
+
+def _mapped_at(address: int, path: Path) -> int | None:
+    """The address of the file's first byte in the mapping that holds `address`."""
+    try:
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        inode = path.stat().st_ino
+    except OSError:
+        return None
+    for line in lines:
+        words = line.split(None, 5)
+        first, last = (int(word, 16) for word in words[0].split("-"))
+        if first <= address < last:
+            return first - int(words[2], 16) if int(words[4]) == inode else None
+    return None

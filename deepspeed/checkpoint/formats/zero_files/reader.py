@@ -1,0 +1,275 @@
+"""DeepSpeed's files as a `Source`: which flat tensor of which rank's file holds which elements, opened when needed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.formats.checked_files import Opened, Opener
+from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
+from deepspeed.checkpoint.formats.training_state import Counters
+from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
+from deepspeed.checkpoint.formats.zero_files.file_names import Found, sort_files
+from deepspeed.checkpoint.formats.zero_files.flat_reader import Sharding, by_group, by_parameter
+from deepspeed.checkpoint.formats.zero_files.whole_optimizer import WholeOptimizer
+from deepspeed.checkpoint.formats.zero_files.writer import EXTRA, RESERVED
+from deepspeed.checkpoint.storage.tensor_memory import tensors_in
+from deepspeed.errors import CheckpointError
+
+__all__ = ["DeepSpeedSource"]
+
+
+class DeepSpeedSource:
+    """A directory with DeepSpeed's files, of stage 0 to 3, whoever wrote them.
+
+    `order` is needed for the optimizer's state of stage 0 alone, which DeepSpeed stores without names: the names that
+    each parameter group of the optimizer holds, in order. `near`: the rank whose optimizer file this process reads
+    most, and which it therefore asks for what all of them say.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        mp_rank: int = 0,
+        order: Sequence[Sequence[str]] | None = None,
+        *,
+        opener: Opener | None = None,
+        partial: bool = False,
+        near: int = 0,
+    ) -> None:
+        self._directory = directory
+        self._opener = opener or Opener(directory)
+        self._mp_rank = mp_rank
+        self._partial = partial
+        self._found = sort_files(path.name for path in directory.iterdir())
+        self._optimizers = {dp: name for (dp, mp), name in self._found.optimizers.items() if mp == mp_rank}
+        self._near = near if near in self._optimizers else min(self._optimizers, default=0)
+        self._model_file = self._load_model()
+        self._model: Mapping[str, Any] = self._model_file.state
+        self._extra: Mapping[str, Any] = self._model.get(EXTRA) or {}
+        self._whole: WholeOptimizer | None = None
+        self._sharding: Sharding | None = None
+        names = self._model.get("buffer_names") or ()
+        self._buffers = {name: self._model_file.require(self._module[name]) for name in names}
+        self._pieces = Pieces({}, self._find_aliases(), str(directory))
+        self._fill(order)
+
+    @property
+    def format(self) -> str:
+        """A few words on what this is."""
+        return f"DeepSpeed {self.small.version}, {f'ZeRO stage {self.stage}' if self.stage else 'no ZeRO'}"
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage when it was written."""
+        return 0 if self._sharding is None else self._sharding.stage
+
+    @property
+    def world(self) -> int:
+        """Ranks over which ZeRO sharded."""
+        return int(self._model.get("dp_world_size", 1)) if self._sharding is None else self._sharding.world
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Every file that belongs to it."""
+        return self._found.files
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Every parameter and buffer by name, without tied names."""
+        return self._pieces.shapes
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers, whole."""
+        return self._buffers
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied name → the name in `shapes`."""
+        return self._pieces.aliases
+
+    @property
+    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
+        """The optimizer's groups; empty where unknown."""
+        holder = self._sharding or self._whole
+        return holder.groups if holder else ()
+
+    @property
+    def model_entries(self) -> Mapping[str, Any]:
+        """The entries of the model's file."""
+        return self._model
+
+    @functools.cached_property
+    def small(self) -> Small:
+        """What is not a tensor."""
+        model, extra = self._model, self._extra
+        first = model.get("optimizer") or {}
+        if self._optimizers:
+            first = self._optimizer(self._near).state["optimizer_state_dict"]
+        scale = extra["loss_scale"] if "loss_scale" in extra else scaler_attributes(first.get("loss_scaler"))
+        if scale is None and not extra and "cur_scale" in first:
+            names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+            scale = {name: first[name] for name in names if name in first}
+            scale["dynamic"] = bool(first.get("dynamic_loss_scale"))
+        client = extra.get("client_state")
+        if client is None:
+            client = {key: value for key, value in model.items() if key not in RESERVED}
+        steps = int(model.get("global_steps", 0))
+        counters = Counters(
+            steps, int(model.get("global_samples", 0)), int(model.get("skipped_steps", 0)), extra.get("micro_steps", 0)
+        )
+        clip = extra.get("clip", first.get("clip_grad"))
+        version = str(model.get("ds_version", ""))
+        config = model.get("ds_config") or {}
+        overflow = bool(first.get("overflow", False))
+        kept = extra.get("module") or {}
+        return Small(counters, model.get("lr_scheduler"), scale, overflow, clip, client, config, version, kept)
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """What can be read of a parameter."""
+        found = self._pieces.kinds(name)
+        if self._sharding is not None and self._sharding.stateless(self._pieces.owner(name)):
+            return tuple(kind for kind in found if kind in ("param", "master"))
+        return found
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """What the model computed with."""
+        tensor = self._module.get(name)
+        return None if tensor is None else tensor.dtype
+
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
+        """Where the flat elements [start, stop) of a tensor are."""
+        return self._pieces.find(name, kind, start, stop)
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """The flat elements [start, stop) of a tensor."""
+        return join(self.find(name, kind, start, stop))
+
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        """The optimizer's state of a parameter that has no elements of its own."""
+        holder = self._sharding or self._whole
+        return holder.scalars(self._pieces.owner(name)) if holder else {}
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """`rng` and `data` of a rank that wrote it."""
+        if rank in self._optimizers:
+            return self._whole_of(self._optimizer(rank), "rank_state")
+        name = self._found.ranks.get((rank, self._mp_rank))
+        return self._whole_of(self._opener.torch(name), None) if name else {}
+
+    @property
+    def _module(self) -> Mapping[str, Tensor]:
+        return self._model["module"] or {}
+
+    def _load_model(self) -> Opened:
+        found = self._found
+        sharded = [name for (_, mp), name in sorted(found.sharded_models.items()) if mp == self._mp_rank]
+        name = found.models.get(self._mp_rank) or next(iter(sharded), None)
+        if found.layers or found.experts:
+            raise CheckpointError(
+                f"{self._directory} is a pipeline or mixture-of-experts checkpoint "
+                f"({(*found.layers, *found.experts)[0]}), which cannot be read as one set of parameters"
+            )
+        if name is None:
+            raise CheckpointError(f"{self._directory} has no model file of model-parallel rank {self._mp_rank}")
+        opened = self._opener.torch(name, shared=True)
+        if not isinstance(opened.state, Mapping) or not isinstance(opened.state.get("module"), Mapping):
+            raise CheckpointError(f"{self._directory / name} has no 'module': it is no model file of DeepSpeed")
+        return opened
+
+    def _whole_of(self, opened: Opened, key: str | None) -> Mapping[str, Any]:
+        """Small objects of a file, every tensor among them checked."""
+        found: Mapping[str, Any] = (opened.state if key is None else opened.state.get(key)) or {}
+        for tensor in tensors_in(found):
+            opened.require(tensor)
+        return found
+
+    def _find_aliases(self) -> dict[str, str]:
+        """Tied names, as recorded; at stage 0, where DeepSpeed records none, those that share memory."""
+        known = self._extra.get("aliases") or self._model.get("shared_params")
+        if known is not None:
+            return dict(known)
+        owners: dict[tuple[int, torch.Size], str] = {}
+        aliases = {}
+        for name, tensor in self._module.items():
+            owner = owners.setdefault((tensor.data_ptr(), tensor.shape), name)
+            if owner != name and tensor.numel():
+                aliases[name] = owner
+        return aliases
+
+    def _fill(self, order: Sequence[Sequence[str]] | None) -> None:
+        pieces, module = self._pieces, self._module
+        sharded = bool(self._found.sharded_models)
+        for name, tensor in module.items():
+            if name not in pieces.aliases and (not sharded or name in self._buffers):
+                pieces.shapes[name] = tensor.shape
+                load = functools.partial(self._same, tensor)
+                pieces.add(name, "param", Piece((0, tensor.numel()), load, 0, "the model file"))
+        if sharded:
+            self._add_frozen()
+        if self._model.get("param_shapes") and self._optimizers:
+            cut = by_parameter if sharded else by_group
+            shapes = self._model["param_shapes"]
+            self._sharding = cut(
+                shapes, self._optimizer, self._optimizers, self._directory, near=self._near, partial=self._partial
+            )
+            self._sharding.fill(pieces)
+        elif self._model.get("param_shapes"):
+            for group in self._model["param_shapes"]:
+                pieces.shapes.update({name: torch.Size(shape) for name, shape in group.items()})
+        elif isinstance(self._model.get("optimizer"), Mapping):
+            order = self._extra.get("names") or order
+            self._whole = WholeOptimizer(self._model_file, order, pieces, ours=bool(self._extra))
+        places = {name: place for place, name in enumerate(module)}
+        ordered = sorted(pieces.shapes.items(), key=lambda item: places.get(item[0], len(places)))
+        pieces.shapes.clear()
+        pieces.shapes.update(ordered)
+
+    def _add_frozen(self) -> None:
+        """Stage 3: every rank's part of the parameters that are not trained."""
+        world = int(self._model["dp_world_size"])
+        for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
+            numel = torch.Size(shape).numel()
+            chunk = -(-numel // world)
+            self._pieces.shapes[name] = torch.Size(shape)
+            for rank in range(world):
+                interval = min(rank * chunk, numel), min((rank + 1) * chunk, numel)
+                load = functools.partial(self._frozen_part, rank, name)
+                file = self._found.sharded_models.get((rank, self._mp_rank), f"the model file of rank {rank}")
+                self._pieces.add(name, "param", Piece(interval, load, 0, file))
+
+    def _frozen_part(self, rank: int, name: str) -> tuple[Tensor, Opened]:
+        opened = self._open(self._found.sharded_models, rank, "model")
+        fragments = opened.state.get("frozen_param_fragments") or {}
+        if name not in fragments:
+            raise CheckpointError(f"{self._directory}: the model file of rank {rank} has no part of frozen {name}")
+        return fragments[name], opened
+
+    def _same(self, tensor: Tensor) -> tuple[Tensor, Opened]:
+        return tensor, self._model_file
+
+    def _optimizer(self, rank: int) -> Opened:
+        return self._open(self._found.optimizers, rank, "optimizer")
+
+    def _open(self, names: Mapping[tuple[int, int], str], rank: int, what: str) -> Opened:
+        name = names.get((rank, self._mp_rank))
+        if name is None:
+            raise CheckpointError(
+                f"{self._directory} has no {what} file of rank {rank}; there are files of ranks "
+                f"{sorted(dp for dp, mp in names if mp == self._mp_rank)}. The checkpoint is not whole"
+            )
+        opened = self._opener.torch(name)
+        if what == "optimizer" and not isinstance(opened.state.get("optimizer_state_dict"), Mapping):
+            raise CheckpointError(f"{self._directory / name} has no 'optimizer_state_dict': it is not of DeepSpeed")
+        return opened
+
+
+def is_deepspeed(found: Found) -> bool:
+    """Whether a directory's files are DeepSpeed's."""
+    return bool(found.models or found.sharded_models or found.layers or found.experts)

@@ -1,0 +1,200 @@
+"""One rank's state as DeepSpeed's files: the objects that its loader expects, made of plain values only."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed._version import __version__
+from deepspeed.checkpoint.formats.plain_values import plain
+from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
+from deepspeed.checkpoint.formats.stand_ins import StandIns
+from deepspeed.checkpoint.formats.training_state import GroupState, TrainingState
+from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_stand_in
+from deepspeed.checkpoint.formats.zero_files.file_names import model_file, optimizer_file, rank_file
+from deepspeed.checkpoint.formats.zero_files.flat_writer import (
+    sharded_by_group,
+    sharded_by_parameter,
+    sub_groups,
+    whole,
+)
+
+__all__ = ["EXTRA", "RESERVED", "files"]
+
+EXTRA = "ds_extra"
+"""The one entry of the model's file that DeepSpeed does not have: what its layout has no place for."""
+
+RESERVED = frozenset(
+    [
+        "module",
+        "buffer_names",
+        "optimizer",
+        "param_shapes",
+        "frozen_param_shapes",
+        "shared_params",
+        "frozen_param_fragments",
+        "lr_scheduler",
+        "data_sampler",
+        "random_ltd",
+        "skipped_steps",
+        "global_steps",
+        "global_samples",
+        "dp_world_size",
+        "mp_world_size",
+        "checkpoint_parallel_dimensions",
+        "ds_config",
+        "ds_version",
+        "universal_checkpoint_info",
+        "num_experts",
+        "ds_autoep_layers",
+        "autoep_layers",
+        "folding",
+        "sparse_tensor_module_names",
+        "ds_extra",
+    ]
+)
+"""The entries of the model's file that are not the client's."""
+
+
+def files(state: TrainingState, *, allocate: Allocate | None = None, stand_ins: StandIns | None = None) -> Files:
+    """What this rank writes. See `Host` for `allocate` and `stand_ins`."""
+    host, result = Host(allocate, stand_ins), Files()
+    rank_state = rank_entries(state, host)
+    if state.stage == 3 or state.writes_shared:
+        name = model_file(state.stage, state.dp_rank, state.mp_rank)
+        result.objects[name] = _model_entries(state, host)
+    if state.stage > 0:
+        entries = {
+            "optimizer_state_dict": _sharded_entries(state, host),
+            "ds_config": plain(state.ds_config, "ds_config"),
+            "ds_version": __version__,
+            "rank_state": rank_state or {},
+        }
+        result.objects[optimizer_file(state.precision, state.dp_rank, state.mp_rank)] = entries
+    elif rank_state is not None:
+        result.objects[rank_file(state.dp_rank, state.mp_rank)] = rank_state
+    return result
+
+
+def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
+    counters, client = state.counters, plain(state.client_state, "client_state")
+    shapes = [OrderedDict(zip(names, sizes, strict=True)) for names, sizes in _shapes(state)]
+    optimizer = whole(state, host) if state.stage == 0 and state.groups else None
+    entries = {
+        "module": _module(state, host),
+        "buffer_names": list(state.buffers),
+        "optimizer": optimizer,
+        "param_shapes": shapes if state.stage else None,
+        "frozen_param_shapes": OrderedDict(_frozen(state)) if state.stage else None,
+        "shared_params": dict(state.aliases) if state.stage else None,
+        "frozen_param_fragments": _frozen_fragments(state, host) if state.stage else None,
+        "lr_scheduler": plain(state.lr_scheduler, "lr_scheduler"),
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": counters.skipped_steps,
+        "global_steps": counters.global_steps,
+        "global_samples": counters.global_samples,
+        "dp_world_size": state.dp_size,
+        "mp_world_size": state.mp_size,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": state.mp_size},
+        "ds_config": plain(state.ds_config, "ds_config"),
+        "ds_version": __version__,
+        "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
+        EXTRA: {
+            "client_state": client,
+            "micro_steps": counters.micro_steps,
+            "stage": state.stage,
+            "names": [list(group.names) for group in state.groups],
+            "aliases": dict(state.aliases),
+            "loss_scale": plain(state.loss_scale, "loss_scale"),
+            "overflow": state.overflow,
+            "clip": state.clip,
+            "module": plain(state.extra, "the model's extra state"),
+        },
+    }
+    # Scripts look for their own keys at the top level; none of them may replace an entry of ours.
+    return {**{key: value for key, value in client.items() if key not in RESERVED}, **entries}
+
+
+def _module(state: TrainingState, host: Host) -> OrderedDict[str, Tensor]:
+    if state.stage < 3:
+        return OrderedDict((name, host.take(tensor)) for name, tensor in state.module.items())
+    kept = set(state.buffers)
+    return OrderedDict(
+        (name, host.take(tensor) if name in kept else torch.empty(0, dtype=tensor.dtype))
+        for name, tensor in state.module.items()
+    )
+
+
+def _shapes(state: TrainingState) -> list[tuple[list[str], list[torch.Size]]]:
+    """The trained parameters of each flat tensor; those without elements are in none."""
+    result = []
+    for group in state.groups:
+        members = [index for index, shape in enumerate(group.shapes) if shape.numel()]
+        parts = sub_groups(group, members, state) if state.stage == 3 else [members]
+        result += [([group.names[i] for i in part], [group.shapes[i] for i in part]) for part in parts]
+    return result
+
+
+def _frozen(state: TrainingState) -> dict[str, torch.Size]:
+    empty = {
+        name: shape
+        for group in state.groups
+        for name, shape in zip(group.names, group.shapes, strict=True)
+        if not shape.numel()
+    }
+    return {**state.frozen, **empty}
+
+
+def _frozen_fragments(state: TrainingState, host: Host) -> OrderedDict[str, Tensor]:
+    result = OrderedDict()
+    for name, shape in _frozen(state).items():
+        tensor = state.module[name]
+        if state.stage < 3:
+            result[name] = host.take(tensor)
+        else:
+            chunk = -(-shape.numel() // state.dp_size)
+            result[name] = host.flat([(0, tensor[:chunk])], chunk, tensor.dtype)
+    return result
+
+
+def _sharded_entries(state: TrainingState, host: Host) -> dict[str, Any]:
+    by_parameter = state.stage == 3
+    entries: dict[str, Any] = (sharded_by_parameter if by_parameter else sharded_by_group)(state, host)
+    # [Note: objects without classes] in classes.py
+    scaler = scaler_stand_in(state.loss_scale) if by_parameter else None
+    if scaler is not None:
+        entries["loss_scaler"] = scaler
+    entries["loss_scale"] = plain(state.loss_scale, "loss_scale")
+    uneven = _uneven_scalars(state)
+    if uneven is not None:
+        entries["parameter_scalars"] = uneven
+    untouched = [name for group in state.groups for name in group.without_state()]
+    return {**entries, "without_state": untouched} if untouched else entries
+
+
+def _uneven_scalars(state: TrainingState) -> dict[str, Any] | None:
+    """Per parameter, where not all of a group's agree: a flat tensor has room for one set only."""
+    if all(_agree(group) for group in state.groups):
+        return None
+    return {
+        name: plain(scalars, f"the optimizer's state of {name}")
+        for group in state.groups
+        for index, (name, scalars) in enumerate(zip(group.names, group.scalars, strict=True))
+        if group.interval(index)[0] < group.interval(index)[1]
+    }
+
+
+def _agree(group: GroupState) -> bool:
+    held = [
+        scalars for index, scalars in enumerate(group.scalars) if group.interval(index)[0] < group.interval(index)[1]
+    ]
+    return all(_same(scalars, held[0]) for scalars in held)
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(bool(one[key] == other[key]) for key in one)

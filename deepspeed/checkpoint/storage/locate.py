@@ -1,0 +1,186 @@
+"""Which checkpoint to load: the wanted one if it is whole, else the newest whole one; why others are passed over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed.checkpoint.storage import manifest as manifests
+from deepspeed.checkpoint.storage.block_reader import Problem
+from deepspeed.checkpoint.storage.commit import LATEST, leftovers
+from deepspeed.checkpoint.storage.durable import explain, is_whole
+from deepspeed.checkpoint.storage.manifest import Manifest
+from deepspeed.errors import CheckpointError
+
+__all__ = ["Checkpoint", "Found", "common", "examine", "find_loadable", "read_latest", "scan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One checkpoint directory, as far as names and sizes tell."""
+
+    tag: str
+    path: Path
+    manifest: Manifest | None
+    """None for a checkpoint that DeepSpeed or an older tool wrote: its bytes cannot be verified."""
+    problems: tuple[Problem, ...]
+    saved_at: float
+
+    @property
+    def save(self) -> str:
+        """The same for all parts of one save, wherever they lie; empty if unknown."""
+        return "" if self.manifest is None else str(self.manifest.facts.get("save", ""))
+
+    @property
+    def good(self) -> bool:
+        """Nothing speaks against loading it."""
+        return not self.problems
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What to load; `checkpoint`, `tag` and `path` are None if there is nothing."""
+
+    checkpoint: Checkpoint | None
+    problems: tuple[Problem, ...]
+    """Why better candidates were passed over, and what interrupted saves left behind."""
+    others: tuple[Checkpoint, ...] = ()
+    """The other whole checkpoints, newest first."""
+    named: bool = True
+    """A tag was given, or there is a `latest`."""
+
+    @property
+    def tag(self) -> str | None:
+        """Its tag."""
+        return None if self.checkpoint is None else self.checkpoint.tag
+
+    @property
+    def path(self) -> Path | None:
+        """Its directory."""
+        return None if self.checkpoint is None else self.checkpoint.path
+
+    def explained(self) -> str:
+        """Problems and alternatives for an error message."""
+        told = "; ".join(map(str, self.problems)) or "no checkpoint is there"
+        if not self.others:
+            return f"{told}. There is no other whole checkpoint here."
+        rest = ", ".join(checkpoint.tag for checkpoint in self.others[1:4])
+        also = f" (also: {rest})" if rest else ""
+        return f"{told}. The newest whole checkpoint here is {self.others[0].tag!r}{also}: give it as the tag."
+
+
+def examine(path: str | os.PathLike[str], tag: str) -> Checkpoint:
+    """Look at a directory; reads the manifest, or where there is none the ends of its files."""
+    path = Path(path)
+    try:
+        manifest = manifests.read(path)
+    except CheckpointError as error:
+        problem = Problem(str(path / manifests.NAME), str(error))
+        return Checkpoint(tag, path, None, (problem,), _modified(path))
+    if manifest is not None:
+        return Checkpoint(tag, path, manifest, tuple(manifests.sizes(path, manifest.files)), manifest.saved_at)
+    files = sorted(path.glob("*.pt"))
+    cut = [Problem(str(file), "truncated: it has no zip directory at its end") for file in files if _is_cut(file)]
+    if not files and next(path.iterdir(), None) is None:
+        cut = [Problem(str(path), "an empty directory")]
+    return Checkpoint(tag, path, None, tuple(cut), _modified(path))
+
+
+def _is_cut(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4)
+    except OSError:
+        return True
+    return not start or (start == b"PK\x03\x04" and not is_whole(path))
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def scan(save_dir: str | os.PathLike[str]) -> list[Checkpoint]:
+    """Every checkpoint in a directory, newest first; foreign directories without any .pt file are none."""
+    save_dir = Path(save_dir)
+    places = {}
+    try:
+        with os.scandir(save_dir) as entries:
+            places = {entry.name: Path(entry) for entry in entries if entry.is_dir() and entry.name[0] != "."}
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise explain(error, save_dir) from error
+    for left in leftovers(save_dir):
+        if left.kind == "replaced":  # between the two renames of a replacement this is where the checkpoint is
+            places.setdefault(left.tag, left.path)
+    found = [examine(path, tag) for tag, path in places.items() if _is_checkpoint(path)]
+    return sorted(found, key=lambda checkpoint: checkpoint.saved_at, reverse=True)
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / manifests.NAME).exists() or next(path.glob("*.pt"), None) is not None
+
+
+def read_latest(save_dir: str | os.PathLike[str], latest: str = LATEST) -> str | None:
+    """The tag that `latest` names, None where there is no such file."""
+    path = Path(save_dir) / latest
+    try:
+        return path.read_bytes().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise explain(error, path) from error
+
+
+def find_loadable(save_dir: str | os.PathLike[str], tag: str | None = None, latest: str = LATEST) -> Found:
+    """The checkpoint to load. Without a tag, the one that `latest` names or, if it is damaged, the newest good one.
+
+    A tag that is asked for and not good is not replaced by another: the result is empty then, and says why.
+    """
+    save_dir = Path(save_dir)
+    wanted = read_latest(save_dir, latest) if tag is None else str(tag)
+    checkpoints = scan(save_dir)
+    problems = [
+        Problem(str(left.path), str(left).partition(": ")[2])
+        for left in leftovers(save_dir)
+        if not any(left.path == known.path for known in checkpoints)
+    ]
+    good = [checkpoint for checkpoint in checkpoints if checkpoint.good]
+    if wanted is None:
+        why = Problem(str(save_dir / latest), "there is no such file, so no checkpoint is named")
+        return Found(None, (why, *problems), tuple(good), named=False)
+    chosen = next((c for c in checkpoints if c.tag == wanted), None)
+    if chosen is None and wanted and _is_inside(save_dir, wanted):
+        chosen = examine(save_dir / wanted, wanted)  # a tag with a slash, or files of a kind we do not know
+    if chosen is not None and chosen.good:
+        return Found(chosen, tuple(problems), tuple(c for c in good if c is not chosen))
+    if chosen is not None:
+        bad = chosen.problems
+    elif tag is None:
+        bad = (Problem(str(save_dir / latest), f"names {wanted!r}, of which there is no checkpoint"),)
+    else:
+        bad = (Problem(str(save_dir / wanted), "no such checkpoint"),)
+    newest = good[0] if good and tag is None else None
+    return Found(newest, (*bad, *problems), tuple(c for c in good if c is not newest))
+
+
+def _is_inside(save_dir: Path, tag: str) -> bool:
+    place = save_dir / tag
+    return place.is_dir() and ".." not in Path(tag).parts and place != save_dir
+
+
+def common(found: Sequence[Sequence[Sequence[str]]]) -> int | None:
+    """Which candidate of the first node to load: the first that every node has from the same save.
+
+    Each node lists its candidates, best first, as (tag, save).
+    """
+    shared = [{tuple(candidate) for candidate in node} for node in found]
+    for place, candidate in enumerate(found[0] if found else ()):
+        if all(tuple(candidate) in node for node in shared):
+            return place
+    return None

@@ -1,0 +1,168 @@
+"""The manifest of a checkpoint: which files belong to it, their sizes and checksums; written last, checked on load.
+
+[Note: what a reader checks] `check` compares names and sizes and reads no data. `verify` reads every byte. In between,
+a reader that takes a part of a file goes through `blocks.FileCheck`, which compares the blocks under that range, each
+once. The manifest is compared with its own canonical text, so that no byte of it can change unnoticed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deepspeed._version import __version__
+from deepspeed.checkpoint.storage.block_reader import FileCheck, Problem, odd_size
+from deepspeed.checkpoint.storage.block_writer import FileFacts
+from deepspeed.checkpoint.storage.checksum import KINDS
+from deepspeed.checkpoint.storage.durable import explain, write_text
+from deepspeed.errors import CheckpointError
+
+__all__ = ["NAME", "Manifest", "check", "entries", "merge", "read", "sizes", "verify", "write"]
+
+NAME = "manifest.json"
+_VERSION = 2  # the first knew CRC-32 alone; a manifest is of the lowest version that can say what it says
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    tag: str
+    format: str
+    world_size: int
+    files: Mapping[str, FileFacts]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """More that the writer wants to be known, as JSON can hold it."""
+    saved_at: float = field(default_factory=time.time)
+    """Seconds since 1970: the order among checkpoints."""
+    written_by: str = f"deepspeed {__version__}"
+
+    @property
+    def bytes(self) -> int:
+        """The size of all files together."""
+        return sum(facts.size for facts in self.files.values())
+
+    def text(self) -> str:
+        """The only spelling of this manifest."""
+        body = {
+            "version": 1 if all(facts.kind == "crc32" for facts in self.files.values()) else _VERSION,
+            "tag": self.tag,
+            "format": self.format,
+            "world_size": self.world_size,
+            "saved_at": self.saved_at,
+            "written_by": self.written_by,
+            "facts": dict(self.facts),
+            "files": {name: _to_json(facts) for name, facts in sorted(self.files.items())},
+        }
+        line = json.dumps(body, sort_keys=True)
+        whole = {"checksum": f"{zlib.crc32(line.encode()):08x}", "manifest": body}
+        return json.dumps(whole, sort_keys=True, indent=1) + "\n"
+
+
+def _to_json(facts: FileFacts) -> dict[str, Any]:
+    return {"size": facts.size, "block": facts.block, facts.kind: "".join(f"{value:08x}" for value in facts.sums)}
+
+
+def _from_json(entry: Mapping[str, Any]) -> FileFacts:
+    size, block = int(entry["size"]), int(entry["block"])
+    kind = next((kind for kind in KINDS if kind in entry), "")
+    text = entry[kind]
+    sums = tuple(int(text[place : place + 8], 16) for place in range(0, len(text), 8))
+    if len(sums) != -(-size // block):
+        raise ValueError(f"{len(sums)} checksums for {size} bytes in blocks of {block}")
+    return FileFacts(size, sums, block, kind)
+
+
+def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, FileFacts]:
+    """The files of all ranks, from what `entries` gave on each."""
+    return {name: _from_json(entry) for part in parts for name, entry in part.items()}
+
+
+def entries(files: Mapping[str, FileFacts]) -> dict[str, Any]:
+    """Files as values that travel between ranks as JSON."""
+    return {name: _to_json(facts) for name, facts in files.items()}
+
+
+def write(directory: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Make the manifest durable; every file in it has to be so already."""
+    write_text(Path(directory) / NAME, manifest.text())
+
+
+def read(directory: str | os.PathLike[str]) -> Manifest | None:
+    """The manifest of a checkpoint, None where there is none; a damaged one is a CheckpointError."""
+    path = Path(directory) / NAME
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise explain(error, path) from error
+    damaged = f"{path}: the manifest is damaged"
+    try:
+        found = json.loads(data)["manifest"]
+        version = int(found["version"])
+        if version > _VERSION:
+            raise CheckpointError(
+                f"{path}: written as version {version} by {found.get('written_by')}; this library reads up to version "
+                f"{_VERSION}. Update it to load this checkpoint."
+            )
+        manifest = Manifest(
+            found["tag"],
+            found["format"],
+            found["world_size"],
+            {name: _from_json(entry) for name, entry in found["files"].items()},
+            found["facts"],
+            found["saved_at"],
+            found["written_by"],
+        )
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{damaged} ({len(data)} bytes, {error}). Load another checkpoint.") from error
+    if manifest.text().encode() != data:
+        raise CheckpointError(f"{damaged}: its text does not match its checksum. Load another checkpoint.")
+    return manifest
+
+
+def check(path: str | os.PathLike[str]) -> list[Problem]:
+    """The cheap look at a checkpoint: is the manifest whole, are all files there with their sizes."""
+    directory = Path(path)
+    try:
+        manifest = read(directory)
+    except CheckpointError as error:
+        return [Problem(str(directory / NAME), str(error))]
+    if manifest is None:
+        return [Problem(str(directory / NAME), "there is no manifest")]
+    return sizes(directory, manifest.files)
+
+
+def sizes(directory: Path, files: Mapping[str, FileFacts]) -> list[Problem]:
+    """Which files are missing or have another size than the manifest says."""
+    found = ((directory / name, facts.size) for name, facts in files.items())
+    return [problem for path, size in found if (problem := odd_size(path, size)) is not None]
+
+
+def verify(
+    directory: str | os.PathLike[str], files: Iterable[str] | None = None, *, threads: int | None = None
+) -> list[Problem]:
+    """Read every byte of a checkpoint, or of some of its files, and compare; an empty list is good news."""
+    directory = Path(directory)
+    try:
+        manifest = read(directory)
+    except CheckpointError as error:
+        return [Problem(str(directory / NAME), str(error))]
+    if manifest is None:
+        return [Problem(str(directory / NAME), "there is no manifest, so nothing can be compared")]
+    wanted = list(manifest.files) if files is None else list(files)
+    problems = [Problem(str(directory / name), "not in the manifest") for name in wanted if name not in manifest.files]
+    listed = {name: manifest.files[name] for name in wanted if name in manifest.files}
+    problems += sizes(directory, listed)
+    odd = {problem.file for problem in problems}
+    for name, facts in listed.items():
+        if str(directory / name) not in odd:
+            problems += FileCheck(directory / name, facts, threads=threads).problems(0, facts.size)
+    return problems

@@ -1,0 +1,41 @@
+"""Tensors as memory: their bytes as a buffer, those inside containers, how much they take."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["bytes_of", "payload", "tensors_in"]
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host, to read or to write; valid while the tensor lives."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(f"a contiguous tensor of the host was expected, not {tensor.device} and {tensor.stride()}")
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def tensors_in(obj: Any) -> Iterator[Tensor]:
+    """Every tensor in nested containers."""
+    if isinstance(obj, Tensor):
+        yield obj
+    elif isinstance(obj, Mapping):
+        for value in obj.values():
+            yield from tensors_in(value)
+    elif isinstance(obj, (list, tuple, set, frozenset)):
+        for value in obj:
+            yield from tensors_in(value)
+
+
+def payload(obj: Any) -> int:
+    """About how many bytes an object takes in a file: those of its tensors' memory, shared memory once."""
+    if isinstance(obj, bytes):
+        return len(obj)
+    storages = (tensor.untyped_storage() for tensor in tensors_in(obj) if tensor.layout is torch.strided)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
