@@ -19,6 +19,8 @@ what to do.
 
 from __future__ import annotations
 
+from deepspeed.printable import printable
+
 __all__ = [
     "AcceleratorError",
     "BatchSizeError",
@@ -60,7 +62,13 @@ class AcceleratorError(DeepSpeedError, RuntimeError):
 
 
 class CheckpointError(DeepSpeedError, RuntimeError):
-    """Files of a checkpoint are absent, damaged or foreign, or could not be written."""
+    """Files of a checkpoint are absent, damaged or foreign, or could not be written.
+
+    Its message quotes names out of files, so no character of it reaches a terminal that the terminal would obey.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(message))
 
 
 class CommError(DeepSpeedError, RuntimeError):
