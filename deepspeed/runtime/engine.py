@@ -99,6 +99,7 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
             )
         self._applied = False
         if parts.accumulation.at_boundary:
+            self._checkpoints.must_be_whole("engine.step()")
             with phase(self.events, Phase.STEP, parts.accumulation):
                 self._take_step(lr_kwargs or {})
         parts.accumulation.advance()

@@ -12,6 +12,7 @@ import errno
 import functools
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ from deepspeed.checkpoint.storage.block_writer import FileFacts
 from deepspeed.checkpoint.storage.checksum import KINDS, PIECE
 from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.errors import CheckpointError
+from deepspeed.printable import printable
+from deepspeed.trust import open_regular
 
 __all__ = ["FileCheck", "Problem", "Range", "odd_size"]
 
@@ -40,17 +43,20 @@ class Problem:
     what: str
 
     def __str__(self) -> str:
-        return f"{self.file}: {self.what}"
+        return printable(f"{self.file}: {self.what}")
 
 
 def odd_size(path: Path, expected: int) -> Problem | None:
     """What is wrong with a file's presence or size."""
     try:
-        size = path.stat().st_size
+        found = path.stat()
     except FileNotFoundError:
         return Problem(str(path), f"missing; the manifest lists it with {expected} bytes")
     except OSError as error:
         return Problem(str(path), f"cannot be looked at: {error.strerror}")
+    size = found.st_size
+    if not stat.S_ISREG(found.st_mode):
+        return Problem(str(path), "not a regular file")
     if size == expected:
         return None
     how = "truncated" if size < expected else "too long"
@@ -98,7 +104,7 @@ class _Reader:
     def __init__(self, path: Path, block: int, past_cache: bool) -> None:
         self._block = block
         self._own = threading.local()
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = open_regular(path)
         self._past = self._file
         if past_cache:
             with contextlib.suppress(OSError):  # a file system that cannot

@@ -23,18 +23,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.checkpoint.storage import manifest as manifests
-from deepspeed.checkpoint.storage.durable import explain, sync_directory, write_text
+from deepspeed.checkpoint.storage.durable import PART, explain, sync_directory, write_text
 from deepspeed.checkpoint.storage.manifest import Manifest
 from deepspeed.errors import CheckpointError
 from deepspeed.log import logger
+from deepspeed.printable import printable
+from deepspeed.trust import flaw_of_name, has_link, read_regular
 
 __all__ = ["LATEST", "Leftover", "Staging", "leftovers", "recover", "remove"]
 
 LATEST = "latest"
-_HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<kind>saving|replaced|removing)-(?P<token>\w+)")
+_HIDDEN = re.compile(r"\.(?P<tag>[^.].*)\.(?P<kind>saving|replaced|removing)-(?P<token>\w+)", re.DOTALL)
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
 _HERE = -100  # AT_FDCWD
 _DAY = 24 * 3600.0
+_POINTERS = (LATEST, "latest_universal")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +77,15 @@ class Staging:
         """Make the directory and hold its lock, after clearing up what crashes left."""
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
+            if has_link(self.save_dir, os.path.dirname(self.tag)):
+                raise CheckpointError(
+                    f"{self.target}: a folder on the way from {self.save_dir} to it is a link, which leads out of it. "
+                    "Save to the place that the link names, or use another tag."
+                )
             for line in recover(self.target.parent):
                 logger.warning("%s", line)
             self.path.mkdir()
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
             raise explain(error, self.path) from error
         with contextlib.suppress(OSError):  # without locks, age tells what is left over
@@ -113,7 +121,9 @@ class Staging:
             raise explain(error, self.target) from error
         finally:
             self._unlock()
-        if old is not None:
+        if old is not None and old.is_symlink():
+            old.unlink(missing_ok=True)
+        elif old is not None:
             shutil.rmtree(old, ignore_errors=True)
 
     def discard(self) -> None:
@@ -128,10 +138,12 @@ class Staging:
 
     def _take_place(self) -> Path | None:
         """Rename into place; where an older checkpoint went, if there was one."""
-        if not self.target.is_dir() or not any(self.target.iterdir()):
+        linked = self.target.is_symlink()  # then the link gives way, and what it names stays as it is
+        if not linked and (not self.target.is_dir() or not any(self.target.iterdir())):
             os.rename(self.path, self.target)
             return None
-        _keep_others(self.target, self.path)
+        if not linked:
+            _keep_others(self.target, self.path)
         if _exchange(self.path, self.target):
             return self.path
         os.rename(self.target, self._aside)
@@ -153,7 +165,7 @@ class Staging:
 
 def _differs(path: Path, text: str) -> bool:
     try:
-        return path.read_bytes() != text.encode()
+        return path.is_symlink() or read_regular(path, len(text) * 4) != text.encode()
     except OSError:
         return True
 
@@ -177,17 +189,25 @@ def _keep_others(old: Path, new: Path) -> None:
         known = manifests.read(old)
     except CheckpointError:
         known = None
-    mine = {manifests.NAME, *(Path(name).parts[0] for name in (known.files if known else ()))}
-    for entry in old.iterdir():
-        ours = entry.name in mine or entry.name.startswith(".")
+    listed = {manifests.NAME, *(known.files if known else ())}
+    for name in _files_in(old):
+        ours = name in listed or PART.fullmatch(os.path.basename(name)) is not None
         if known is None:
-            ours |= entry.suffix in (".pt", ".safetensors")
-        if ours or (new / entry.name).exists():
+            ours |= name.endswith((".pt", ".safetensors"))
+        if ours or os.path.lexists(new / name):
             continue
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.copytree(entry, new / entry.name, symlinks=True, copy_function=_link)
-        else:
-            _link(entry, new / entry.name)
+        (new / name).parent.mkdir(parents=True, exist_ok=True)
+        _link(old / name, new / name)
+
+
+def _files_in(folder: Path, below: str = "") -> Iterator[str]:
+    """Every entry in a folder and the folders in it that is no folder; links are such, whatever they name."""
+    with os.scandir(folder / below) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _files_in(folder, f"{below}{entry.name}/")
+            else:
+                yield f"{below}{entry.name}"
 
 
 def _link(source: str | Path, target: str | Path) -> str:
@@ -205,16 +225,15 @@ def leftovers(directory: str | os.PathLike[str]) -> Iterator[Leftover]:
     except OSError:
         return
     for name in names:
-        match = _HIDDEN.fullmatch(name)
-        if match and (Path(directory) / name).is_dir():
-            path = Path(directory) / name
+        match, path = _HIDDEN.fullmatch(name), Path(directory) / name
+        if match and flaw_of_name(match["tag"]) is None and path.is_dir() and not path.is_symlink():
             active = match["kind"] == "saving" and _is_locked(path)
             yield Leftover(path, match["tag"], match["kind"], active)
 
 
 def _is_locked(path: Path) -> bool:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
@@ -229,29 +248,65 @@ def _is_locked(path: Path) -> bool:
 
 
 def recover(directory: str | os.PathLike[str]) -> list[str]:
-    """Clear up after crashes and tell what was done; for whoever is about to save here."""
+    """Clear up after crashes and tell what was done; for whoever is about to save here.
+
+    What cannot be cleared up stays: somebody else's file or mode must not keep us from saving.
+    """
     told = []
     for found in leftovers(directory):
         if found.active:
             continue
         target = found.path.with_name(found.tag)
-        if found.kind == "replaced" and not target.exists():
-            os.rename(found.path, target)
-            sync_directory(directory)
-            told.append(f"{target}: put back, a save that was to replace it was interrupted")
-        else:
-            shutil.rmtree(found.path, ignore_errors=True)
-            told.append(f"{found.path}: removed, left by an interrupted save or removal of tag {found.tag}")
-    return told
+        try:
+            if found.kind == "replaced" and not os.path.lexists(target) and _is_of(found.path, found.tag):
+                os.rename(found.path, target)
+                sync_directory(directory)
+                told.append(f"{target}: put back, a save that was to replace it was interrupted")
+            else:
+                shutil.rmtree(found.path)
+                told.append(f"{found.path}: removed, left by an interrupted save or removal of tag {found.tag}")
+        except OSError as error:
+            told.append(f"{found.path}: left by an interrupted save; it stays, {error.strerror or error}")
+    _drop_parts(directory)
+    return [printable(line) for line in told]
 
 
-def remove(path: str | os.PathLike[str], token: str) -> None:
-    """Remove a checkpoint such that a crash leaves it whole or recognisably on its way out."""
-    path = Path(path)
-    away = path.with_name(f".{path.name}.removing-{token}")
+def _is_of(path: Path, tag: str) -> bool:
+    """Whether a directory is a checkpoint of a tag; one without a manifest, of which nobody knows, may be."""
     try:
-        os.rename(path, away)
-        sync_directory(path.parent)
-        shutil.rmtree(away)
+        manifest = manifests.read(path)
+    except CheckpointError:
+        return False
+    return tag not in _POINTERS and (manifest is None or manifest.tag.rpartition("/")[2] == tag)
+
+
+def _drop_parts(directory: str | os.PathLike[str]) -> None:
+    """Remove files that a process was writing when it ended."""
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if PART.fullmatch(entry.name) and entry.is_file(follow_symlinks=False) and not _is_locked(Path(entry)):
+                os.unlink(entry)
+
+
+def remove(path: str | os.PathLike[str], manifest: Manifest, token: str) -> None:
+    """Remove the files that a manifest lists and the folders that are empty then: nothing else, whoever put it there.
+
+    A crash leaves the checkpoint whole, or recognisably on its way out.
+    """
+    path = Path(path)
+    listed = [*manifest.files, manifests.NAME]  # the manifest last: what is left without it would look whole
+    try:
+        ours_alone = not set(_files_in(path)).difference(listed)
+        away = path.with_name(f".{path.name}.removing-{token}") if ours_alone else path
+        if ours_alone:
+            os.rename(path, away)
+            sync_directory(path.parent)
+        for name in listed:
+            if not has_link(away, os.path.dirname(name)) and not (away / name).is_dir():
+                (away / name).unlink(missing_ok=True)
+        folders = {parent for name in listed for parent in Path(name).parents}
+        for folder in sorted(folders, key=lambda folder: -len(folder.parts)):
+            with contextlib.suppress(OSError):  # somebody else's files are in it
+                os.rmdir(away / folder)
     except OSError as error:
         raise explain(error, path) from error

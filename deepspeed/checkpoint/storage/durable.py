@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
+import re
+import secrets
 import shutil
 import threading
 import time
@@ -23,8 +26,10 @@ from deepspeed.checkpoint.storage.block_writer import FileFacts, Stream, WriterO
 from deepspeed.checkpoint.storage.tensor_memory import payload
 from deepspeed.errors import CheckpointError
 from deepspeed.log import logger
+from deepspeed.trust import open_regular
 
 __all__ = [
+    "PART",
     "Sink",
     "dump",
     "explain",
@@ -36,6 +41,11 @@ __all__ = [
     "write_tensorfile",
     "write_text",
 ]
+
+
+PART = re.compile(r"\..+\.part(-[0-9a-f]{16})?")
+"""The names of files that are being written, or were when a process ended."""
+_LONGEST = 200  # of a name to which something is added
 
 
 class _ZipSums:
@@ -115,23 +125,26 @@ def write_file(
     """
     path = Path(path)
     options = options or WriterOptions()
-    part = path.with_name(f".{path.name}.part")
+    # A name that nobody can foresee, and a file that was not there: what somebody laid in wait here is not followed.
+    part = path.with_name(f".{path.name[:_LONGEST]}.part-{secrets.token_hex(8)}")
     began = time.perf_counter()
     try:
-        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
+        descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
         try:
+            with contextlib.suppress(OSError):  # tells others that it is not left over
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             stream = Stream(descriptor, options)
             try:
                 produce(stream)
                 facts = stream.finish()
             finally:
                 stream.close()
+            if options.discard:
+                part.unlink()
+            else:
+                os.rename(part, path)
         finally:
             os.close(descriptor)
-        if options.discard:
-            part.unlink()
-        else:
-            os.rename(part, path)
     except OSError as error:
         told = explain(error, path, needed() if needed else None)
         _drop(part)
@@ -184,6 +197,8 @@ def explain(error: OSError, path: str | os.PathLike[str], needed: int | None = N
         )
     if error.errno == errno.EROFS:
         return CheckpointError(f"{what}. {_existing(place)} is mounted read-only: remount it, or save elsewhere.")
+    if error.errno is None:  # of deepspeed.trust
+        return CheckpointError(f"{what}. Expected a regular file of a checkpoint; do not use this one.")
     if error.errno == errno.ENOENT:
         return CheckpointError(f"{what}. {_existing(place)} is what exists of this path; was the rest removed?")
     return CheckpointError(f"{what}. The operating system refused (errno {error.errno}); check this path and its disk.")
@@ -213,6 +228,7 @@ def gibibytes(count: float) -> str:
 def is_whole(path: str | os.PathLike[str]) -> bool:
     """True if a zip file has its directory, which is written last; reads a few kilobytes."""
     try:
-        return zipfile.is_zipfile(path)
+        with open(open_regular(path), "rb") as file:
+            return zipfile.is_zipfile(file)
     except OSError:
         return False

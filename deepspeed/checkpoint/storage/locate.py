@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,12 @@ from deepspeed.checkpoint.storage.commit import LATEST, leftovers
 from deepspeed.checkpoint.storage.durable import explain, is_whole
 from deepspeed.checkpoint.storage.manifest import Manifest
 from deepspeed.errors import CheckpointError
+from deepspeed.trust import flaw_of_name, open_regular, read_regular
+
+_DEPTH = 4  # parts of a tag that are looked for
+_MOST = 10_000  # folders that a look at a directory opens
+_LONGEST = 4096  # bytes of `latest`
+_CLOCKS = 3600.0  # seconds by which the clocks of hosts may differ
 
 __all__ = ["Checkpoint", "Found", "common", "examine", "find_loadable", "read_latest", "scan"]
 
@@ -32,6 +41,10 @@ class Checkpoint:
     def save(self) -> str:
         """The same for all parts of one save, wherever they lie; empty if unknown."""
         return "" if self.manifest is None else str(self.manifest.facts.get("save", ""))
+
+    def is_ahead(self, now: float) -> bool:
+        """It says that it was saved after `now`, by more than clocks differ."""
+        return self.saved_at > now + _CLOCKS
 
     @property
     def good(self) -> bool:
@@ -90,7 +103,7 @@ def examine(path: str | os.PathLike[str], tag: str) -> Checkpoint:
 
 def _is_cut(path: Path) -> bool:
     try:
-        with open(path, "rb") as file:
+        with open(open_regular(path), "rb") as file:
             start = file.read(4)
     except OSError:
         return True
@@ -105,32 +118,57 @@ def _modified(path: Path) -> float:
 
 
 def scan(save_dir: str | os.PathLike[str]) -> list[Checkpoint]:
-    """Every checkpoint in a directory, newest first; foreign directories without any .pt file are none."""
-    save_dir = Path(save_dir)
-    places = {}
-    try:
-        with os.scandir(save_dir) as entries:
-            places = {entry.name: Path(entry) for entry in entries if entry.is_dir() and entry.name[0] != "."}
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise explain(error, save_dir) from error
-    for left in leftovers(save_dir):
-        if left.kind == "replaced":  # between the two renames of a replacement this is where the checkpoint is
-            places.setdefault(left.tag, left.path)
-    found = [examine(path, tag) for tag, path in places.items() if _is_checkpoint(path)]
-    return sorted(found, key=lambda checkpoint: checkpoint.saved_at, reverse=True)
+    """Every checkpoint in a directory, newest first; foreign directories without any .pt file are none.
+
+    Tags may have slashes: such a checkpoint is one of this directory if its manifest has that tag, and otherwise of a
+    directory within. One that says it was saved in the future comes last: its time tells nothing.
+    """
+    examined = [examine(path, tag) for tag, path in _places(Path(save_dir)).items()]
+    found = [each for each in examined if "/" not in each.tag or (each.manifest and each.manifest.tag == each.tag)]
+    now = time.time()
+    return sorted(found, key=lambda checkpoint: (not checkpoint.is_ahead(now), checkpoint.saved_at), reverse=True)
+
+
+def _places(save_dir: Path) -> dict[str, Path]:
+    """The directories that look like checkpoints, by tag."""
+    places: dict[str, Path] = {}
+    waiting, looked_at = deque([""]), 0
+    while waiting and looked_at < _MOST:
+        below = waiting.popleft()
+        try:
+            with os.scandir(save_dir / below) as listed:
+                entries = list(itertools.islice((e for e in listed if e.name[0] != "." and e.is_dir()), _MOST))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if below:  # somebody else's folder
+                continue
+            raise explain(error, save_dir) from error
+        looked_at += len(entries)
+        for entry in entries:
+            tag, path = f"{below}{entry.name}", Path(entry)
+            if _is_checkpoint(path):
+                places[tag] = path
+            elif not entry.is_symlink() and tag.count("/") < _DEPTH - 1:
+                waiting.append(f"{tag}/")
+        for left in leftovers(save_dir / below):
+            if left.kind == "replaced":  # between the two renames of a replacement this is where the checkpoint is
+                places.setdefault(f"{below}{left.tag}", left.path)
+    return {tag: path for tag, path in places.items() if flaw_of_name(tag) is None and _is_checkpoint(path)}
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / manifests.NAME).exists() or next(path.glob("*.pt"), None) is not None
+    try:
+        return (path / manifests.NAME).exists() or next(path.glob("*.pt"), None) is not None
+    except OSError:
+        return False
 
 
 def read_latest(save_dir: str | os.PathLike[str], latest: str = LATEST) -> str | None:
     """The tag that `latest` names, None where there is no such file."""
     path = Path(save_dir) / latest
     try:
-        return path.read_bytes().decode(errors="replace").strip()
+        return read_regular(path, _LONGEST).decode(errors="replace").strip()
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -170,8 +208,7 @@ def find_loadable(save_dir: str | os.PathLike[str], tag: str | None = None, late
 
 
 def _is_inside(save_dir: Path, tag: str) -> bool:
-    place = save_dir / tag
-    return place.is_dir() and ".." not in Path(tag).parts and place != save_dir
+    return flaw_of_name(tag) is None and (save_dir / tag).is_dir()
 
 
 def common(found: Sequence[Sequence[Sequence[str]]]) -> int | None:

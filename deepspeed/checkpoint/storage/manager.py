@@ -31,8 +31,18 @@ from deepspeed.checkpoint.storage.retention import retain
 from deepspeed.checkpoint.storage.tensor_memory import payload
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import logger
+from deepspeed.trust import flaw_of_name
 
-__all__ = ["CheckpointManager", "Content", "Place", "Request", "SavePolicy", "default_tag"]
+__all__ = [
+    "CheckpointManager",
+    "Content",
+    "Place",
+    "Request",
+    "SavePolicy",
+    "check_directory",
+    "check_tag",
+    "default_tag",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +283,7 @@ class CheckpointManager:
         checkpoint, are a CheckpointError that names the newest one that can be loaded.
         """
         self._background.wait()
+        check_directory(load_dir, "load_dir")
         load_dir = Path(load_dir)
         what = f"finding checkpoint {tag or latest!r} in {load_dir}"
         with self.exchange.meeting(what) as meeting:
@@ -344,15 +355,35 @@ def _fill(content: Content, progress: Progress, stream: Stream) -> None:
     content.write(content.value, stream)
 
 
+def check_directory(value: object, what: str) -> None:
+    """Refuse what is not the path of a directory; `what` is the name of the argument."""
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(os.fspath(value), str):
+        raise UsageError(f"{what} is {type(value).__name__} ({value!r:.100}), expected the path of a directory")
+    if not os.fspath(value) or "\0" in os.fspath(value):
+        flaw = "has a NUL character in it" if os.fspath(value) else "is empty"
+        raise UsageError(f"{what} {flaw}; give the path of the directory of the checkpoints")
+
+
+def check_tag(tag: object) -> None:
+    """Refuse what cannot be the name of a checkpoint."""
+    flaw = flaw_of_name(tag, hidden=False)
+    if flaw is not None:
+        raise UsageError(
+            f"checkpoint tag {tag!r:.200} cannot be used: it {flaw}. It has to be a relative path without parts that "
+            "begin with a dot, which are reserved for saves under way"
+        )
+    if tag in (LATEST, "latest_universal"):
+        raise UsageError(f"checkpoint tag {tag!r} cannot be used: a file of that name lies beside checkpoints")
+
+
 def _check_names(request: Request) -> None:
-    if not os.fspath(request.save_dir):
-        raise UsageError("save_dir is empty; give the directory that is to hold the checkpoints")
-    for what, name in (("tag", request.tag), *(("file name", name) for name in request.files)):
-        parts = Path(name).parts
-        if not parts or Path(name).is_absolute() or any(part.startswith(".") for part in parts):
-            raise UsageError(
-                f"checkpoint {what} {name!r} cannot be used: it has to be a relative path without parts that begin "
-                "with a dot, which are reserved for saves under way"
-            )
+    check_directory(request.save_dir, "save_dir")
+    check_tag(request.tag)
+    if request.tag in (request.latest, *request.scripts):
+        raise UsageError(f"checkpoint tag {request.tag!r} cannot be used: a file of that name lies beside checkpoints")
+    for name in request.files:
+        flaw = flaw_of_name(name, hidden=False)
+        if flaw is not None:
+            raise UsageError(f"checkpoint file name {name!r:.200} cannot be used: it {flaw}")
     if manifests.NAME in request.files:
         raise UsageError(f"a checkpoint cannot hold a file called {manifests.NAME}; that is its manifest")

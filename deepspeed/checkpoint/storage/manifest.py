@@ -8,6 +8,7 @@ once. The manifest is compared with its own canonical text, so that no byte of i
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 import zlib
@@ -22,10 +23,13 @@ from deepspeed.checkpoint.storage.block_writer import FileFacts
 from deepspeed.checkpoint.storage.checksum import KINDS
 from deepspeed.checkpoint.storage.durable import explain, write_text
 from deepspeed.errors import CheckpointError
+from deepspeed.trust import flaw_of_name, read_regular
 
 __all__ = ["NAME", "Manifest", "check", "entries", "merge", "read", "sizes", "verify", "write"]
 
 NAME = "manifest.json"
+_LARGEST = 64 * 2**20  # bytes of a manifest: of checkpoints up to some ten terabytes
+_LARGEST_BLOCK = 64 * 2**20  # of a file, which readers hold in memory
 _VERSION = 2  # the first knew CRC-32 alone; a manifest is of the lowest version that can say what it says
 
 
@@ -70,13 +74,26 @@ def _to_json(facts: FileFacts) -> dict[str, Any]:
 
 
 def _from_json(entry: Mapping[str, Any]) -> FileFacts:
-    size, block = int(entry["size"]), int(entry["block"])
+    size, block = entry["size"], entry["block"]
+    if type(size) is not int or type(block) is not int or size < 0 or not 0 < block <= _LARGEST_BLOCK:
+        raise ValueError(f"{size!r:.20} bytes in blocks of {block!r:.20}")
     kind = next((kind for kind in KINDS if kind in entry), "")
     text = entry[kind]
     sums = tuple(int(text[place : place + 8], 16) for place in range(0, len(text), 8))
     if len(sums) != -(-size // block):
         raise ValueError(f"{len(sums)} checksums for {size} bytes in blocks of {block}")
     return FileFacts(size, sums, block, kind)
+
+
+def _named(files: Mapping[str, Any]) -> dict[str, FileFacts]:
+    """The files of a manifest, whose names stay inside the checkpoint's folder."""
+    for name in files:
+        flaw = flaw_of_name(name)
+        if flaw is None and (os.path.normpath(name) != name or name == NAME):
+            flaw = "is not the shortest name of a file, or the manifest's own"
+        if flaw is not None:
+            raise ValueError(f"the file name {name!r:.200} {flaw}")
+    return {name: _from_json(entry) for name, entry in files.items()}
 
 
 def merge(parts: Iterable[Mapping[str, Any]]) -> dict[str, FileFacts]:
@@ -98,7 +115,7 @@ def read(directory: str | os.PathLike[str]) -> Manifest | None:
     """The manifest of a checkpoint, None where there is none; a damaged one is a CheckpointError."""
     path = Path(directory) / NAME
     try:
-        data = path.read_bytes()
+        data = read_regular(path, _LARGEST)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -106,26 +123,40 @@ def read(directory: str | os.PathLike[str]) -> Manifest | None:
     damaged = f"{path}: the manifest is damaged"
     try:
         found = json.loads(data)["manifest"]
-        version = int(found["version"])
-        if version > _VERSION:
+        version = found["version"]
+        if type(version) is int and version > _VERSION:
             raise CheckpointError(
-                f"{path}: written as version {version} by {found.get('written_by')}; this library reads up to version "
-                f"{_VERSION}. Update it to load this checkpoint."
+                f"{path}: written as version {version} by {found.get('written_by')!r:.100}; this library reads up to "
+                f"version {_VERSION}. Update it to load this checkpoint."
             )
-        manifest = Manifest(
-            found["tag"],
-            found["format"],
-            found["world_size"],
-            {name: _from_json(entry) for name, entry in found["files"].items()},
-            found["facts"],
-            found["saved_at"],
-            found["written_by"],
-        )
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        manifest = _parse(found)
+        spelled = manifest.text().encode()
+    # Whatever a file that somebody else made can hold: also numbers without end and lists in lists in lists.
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise CheckpointError(f"{damaged} ({len(data)} bytes, {error}). Load another checkpoint.") from error
-    if manifest.text().encode() != data:
+    if spelled != data:
         raise CheckpointError(f"{damaged}: its text does not match its checksum. Load another checkpoint.")
     return manifest
+
+
+def _parse(found: Mapping[str, Any]) -> Manifest:
+    kinds: dict[str, tuple[type, ...]] = {
+        "tag": (str,),
+        "format": (str,),
+        "world_size": (int,),
+        "files": (dict,),
+        "facts": (dict,),
+        "saved_at": (int, float),
+        "written_by": (str,),
+    }
+    for key, allowed in kinds.items():
+        if type(found[key]) not in allowed:
+            raise TypeError(f"{key} is {type(found[key]).__name__}, expected {allowed[0].__name__}")
+    if not math.isfinite(found["saved_at"]):
+        raise ValueError(f"saved_at is {found['saved_at']}")
+    files = _named(found["files"])
+    tag, form, world = found["tag"], found["format"], found["world_size"]
+    return Manifest(tag, form, world, files, found["facts"], found["saved_at"], found["written_by"])
 
 
 def check(path: str | os.PathLike[str]) -> list[Problem]:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from deepspeed import comm
 from deepspeed.checkpoint.storage.rank_liveness import Answer, Answering, ask, is_ahead, positions
-from deepspeed.errors import CheckpointError, DeepSpeedError
+from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 from deepspeed.log import logger
 
 __all__ = ["Alone", "Exchange", "Meeting", "Store", "StoreExchange", "default_exchange", "together"]
@@ -334,6 +334,9 @@ def together(meeting: Meeting, what: str, act: Callable[[], T]) -> tuple[T, list
     """
     try:
         result = act()
+    except UsageError as error:  # the caller's own mistake stays one where it was made
+        meeting.say({"error": str(error)})
+        raise
     except (DeepSpeedError, OSError) as error:
         raise _failed(what, meeting.say({"error": str(error)})) from error
     except Exception as error:

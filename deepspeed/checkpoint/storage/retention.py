@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,13 +16,17 @@ __all__ = ["expired", "retain"]
 def expired(checkpoints: Sequence[Checkpoint], keep_last: int, spared: Sequence[str | None]) -> list[Checkpoint]:
     """Those to remove, oldest first; `checkpoints` are newest first.
 
-    A checkpoint goes only if it has a manifest, so that we know it for ours, no `latest` names it, and at least
-    `keep_last` good ones are newer. Damaged ones do not count as kept: they never displace a good one.
+    A checkpoint goes only if it has a manifest, so that we know it for ours, no `latest` names it, it is no link, and
+    at least `keep_last` good ones are newer. Damaged ones, and ones that say they were saved in the future, do not
+    count as kept: they never displace a good one.
     """
-    good = 0
+    good, now = 0, time.time()
     result = []
     for checkpoint in checkpoints:
-        if good >= keep_last and checkpoint.manifest is not None and checkpoint.tag not in spared:
+        if checkpoint.is_ahead(now):
+            continue
+        known = checkpoint.manifest is not None and not checkpoint.path.is_symlink()
+        if good >= keep_last and known and checkpoint.tag not in spared:
             result.append(checkpoint)
         good += checkpoint.good
     return result[::-1]
@@ -33,5 +38,6 @@ def retain(save_dir: str | os.PathLike[str], keep_last: int, token: str, latest:
     spared = [read_latest(save_dir, name) for name in names]
     gone = expired(scan(save_dir), max(keep_last, 1), spared)
     for number, checkpoint in enumerate(gone):
-        remove(checkpoint.path, f"{token}{number}")
+        if checkpoint.manifest is not None:
+            remove(checkpoint.path, checkpoint.manifest, f"{token}{number}")
     return [checkpoint.path for checkpoint in gone]

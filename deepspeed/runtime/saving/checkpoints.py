@@ -9,7 +9,7 @@ import gc
 import os
 import socket
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,10 +24,18 @@ from deepspeed.checkpoint.formats.training_state import TrainingState
 from deepspeed.checkpoint.formats.zero_files import writer as deepspeed_files
 from deepspeed.checkpoint.storage.block_writer import BLOCK, Stream, WriterOptions
 from deepspeed.checkpoint.storage.commit import LATEST
-from deepspeed.checkpoint.storage.manager import CheckpointManager, Content, Place, Request, SavePolicy
+from deepspeed.checkpoint.storage.manager import (
+    CheckpointManager,
+    Content,
+    Place,
+    Request,
+    SavePolicy,
+    check_directory,
+    check_tag,
+)
 from deepspeed.checkpoint.storage.rank_meeting import Meeting, default_exchange, together
 from deepspeed.config.checkpoint import CheckpointConfig
-from deepspeed.errors import UsageError
+from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import log_dist, logger
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.restoring import Restoring, Wish
@@ -72,6 +80,8 @@ class Checkpoints:
         alone = section.use_node_local_storage
         place = Place(socket.gethostname(), parts.local_rank == 0) if alone else Place(leader=exchange.rank == 0)
         self.manager = CheckpointManager(exchange, policy_of(section), place)
+        self._mixture = ""
+        """Why the parts do not belong together, empty if they do."""
         parts.resources.callback(exchange.close)
         parts.resources.callback(self.manager.close)
 
@@ -79,13 +89,11 @@ class Checkpoints:
 
     def save(self, save_dir: str | os.PathLike[str], tag: str, run: Run, *, latest: bool, exclude_frozen: bool) -> Path:
         """Write a checkpoint; returns its directory."""
-        if not os.fspath(save_dir):
-            raise UsageError("save_checkpoint: save_dir is empty; give the directory that is to hold the checkpoints")
-        what = f"saving checkpoint {tag!r} to {save_dir}"
+        what = f"saving checkpoint {tag!r:.200} to {save_dir!s:.500}"
         background = self.manager.policy.background
         self.manager.wait()  # a save in the background has its own meeting, and perhaps an error
         with self.manager.exchange.meeting(what) as meeting:
-            _, heard = together(meeting, what, self._look)
+            _, heard = together(meeting, what, lambda: self._look(save_dir, tag, run))
             allocate = self.manager.allocator() if background else None
             stand_ins = StandIns() if not background and self.manager.policy.zipped and StandIns.works() else None
             make = functools.partial(self._files, self._compared(run, heard), exclude_frozen, allocate, stand_ins)
@@ -107,7 +115,13 @@ class Checkpoints:
         log_dist(f"checkpoint {tag!r} {'is being written' if background else 'was written'} to {path}")
         return path
 
-    def _look(self) -> dict[str, Any]:
+    def _look(self, save_dir: object, tag: object, run: Run) -> dict[str, Any]:
+        """What this rank has to save; refuses what it cannot do, before anybody writes."""
+        self.must_be_whole("save_checkpoint")
+        check_directory(save_dir, "save_dir")
+        check_tag(tag)
+        if not isinstance(run.client_state, Mapping):
+            raise UsageError(f"client_state is {type(run.client_state).__name__}, expected a dict of the caller's own")
         settle_edits(self._parts)
         return {
             "model": self._parts.layout["pp", "tp"].rank,
@@ -171,9 +185,22 @@ class Checkpoints:
             source, restoring = _here(meeting, what, examine)
             if self._parts.stepper is not None:
                 self._parts.stepper.zero_grad()
+            self._mixture = f"{path} was loaded half-way"  # until the caller is through with all of it
             together(meeting, what, restoring.read)
         restoring.publish()
         return source
+
+    def loaded(self) -> None:
+        """A load came to its end: the engine holds one checkpoint."""
+        self._mixture = ""
+
+    def must_be_whole(self, call: str) -> None:
+        """Refuse to go on from a mixture of old and new values, which a load that failed half-way leaves."""
+        if self._mixture:
+            raise CheckpointError(
+                f"{call}: {self._mixture}, because of the error that load_checkpoint raised; weights and optimizer are "
+                "a mixture of old and new values. Load a checkpoint that is whole before training goes on"
+            )
 
     def restore_rank(self, source: Source, loader: Any) -> None:
         """This rank's random states and, on any number of ranks, its place in the data."""

@@ -53,7 +53,7 @@ class CheckpointMethods:
                 accumulation.micro_steps % accumulation.steps,
             )
         counters = Counters(self.global_steps, self.global_samples, self.skipped_steps, accumulation.micro_steps)
-        run = Run(counters, self.lr_scheduler, self.training_dataloader, dict(client_state or {}))
+        run = Run(counters, self.lr_scheduler, self.training_dataloader, {} if client_state is None else client_state)
         name = default_tag(self.global_steps) if tag is None else str(tag)
         self._checkpoints.save(save_dir, name, run, latest=save_latest, exclude_frozen=bool(exclude_frozen_parameters))
         return True
@@ -94,6 +94,7 @@ class CheckpointMethods:
         if not load_module_only:
             scheduled = load_lr_scheduler_states and self._continue_schedule(source)
             self._continue_run(source, whole)
+        self._checkpoints.loaded()
         client = {**leftovers(source, scheduler_loaded=scheduled), **source.small.client_state}
         return os.path.join(path, source.files[0]), client
 

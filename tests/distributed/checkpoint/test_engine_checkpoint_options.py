@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.checkpoint.formats.bulk_read import BulkRead
 from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.checkpoint.storage import manifest, rank_meeting
 from deepspeed.errors import CheckpointError, UsageError
@@ -330,9 +331,70 @@ def test_other_writers(kind, tmp_path):
 def test_what_cannot_be_saved_fails_on_all_ranks(tmp_path):
     engine = build(1)
     state = {"model": object()} if dist.get_rank() == 0 else {}  # only the first rank's is written
-    with pytest.raises(CheckpointError, match=r"rank 0: client_state\['model'\] is a builtins.object"):
+    kind = UsageError if dist.get_rank() == 0 else CheckpointError
+    with pytest.raises(kind, match=r"client_state\['model'\] is a builtins.object"):
         engine.save_checkpoint(tmp_path, client_state=state)
     assert engine.save_checkpoint(tmp_path)
+
+
+BAD_ARGUMENTS = {
+    "save_dir is NoneType": (None,),
+    "save_dir is bytes": (b"out",),
+    "save_dir is empty": ("",),
+    "save_dir has a NUL": ("o\0ut",),
+    "tag '' cannot be used: it names no file": ("out", ""),
+    "has '..' in it": ("out", ".."),
+    "tag '/abs' cannot be used: it is an absolute": ("out", "/abs"),
+    "has a NUL character in it. It has": ("out", "a\0b"),
+    "begins with a dot": ("out", "a/.b"),
+    "a file of that name lies beside": ("out", "latest"),
+    "client_state is int": ("out", "a", 5),
+}
+
+
+@ranks(2)
+def test_arguments_that_cannot_be_fail_on_all_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    engine = build(1)
+    for text, arguments in BAD_ARGUMENTS.items():
+        with pytest.raises(UsageError, match=text):
+            engine.save_checkpoint(*arguments)
+        mine = arguments if dist.get_rank() == 1 else ("out",)  # one rank's mistake is told to the other
+        with pytest.raises(UsageError if dist.get_rank() == 1 else CheckpointError, match=text):
+            engine.save_checkpoint(*mine)
+    for wrong in (None, b"out", "", 5):
+        with pytest.raises(UsageError, match="load_dir is"):
+            engine.load_checkpoint(wrong)
+    assert not (tmp_path / "out").exists()
+    assert engine.save_checkpoint("out")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@ranks(2)
+def test_a_load_that_fails_half_way_is_not_trained_on(stage, tmp_path, monkeypatch):
+    engine = build(stage)
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="good")
+    engine.save_checkpoint(tmp_path, tag="bad")
+
+    def run(self):
+        if dist.get_rank() == 1:
+            raise CheckpointError("the disk is broken")
+
+    with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="rank 1: the disk is broken"):
+        patch.setattr(BulkRead, "run", run)
+        engine.load_checkpoint(tmp_path, "bad")
+    with pytest.raises(CheckpointError, match=r"engine.step\(\): .*bad was loaded half-way.*Load a checkpoint"):
+        train(engine, 1, 2)
+    with pytest.raises((CheckpointError, UsageError), match="half-way"):
+        engine.save_checkpoint(tmp_path, tag="mixture")
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        engine.load_checkpoint(tmp_path, "absent")
+    with pytest.raises(CheckpointError, match="half-way"):
+        engine.step()
+    engine.load_checkpoint(tmp_path, "good")
+    train(engine, 1, 2)
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["bad", "good"]
 
 
 @ranks(2)

@@ -1,6 +1,7 @@
 """Keep last N: only whole checkpoints of ours go, never the named one and never the last good one."""
 
 import os
+from pathlib import Path
 
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from deepspeed.checkpoint.storage.retention import expired, retain
 
 def made(place, good=True, ours=True):
     manifest = Manifest(str(place), "test", 1, {}) if ours else None
-    return Checkpoint(str(place), None, manifest, () if good else (Problem("x", "bad"),), 100.0 - place)
+    return Checkpoint(str(place), Path(str(place)), manifest, () if good else (Problem("x", "bad"),), 100.0 - place)
 
 
 @given(
