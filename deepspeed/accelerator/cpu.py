@@ -14,17 +14,15 @@ import torch
 from deepspeed.accelerator.generic import GenericAccelerator
 from deepspeed.accelerator.host import HostEvent, HostMemory, numa_nodes_with_cores
 from deepspeed.accelerator.interface import UnknownNameError
-from deepspeed.log import logger
+from deepspeed.log import logger, warn_once
 
 __all__ = ["CPU_Accelerator"]
 
 
-def _number(variable: str) -> int:
-    """A count from the environment; 0 if unset."""
+def _number(variable: str) -> int | None:
+    """A count from the environment, 0 if unset, None if it is no number of processes."""
     text = os.environ.get(variable, "").strip() or "0"
-    if not text.isdigit():
-        raise UnknownNameError(f"{variable}={text!r} is not a number of processes; set it to 0, 1, 2, … or unset it")
-    return int(text)
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 class CPU_Accelerator(GenericAccelerator):
@@ -64,10 +62,19 @@ class CPU_Accelerator(GenericAccelerator):
         """All indices are the same device."""
 
     def current_device(self) -> int:
-        return _number("LOCAL_RANK")
+        number = _number("LOCAL_RANK")
+        if number is None:
+            raise UnknownNameError(
+                f"LOCAL_RANK={os.environ['LOCAL_RANK']!r} is not a number of a process; set it to 0, 1, … or unset it"
+            )
+        return number
 
     def device_count(self) -> int:
-        return _number("LOCAL_SIZE") or numa_nodes_with_cores() or 1
+        count = _number("LOCAL_SIZE")
+        if count is None:
+            # Exported once and forgotten: it must not end a job that it has nothing to do with.
+            warn_once(f"LOCAL_SIZE={os.environ['LOCAL_SIZE']!r} is not used: it is no number of processes. Unset it.")
+        return count or numa_nodes_with_cores() or 1
 
     def is_available(self) -> bool:
         return True

@@ -5,6 +5,8 @@ both are set, decide. MPI's variables come next, then Slurm's, then "a single pr
 must agree with them, because ranks that read different variables do not meet and wait for each other until a timeout.
 Two exceptions: torchrun and the deepspeed launcher start one agent per machine under MPI or Slurm, whose variables then
 describe the agent; and Slurm's describe its own tasks, so RANK and WORLD_SIZE set by something else are no conflict.
+LOCAL_SIZE is only a hint: people export it to say how many ranks a CPU machine takes, and it stays in their shells.
+One that does not fit what else is known is left alone and told.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 
 from deepspeed.comm.clouds import aml_master, in_aml, in_aws_sm, in_dlts, sagemaker_master
 from deepspeed.comm.nodelist import first_host
-from deepspeed.comm.variables import Found, number, problem, show
+from deepspeed.comm.variables import Found, as_count, number, problem, show
 from deepspeed.errors import RendezvousError
 
 __all__ = ["RankFacts", "discover", "from_arguments", "mpi_found", "slurm_found"]
@@ -34,9 +36,10 @@ class RankFacts:
     master_addr: str | None
     master_port: int | None
     source: str
+    doubts: tuple[str, ...] = ()  # variables that do not fit and are not used, a sentence each
 
 
-_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+_HINT = "LOCAL_SIZE"
 # source, rank, size, local rank (any of), local size
 _MPI: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...]], ...] = (
     (
@@ -88,6 +91,7 @@ def discover(
         raise _partial(env, merged)
     if merged.local_rank is None and merged.world_size == 1:
         merged = merged.filled(Found("", local_rank=0, local_size=1))
+    merged, doubts = _hinted(env, merged)
     master, master_port = _master(env, merged, mpi, slurm, port) if need_master else (None, port)
     lacking = merged.local_rank is None or (need_master and master is None)
     if lacking and mpi is not None and probe is not None:
@@ -96,7 +100,7 @@ def discover(
         master = master or asked.master_addr
     if merged.local_rank is None or (need_master and master is None):
         raise _partial(env, merged, master)
-    return _checked(env, merged, master, master_port, merged.source)
+    return _checked(env, merged, master, master_port, doubts)
 
 
 def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int, need_master: bool) -> RankFacts:
@@ -121,6 +125,7 @@ def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int
         )
     if found.world_size == 1 and found.local_rank is None:
         found = found.filled(Found("", local_rank=0, local_size=1))
+    found, doubts = _hinted(env, found)
     master, master_port = _master(env, found, None, None, port) if need_master else (None, port)
     if need_master and master is None:
         raise problem(
@@ -129,7 +134,7 @@ def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int
             f"rank {found.rank} of {found.world_size} does not know where to meet the others",
             "Set MASTER_ADDR to the host of rank 0 on every rank, or give init_method.",
         )
-    return _facts(found, master, master_port, "arguments")
+    return _facts(found, master, master_port, doubts)
 
 
 def mpi_found(env: Mapping[str, str]) -> Found | None:
@@ -175,20 +180,39 @@ def slurm_found(env: Mapping[str, str]) -> Found | None:
 
 
 def _own(env: Mapping[str, str]) -> Found:
-    local_size = _present(env, ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"))
     return Found(
         "environment",
         rank=number(env, "RANK"),
         world_size=number(env, "WORLD_SIZE"),
         local_rank=number(env, "LOCAL_RANK"),
-        local_size=None if local_size is None else number(env, local_size),
+        local_size=number(env, "LOCAL_WORLD_SIZE"),
         names={
             "rank": "RANK",
             "world_size": "WORLD_SIZE",
             "local_rank": "LOCAL_RANK",
-            "local_size": local_size or "LOCAL_SIZE",
+            "local_size": "LOCAL_WORLD_SIZE",
         },
     )
+
+
+def _hinted(env: Mapping[str, str], found: Found) -> tuple[Found, tuple[str, ...]]:
+    """What was found, completed by LOCAL_SIZE if that fits, and what is to be told if it does not."""
+    text = env.get(_HINT, "").strip()
+    count = as_count(text) or 0
+    world, local = found.world_size, found.local_rank
+    if not text or (found.local_size is not None and count == found.local_size):
+        return found, ()
+    if found.local_size is not None:
+        why = f"this machine runs {found.local_size} of the job's ranks"
+    elif count < 1:
+        why = "it is not a number of ranks"
+    elif world is not None and count > world:
+        why = f"the job has {world} ranks"
+    elif local is not None and count <= local:
+        why = f"this is local rank {local}"
+    else:
+        return found.filled(Found("", local_size=count, names={"local_size": _HINT})), ()
+    return found, (f"{show(env, _HINT)} is not used: {why}. Unset it, or let the launcher set it.",)
 
 
 def _present(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
@@ -232,10 +256,11 @@ def _master(
 
 def _single(env: Mapping[str, str], port: int) -> RankFacts:
     """No launcher at all: one process; leftovers of one are an error, since the others would be waited for in vain."""
-    names = (*_OWN[:3], "MASTER_ADDR")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
     if any(env.get(name, "").strip() for name in names):
         raise _partial(env, _own(env), env.get("MASTER_ADDR"))
-    return RankFacts(0, 1, 0, 1, LOOPBACK, number(env, "MASTER_PORT") or port, "single process")
+    alone, doubts = _hinted(env, Found("single process", rank=0, world_size=1, local_rank=0, local_size=1))
+    return _facts(alone, LOOPBACK, number(env, "MASTER_PORT") or port, doubts)
 
 
 def _partial(env: Mapping[str, str], found: Found, master: str | None = None) -> RendezvousError:
@@ -256,7 +281,9 @@ def _partial(env: Mapping[str, str], found: Found, master: str | None = None) ->
     )
 
 
-def _checked(env: Mapping[str, str], found: Found, master: str | None, master_port: int, source: str) -> RankFacts:
+def _checked(
+    env: Mapping[str, str], found: Found, master: str | None, master_port: int, doubts: tuple[str, ...]
+) -> RankFacts:
     rank, world, local, size = found.rank, found.world_size, found.local_rank, found.local_size
     assert rank is not None, "discovery found it"
     assert world is not None, "discovery found it"
@@ -277,14 +304,14 @@ def _checked(env: Mapping[str, str], found: Found, master: str | None, master_po
             "a local rank is below the number of this machine's ranks",
             _numbering(size),
         )
-    return _facts(found, master, master_port, source)
+    return _facts(found, master, master_port, doubts)
 
 
 def _numbering(count: int) -> str:
     return f"Number the ranks from 0 to {count - 1}." if count else "Set the size to the number of processes."
 
 
-def _facts(found: Found, master: str | None, master_port: int, source: str) -> RankFacts:
+def _facts(found: Found, master: str | None, master_port: int, doubts: tuple[str, ...]) -> RankFacts:
     assert found.rank is not None, "checked before"
     assert found.world_size is not None, "checked before"
     return RankFacts(
@@ -294,5 +321,6 @@ def _facts(found: Found, master: str | None, master_port: int, source: str) -> R
         local_size=found.local_size,
         master_addr=master,
         master_port=master_port if master is not None else None,
-        source=source,
+        source=found.source,
+        doubts=doubts,
     )

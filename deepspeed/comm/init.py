@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from deepspeed.comm.logger import configure
 from deepspeed.comm.mpi import ask_mpi
 from deepspeed.comm.variables import Found, number, problem, show
 from deepspeed.errors import CommError, RendezvousError
-from deepspeed.log import log_dist, warn_once
+from deepspeed.log import log_dist, log_dist_once, warn_once
 
 __all__ = [
     "default_timeout",
@@ -123,7 +124,11 @@ def _publish(facts: RankFacts) -> None:
         "MASTER_ADDR": facts.master_addr,
         "MASTER_PORT": facts.master_port,
     }
+    if facts.doubts and facts.local_size is None:
+        os.environ.pop("LOCAL_SIZE", None)  # it was found wrong: nobody further down shall believe it
     os.environ.update({name: str(value) for name, value in values.items() if value is not None})
+    for doubt in facts.doubts:
+        log_dist_once(doubt, level=logging.WARNING)
 
 
 def _join(backend: str, facts: RankFacts, timeout: timedelta, init_method: str | None) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from deepspeed.errors import RendezvousError
 
-__all__ = ["Found", "number", "problem", "show"]
+__all__ = ["Found", "as_count", "number", "problem", "show"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,14 @@ def number(env: Mapping[str, str], name: str) -> int | None:
     text = env.get(name, "").strip()
     if not text:
         return None
-    if not (text.isascii() and text.isdigit()):
+    if (count := as_count(text)) is None:
         raise problem(env, (name,), "a whole number from 0 on is needed", f"Correct or unset {name}.")
-    return int(text)
+    return count
+
+
+def as_count(text: str) -> int | None:
+    """A whole number from 0 on, None if the text is none, or one that counts nothing in this world."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
 def show(env: Mapping[str, str], *names: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from deepspeed.errors import LayoutError
+from deepspeed.log import warn_once
 
 from .axes import Axis, Ranks
 
@@ -129,17 +130,17 @@ def _by_node(group: Ranks, per_node: int) -> list[Ranks]:
 
 
 def _from_environment(world: int, environ: Mapping[str, str]) -> int:
-    found = {name: environ[name] for name in _NODE_VARIABLES if environ.get(name)}
-    if len(set(found.values())) > 1:
-        raise LayoutError(
-            f"the environment contradicts itself on the ranks per node: {found}. Set both to the same number."
-        )
-    for name, value in found.items():
-        if not value.isdigit():
-            raise LayoutError(f"{name} is {value!r}; it must be the number of ranks on this node.")
-        return int(value)
+    found = {name: environ[name].strip() for name in _NODE_VARIABLES if environ.get(name, "").strip()}
     if world == 1:
         return 1
+    if len(set(found.values())) > 1:
+        # torchrun sets the second one; the first stays in shells where somebody once exported it
+        warn_once(f"LOCAL_SIZE={found['LOCAL_SIZE']} is not used: LOCAL_WORLD_SIZE is {found['LOCAL_WORLD_SIZE']}.")
+        del found["LOCAL_SIZE"]
+    for name, value in found.items():
+        if not (value.isascii() and value.isdigit() and len(value) < 10):
+            raise LayoutError(f"{name} is {value!r}; it must be the number of ranks on this node.")
+        return int(value)
     raise LayoutError(
         f"the number of ranks per node is unknown for a world size of {world}: neither LOCAL_SIZE nor "
         "LOCAL_WORLD_SIZE is set. Start with a launcher that sets one, or pass ranks_per_node."

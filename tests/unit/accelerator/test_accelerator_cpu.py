@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import sys
 import types
@@ -51,10 +52,19 @@ def test_device_count(cpu, monkeypatch):
     assert cpu.device_count() == 1
 
 
-def test_a_device_count_that_is_no_number_is_an_error(cpu, monkeypatch):
-    monkeypatch.setenv("LOCAL_SIZE", "many")
-    with pytest.raises(AcceleratorError, match="LOCAL_SIZE='many'"):
-        cpu.device_count()
+@pytest.mark.parametrize("stray", ["many", "-1", "²", "9" * 5000])
+def test_a_stray_device_count_is_told_and_left_alone(cpu, monkeypatch, caplog, stray):
+    monkeypatch.setattr(home, "numa_nodes_with_cores", lambda: 4)
+    monkeypatch.setattr(logging.getLogger("deepspeed"), "propagate", True)
+    monkeypatch.setenv("LOCAL_SIZE", stray)
+    assert cpu.device_count() == 4
+    assert "is not used" in caplog.text
+
+
+def test_a_device_number_that_is_none_is_an_error(cpu, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "first")
+    with pytest.raises(AcceleratorError, match="LOCAL_RANK='first'"):
+        cpu.current_device()
 
 
 def test_random_numbers(cpu):

@@ -1,6 +1,7 @@
 """Discovery over environment mappings: each launcher, conflicts, partial sets. No process, no os.environ."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -222,6 +223,34 @@ def test_what_does_not_describe_one_job_is_named(env, said):
         find(env)
     for text in said:
         assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("stray", ["abc", "-1", "0", "5", "1", "9" * 5000])
+def test_a_stray_local_size_is_told_and_not_used(stray):
+    """5 is more than the job has, 1 is not above local rank 1."""
+    for env, size in [
+        (TORCHRUN, 2),
+        (without(TORCHRUN, "LOCAL_WORLD_SIZE"), None),
+        ({**OMPI, "MASTER_ADDR": "h"}, 2),
+        (SLURM, None),
+    ]:
+        facts = find({**env, "LOCAL_SIZE": stray})
+        assert facts.local_size == size
+        assert "LOCAL_SIZE=" in facts.doubts[0]
+        assert replace(facts, doubts=()) == find(env)
+    if stray != "1":
+        alone = find({"LOCAL_SIZE": stray})
+        assert (alone.world_size, alone.local_size, len(alone.doubts)) == (1, 1, 1)
+    (doubt,) = from_arguments({**TORCHRUN, "LOCAL_SIZE": stray}, 2, 4, 5, True).doubts
+    assert "this machine runs 2 of the job's ranks" in doubt
+
+
+def test_a_local_size_that_fits_counts():
+    """DeepSpeed's launcher sets no other."""
+    env = {**without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_SIZE": "2"}
+    assert find(env) == find(TORCHRUN)
+    assert find(env).doubts == ()
+    assert find({**TORCHRUN, "LOCAL_SIZE": "2"}).doubts == ()
 
 
 def test_an_init_method_replaces_the_address():

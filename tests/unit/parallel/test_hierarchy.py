@@ -112,14 +112,16 @@ def test_ranks_per_node_comes_from_the_argument_then_the_environment():
     assert hierarchy.ranks_per_node(8, None, {"LOCAL_SIZE": "4"}) == 4
     assert hierarchy.ranks_per_node(8, None, {"LOCAL_WORLD_SIZE": "8"}) == 8
     assert hierarchy.ranks_per_node(8, None, {"LOCAL_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}) == 4
+    assert hierarchy.ranks_per_node(8, None, {"LOCAL_SIZE": "stray", "LOCAL_WORLD_SIZE": "8"}) == 8
     assert hierarchy.ranks_per_node(1, None, {}) == 1
+    assert hierarchy.ranks_per_node(1, None, {"LOCAL_SIZE": "stray"}) == 1
 
 
 @pytest.mark.parametrize(
     ("given_", "environ", "message"),
     [
         (None, {}, "neither LOCAL_SIZE nor LOCAL_WORLD_SIZE"),
-        (None, {"LOCAL_SIZE": "4", "LOCAL_WORLD_SIZE": "8"}, "contradicts itself"),
+        (None, {"LOCAL_SIZE": "9" * 5000}, "LOCAL_SIZE is '999"),
         (None, {"LOCAL_SIZE": "four"}, "LOCAL_SIZE is 'four'"),
         (3, {}, "3 ranks per node do not fill whole nodes with a world size of 8"),
         (16, {}, "16 ranks per node"),
