@@ -6,12 +6,12 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed.launcher.ports import DEFAULT_PORT
 from deepspeed.log import log_levels
 
 __all__ = ["DEFAULT_HOSTFILE", "LAUNCHERS", "parse_args"]
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-DEFAULT_PORT = 29500
 LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 
 
@@ -69,10 +69,10 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=DEFAULT_PORT,
         action=_StorePort,
-        help="port at which rank 0 waits; if it is not given and in use, a single host takes a free one",
+        help="port at which rank 0 waits; if it is not given, a single host takes the first free one from there on",
     )
     add("--master_addr", default="", help="address of the host of rank 0; one host: 127.0.0.1, else the first host")
-    add("--node_rank", type=int, default=-1, help="number of this host in the hostfile, with --no_ssh")
+    add("--node_rank", type=int, default=-1, help="number of this host, where each of several starts itself (--no_ssh)")
     add("--launcher", type=str.lower, choices=LAUNCHERS, default="pdsh", help="what starts ranks on other hosts")
     add("--launcher_args", default="", help="words for that program")
     add("--no_ssh", action="store_true", help="every host runs this command itself, with its --node_rank")

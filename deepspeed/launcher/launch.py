@@ -24,7 +24,7 @@ from deepspeed.launcher.binding import Binding, bind
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.pidfile import pid_file
 from deepspeed.launcher.plan import Plan, RankPlan
-from deepspeed.launcher.ports import check_port
+from deepspeed.launcher.ports import DEFAULT_PORT, claimed
 from deepspeed.launcher.resources import Slots, decode_world_info
 from deepspeed.launcher.supervise import supervise
 from deepspeed.launcher.variables import MASK
@@ -46,7 +46,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--node_rank", type=int, default=0, help="which of the hosts of the world info this is")
     add("--master_addr", default="127.0.0.1", help="address of the host of rank 0")
-    add("--master_port", type=int, default=29500, help="port at which rank 0 waits for the others")
+    add("--master_port", type=int, default=DEFAULT_PORT, help="port at which rank 0 waits; 0: a free one, on one node")
     add("--world_info", required=True, help="hosts and their slots, coded by encode_world_info")
     add("--module", action="store_true", help="run the script as a module, like python -m")
     add("--no_python", action="store_true", help="run the script itself, not with Python")
@@ -75,15 +75,17 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.node_rank < len(world):
         raise LaunchError(f"--node_rank {args.node_rank}: the job has {len(world)} nodes, numbered from 0")
     _check_program(args)
-    if args.node_rank == 0:
-        check_port(args.master_port)
+    if args.master_port == 0 and len(world) > 1:
+        raise LaunchError(f"--master_port 0: the {len(world)} nodes have to be told one port; choose it")
     host = list(world)[args.node_rank]
     if not world[host]:
         raise LaunchError(f"host {host!r} has no slots in --world_info; leave it out or give it some")
-    ranks = tuple(_ranks(args, world, host))
     environment = dict(os.environ)
     get_accelerator().set_visible_devices_envs(environment, world[host])
     with ExitStack() as stack:
+        if args.node_rank == 0:
+            args.master_port = stack.enter_context(claimed(args.master_port))
+        ranks = tuple(_ranks(args, world, host))
         saved = None
         if args.save_pid:
             saved = stack.enter_context(pid_file(args.save_pid))

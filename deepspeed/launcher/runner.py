@@ -18,7 +18,6 @@ from deepspeed.launcher import launch
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, parse_args
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.hostfile import fetch_hostfile
-from deepspeed.launcher.ports import free_port, is_free
 from deepspeed.launcher.resources import (
     Slots,
     apply_num_nodes_and_gpus,
@@ -97,10 +96,6 @@ def _refuse(args: argparse.Namespace) -> None:
     for name in ("num_nodes", "num_gpus"):
         if getattr(args, name) != -1 and getattr(args, name) < 1:
             raise LaunchError(f"--{name} {getattr(args, name)} is not a number of them; give 1 or more")
-    if args.node_rank != -1 and not args.no_ssh:
-        raise LaunchError(
-            f"--node_rank {args.node_rank} is only used with --no_ssh, where each host starts its own ranks"
-        )
     for name in ("launcher_args", "ssh_port", "venv_script", "no_ssh_check"):
         if getattr(args, name):
             logger.warning("--%s has no effect: no other host is reached over ssh", name)
@@ -173,6 +168,8 @@ def _check_reach(args: argparse.Namespace, active: Slots) -> None:
             "Run the same command on every host with --no_ssh, --node_rank and --master_addr, or choose one host "
             "with --include."
         )
+    elif args.node_rank not in (-1, 0):
+        logger.warning("--node_rank %d is not used without --no_ssh: the only host is number 0", args.node_rank)
 
 
 def _check_devices(active: Slots, host: str, accelerator: DeepSpeedAccelerator, there: int) -> None:
@@ -189,10 +186,8 @@ def _check_devices(active: Slots, host: str, accelerator: DeepSpeedAccelerator, 
 def _launch_arguments(args: argparse.Namespace, active: Slots) -> list[str]:
     """The options of `deepspeed.launcher.launch` for this node."""
     address = args.master_addr or (_LOOPBACK if len(active) == 1 else next(iter(active)))
-    port = args.master_port
-    if len(active) == 1 and not args.master_port_chosen and not is_free(port):
-        port = free_port()
-        logger.info("port %d is in use on this machine: the ranks meet at port %d", args.master_port, port)
+    # Several hosts must know the port before anybody can look which one is free.
+    port = args.master_port if args.master_port_chosen or len(active) > 1 else 0
     words = [f"--world_info={encode_world_info(active)}", f"--master_addr={address}", f"--master_port={port}"]
     if args.no_ssh:
         words.append(f"--node_rank={args.node_rank}")

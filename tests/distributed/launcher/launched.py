@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from deepspeed.launcher import launch
-from deepspeed.launcher.ports import free_port
 from deepspeed.launcher.resources import encode_world_info
 
 TIMEOUT = 40.0  # only ever reached by a test that fails
@@ -161,4 +160,4 @@ def world(*counts):
 
 def local(count, *words):
     """Arguments of the per-node launcher for one node with a port that is free."""
-    return [world(count), f"--master_port={free_port()}", *words]
+    return [world(count), "--master_port=0", *words]

@@ -12,6 +12,7 @@ import socket
 import stat
 import struct
 import termios
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -292,6 +293,31 @@ def test_two_nodes_without_ssh_are_one_world(tmp_path):
         ("2", "1", "2"),
     ]
     assert {(each["MASTER_ADDR"], each["WORLD_SIZE"], each["CROSS_SIZE"]) for each in found} == {("alpha", "3", "2")}
+
+
+@ranks(1, init=False)
+def test_launches_started_at_once_meet_at_different_ports(tmp_path):
+    """All of them run before any rank 0 listens, which is when merely looking for a free port goes wrong."""
+    mailbox = Mailbox(tmp_path)
+    script(tmp_path, "tell(os.environ['MASTER_PORT'])\nwait_forever()")
+    with ExitStack() as stack:
+        folders = [tmp_path / str(number) for number in range(6)]
+        for folder in folders:
+            folder.mkdir()
+            words = ["--num_gpus", "1", tmp_path / "script.py"]
+            stack.enter_context(Launched(words, folder, main=runner.main))
+        ports = mailbox.lines(len(folders))
+    assert len(set(ports)) == len(folders), ports
+
+
+@ranks(1, init=False)
+def test_the_number_of_the_only_host_is_no_mistake(tmp_path):
+    script(tmp_path, SHOW)
+    words = ["--num_gpus", "2", "--node_rank", "0", "script.py"]
+    with Launched(words, tmp_path, main=runner.main, environ={"LOCAL_SIZE": "nonsense"}) as job:
+        assert job.wait() == 0, job.errors()
+    assert [each["env"]["LOCAL_SIZE"] for each in shown(tmp_path, 2)] == ["2", "2"]
+    assert "LOCAL_SIZE='nonsense' is not used" in job.errors()
 
 
 @ranks(1, init=False)

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.launcher import processes
+from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.launch import parse_args, rank_environments
 from deepspeed.launcher.output import LINES, Tail, last_lines
 from deepspeed.launcher.pidfile import pid_file, pid_folder
 from deepspeed.launcher.plan import Plan, RankPlan
-from deepspeed.launcher.ports import check_port, free_port, is_free
+from deepspeed.launcher.ports import claimed, free_port, is_free
 from deepspeed.launcher.resources import encode_world_info
 from deepspeed.launcher.verdict import Ending, failure, rank_list
 
@@ -171,12 +172,33 @@ def test_a_port_that_is_listened_at_is_not_free():
         with socket.create_server((address, 0)) as server:
             port = server.getsockname()[1]
             assert not is_free(port)
-            with pytest.raises(ValueError, match=f"--master_port {port} is in use"):
-                check_port(port)
-    assert is_free(free_port())
-    for port in (0, -1, 65536):
-        with pytest.raises(ValueError, match="is not a port"):
-            check_port(port)
+            with pytest.raises(LaunchError, match=f"--master_port {port} is in use"), claimed(port):
+                pass
+    for port in (-1, 65536):
+        with pytest.raises(LaunchError, match="is not a port"), claimed(port):
+            pass
+
+
+def test_a_claimed_port_is_free_for_rank_0_and_for_no_other_launcher():
+    with claimed(0) as one, claimed(0) as two:
+        assert one != two
+        assert 29500 <= min(one, two) <= max(one, two) < 32768  # no outgoing connection is given one of these
+        with pytest.raises(LaunchError, match=f"--master_port {one} is in use"), claimed(one):
+            pass
+        with socket.create_server(("", two)):
+            pass
+
+
+def test_a_claim_is_given_back():
+    port = free_port()
+    with claimed(port):
+        pass
+    if os.fork() == 0:  # also by a launcher that is killed
+        with claimed(port):
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
+    with claimed(port) as again:
+        assert again == port
 
 
 # ---- pid files

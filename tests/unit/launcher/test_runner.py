@@ -178,7 +178,6 @@ def test_the_cpu_takes_any_number_of_ranks(start, monkeypatch):
         (["--include", "localhost:0", "--num_gpus", "1"], 4, None, "--num_gpus and --include"),
         (["--include", "localhost:0", "--exclude", "localhost:1"], 4, None, "mutually exclusive"),
         (["--exclude", "localhost"], 4, None, "no slot is left"),
-        (["--node_rank", "0"], 4, None, "--no_ssh"),
         (["--no_ssh"], 4, None, "--no_ssh needs --node_rank, from 0 to 0"),
         (["--force_multi"], 4, None, "--force_multi"),
         (["--autotuning", "tune"], 4, None, "--autotuning is not part of this version"),
@@ -264,11 +263,20 @@ def test_options_are_passed_on(start):
     assert args.master_port == 12345
 
 
-def test_the_default_port_gives_way(start, monkeypatch):
-    monkeypatch.setattr(runner, "is_free", lambda port: False)
-    monkeypatch.setattr(runner, "free_port", lambda: 4242)
-    assert start().master_port == 4242
-    assert start("--master_port", "29500").master_port == 29500  # asked for: the per-node launcher will complain
+def test_one_host_leaves_the_port_to_whoever_starts_the_ranks(start, hostfile):
+    assert start().master_port == 0
+    assert start("--master_port", "29500").master_port == 29500
+    two = hostfile("a slots=1\nb slots=1")
+    assert start(two, "--no_ssh", "--node_rank", "0").master_port == 29500  # which the other host knows too
+
+
+def test_the_number_of_the_only_host(start, caplog):
+    """DeepSpeed takes --node_rank with a single host; 0 is what it is anyway."""
+    args = start("--num_gpus", "2", "--node_rank", "0")
+    assert (slots(args), args.node_rank) == ({"localhost": [0, 1]}, 0)
+    assert caplog.text == ""
+    assert start("--node_rank", "3").node_rank == 0
+    assert "--node_rank 3 is not used without --no_ssh" in caplog.text
 
 
 def test_options_without_effect_are_told(start, caplog):
