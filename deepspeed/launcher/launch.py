@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -22,17 +21,15 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 from deepspeed.launcher.binding import Binding, bind
 from deepspeed.launcher.errors import LaunchError, run_program
+from deepspeed.launcher.masking import without_secrets
 from deepspeed.launcher.pidfile import pid_file
 from deepspeed.launcher.plan import Plan, RankPlan
 from deepspeed.launcher.ports import DEFAULT_PORT, claimed
 from deepspeed.launcher.resources import Slots, decode_world_info
 from deepspeed.launcher.supervise import supervise
-from deepspeed.launcher.variables import MASK
 from deepspeed.log import log_levels, logger, set_log_level_from_string
 
 __all__ = ["main", "parse_args", "rank_environments", "run"]
-
-_SECRET = re.compile(r"--?(?:[\w-]+[-_])?(?:key|token|secret|password|passwd|credentials?)", re.IGNORECASE)
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -146,7 +143,7 @@ def _ranks(args: argparse.Namespace, world: Slots, host: str) -> Iterator[RankPl
             rank=int(environment["RANK"]),
             local_rank=local_rank,
             command=tuple(command),
-            shown=shlex.join(_without_secrets(command)),
+            shown=shlex.join(without_secrets(command)),
             environment=environment,
             cores=cores,
             log=logs.get(environment["RANK"]),
@@ -193,18 +190,6 @@ def _log_files(folder: str, ranks: Sequence[str]) -> Mapping[str, str]:
     stamp = time.strftime("%Y%m%d%H%M%S")
     logger.info("the output of each rank is in %s", path / f"{stamp}_rank*.log")
     return {rank: str(path / f"{stamp}_rank{rank}.log") for rank in ranks}
-
-
-def _without_secrets(command: Sequence[str]) -> list[str]:
-    """The command for people: the values of options such as --api_key are masked."""
-    shown: list[str] = []
-    for word in command:
-        name, sign, _ = word.partition("=")
-        if shown and _SECRET.fullmatch(shown[-1]) and not word.startswith("-"):
-            shown.append(MASK)
-        else:
-            shown.append(f"{name}={MASK}" if sign and _SECRET.fullmatch(name) else word)
-    return shown
 
 
 if __name__ == "__main__":

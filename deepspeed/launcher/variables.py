@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 
 from deepspeed.errors import OpUnavailable
+from deepspeed.launcher.masking import MASK, is_secret, scrub
 from deepspeed.ops.cuda_arch import parse_arch_list
 from deepspeed.ops.registry import operations
 
-__all__ = ["MASK", "relevant", "warnings"]
-
-MASK = "********"
+__all__ = ["relevant", "warnings"]
 
 _PREFIXES = (
     *("DS_", "DEEPSPEED_", "NCCL_", "RCCL_", "GLOO_", "UCX_", "MV2_", "PDSH_", "OMPI_COMM_WORLD_", "PMI_", "PMIX_"),
@@ -29,17 +27,13 @@ _NAMES = {
     *("PYTHONPATH", "CONDA_PREFIX", "VIRTUAL_ENV"),
 }
 _OURS = {"PYTORCH_NVML_BASED_CUDA_CHECK"}  # set by importing this package
-_SECRET_NAME = re.compile(r"KEY|TOKEN|SECRET|PASS(WORD|WD|PHRASE)?(_|$)|CREDENTIAL|AUTH", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"\b(hf_|sk-|gh[oprsu]_|glpat-|AKIA|xox[abp]-)[\w-]{8,}")
-_URL_PASSWORD = re.compile(r"(://[^/@\s:]*:)[^/@\s]+@")
 
 
 def _shown(name: str, value: str) -> str:
     """The value as one printable line, without anything that looks like a key, a token or a password."""
-    if value and _SECRET_NAME.search(name):
+    if value and is_secret(name):
         return MASK
-    value = _URL_PASSWORD.sub(rf"\1{MASK}@", _SECRET_VALUE.sub(MASK, value))
-    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in value)
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in scrub(value))
 
 
 def relevant(environ: Mapping[str, str] = os.environ) -> dict[str, str]:

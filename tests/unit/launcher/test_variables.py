@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.launcher.variables import MASK, relevant, warnings
+from deepspeed.launcher.masking import MASK
+from deepspeed.launcher.variables import relevant, warnings
 
 
 def test_only_what_matters_sorted():
