@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import io
 import json
 import os
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from deepspeed.errors import DeepSpeedConfigError
 __all__ = ["ConfigSource", "read"]
 
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
+
+_MOST_BYTES = 2**26  # a device would give bytes without end
 
 
 def read(source: ConfigSource) -> tuple[dict[str, Any], str]:
@@ -35,8 +38,11 @@ def read(source: ConfigSource) -> tuple[dict[str, Any], str]:
 
 def _text_of(path: str) -> str:
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            return file.read()
+        with open(path, "rb") as file:  # a pipe is as good as a file: somebody pipes a config to `check`
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise DeepSpeedConfigError(f"config file {path!r} has more than {_MOST_BYTES} bytes; that is no config")
+        return io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig").read()
     except (OSError, UnicodeDecodeError) as error:
         raise DeepSpeedConfigError(f"config file {path!r} cannot be read: {error}") from error
 
@@ -90,7 +96,10 @@ def _parse_hjson(text: str, source: str, pairs: Any, json_error: ValueError) -> 
 
     try:
         return hjson.loads(text, object_pairs_hook=pairs)
-    except (hjson.HjsonDecodeError, RecursionError, ValueError) as hjson_error:
+    except IndexError as hjson_error:  # how the reader says that a text ends inside a string, such as after '''
+        why = "it ends in the middle of a string or a comment"
+        raise DeepSpeedConfigError(f"{source} is neither JSON ({json_error}) nor HJSON ({why})") from hjson_error
+    except (ValueError, RecursionError, OverflowError) as hjson_error:
         raise DeepSpeedConfigError(
             f"{source} is neither JSON ({json_error}) nor HJSON ({hjson_error})"
         ) from hjson_error

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 
 from deepspeed.errors import DeepSpeedError
+from deepspeed.printable import printable
 
 __all__ = ["MISTAKE", "LaunchError", "run_program"]
 
@@ -14,7 +15,13 @@ MISTAKE = 2  # exit status: the job was never started, as with a wrong option
 
 
 class LaunchError(DeepSpeedError, ValueError):
-    """The command line, the hostfile or this machine does not allow the job that was asked for."""
+    """The command line, the hostfile or this machine does not allow the job that was asked for.
+
+    Its message quotes names of hosts, so no character of it reaches a terminal that the terminal would obey.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(message))
 
 
 def run_program(program: str, body: Callable[[], int]) -> None:

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 from collections.abc import Iterable, Mapping, Sequence
 
 from deepspeed.launcher.errors import LaunchError
 
 __all__ = [
+    "MOST_SLOTS",
     "Slots",
     "apply_num_nodes_and_gpus",
+    "count_of",
     "decode_world_info",
     "encode_world_info",
     "parse_inclusion_exclusion",
@@ -25,6 +26,16 @@ __all__ = [
 
 # An id is a number, or where the user named devices by their UUIDs such a name.
 Slots = Mapping[str, Sequence[int | str]]
+
+# Each slot becomes an entry of a list: a number with a typing error would fill the memory.
+MOST_SLOTS = 2**16  # of a host
+_MOST_RANKS = 2**22  # of a job
+
+
+def count_of(text: str) -> int | None:
+    """The slots that a text of digits says, None if no host has so many."""
+    count = int(text) if len(text.lstrip("0")) < 10 else MOST_SLOTS + 1
+    return count if count <= MOST_SLOTS else None
 
 
 def parse_node_config(node_config: str) -> tuple[str, list[int]]:
@@ -38,7 +49,7 @@ def parse_node_config(node_config: str) -> tuple[str, list[int]]:
             raise LaunchError(
                 f"{node_config!r}: {listed!r} is not a list of slots; write the host, a colon and numbers: worker-1:0,2"
             )
-        slots = [int(word) for word in words]
+        slots = [MOST_SLOTS if (slot := count_of(word)) is None else slot for word in words]
     if not host or any(letter.isspace() for letter in host):
         raise LaunchError(f"{node_config!r} does not begin with the name of a host; write worker-1 or worker-1:0,2")
     return host, slots
@@ -84,6 +95,7 @@ def parse_resource_filter(
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
     """As `parse_resource_filter`, from a number of slots per host."""
+    _check_ranks(sum(resource_pool.values()))
     pool = {host: list(range(count)) for host, count in resource_pool.items()}
     return parse_resource_filter(pool, include_str=inclusion, exclude_str=exclusion)
 
@@ -95,9 +107,17 @@ def apply_num_nodes_and_gpus(
     hosts = list(active_resources)
     if num_nodes > len(hosts):
         raise LaunchError(f"--num_nodes {num_nodes} asks for more than the {len(hosts)} hosts: {', '.join(hosts)}")
+    if num_gpus > MOST_SLOTS:
+        raise LaunchError(f"--num_gpus {num_gpus} asks for more than a host can have ({MOST_SLOTS})")
     if num_nodes > 0:
         hosts = hosts[:num_nodes]
+    _check_ranks(len(hosts) * num_gpus)
     return {host: list(range(num_gpus)) if num_gpus > 0 else list(active_resources[host]) for host in hosts}
+
+
+def _check_ranks(count: int) -> None:
+    if count > _MOST_RANKS:
+        raise LaunchError(f"the hosts have {count} slots together, more than a job can have ranks ({_MOST_RANKS})")
 
 
 def encode_world_info(world_info: Slots) -> str:
@@ -110,8 +130,15 @@ def decode_world_info(coded: str) -> dict[str, list[int | str]]:
     """What `encode_world_info` was given."""
     try:
         found = json.loads(base64.urlsafe_b64decode(coded.encode("ascii")))
-    except (UnicodeError, binascii.Error, json.JSONDecodeError) as error:
-        raise LaunchError(f"--world_info {coded!r} is not what encode_world_info writes: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(slots, list) for slots in found.values()):
-        raise LaunchError(f"--world_info holds {json.dumps(found)[:200]}; expected an object of host: [slot ids]")
+    except (ValueError, RecursionError) as error:  # no base 64, no UTF-8, no JSON, a number of thousands of digits
+        raise LaunchError(f"--world_info {coded!r:.200} is not what encode_world_info writes: {error}") from error
+    if not isinstance(found, dict) or not all(_is_slots(slots) for slots in found.values()):
+        raise LaunchError(f"--world_info holds {repr(found)[:200]}; expected an object of host: [slot ids]")
     return found
+
+
+def _is_slots(value: object) -> bool:
+    """Whether it is a list of numbers from 0 on, or of names of devices."""
+    return isinstance(value, list) and all(
+        isinstance(slot, str) or (type(slot) is int and 0 <= slot <= MOST_SLOTS) for slot in value
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from types import TracebackType
@@ -9,9 +10,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import get_dist_msg, logger
+from deepspeed.trust import flaw_of_name
 
-__all__ = ["Backend", "Entry", "Monitor", "writes_here"]
+__all__ = ["Backend", "Entry", "Monitor", "folder_of", "writes_here"]
 
 
 class Entry(NamedTuple):
@@ -25,6 +28,23 @@ class Entry(NamedTuple):
 def writes_here() -> bool:
     """True on the one process that writes: rank 0 of the process group, else of the environment, else this one."""
     return get_dist_msg("") is not None
+
+
+def folder_of(section: str, output_path: str, job_name: str) -> str:
+    """`<output_path>/<job_name>`; a name that would lead out of `output_path` is an error on every rank."""
+    flaw = flaw_of_name(job_name) if job_name else None
+    if flaw is not None:
+        raise DeepSpeedConfigError(
+            f"{section}.job_name {job_name!r:.200} {flaw}; it names a folder inside {section}.output_path "
+            f"({output_path or 'the working directory'}). Give the place itself as output_path.",
+            path=f"{section}.job_name",
+        )
+    if "\0" in output_path:
+        raise DeepSpeedConfigError(
+            f"{section}.output_path {output_path!r:.200} has a NUL character in it; give the path of a folder",
+            path=f"{section}.output_path",
+        )
+    return os.path.join(output_path, job_name)
 
 
 class Monitor(ABC):

@@ -6,7 +6,7 @@ import csv
 import os
 from typing import TYPE_CHECKING
 
-from deepspeed.monitor.base import Backend, Entry
+from deepspeed.monitor.base import Backend, Entry, folder_of
 
 if TYPE_CHECKING:
     from deepspeed.config.monitor import CSVConfig
@@ -25,7 +25,7 @@ class csvMonitor(Backend):
     def __init__(self, csv_config: CSVConfig) -> None:
         self.output_path = csv_config.output_path
         self.job_name = csv_config.job_name
-        self.log_dir = os.path.join(self.output_path, self.job_name)
+        self.log_dir = folder_of(self.key, self.output_path, self.job_name)
         super().__init__(csv_config)
 
     def _open(self) -> None:

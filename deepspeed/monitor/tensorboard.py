@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.monitor.base import Backend, Entry
+from deepspeed.monitor.base import Backend, Entry, folder_of
 
 if TYPE_CHECKING:
     from deepspeed.config.monitor import TensorBoardConfig
@@ -23,7 +22,7 @@ class TensorBoardMonitor(Backend):
     def __init__(self, tensorboard_config: TensorBoardConfig) -> None:
         self.output_path = tensorboard_config.output_path
         self.job_name = tensorboard_config.job_name
-        self.log_dir = os.path.join(self.output_path, self.job_name)
+        self.log_dir = folder_of(self.key, self.output_path, self.job_name)
         self.summary_writer: Any = None
         super().__init__(tensorboard_config)
 

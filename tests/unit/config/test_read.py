@@ -78,6 +78,12 @@ def test_duplicate_keys_are_found_in_files_and_base64(tmp_path, text):
         ({"a": {None: 2}}, "a: keys are text, found None"),
         (encode("[1, 2]"), "a config is a JSON object, found list"),
         (encode("{:"), "is neither JSON .* nor HJSON"),
+        (encode("a: '''"), "is neither JSON .* nor HJSON .it ends in the middle of a string"),
+        (encode("{a: '''x"), "is neither JSON .* nor HJSON"),
+        (encode("{a: 'x"), "is neither JSON .* nor HJSON"),
+        (encode("a: 1e999999"), "is neither JSON .* nor HJSON"),
+        (encode("a: " + "9" * 5000), "is neither JSON .* nor HJSON"),
+        ("/dev/zero", "has more than 67108864 bytes"),
     ],
 )
 def test_what_cannot_be_read_is_a_config_error(source, said):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from deepspeed.errors import DeepSpeedError
 from deepspeed.launcher.hostfile import fetch_hostfile, parse_hostfile
+from deepspeed.launcher.resources import MOST_SLOTS
 
 NAMES = st.text(st.characters(codec="ascii", exclude_categories=["Z", "C"]), min_size=1).filter(lambda n: n[0] != "#")
 
@@ -41,6 +42,10 @@ def test_lines(text, hosts):
         ("w1slots=4", "does not name"),
         ("w1 4", "does not name"),
         ("slots=4", "does not name"),
+        ("w1 slots=99999999999", "line 1: host 'w1' has slots=99999999999, more than a host can have"),
+        ("w1 slots=65537", "more than a host can have"),
+        (f"w1 slots={'9' * 5000}", "more than a host can have"),
+        (f"{'w' * 10**6}", "does not name"),
     ],
 )
 def test_mistakes_are_value_errors_that_name_the_line(text, message):
@@ -49,7 +54,7 @@ def test_mistakes_are_value_errors_that_name_the_line(text, message):
     assert isinstance(raised.value, DeepSpeedError)
 
 
-@given(st.dictionaries(NAMES, st.integers(0, 10**6), min_size=1))
+@given(st.dictionaries(NAMES, st.integers(0, MOST_SLOTS), min_size=1))
 def test_whatever_is_written_is_read(hosts):
     lines = [f"{host} slots={count}" for host, count in hosts.items()]
     assert list(parse_hostfile(lines).items()) == list(hosts.items())

@@ -107,7 +107,7 @@ def test_world_info_is_json_in_base_64():
     assert base64.urlsafe_b64decode(coded) == b'{"h1": [0, 1], "h2": [0, 1]}'
 
 
-@given(st.dictionaries(st.text(), st.lists(st.integers() | st.text())))
+@given(st.dictionaries(st.text(), st.lists(st.integers(0, 2**16) | st.text())))
 def test_world_info_survives(info):
     found = decode_world_info(encode_world_info(info))
     assert found == info

@@ -10,6 +10,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from deepspeed.config.monitor import CSVConfig, DeepSpeedMonitorConfig, TensorBoardConfig
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.monitor.csv_monitor import csvMonitor
 from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from deepspeed.monitor.tensorboard import TensorBoardMonitor
@@ -95,3 +96,25 @@ def test_a_master_without_monitors_is_harmless():
 def test_monitor_is_abstract():
     with pytest.raises(TypeError, match="abstract"):
         Monitor({})
+
+
+@pytest.mark.parametrize("name", ["..", "../x", "a/../../x", "/abs/x", "a\0b", "x" * 5000])
+def test_a_job_name_stays_inside_the_folder(tmp_path, name):
+    folder = tmp_path / "runs"
+    for config in (CSVConfig, TensorBoardConfig):
+        parts = {"csv_monitor" if config is CSVConfig else "tensorboard": config(enabled=True, job_name=name)}
+        given = next(iter(parts.values())).model_copy(update={"output_path": str(folder)})
+        with pytest.raises(DeepSpeedConfigError, match="job_name"):
+            MonitorMaster(DeepSpeedMonitorConfig(**dict.fromkeys(parts, given)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_name_may_have_parts(tmp_path):
+    for name in ("group/run", "a..b", "", ".hidden"):
+        csvMonitor(CSVConfig(enabled=True, output_path=str(tmp_path), job_name=name)).write_events([("../m", 1, 1)])
+        assert (tmp_path / name / ".._m.csv").exists()
+
+
+def test_a_folder_with_nul_is_told():
+    with pytest.raises(DeepSpeedConfigError, match=r"csv_monitor.output_path .* NUL"):
+        csvMonitor(CSVConfig(enabled=True, output_path="a\0b"))
