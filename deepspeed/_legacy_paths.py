@@ -29,6 +29,9 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.zero.offload_config": "deepspeed.config.offload",
     "deepspeed.runtime.zero.tiling": "deepspeed.zero.public.tiling",
     "deepspeed.utils.logging": "deepspeed.log",
+    "deepspeed.utils.nvtx": "deepspeed.accelerator.nvtx",
+    "deepspeed.utils.torch": "deepspeed.accelerator.torch_version",
+    "deepspeed.utils.types": "deepspeed.ops.activation_types",
 }
 
 # old module → its names → home of each: "module" if the name is the same there, else "module:name"
@@ -138,5 +141,15 @@ SPLIT: dict[str, dict[str, str]] = {
         "convert_size": "deepspeed.comm.statistics",
         "get_caller_func": "deepspeed.comm.statistics",
         "print_rank_0": "deepspeed.comm.logger",
+    },
+    "deepspeed.utils.numa": {
+        "parse_range_list": "deepspeed.launcher.binding",
+    },
+    "deepspeed.utils.timer": {
+        "CudaEventTimer": "deepspeed.accelerator.clock",
+        "NoopTimer": "deepspeed.profiling.timers",
+        "SynchronizedWallClockTimer": "deepspeed.profiling.timers",
+        "ThroughputTimer": "deepspeed.profiling.throughput",
+        "trim_mean": "deepspeed.profiling.timers",
     },
 }

@@ -17,8 +17,8 @@ from deepspeed.monitor.subscriber import MonitorSubscriber
 from deepspeed.profiling.memory import MemoryBreakdown
 from deepspeed.profiling.progress import StepLine
 from deepspeed.profiling.throughput import Throughput
-from deepspeed.profiling.timers import WallClock
-from deepspeed.utils.timer import NoopTimer
+from deepspeed.profiling.timers import NoopTimer
+from deepspeed.profiling.wall_clock import WallClock
 
 if TYPE_CHECKING:
     from deepspeed.runtime.parts import Parts

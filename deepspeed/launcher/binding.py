@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.utils.numa import parse_range_list
 
-__all__ = ["Binding", "Topology", "bind", "ranges", "share"]
+__all__ = ["Binding", "Topology", "bind", "parse_range_list", "ranges", "share"]
 
 _CPUS = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")
+_RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,28 @@ class Binding:
     def affinity(self) -> tuple[int, ...]:
         """The cores to set for the process; empty where the prefix does it."""
         return () if self.prefix else self.cores
+
+
+def parse_range_list(rng_str: str) -> list[int]:
+    """ "0,2-4,6" → [0, 2, 3, 4, 6]; the ranges ascend, do not overlap, and there are no spaces."""
+    cores: list[int] = []
+    for part in rng_str.split(","):
+        match = _RANGE.fullmatch(part)
+        if match is None:
+            raise ValueError(
+                f"core list {rng_str!r}: {part!r} is neither a number nor a range; expected a list such as 0,2-4,6"
+            )
+        first = int(match[1])
+        last = int(match[2] or match[1])
+        if last < first:
+            raise ValueError(f"core list {rng_str!r}: the range {part!r} descends; write {last}-{first}")
+        if cores and first <= cores[-1]:
+            raise ValueError(
+                f"core list {rng_str!r}: {part!r} begins at {first}, but {cores[-1]} is already listed; "
+                "the ranges must ascend and not overlap"
+            )
+        cores.extend(range(first, last + 1))
+    return cores
 
 
 def _cores(path: Path) -> list[int] | None:

@@ -19,7 +19,7 @@ _PREFIX = "Train/Samples/"
 
 
 class StepTimes(Protocol):
-    """Whatever measures the phases of a step (`profiling.timers.WallClock`)."""
+    """Whatever measures the phases of a step (`profiling.wall_clock.WallClock`)."""
 
     def listen(self, handler: Callable[[StepFinished, Mapping[Phase, float]], None]) -> Any:
         """Call `handler` with each step and its milliseconds per phase; what is returned has `close()`."""

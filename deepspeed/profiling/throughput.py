@@ -1,18 +1,24 @@
-"""`Throughput`: samples, tokens and floating-point operations per second."""
+"""Samples, tokens and floating-point operations per second: of an engine by itself, or of a script's own loop."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from deepspeed.accelerator.host import HostEvent
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.clock import CudaEventTimer, mark
+from deepspeed.accelerator.host import HostEvent, HostMemory
 from deepspeed.events import EventStream, PhaseBegan, StepFinished
-from deepspeed.utils.timer import CudaEventTimer, NamedTimer, mark
+from deepspeed.log import print_dist
+from deepspeed.profiling.timers import NamedTimer
 
-__all__ = ["Throughput", "training_flops_per_token"]
+__all__ = ["Throughput", "ThroughputTimer", "training_flops_per_token"]
 
 Amount = float | Callable[[], float]
+
+_GB = 1024**3
 
 
 def training_flops_per_token(parameters: int) -> float:
@@ -141,3 +147,93 @@ class Throughput:
 
 def _rate(amount: float, milliseconds: float) -> float | None:
     return amount * 1000.0 / milliseconds if milliseconds > 0.0 else None
+
+
+class ThroughputTimer:
+    """Samples per second of a loop that calls `start()` and `stop()` around each micro step.
+
+    The first `start_step` global steps are warm-up. `config` has `enabled` and `synchronized`; synchronized, the
+    device is waited for at both ends of every interval. Inside an engine `Throughput` does this unasked.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int | None,
+        start_step: int = 2,
+        steps_per_output: float | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.config = config
+        self.batch_size = batch_size or 1
+        self.start_step = start_step
+        self.steps_per_output = steps_per_output
+        self.monitor_memory = monitor_memory
+        self.logging = logging_fn or print_dist
+        self.epoch_count = 0
+        self.micro_step_count = 0
+        self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self.step_elapsed_time = 0.0
+        self._started_at: float | None = None
+        self.started = False
+
+    @property
+    def enabled(self) -> bool:
+        """Whether it measures at all."""
+        return bool(self.config.enabled)
+
+    def update_epoch_count(self) -> None:
+        """A new epoch begins; micro steps count from 0 again."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """A micro step begins."""
+        if not self.enabled:
+            return
+        self.started = True
+        self._started_at = self._now() if self.global_step_count >= self.start_step else None
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """The micro step ends, and with `global_step` an optimizer step, after which a line may be written."""
+        if not self.enabled or not self.started:
+            return
+        self.started = False
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+        if self._started_at is None:
+            return
+        duration = self._now() - self._started_at
+        self.total_elapsed_time += duration
+        self.step_elapsed_time += duration
+        if global_step:
+            if report_speed and self.steps_per_output and self.global_step_count % self.steps_per_output == 0:
+                self._report()
+            self.step_elapsed_time = 0.0
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples per second since warm-up ended; minus infinity before there is a measurement."""
+        steps = self.global_step_count - self.start_step
+        if steps <= 0 or self.total_elapsed_time <= 0.0:
+            return float("-inf")
+        return self.batch_size * steps / self.total_elapsed_time
+
+    def _now(self) -> float:
+        if self.config.synchronized:
+            get_accelerator().synchronize()
+        return time.perf_counter()
+
+    def _report(self) -> None:
+        device = get_accelerator()
+        where = f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}"
+        current = self.batch_size / max(self.step_elapsed_time, 1e-9)
+        self.logging(
+            f"{where}, RunningAvgSamplesPerSec={self.avg_samples_per_sec()}, CurrSamplesPerSec={current}, "
+            f"MemAllocated={round(device.memory_allocated() / _GB, 2)}GB, "
+            f"MaxMemAllocated={round(device.max_memory_allocated() / _GB, 2)}GB"
+        )
+        if self.monitor_memory:
+            host = HostMemory()
+            self.logging(f"{where}, vm %: {100 * (1 - host.available() / max(host.total(), 1)):.1f}")

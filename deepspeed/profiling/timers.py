@@ -1,122 +1,226 @@
-"""`WallClock`: how long forward, backward and step take, measured without making the device wait.
+"""Named timers that follow the device, and a trimmed mean.
 
-[Note: measuring without waiting] At the begin and end of a phase a device event is recorded, which costs
-microseconds and stops nothing. The events are read when the optimizer step is over; only that waits for the
-device, once per step, and only while `wall_clock_breakdown` is on.
+Starting and stopping never waits for the device, reading a timer waits for its last event. Lines that a caller asks
+for go to standard output, as the library's logger is quiet by default.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished, StepFinished
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.clock import CudaEventTimer, mark, times_line
+from deepspeed.errors import DeepSpeedError
 from deepspeed.log import print_dist
-from deepspeed.utils.timer import CudaEventTimer, NamedTimer, SynchronizedWallClockTimer, mark, times_line
 
-__all__ = ["TIMER_NAMES", "Listening", "WallClock"]
+__all__ = [
+    "NamedTimer",
+    "NoopTimer",
+    "SynchronizedWallClockTimer",
+    "TimerError",
+    "trim_mean",
+]
 
-TIMER_NAMES: Mapping[Phase, str] = {
-    Phase.FORWARD: "fwd",
-    Phase.BACKWARD: "bwd",
-    Phase.BACKWARD_INNER: "bwd_inner",
-    Phase.BACKWARD_REDUCE: "bwd_allreduce",
-    Phase.STEP: "step",
-}
-
-Handler = Callable[[StepFinished, Mapping[Phase, float]], None]
+_GB = 1024**3
+_UNREAD_LIMIT = 64
 
 
-class Listening:
-    """A handler that is called with the times of every step until `close()`."""
-
-    __slots__ = ("_handler", "_handlers")
-
-    def __init__(self, handlers: list[Handler], handler: Handler) -> None:
-        self._handlers = handlers
-        self._handler = handler
-        handlers.append(handler)
-
-    def close(self) -> None:
-        """Stop calling it; closing twice is harmless."""
-        if self._handler in self._handlers:
-            self._handlers.remove(self._handler)
+class TimerError(DeepSpeedError, RuntimeError, AssertionError):
+    """A timer was used in an order that measures nothing."""
 
 
-class WallClock:
-    """Times the phases of each step and, with `log`, writes them on rank 0: a line per micro step, one for all.
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """Mean without the smallest and the largest `trim_percent` (a fraction) of the values; 0 for no values."""
+    if not 0.0 <= trim_percent <= 1.0:
+        raise ValueError(f"trim_percent is {trim_percent}; it is a fraction between 0 and 1, such as 0.1")
+    count = len(data)
+    if count == 0:
+        return 0.0
+    cut = min(round(count * trim_percent), (count - 1) // 2)  # the median is always left
+    kept = sorted(data)[cut : count - cut]
+    return sum(kept) / len(kept)
 
-    `timers` holds the last step under the names `fwd`, `bwd`, `bwd_inner`, `bwd_allreduce` and `step`, and its
-    last micro step under the same names with `_microstep`.
-    """
 
-    def __init__(self, *, log: bool = True) -> None:
-        self.timers = SynchronizedWallClockTimer()
-        self._log = log
-        self._began: dict[Phase, Any] = {}
-        self._micro_steps: dict[int, dict[Phase, NamedTimer]] = {}
-        self._unreported: StepFinished | None = None
-        self._handlers: list[Handler] = []
-        self._subscriptions = ExitStack()
+class NamedTimer:
+    """Adds up intervals; times are in milliseconds."""
 
-    def attach(self, events: EventStream) -> WallClock:
-        """Start measuring."""
-        for subscription in (
-            events.subscribe(PhaseBegan, self._phase_began),
-            events.subscribe(PhaseFinished, self._phase_finished),
-            events.subscribe(StepFinished, self._step_finished),
-        ):
-            self._subscriptions.callback(subscription.close)
-        return self
+    def __init__(self, name: str) -> None:
+        self.name_ = name
+        self.started_ = False
+        self._start: Any = None
+        self._unread: list[CudaEventTimer] = []
+        self._total = 0.0
+        self._unread_records: list[CudaEventTimer] = []
+        self._records: list[float] = []
 
-    def listen(self, handler: Handler) -> Listening:
-        """Call `handler` with every step and its milliseconds per phase."""
-        return Listening(self._handlers, handler)
+    def start(self) -> None:
+        """Begin an interval."""
+        if self.started_:
+            raise TimerError(f"timer {self.name_!r} is already running; call stop() before start()")
+        self._start = mark()
+        self.started_ = True
 
-    def close(self) -> None:
-        """Stop measuring; what was measured can still be read."""
-        self._subscriptions.close()
-        self._began.clear()
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        """End the interval; `reset` forgets the earlier ones, `record` keeps this one for `mean()`."""
+        if not self.started_:
+            raise TimerError(f"timer {self.name_!r} is not running; call start() before stop()")
+        if reset:
+            self._unread, self._total = [], 0.0
+        self.started_ = False
+        self.add(CudaEventTimer(self._start, mark()), record=record)
 
-    def _phase_began(self, event: PhaseBegan) -> None:
-        if not self._micro_steps:  # the first phase of a step: the timers still hold the last one
-            for timer in self.timers.get_timers().values():
-                timer.reset()
-        self._began[event.phase] = mark()
+    def add(self, interval: CudaEventTimer, record: bool = False) -> None:
+        """Count an interval that was measured elsewhere."""
+        self._unread.append(interval)
+        if record:
+            self._unread_records.append(interval)
+        if max(len(self._unread), len(self._unread_records)) >= _UNREAD_LIMIT:
+            self._read(wait=False)
 
-    def _phase_finished(self, event: PhaseFinished) -> None:
-        start = self._began.pop(event.phase, None)
-        if start is None:  # attached in the middle of a phase
-            return
-        interval, name = CudaEventTimer(start, mark()), TIMER_NAMES[event.phase]
-        phases = self._micro_steps.setdefault(event.micro_step, {})
-        if event.phase not in phases:
-            phases[event.phase] = NamedTimer(name)
-            self.timers(f"{name}_microstep").reset()
-        for timer in (phases[event.phase], self.timers(name), self.timers(f"{name}_microstep")):
-            timer.add(interval)
-        if event.phase is Phase.STEP and self._unreported is not None:
-            self._report(self._unreported)
+    def reset(self) -> None:
+        """Forget everything but the records, a running interval too."""
+        self.started_, self._start, self._unread, self._total = False, None, [], 0.0
 
-    def _step_finished(self, event: StepFinished) -> None:
-        """The times are complete once the step phase is over too, whichever of the two is told first."""
-        if Phase.STEP in self._began:
-            self._unreported = event
-        else:
-            self._report(event)
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds so far; a running timer keeps running."""
+        running = self.started_
+        if running:
+            self.stop()
+        self._read(wait=True)
+        total = self._total
+        if reset:
+            self.reset()
+        if running:
+            self.start()
+        return total
 
-    def _report(self, event: StepFinished) -> None:
-        micro_steps, self._micro_steps, self._unreported = self._micro_steps, {}, None
-        if self._log:
-            for number in sorted(micro_steps):
-                phases = micro_steps[number]
-                found = {
-                    f"{TIMER_NAMES[phase]}_microstep": phases[phase].elapsed() for phase in Phase if phase in phases
-                }
-                print_dist(times_line(found))
-        total = {phase: self.timers(name).elapsed(reset=False) for phase, name in TIMER_NAMES.items()}
-        if self._log:
-            print_dist(times_line({TIMER_NAMES[phase]: value for phase, value in total.items()}))
-        for handler in tuple(self._handlers):
-            handler(event, total)
+    def mean(self) -> float:
+        """Mean of the recorded intervals, without the smallest and the largest tenth."""
+        self._read(wait=True)
+        return trim_mean(self._records, 0.1)
+
+    def forget_records(self) -> None:
+        """Start the mean anew."""
+        self._unread_records, self._records = [], []
+
+    def _read(self, *, wait: bool) -> None:
+        times, self._unread = _split(self._unread, wait=wait)
+        self._total += sum(times)
+        times, self._unread_records = _split(self._unread_records, wait=wait)
+        self._records += times
+
+
+def _split(intervals: list[CudaEventTimer], *, wait: bool) -> tuple[list[float], list[CudaEventTimer]]:
+    """Milliseconds of those that are over, and the others; with `wait` all are waited for."""
+    over = [wait or interval.end_event.query() for interval in intervals]
+    times = [interval.get_elapsed_msec() for interval, done in zip(intervals, over, strict=True) if done]
+    return times, [interval for interval, done in zip(intervals, over, strict=True) if not done]
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name, made when first asked for: `timers("fwd").start()`."""
+
+    Timer = NamedTimer
+
+    def __init__(self) -> None:
+        self.timers: dict[str, NamedTimer] = {}
+
+    def __call__(self, name: str) -> NamedTimer:
+        timer = self.timers.get(name)
+        if timer is None:
+            timer = self.timers[name] = NamedTimer(name)
+        return timer
+
+    def get_timers(self) -> dict[str, NamedTimer]:
+        """All timers by name."""
+        return self.timers
+
+    @staticmethod
+    def memory_usage() -> str:
+        """Memory of the device now and at its peak, as a part of a line."""
+        device = get_accelerator()
+        used = {
+            "mem_allocated": device.memory_allocated(),
+            "max_mem_allocated": device.max_memory_allocated(),
+            "mem_reserved": device.memory_reserved(),
+            "max_mem_reserved": device.max_memory_reserved(),
+        }
+        return " | ".join(f"{name}: {size / _GB:.4f} GB" for name, size in used.items())
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Write the named timers, each divided by `normalizer`, as one line; default rank 0."""
+        _check(normalizer)
+        found = {name: self.timers[name].elapsed(reset=reset) / normalizer for name in names if name in self.timers}
+        line = times_line(found)
+        print_dist(f"{line} | {self.memory_usage()}" if memory_breakdown else line, ranks=ranks or [0])
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """Mean of the recorded intervals of each named timer, divided by `normalizer`; `reset` forgets them."""
+        _check(normalizer)
+        found = [self.timers[name] for name in names if name in self.timers]
+        means = {timer.name_: timer.mean() / normalizer for timer in found}
+        if reset:
+            for timer in found:
+                timer.forget_records()
+        return means
+
+
+def _check(normalizer: float) -> None:
+    if normalizer <= 0.0:
+        raise ValueError(f"normalizer is {normalizer}; times are divided by it, so give a number above zero")
+
+
+class NoopTimer:
+    """The same interface where nothing is to be timed: every time is 0."""
+
+    class Timer:
+        """A timer that never runs."""
+
+        def start(self) -> None:
+            """Nothing."""
+
+        def stop(self, reset: bool = False, record: bool = False) -> None:
+            """Nothing."""
+
+        def reset(self) -> None:
+            """Nothing."""
+
+        def elapsed(self, reset: bool = True) -> float:
+            """0."""
+            return 0.0
+
+        def mean(self) -> float:
+            """0."""
+            return 0.0
+
+    def __init__(self) -> None:
+        self.timer = self.Timer()
+
+    def __call__(self, name: str) -> NoopTimer.Timer:
+        return self.timer
+
+    def get_timers(self) -> dict[str, Any]:
+        """None at all."""
+        return {}
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Nothing."""
+
+    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """None at all."""
+        return {}

@@ -9,10 +9,10 @@ from deepspeed._lazy import lazy
 from deepspeed.log import log_dist, logger, set_log_level_from_string
 
 if TYPE_CHECKING:
+    from deepspeed.accelerator.nvtx import instrument_w_nvtx
     from deepspeed.comm import is_initialized
     from deepspeed.runtime.dataloader import RepeatingLoader
     from deepspeed.utils import groups
-    from deepspeed.utils.nvtx import instrument_w_nvtx
     from deepspeed.zero.public.access import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -43,7 +43,7 @@ _LAZY = {
     "RepeatingLoader": "deepspeed.runtime.dataloader:RepeatingLoader",
     "get_z3_leaf_modules": "deepspeed.zero.public.leaf:get_z3_leaf_modules",
     "groups": "deepspeed.utils.groups",
-    "instrument_w_nvtx": "deepspeed.utils.nvtx:instrument_w_nvtx",
+    "instrument_w_nvtx": "deepspeed.accelerator.nvtx:instrument_w_nvtx",
     "is_initialized": "deepspeed.comm:is_initialized",
     "safe_get_full_fp32_param": "deepspeed.zero.public.access:safe_get_full_fp32_param",
     "safe_get_full_grad": "deepspeed.zero.public.access:safe_get_full_grad",

@@ -11,11 +11,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.clock import CudaEventTimer, mark, times_line
 from deepspeed.log import print_dist
 from deepspeed.runtime.activation_checkpointing.state import Plan
 from deepspeed.runtime.activation_checkpointing.structure import rebuild, take_apart
 from deepspeed.runtime.rng import get_cuda_rng_tracker
-from deepspeed.utils.timer import CudaEventTimer, mark, times_line
 
 __all__ = ["run"]
 

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.launcher import binding
-from deepspeed.launcher.binding import Binding, Topology, bind, ranges, share
-from deepspeed.utils.numa import parse_range_list
+from deepspeed.launcher.binding import Binding, Topology, bind, parse_range_list, ranges, share
 
 
 def machine(root: Path, nodes: dict[int, tuple[str, str]], siblings: dict[int, str] | None = None) -> Path:

@@ -9,7 +9,7 @@ from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished, Step
 from deepspeed.monitor import subscriber as module
 from deepspeed.monitor.base import Monitor
 from deepspeed.monitor.subscriber import MonitorSubscriber
-from deepspeed.profiling.timers import WallClock
+from deepspeed.profiling.wall_clock import WallClock
 
 
 class Kept(Monitor):

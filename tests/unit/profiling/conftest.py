@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from deepspeed.accelerator import clock as home
 from deepspeed.events import Phase, PhaseBegan, PhaseFinished, StepFinished
-from deepspeed.utils import timer
 
 
 class Clock:
@@ -47,7 +47,7 @@ class DeviceEvent:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(timer, "get_accelerator", lambda: clock)
+    monkeypatch.setattr(home, "get_accelerator", lambda: clock)
     return clock
 
 

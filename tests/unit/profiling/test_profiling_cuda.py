@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepspeed.accelerator import clock
 from deepspeed.accelerator.cuda import CUDA_Accelerator
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished
 from deepspeed.monitor import subscriber
 from deepspeed.monitor.base import Monitor
 from deepspeed.profiling.throughput import Throughput
-from deepspeed.profiling.timers import WallClock
-from deepspeed.utils import timer
+from deepspeed.profiling.wall_clock import WallClock
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,7 +24,7 @@ LONG = 200_000_000  # cycles: about a tenth of a second
 @pytest.fixture(autouse=True)
 def cuda(monkeypatch):
     accelerator = CUDA_Accelerator()
-    monkeypatch.setattr(timer, "get_accelerator", lambda: accelerator)
+    monkeypatch.setattr(clock, "get_accelerator", lambda: accelerator)
     monkeypatch.setattr(subscriber, "get_accelerator", lambda: accelerator)
     torch.cuda.synchronize()
     yield

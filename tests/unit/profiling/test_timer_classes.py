@@ -1,4 +1,4 @@
-"""The public timers of `deepspeed.utils.timer`."""
+"""The timers that scripts use, `deepspeed.utils.timer` to them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.utils import timer
-from deepspeed.utils.timer import (
-    CudaEventTimer,
-    NamedTimer,
-    NoopTimer,
-    SynchronizedWallClockTimer,
-    ThroughputTimer,
-    TimerError,
-    trim_mean,
-)
+from deepspeed.accelerator.clock import CudaEventTimer
+from deepspeed.profiling import throughput
+from deepspeed.profiling.throughput import ThroughputTimer
+from deepspeed.profiling.timers import NamedTimer, NoopTimer, SynchronizedWallClockTimer, TimerError, trim_mean
 
 numbers = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30)
 
@@ -180,7 +174,7 @@ def test_event_timer_waits_for_its_end(clock):
 def seconds(monkeypatch):
     """The host's clock, moved by the test."""
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr(timer, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(throughput, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     return clock
 
 
@@ -226,7 +220,7 @@ def test_throughput_before_warm_up_and_disabled(seconds):
 @pytest.mark.parametrize("synchronized", [True, False])
 def test_throughput_synchronises_as_configured(monkeypatch, synchronized):
     waits = []
-    monkeypatch.setattr(timer, "get_accelerator", lambda: SimpleNamespace(synchronize=lambda: waits.append(1)))
+    monkeypatch.setattr(throughput, "get_accelerator", lambda: SimpleNamespace(synchronize=lambda: waits.append(1)))
     measured = ThroughputTimer(SimpleNamespace(enabled=True, synchronized=synchronized), 8, start_step=0)
     measured.start()
     measured.stop(global_step=True)

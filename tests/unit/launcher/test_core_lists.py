@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.utils.numa import parse_range_list
+from deepspeed.launcher.binding import parse_range_list
 
 
 def test_the_documented_example():
@@ -37,6 +37,7 @@ def test_ascending_ranges(steps):
         ("1-", "neither a number"),
         ("1-2-3", "neither a number"),
         ("a", "neither a number"),
+        ("0-99999999999", "neither a number"),
         ("4-2", "descends"),
         ("2,1", "ascend"),
         ("0-3,3-5", "not overlap"),

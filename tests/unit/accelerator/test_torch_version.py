@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.utils.torch import required_torch_version
+from deepspeed.accelerator.torch_version import required_torch_version
 
 
 @pytest.mark.parametrize(
