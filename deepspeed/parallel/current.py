@@ -1,4 +1,4 @@
-"""The current layout, for calls without a handle (`deepspeed.utils.groups`): named slot 2 of 3."""
+"""The current layout, for calls without a handle (`deepspeed.utils.groups`)."""
 
 from __future__ import annotations
 

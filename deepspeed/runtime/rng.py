@@ -1,4 +1,4 @@
-"""The random states that model-parallel ranks keep apart from each other: named slot 3 of 3.
+"""The random states that model-parallel ranks keep apart from each other.
 
 Ranks that hold slices of one layer must draw the same numbers where they compute the same thing, and different ones
 inside their slices (dropout of a sliced activation). The device's generator serves the first; the tracker keeps

@@ -1,34 +1,36 @@
-"""Habits that the whole package keeps."""
+"""Habits that the whole package keeps: each test lists every place that does not."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.architecture.source import files, name, tree
 
-SLOTS = {
-    "deepspeed/accelerator/__init__.py": "the current accelerator",
-    "deepspeed/parallel/current.py": "the current layout, for legacy calls without a handle",
-    "deepspeed/runtime/rng.py": "the model-parallel random state tracker",
-}
+MARKS = ("TODO", "FIXME", "XXX", "NotImplementedError")
 
 
-@pytest.mark.parametrize("path", files(), ids=name)
-def test_no_global_statement(path):
-    assert [node.lineno for node in ast.walk(tree(path)) if isinstance(node, ast.Global)] == []
+def global_statements(path: Path) -> Iterator[str]:
+    """State belongs to objects."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Global):
+            yield f"{node.lineno}: global {', '.join(node.names)}"
 
 
-@pytest.mark.parametrize("path", files(), ids=name)
-def test_first_line_says_what_the_file_owns(path):
+def first_lines(path: Path) -> Iterator[str]:
+    """A module begins with a docstring whose first line is a sentence that says what the file owns."""
     text = ast.get_docstring(tree(path))
-    assert text, "a module begins with a docstring"
-    assert text.splitlines()[0].endswith((".", ":", "?")), "whose first line is a sentence"
+    if not text:
+        yield "1: no docstring"
+    elif not text.splitlines()[0].endswith((".", ":", "?")):
+        yield "1: its first line is not a sentence"
 
 
-@pytest.mark.parametrize("path", files(), ids=name)
-def test_public_modules_name_what_is_public(path):
+def public_names(path: Path) -> Iterator[str]:
+    """A public module has `__all__`."""
     if path.stem.startswith("_") or path.stem == "constants":
         return
     assigned = {
@@ -38,16 +40,43 @@ def test_public_modules_name_what_is_public(path):
         for target in node.targets
         if isinstance(target, ast.Name)
     }
-    assert "__all__" in assigned
+    if "__all__" not in assigned:
+        yield "no __all__"
 
 
-@pytest.mark.parametrize("path", files(), ids=name)
-def test_no_bare_assert(path):
-    assert [node.lineno for node in ast.walk(tree(path)) if isinstance(node, ast.Assert) and node.msg is None] == []
+def bare_asserts(path: Path) -> Iterator[str]:
+    """An assertion says what it relies on."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Assert) and node.msg is None:
+            yield f"{node.lineno}: assert without a message"
 
 
-@pytest.mark.parametrize("path", files(), ids=name)
-def test_no_unfinished_marks(path):
-    text = path.read_text(encoding="utf-8")
-    for mark in ("TODO", "FIXME", "XXX", "NotImplementedError"):
-        assert mark not in text, f"{mark} in {name(path)}"
+def unfinished_marks(path: Path) -> Iterator[str]:
+    """Nothing is left for later."""
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        yield from (f"{number}: {mark}" for mark in MARKS if mark in line)
+
+
+HABITS = [global_statements, first_lines, public_names, bare_asserts, unfinished_marks]
+
+
+def offenders(habit: Callable[[Path], Iterator[str]], paths: tuple[Path, ...]) -> list[str]:
+    return [f"{name(path)}:{what}" for path in paths for what in habit(path)]
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+def test_habit(habit):
+    assert offenders(habit, files()) == []
+
+
+def test_every_habit_can_be_broken(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.architecture.source.ROOT", tmp_path)
+    bad = tmp_path / "bad.py"
+    bad.write_text("x = 1\ndef f():\n    global x\n    assert x\n    # TODO\n")
+    assert {habit.__name__: offenders(habit, (bad,)) for habit in HABITS} == {
+        "global_statements": ["bad.py:3: global x"],
+        "first_lines": ["bad.py:1: no docstring"],
+        "public_names": ["bad.py:no __all__"],
+        "bare_asserts": ["bad.py:4: assert without a message"],
+        "unfinished_marks": ["bad.py:5: TODO"],
+    }

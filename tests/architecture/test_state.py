@@ -1,0 +1,147 @@
+"""State of the process: the table in docs/architecture.md names every module-level object that changes, and no other.
+
+Found by looking at the modules: objects of ours that are not frozen, known mutable kinds of the standard library, and
+containers that some function changes. What a cached function remembers is listed here.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextvars
+import dataclasses
+import importlib
+import itertools
+import logging
+import re
+import threading
+import types
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.architecture.source import PACKAGE, ROOT, files, tree
+
+FOREIGN = (
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet, collections.deque, logging.Logger),
+    *(collections.defaultdict, collections.Counter, contextvars.ContextVar, threading.local, itertools.count),
+    *(type(threading.Lock()), type(threading.RLock())),
+)
+CHANGES = set("append add update pop clear setdefault extend remove discard insert popitem appendleft popleft".split())
+PROGRAMS = ("__main__", "_bare")  # importing one runs it
+
+# folder::function → what is remembered for the rest of the process
+MEMOS = {
+    "checkpoint::works": "whether this torch hands over memory as it is",
+    "config::keys_of": "the keys of a section's class",
+    "config::places_of": "where each key may stand",
+    "log::_log_dist_once": "what was told",
+    "log::warn_once": "what was told",
+    "ops::_cpu_flags": "what this processor can do",
+    "ops::_load_families": "that the modules of all operations are imported",
+    "zero::_sharded": "the class of a sharded parameter, for each class of parameters",
+}
+
+
+def is_state(value: object) -> bool:
+    """Whether an object may change: frozen ones, classes, functions and objects without attributes cannot."""
+    kind = type(value)
+    if isinstance(value, FOREIGN):
+        return True
+    if isinstance(value, (type, types.FunctionType)) or not kind.__module__.startswith("deepspeed"):
+        return False
+    if dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen:
+        return False
+    return bool(getattr(value, "__dict__", None)) or any(getattr(base, "__slots__", ()) for base in kind.__mro__)
+
+
+def assigned(module: ast.Module) -> set[str]:
+    """Names that the module binds at its top level."""
+    nodes = [node for node in module.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    targets = [target for node in nodes for target in (node.targets if isinstance(node, ast.Assign) else [node.target])]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def changed(module: ast.Module) -> Iterator[str]:
+    """Names whose objects some function changes: by a method of containers, an item or an attribute."""
+    for function in ast.walk(module):
+        if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            continue
+        for node in ast.walk(function):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+                yield from named(node.func.value)
+            elif isinstance(node, (ast.Subscript, ast.Attribute)) and not isinstance(node.ctx, ast.Load):
+                yield from named(node.value)
+
+
+def named(node: ast.expr) -> Iterator[str]:
+    if isinstance(node, ast.Name):
+        yield node.id
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+
+
+def place(path: Path, what: str) -> str:
+    """Where something is: the folder of the package, or the module in none, and the name."""
+    return f"{path.relative_to(PACKAGE).parts[0].removesuffix('.py')}::{what}"
+
+
+def state_of(path: Path) -> Iterator[str]:
+    names = assigned(tree(path))
+    found = names & set(changed(tree(path)))
+    if path.stem not in PROGRAMS:
+        there = vars(importlib.import_module(module_of(path)))
+        found |= {each for each in names if each in there and is_state(there[each])}
+    return (place(path, each) for each in sorted(found))
+
+
+def memos_of(path: Path) -> Iterator[str]:
+    """Functions whose results are kept; a property that an object caches is that object's."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.FunctionDef) and any(
+            re.search(r"\b(lru_)?cache\b", ast.unparse(decorator)) for decorator in node.decorator_list
+        ):
+            yield place(path, node.name)
+
+
+def test_the_documented_state_is_all_there_is():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.split("## State of the process", 1)[1].split("\n## ", 1)[0]
+    rows = re.findall(r"^\|(.*?)\|", section, re.MULTILINE)
+    documented = [place for row in rows for place in re.findall(r"`(\w+::\w+)`", row)]
+    assert sorted(place for path in files() for place in state_of(path)) == sorted(documented)
+
+
+def test_the_listed_memos_are_all_there_are():
+    assert sorted(place for path in files() for place in memos_of(path)) == sorted(MEMOS)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "made = {}\ndef f(): made['a'] = 1",
+        "made = []\ndef f(): made.append(1)",
+        "made = lambda: 0\ndef f(): made.x = 1",
+        "made = []\ndef f(): del made[0]",
+        "made = {}\nf = lambda: made.update(a=1)",
+    ],
+)
+def test_what_a_function_changes_is_found(line):
+    assert set(changed(ast.parse(line))) & assigned(ast.parse(line)) == {"made"}
+
+
+def test_what_may_change_is_told_from_what_cannot():
+    class Ours:
+        __module__ = "deepspeed.x"
+
+    full = Ours()
+    full.value = 1
+    assert is_state(full)
+    assert is_state(threading.Lock())
+    assert is_state(weakref.WeakKeyDictionary())
+    for constant in (1, "a", (), {}, Ours, Ours(), re.compile("a"), Path()):
+        assert not is_state(constant)
