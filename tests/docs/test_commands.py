@@ -1,0 +1,157 @@
+"""Every command of README, CONTRIBUTING and docs runs: tools as they stand there, scripts of examples/ for a moment."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed.config.__main__ import main as look_at_config
+from deepspeed.launcher import report, runner
+from tests.clients.server import environment
+from tests.distributed.launcher.launched import Launched
+from tests.docs.pages import all_commands, runs
+from tests.docs.scene import checkpoint_folder, prepare_folder
+from tests.harness import ROOT, ranks
+
+COMMANDS = all_commands()
+# What makes an example end soon; one without an entry here has a test of its own that runs it.
+SHORT = {
+    "examples/collectives.py": [],
+    "examples/finetune/plain.py": ["--steps", "2", "--output", "{tmp}"],
+    "examples/finetune/with_accelerate.py": ["--steps", "2", "--output", "{tmp}"],
+    "examples/finetune/with_trainer.py": ["--steps", "2", "--output", "{tmp}"],
+    "examples/gpt/memory.py": ["--width", "32"],
+}
+ELSEWHERE = {"examples/gpt/train.py": "tests/unit/examples/test_gpt_script.py"}
+MODULES = {"deepspeed": "deepspeed.launcher.runner", "accelerate": "accelerate.commands.accelerate_cli"}
+
+
+def example_of(command):
+    """The script of examples/ that a command starts, if it does."""
+    return next((word for word in command.words if word.startswith("examples/") and word.endswith(".py")), None)
+
+
+def unique(found):
+    return list({command.words: command for command in found}.values())
+
+
+EXAMPLES = unique(command for command in COMMANDS if example_of(command))
+TOOLS = unique(command for command in COMMANDS if not example_of(command))
+
+
+def of(*programs):
+    return [command for command in TOOLS if runs(command) in programs]
+
+
+def test_every_command_is_tried_by_one_of_these():
+    tried = {*of("make"), *of("ds_report"), *of("deepspeed.config"), *of("deepspeed", "train.py"), *of("pytest")}
+    tried |= {*of("pip"), *of("accelerate"), *of("torchrun")}
+    tried |= {*of("deepspeed.checkpoint", "deepspeed.checkpoint.ds_to_universal", "out/zero_to_fp32.py")}
+    assert [str(command) for command in TOOLS if command not in tried] == []
+    assert [str(command) for command in EXAMPLES if example_of(command) not in {**SHORT, **ELSEWHERE}] == []
+    for script, test in ELSEWHERE.items():
+        assert script in (ROOT / test).read_text()
+
+
+@pytest.mark.parametrize("command", of("make"), ids=str)
+def test_make(command):
+    rules = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for target in command.words[1:]:
+        assert target in rules
+
+
+@pytest.mark.parametrize("command", of("pip"), ids=str)
+def test_pip(command):
+    """Nothing is installed here; what would be is this package with extras that it has, or packages that it knows."""
+    extras = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]")[1].split("\n[")[0]
+    assert command.words[1] == "install"
+    for wanted in command.words[2:]:
+        here = re.fullmatch(r"\.(?:\[(\w+)\])?", wanted)
+        known = rf"^{here[1]} = " if here and here[1] else rf'"{wanted}[=>]'
+        assert wanted == "." or re.search(known, extras, re.MULTILINE), wanted
+
+
+@pytest.mark.parametrize("command", of("accelerate"), ids=str)
+def test_accelerate(command):
+    """It asks questions: that it is there is enough."""
+    pytest.importorskip(f"accelerate.commands.{command.words[1]}")
+
+
+@pytest.mark.parametrize("command", of("pytest"), ids=str)
+def test_pytest(command):
+    paths = [word for word in command.words if word.startswith("tests")]
+    assert paths
+    assert all((ROOT / path).exists() for path in paths)
+
+
+@pytest.mark.parametrize("command", of("ds_report"), ids=str)
+def test_report(command, capsys):
+    assert report.main(command.words[1:]) in (None, 0)
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", of("deepspeed.config"), ids=str)
+def test_config(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    prepare_folder(tmp_path)
+    status = look_at_config(command.words[3:])
+    said = capsys.readouterr()
+    assert status == int("misspelt.json" in command.words), said.err
+    assert command.output in said.out + said.err
+
+
+@pytest.mark.parametrize("command", of("deepspeed", "train.py", "torchrun"), ids=str)
+@ranks(1, init=False)
+def test_launch(command, tmp_path):
+    """A script of the reader's, on a machine that takes four ranks."""
+    folder = Path(tmp_path)
+    prepare_folder(folder)
+    if command.words[0] != "deepspeed":
+        module = ["-m", "torch.distributed.run"] if command.words[0] == "torchrun" else []
+        subprocess.run([sys.executable, *module, *command.words[1:]], env=environment(), check=True)
+        assert (folder / ("ran.0" if module else "ran.alone")).exists()
+        return
+    with Launched(command.words[1:], folder, main=runner.main, environ={"LOCAL_SIZE": "4"}) as job:
+        assert job.wait() == 0, job.errors()
+    given = " ".join(command.words[command.words.index("train.py") + 1 :])
+    assert (folder / "ran.0").read_text() == f"--local_rank=0 {given}".strip()
+
+
+@pytest.mark.parametrize(
+    "command", of("deepspeed.checkpoint", "deepspeed.checkpoint.ds_to_universal", "out/zero_to_fp32.py"), ids=str
+)
+@ranks(1)
+def test_checkpoint_tools(command, tmp_path):
+    folder = Path(tmp_path)
+    os.chdir(folder)
+    checkpoint_folder(folder)
+    before = sorted(os.listdir(folder))
+    module = "-m" in command.words
+    sys.argv = list(command.words[2 if module else 1 :])
+    try:
+        (runpy.run_module if module else runpy.run_path)(runs(command), run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code in (None, 0)
+    written = {word.strip("/") for word in {"OUT", "model/"} & {*command.words}}
+    assert {*os.listdir(folder)} - {*before, "latest_universal"} == written
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [each for each in EXAMPLES if example_of(each) in SHORT], ids=str)
+def test_example(command, tmp_path):
+    if "finetune" in example_of(command):
+        pytest.importorskip("accelerate" if command.words[0] == "accelerate" else "transformers")
+    words = [sys.executable, *command.words[1:]]
+    if command.words[0] in MODULES:
+        words[1:1] = ["-m", MODULES[command.words[0]]]
+    words += [word.format(tmp=tmp_path / "output") for word in SHORT[example_of(command)]]
+    ran = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    if "--output" in words:
+        assert {path.name for path in (tmp_path / "output").iterdir()} & {"pytorch_model.bin", "model.safetensors"}
