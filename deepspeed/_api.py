@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,9 +16,12 @@ from deepspeed.errors import UsageError
 from deepspeed.log import logger
 
 if TYPE_CHECKING:
+    from deepspeed.config.schema import Schema
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 __all__ = ["add_config_arguments", "initialize"]
+
+_MESH = ("data_parallel", "sequence_parallel")
 
 
 def initialize(
@@ -49,16 +52,18 @@ def initialize(
     source = _config_source(args, config, config_params)
     _check_local_rank(args)
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    mesh = _mesh(mesh_param, source, mpu)
+    mesh = _mesh(mesh_param, mpu)
+    config = DeepSpeedConfig(source, mpu=mpu, mesh_device=mesh)
+    config.tell()
     request = Request(
-        config=DeepSpeedConfig(source, mpu=mpu, mesh_device=mesh),
+        config=config,
         module=model,
         optimizer=optimizer,
         model_parameters=None if model_parameters is None else list(model_parameters),
         training_data=training_data,
         lr_scheduler=lr_scheduler,
         mpu=mpu,
-        mesh=mesh,
+        mesh=mesh if mesh is not None or mpu is not None else _mesh_of(config.schema),
         collate_fn=collate_fn,
     )
     engine = assemble(request)
@@ -110,16 +115,16 @@ def _check_local_rank(args: Any) -> None:
         )
 
 
-def _mesh(mesh_param: Any, source: Any, mpu: Any) -> Any:
-    """The device mesh that was given, or the one that two keys of the config describe."""
-    if mesh_param is not None:
-        if mpu is not None:
-            raise UsageError("mesh_param and mpu both describe the layout; pass one of them")
-        if isinstance(mesh_param, (tuple, list)):
-            return comm.initialize_mesh_device(tuple(mesh_param), ("data_parallel", "sequence_parallel"))
-        return mesh_param
-    if isinstance(source, Mapping) and mpu is None:
-        data, sequence = source.get("data_parallel_size"), source.get("sequence_parallel_size")
-        if data is not None and sequence is not None:
-            return comm.initialize_mesh_device((data, sequence), ("data_parallel", "sequence_parallel"))
-    return None
+def _mesh(mesh_param: Any, mpu: Any) -> Any:
+    """The device mesh that was given: itself, or its two sizes."""
+    if mesh_param is not None and mpu is not None:
+        raise UsageError("mesh_param and mpu both describe the layout; pass one of them")
+    if isinstance(mesh_param, (tuple, list)):
+        return comm.initialize_mesh_device(tuple(mesh_param), _MESH)
+    return mesh_param
+
+
+def _mesh_of(schema: Schema) -> Any:
+    """The device mesh that two keys of the config describe."""
+    data, sequence = schema.data_parallel_size, schema.sequence_parallel_size
+    return None if data is None or sequence is None else comm.initialize_mesh_device((data, sequence), _MESH)

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from deepspeed.config.deepspeed_config import data_parallel_ranks
+from deepspeed.config.deepspeed_config import data_parallel_ranks, implied_ranks
 from deepspeed.config.explain import Row, batch_values, rows
 from deepspeed.config.features import unbuilt
 from deepspeed.config.json_schema import json_schema
@@ -44,31 +44,32 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _ranks(loaded: Loaded, world_size: int | None) -> int:
-    if world_size is not None and world_size < 1:
-        raise DeepSpeedConfigError(f"--world-size is {world_size}; it must be at least 1")
-    return data_parallel_ranks(loaded.schema, None, None, world_size or 1)
+def _world_size(loaded: Loaded, given: int | None) -> int:
+    """The number of processes: as told, else as many as the config itself speaks of."""
+    if given is not None and given < 1:
+        raise DeepSpeedConfigError(f"--world-size is {given}; it must be at least 1")
+    return given or implied_ranks(loaded.schema) * (loaded.schema.sequence_parallel_size or 1)
 
 
 def _check(given: argparse.Namespace) -> int:
+    # Imported here: only this command tries what needs torch.
+    from deepspeed._trial import verdict
+
     loaded = load(given.file, partial=True)
-    notes = [f'{path}: left at "auto"; a client must fill it before the engine is built' for path in loaded.autos]
-    missing = unbuilt(loaded.schema)
-    for problem in missing:
+    found = verdict(loaded, _world_size(loaded, given.world_size))
+    for problem in found.problems:
         sys.stderr.write(f"{given.file}: {problem}\n")
-    if missing:
-        return 1
-    if not loaded.autos or given.world_size is not None:
-        batch_values(loaded, _ranks(loaded, given.world_size))
-    for note in notes:
+    for note in found.notes:
         sys.stdout.write(f"{given.file}: {note}\n")
+    if found.problems:
+        return 1
     sys.stdout.write(f"{given.file}: valid\n")
     return 0
 
 
 def _explain(given: argparse.Namespace) -> int:
     loaded = load(given.file, partial=True)
-    ranks = _ranks(loaded, given.world_size)
+    ranks = data_parallel_ranks(loaded.schema, None, None, _world_size(loaded, given.world_size))
     try:
         batch = batch_values(loaded, ranks)
     except BatchSizeError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["is_inert", "unresolved"]
+__all__ = ["is_filled", "is_inert", "unresolved"]
 
 _TRAINER = "Transformers' Trainer"
 _BOTH = f"{_TRAINER} and Accelerate"
@@ -40,6 +40,11 @@ def unresolved(path: str) -> str:
     return (
         f'it is still "auto": {who} before the engine is built. Build the engine through that client, or write a value.'
     )
+
+
+def is_filled(path: str) -> bool:
+    """True for a key that some client fills."""
+    return path in _FILLED
 
 
 def is_inert(path: str, stage: object) -> bool:

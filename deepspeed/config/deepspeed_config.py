@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
+import math
 import sys
 from operator import attrgetter
 from typing import Any
@@ -12,17 +14,18 @@ from deepspeed.config.attributes import ATTRIBUTES
 from deepspeed.config.batch import Batch, resolve
 from deepspeed.config.explain import batch_values, rows, without_secrets
 from deepspeed.config.features import require
+from deepspeed.config.idle import idle
 from deepspeed.config.load import Loaded, load
 from deepspeed.config.read import ConfigSource
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.log import logger
+from deepspeed.log import log_dist_once, logger
 
 __all__ = ["DeepSpeedConfig"]
 
 
 class DeepSpeedConfig:
-    """The config of one engine.
+    """The config of one engine, from a source or already loaded.
 
     `schema` is the validated config, `batch` the resolved batch sizes. Every top-level key is an attribute, and so
     are the older names of `config/attributes.py`. A `partial` config may hold "auto" and lack batch sizes.
@@ -30,19 +33,20 @@ class DeepSpeedConfig:
 
     def __init__(
         self,
-        config: ConfigSource,
+        config: ConfigSource | Loaded,
         mpu: Any = None,
         mesh_device: Any = None,
         *,
         world_size: int | None = None,
         partial: bool = False,
     ) -> None:
-        self.loaded: Loaded = load(config, partial=partial)
+        self.loaded: Loaded = config if isinstance(config, Loaded) else load(config, partial=partial)
         self.schema: Schema = self.loaded.schema
         self.mpu = mpu
         self.mesh_device = mesh_device
         require(self.schema)
         self.world_size = data_parallel_ranks(self.schema, mpu, mesh_device, world_size)
+        _check_data_parallel_size(self.schema, self.world_size)
         self.batch: Batch | None = _batch(self.schema, self.world_size, partial)
 
     @property
@@ -59,6 +63,16 @@ class DeepSpeedConfig:
     def gradient_accumulation_steps(self) -> int | None:
         """Micro steps per optimizer step."""
         return self.batch.steps if self.batch else self.schema.gradient_accumulation_steps
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be told of a valid config: keys that have no effect, and why."""
+        return [str(note) for note in idle(self.schema, self.loaded.given)]
+
+    def tell(self) -> None:
+        """Log the notes, each of them once, by rank 0."""
+        for note in self.notes:
+            log_dist_once(f"config: {note}", level=logging.WARNING)
 
     @property
     def _param_dict(self) -> dict[str, Any]:
@@ -100,6 +114,25 @@ def data_parallel_ranks(schema: Schema, mpu: Any, mesh_device: Any, world_size: 
     if schema.sequence_parallel_size:
         return _divide(world, schema.sequence_parallel_size, "sequence_parallel_size")
     return world
+
+
+def implied_ranks(schema: Schema) -> int:
+    """How many data-parallel ranks the config itself speaks of: those that its sizes need, else 1."""
+    sizes = (schema.train_micro_batch_size_per_gpu, schema.gradient_accumulation_steps)
+    train, part = schema.train_batch_size, math.prod(size or 0 for size in sizes)
+    if schema.data_parallel_size is not None:
+        return schema.data_parallel_size
+    return train // part if train is not None and part > 0 and train > 0 and train % part == 0 else 1
+
+
+def _check_data_parallel_size(schema: Schema, ranks: int) -> None:
+    expected = schema.data_parallel_size
+    if expected is not None and expected != ranks:
+        raise DeepSpeedConfigError(
+            f"data_parallel_size is {expected}, but {ranks} ranks are data-parallel here. Start another number of "
+            "processes, correct it, or leave it out.",
+            path="data_parallel_size",
+        )
 
 
 def _divide(world: int, size: int, what: str) -> int:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from deepspeed.config.load import Loaded
     from deepspeed.config.schema import Schema
 
-__all__ = ["Row", "batch_values", "mask", "rows", "without_secrets"]
+__all__ = ["Row", "batch_values", "mask", "rows", "values_of", "without_secrets"]
 
 _SECRET = ("api_key", "apikey", "token", "password", "secret")
 
@@ -37,7 +37,7 @@ class Row:
 def rows(loaded: Loaded, batch: dict[str, int] | None = None) -> Iterator[Row]:
     """The rows of a loaded config; `batch` holds batch sizes that were derived from the others."""
     derived = {**_derived(loaded.schema), **{key: (value, "derived") for key, value in (batch or {}).items()}}
-    for path, value, meaning in _values(loaded.schema, ""):
+    for path, value, meaning in values_of(loaded.schema):
         origin = _origin(path, loaded)
         if origin == "default" and path in derived:
             value, origin = derived[path]
@@ -59,18 +59,19 @@ def without_secrets(raw: Any, path: str = "") -> Any:
     return mask(path, raw)
 
 
-def _values(model: DeepSpeedConfigModel, prefix: str) -> Iterator[tuple[str, Any, str]]:
+def values_of(model: DeepSpeedConfigModel, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Every value of a model and of the sections in it: dotted path, value, meaning."""
     for name in type(model).model_fields:
         key = keys_of(type(model))[name]
         path, value = f"{prefix}{key.json}", getattr(model, name)
         if isinstance(value, DeepSpeedConfigModel):
-            yield from _values(value, path + ".")
+            yield from values_of(value, path + ".")
         elif key.section is not None and isinstance(value, dict) and value:
             for label, item in value.items():
-                yield from _values(item, f"{path}.{label}.")
+                yield from values_of(item, f"{path}.{label}.")
         elif key.section is not None and isinstance(value, (list, tuple)) and value:
             for index, item in enumerate(value):
-                yield from _values(item, f"{path}[{index}].")
+                yield from values_of(item, f"{path}[{index}].")
         elif key.free and isinstance(value, dict) and value:
             yield from ((f"{path}.{label}", item, "") for label, item in value.items())
         else:

@@ -10,7 +10,7 @@ from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.schema import Schema
 from deepspeed.errors import FeatureUnavailable
 
-__all__ = ["UNBUILT", "Feature", "require", "unbuilt"]
+__all__ = ["UNBUILT", "Feature", "data_techniques", "require", "unbuilt"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def _switched_on(section: DeepSpeedConfigModel) -> bool:
     return values.get("enabled") is True or any(_switched_on(inner) for inner in nested)
 
 
-def _data_techniques(schema: Schema) -> bool:
+def data_techniques(schema: Schema) -> bool:
     """The outer switches of `data_efficiency` turn nothing on by themselves; the techniques do."""
     data = schema.data_efficiency
     inner = (*dict(data.data_sampling).values(), *dict(data.data_routing).values())
@@ -87,7 +87,7 @@ UNBUILT: tuple[Feature, ...] = (
     Feature("quantize_training", "MoQ", lambda c: c.quantize_training.enabled),
     Feature("progressive_layer_drop", "progressive layer drop", lambda c: c.progressive_layer_drop.enabled),
     Feature("curriculum_learning", "curriculum learning", lambda c: c.curriculum_learning.enabled),
-    Feature("data_efficiency", "data efficiency", _data_techniques),
+    Feature("data_efficiency", "data efficiency", data_techniques),
     Feature("sparse_attention", "sparse attention", lambda c: c.sparse_attention is not None),
     Feature("amp", "Apex AMP (use bf16, fp16 or torch_autocast)", lambda c: c.amp.enabled),
     Feature("nebula", "Nebula checkpoints", lambda c: c.nebula.enabled),

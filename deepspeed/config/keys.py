@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from annotated_types import Gt
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from .activation import ActivationCheckpointingConfig
 from .aio import AioConfig
@@ -34,7 +35,7 @@ from .profiling import FlopsProfilerConfig, TimersConfig
 from .quantization import WeightQuantConfig
 from .quantize import EigenvalueConfig, QuantizeTrainingConfig
 from .sparse_attention import SparseAttentionConfig
-from .values import DtypeName, Lower, Number, Whole
+from .values import DtypeName, Lower, Number, Whole, not_boolean
 from .zero import DeepSpeedZeroConfig
 
 __all__ = ["Keys"]
@@ -55,9 +56,9 @@ def _print_period(value: Any) -> Any:
     return int(value) if isinstance(value, int) else int(number)
 
 
-def _not_nan(value: Any) -> Any:
-    if isinstance(value, bool) or (isinstance(value, float) and math.isnan(value)):
-        raise ValueError(f"expected a number, 0 for no clipping, found {value}")
+def _largest_norm(value: float) -> float:
+    if not value >= 0:
+        raise ValueError(f"expected a number above zero, or 0 for no clipping, found {value}")
     return value
 
 
@@ -86,7 +87,7 @@ class Keys(DeepSpeedConfigModel):
     # Optimizer and gradients
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="Optimizer to build.")
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig, description="Learning-rate schedule to build.")
-    gradient_clipping: Annotated[float, BeforeValidator(_not_nan)] = Field(
+    gradient_clipping: Annotated[float, BeforeValidator(not_boolean), AfterValidator(_largest_norm)] = Field(
         1.0, description="Largest global L2 norm of the gradients; larger ones are scaled down, 0 is off."
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], Lower] = Field(
@@ -95,7 +96,7 @@ class Keys(DeepSpeedConfigModel):
     prescale_gradients: bool = Field(
         False, description="Whether gradients are divided by the number of ranks before reduction, not after."
     )
-    gradient_predivide_factor: Number = Field(
+    gradient_predivide_factor: Annotated[Number, Gt(0)] = Field(
         1.0, description="Gradients are divided by this before reduction and by the rest of the mean after it."
     )
     communication_data_type: DtypeName | None = Field(
@@ -132,7 +133,7 @@ class Keys(DeepSpeedConfigModel):
         default_factory=ActivationCheckpointingConfig, description="How saved activations are kept until backward."
     )
     allgather_size: Elements = Field(
-        500_000_000, description="Elements per gather, read only where zero_optimization is the old true or false."
+        500_000_000, description="Elements per gather where zero_optimization is the old true; no effect otherwise."
     )
     disable_allgather: bool = Field(
         False, description="No effect: how parameters are gathered follows from ZeRO; accepted for old configs."
@@ -150,7 +151,7 @@ class Keys(DeepSpeedConfigModel):
         None, description="Number of ranks that share each sequence; null is 1."
     )
     data_parallel_size: PositiveCount | None = Field(
-        None, description="Number of data-parallel ranks; used together with sequence_parallel_size only."
+        None, description="Number of data-parallel ranks; a check only, the number of processes decides."
     )
     use_data_before_expert_parallelism: bool = Field(
         False, description="Whether neighbouring ranks hold the same experts, rather than different ones."
@@ -210,8 +211,8 @@ class Keys(DeepSpeedConfigModel):
     steps_per_print: Annotated[int | float | None, BeforeValidator(_print_period)] = Field(
         None, description="Number of optimizer steps between two progress lines; null and infinity mean never."
     )
-    log_level: Literal["debug", "info", "warning", "error", "critical"] | None = Field(
-        None, description="Level of the library's logger; null leaves it alone."
+    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], Lower] | None = Field(
+        None, description="Level of the library's logger (any case); null leaves it alone."
     )
     wall_clock_breakdown: bool = Field(
         False, description="Whether the time of forward, backward and step is measured and logged."

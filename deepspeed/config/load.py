@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from deepspeed.config import auto, params, renamed
 from deepspeed.config.batch import MICRO, STEPS, TRAIN
@@ -18,6 +18,8 @@ from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
 from deepspeed.log import warn_once
 
 __all__ = ["Loaded", "load"]
+
+_FLAG = TypeAdapter(bool)
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def load(source: ConfigSource, *, partial: bool = False) -> Loaded:
         stage = found.data.get("zero_optimization", {})
         stage = stage.get("stage") if isinstance(stage, dict) else None
         problems += [Problem(path, auto.unresolved(path)) for path in found.autos if not auto.is_inert(path, stage)]
-    if found.data.get("strict") is True:
+    if _is_strict(found):
         problems += [Problem(path, 'unknown key (an error because of "strict": true)') for path in found.aliens]
     schema = _validate(found, problems)
     if problems:
@@ -66,6 +68,14 @@ def load(source: ConfigSource, *, partial: bool = False) -> Loaded:
         {move.new: move.old for move in moved},
         tuple(found.autos) if partial else (),
     )
+
+
+def _is_strict(found: Findings) -> bool:
+    """`strict` in any spelling that the schema takes for true; another value is the schema's to refuse."""
+    try:
+        return _FLAG.validate_python(found.data.get("strict", False))
+    except ValidationError:
+        return False
 
 
 def _check_params(found: Findings) -> list[Problem]:

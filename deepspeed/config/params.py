@@ -17,7 +17,10 @@ from deepspeed.config.optimizer import (
     SCHEDULER_TYPES,
 )
 
-__all__ = ["check_optimizer", "check_scheduler"]
+__all__ = ["REFUSALS", "check_optimizer", "check_scheduler"]
+
+REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What constructors, torch's among them, raise when they cannot take a value."""
 
 # What the library passes itself; naming it in the config is an error.
 _PASSED = frozenset({"self", "params", "optimizer"})

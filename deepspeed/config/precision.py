@@ -67,8 +67,7 @@ class DeepSpeedBF16Config(Section):
     enabled: bool = Field(False, description="Whether to train in bf16, keeping fp32 master weights.")
     immediate_grad_update: bool = Field(
         False,
-        description="Whether gradients are added to their fp32 copy as they arrive in backward (ZeRO stage 1 with "
-        "fp32 accumulation, or a pipeline).",
+        description="No effect: gradients are always summed as backward brings them; accepted for old configs.",
     )
     check_grad_overflow: bool = Field(
         True, description="Whether a step whose gradients hold inf or NaN is skipped (ZeRO stages 1 and 2)."

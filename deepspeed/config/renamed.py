@@ -100,7 +100,8 @@ def _boolean_zero(raw: Raw, done: list[Applied]) -> None:
         return
     raw[_ZERO] = {"stage": int(value)}
     if value and raw.get("allgather_size") is not None:
-        raw[_ZERO]["allgather_bucket_size"] = raw["allgather_size"]
+        raw[_ZERO]["allgather_bucket_size"] = raw.pop("allgather_size")
+        done.append(Applied("allgather_size", f"{_ZERO}.allgather_bucket_size", False))
     done.append(Applied(f"{_ZERO}: {str(value).lower()}", f"{_ZERO}.stage", True))
 
 

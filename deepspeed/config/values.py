@@ -23,6 +23,7 @@ __all__ = [
     "Upper",
     "Whole",
     "absent",
+    "not_boolean",
     "raise_together",
 ]
 
@@ -38,7 +39,7 @@ _DTYPES: dict[str, str] = {
 }
 
 
-def _number(value: Any) -> Any:
+def not_boolean(value: Any) -> Any:
     """Booleans are numbers to Python, but not to whoever wrote the config."""
     if isinstance(value, bool):
         raise ValueError(f"expected a number, found {str(value).lower()}")
@@ -138,9 +139,9 @@ def raise_together(problems: Sequence[str]) -> None:
         raise ValueError("\n".join(problems))
 
 
-Whole = Annotated[int, BeforeValidator(_number)]
+Whole = Annotated[int, BeforeValidator(not_boolean)]
 """A whole number of any sign."""
-Number = Annotated[float, BeforeValidator(_number), AllowInfNan(False)]
+Number = Annotated[float, BeforeValidator(not_boolean), AllowInfNan(False)]
 """A finite number."""
 CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_positive_or_auto)]
 """A whole number above zero, or the word "auto"."""

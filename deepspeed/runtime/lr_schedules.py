@@ -58,12 +58,12 @@ from deepspeed.runtime.schedules.base import (
     LRSchedule,
     at_least,
     get_torch_optimizer,
-    number,
     own_lrs,
     positive_int,
     update_lr,
     warmup_steps,
     warmup_type_of,
+    whole,
 )
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class WarmupDecayLR(WarmupLR):
         last_batch_iteration: int = -1,
     ) -> None:
         # First, since the curve is evaluated as soon as the warmup is set up.
-        self.total_num_steps = number(total_num_steps, TOTAL_NUM_STEPS)
+        self.total_num_steps = at_least(total_num_steps, TOTAL_NUM_STEPS, 0, exclusive=True)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _warn_if_short(self)
 
@@ -211,11 +211,11 @@ class WarmupCosineLR(LRSchedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.org_lrs = own_lrs(self.optimizer)
-        self.warmup_min_ratio = number(warmup_min_ratio, WARMUP_MIN_RATIO)
-        self.cos_min_ratio = number(cos_min_ratio, COS_MIN_RATIO)
+        self.warmup_min_ratio = at_least(warmup_min_ratio, WARMUP_MIN_RATIO, 0)
+        self.cos_min_ratio = at_least(cos_min_ratio, COS_MIN_RATIO, 0)
         self.warmup_num_steps = warmup_steps(warmup_num_steps)
         self.warmup_type = warmup_type_of(warmup_type)
-        self.total_num_steps = number(total_num_steps, TOTAL_NUM_STEPS)
+        self.total_num_steps = at_least(total_num_steps, TOTAL_NUM_STEPS, 0, exclusive=True)
         _warn_if_short(self)
         self._apply()
 
@@ -253,7 +253,7 @@ class LRRangeTest(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self._per_group(lr_range_test_min_lr, LR_RANGE_TEST_MIN_LR)
         self.step_size = positive_int(lr_range_test_step_size, LR_RANGE_TEST_STEP_SIZE)
-        self.step_rate = number(lr_range_test_step_rate, LR_RANGE_TEST_STEP_RATE)
+        self.step_rate = at_least(lr_range_test_step_rate, LR_RANGE_TEST_STEP_RATE, 0)
         self.staircase = lr_range_test_staircase
         self._apply()
 
@@ -295,20 +295,25 @@ class OneCycle(LRSchedule):
         super().__init__(optimizer, last_batch_iteration)
         first = at_least(cycle_first_step_size, CYCLE_FIRST_STEP_SIZE, 0, exclusive=True)
         second = first if cycle_second_step_size is None else cycle_second_step_size
-        stairs = cycle_first_stair_count
+        stairs = whole(cycle_first_stair_count, CYCLE_FIRST_STAIR_COUNT, -1)
+        later = stairs if cycle_second_stair_count is None else cycle_second_stair_count
         self.cycle = curves.Cycle(
             first=first,
             second=at_least(second, CYCLE_SECOND_STEP_SIZE, 0),
             first_stairs=stairs,
-            second_stairs=stairs if cycle_second_stair_count is None else cycle_second_stair_count,
+            second_stairs=whole(later, CYCLE_SECOND_STAIR_COUNT, -1),
             decay_size=at_least(decay_step_size, DECAY_STEP_SIZE, 0),
         )
         self.min_lrs = self._per_group(cycle_min_lr, CYCLE_MIN_LR)
         self.max_lrs = self._per_group(cycle_max_lr, CYCLE_MAX_LR)
-        self.decay_lr_rate = number(decay_lr_rate, DECAY_LR_RATE)
+        self.decay_lr_rate = at_least(decay_lr_rate, DECAY_LR_RATE, 0)
         self.min_moms = self._per_group(cycle_min_mom, CYCLE_MIN_MOM)
         self.max_moms = self._per_group(cycle_max_mom, CYCLE_MAX_MOM)
-        self.decay_mom_rate = number(decay_mom_rate, DECAY_MOM_RATE)
+        if max(*self.min_moms, *self.max_moms) >= 1:
+            raise ValueError(
+                f"{CYCLE_MAX_MOM} is {cycle_max_mom} and {CYCLE_MIN_MOM} {cycle_min_mom}; both are below 1"
+            )
+        self.decay_mom_rate = at_least(decay_mom_rate, DECAY_MOM_RATE, 0)
         self.cycle_momentum = cycle_momentum and self._has_betas()
         self._apply()
 
@@ -357,7 +362,7 @@ class OneCycle(LRSchedule):
 def build_scheduler(section: SchedulerConfig, optimizer: Any) -> Any:
     """The schedule that a config's scheduler section names: one of ours, else a torch.optim.lr_scheduler class."""
     # Imported here: reading a config needs pydantic, the schedules themselves do not.
-    from deepspeed.config.params import check_scheduler
+    from deepspeed.config.params import REFUSALS, check_scheduler
 
     kind, params = section.type, dict(section.params)
     if kind is None:
@@ -374,7 +379,7 @@ def build_scheduler(section: SchedulerConfig, optimizer: Any) -> Any:
     target = get_torch_optimizer(optimizer)
     try:
         return schedule(target, **params)
-    except (TypeError, ValueError) as error:
+    except REFUSALS as error:
         # Our own messages begin with the parameter's name.
         named = str(error).partition(" ")[0]
         path = f"scheduler.params.{named}" if named in params else "scheduler.params"

@@ -23,6 +23,7 @@ __all__ = [
     "update_lr",
     "warmup_steps",
     "warmup_type_of",
+    "whole",
 ]
 
 
@@ -69,7 +70,7 @@ class LRSchedule(ABC):
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
         self.optimizer: _HasGroups = get_torch_optimizer(optimizer)
-        self.last_batch_iteration = last_batch_iteration
+        self.last_batch_iteration = whole(last_batch_iteration, "last_batch_iteration", -1)
         self._last_lr: list[float] = []
 
     @abstractmethod
@@ -101,7 +102,7 @@ class LRSchedule(ABC):
         self._last_lr = update_lr(self.optimizer.param_groups, self.get_lr())
 
     def _per_group(self, value: float | Sequence[float], name: str) -> list[float]:
-        """One number per group from one number for all, or from a list of the right length."""
+        """One number of at least 0 per group from one number for all, or from a list of the right length."""
         count = len(self.optimizer.param_groups)
         if isinstance(value, (list, tuple)):
             if len(value) != count:
@@ -109,8 +110,8 @@ class LRSchedule(ABC):
                     f"{name} has {len(value)} values and the optimizer has {count} parameter groups; "
                     f"give one number, or {count}"
                 )
-            return [number(item, name) for item in value]
-        return [number(value, name)] * count
+            return [at_least(item, name, 0) for item in value]
+        return [at_least(value, name, 0)] * count
 
 
 def own_lrs(optimizer: _HasGroups) -> list[float]:
@@ -137,6 +138,13 @@ def positive_int(value: Any, name: str) -> int:
     """`value`, if it is an integer above 0."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+    return value
+
+
+def whole(value: Any, name: str, bound: int) -> int:
+    """`value`, if it is an integer not below the bound."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {bound}")
     return value
 
 

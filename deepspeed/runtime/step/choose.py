@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from logging import WARNING
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 
 from deepspeed.config.optimizer import OptimizerConfig, SchedulerConfig
 from deepspeed.errors import UsageError
+from deepspeed.log import log_dist
 from deepspeed.ops.muon import tag_attention_heads
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.step.optimizers import build_optimizer
@@ -51,6 +53,8 @@ def choose_scheduler(
 ) -> Any:
     """The client's schedule, made or called with the optimizer, else the one of the config, else None."""
     if given is None:
+        if section.type is not None and optimizer is None:
+            log_dist("scheduler: no effect, since there is no optimizer whose learning rate it could set", level=WARNING)
         return build_scheduler(section, optimizer) if section.type and optimizer else None
     if callable(given) and not hasattr(given, "step"):
         if optimizer is None:

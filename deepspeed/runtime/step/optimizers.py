@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.config.optimizer import ONE_BIT_OPTIMIZERS, OptimizerConfig
+from deepspeed.config.params import REFUSALS
 from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
@@ -197,7 +198,7 @@ def _built(order: _Order, kind: Any, arguments: Mapping[str, Any]) -> torch.opti
         accepted = dict(_accepted(order, kind, arguments))
     try:
         made: torch.optim.Optimizer = kind(order.parameters, **accepted)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except REFUSALS as error:
         raise DeepSpeedConfigError(
             f"optimizer.params: {kind.__name__}, which optimizer.type {order.kind} chose, refused them: {error}",
             path="optimizer.params",
@@ -240,7 +241,7 @@ def _muon(order: _Order) -> torch.optim.Optimizer:
             adam_optimizer_kwargs=None if inline else arguments,
             adam_w_mode=decoupled,
         )
-    except (TypeError, ValueError) as error:
+    except REFUSALS as error:
         raise DeepSpeedConfigError(f"optimizer.params: Muon refused them: {error}", path="optimizer.params") from error
 
 

@@ -84,3 +84,63 @@ def test_a_wrong_command_line_is_status_2():
     with pytest.raises(SystemExit) as caught:
         main(["frobnicate"])
     assert caught.value.code == 2
+
+
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"gradient_predivide_factor": 0}, "gradient_predivide_factor: input should be greater than 0"),
+        ({"gradient_predivide_factor": -1}, "gradient_predivide_factor"),
+        ({"gradient_clipping": -1}, "gradient_clipping: expected a number above zero, or 0 for no clipping"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "lr is -1"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_decay": -1}}}, "weight_decay is -1"),
+        ({"optimizer": {"type": "SGD", "params": {"lr": -1}}}, "SGD"),
+        ({"optimizer": {"type": "Muon", "params": {"adam_lr": -1}}}, "Muon refused them"),
+        ({"optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 1}}, "zero_allow_untested_optimizer"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "scheduler.params.warmup_num_steps"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": -5}}}, "scheduler.params.warmup_num_steps"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": -1}}}, "scheduler.params.warmup_max_lr"),
+        ({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 0}}}, "total_num_steps is 0"),
+        ({"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": -1}}}, "cycle_max_lr is -1"),
+        ({"scheduler": {"type": "OneCycleLR", "params": {"max_lr": 1}}}, "scheduler.params: OneCycleLR"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 0}}}, "is 0"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 64}}, "fp16.min_loss_scale"),
+        ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, "partition_activations"),
+        ({"zero_optimization": {"sub_group_size": "auto"}}, "nobody fills this key"),
+        ({"data_parallel_size": 4}, "data_parallel_size is 4, but 2 ranks are data-parallel here"),
+        ({"train_batch_size": 3}, "train_batch_size"),
+        ({"strict": True, "qqqq": 1}, "qqqq: unknown key"),
+        ({"strict": 1, "qqqq": 1}, "qqqq: unknown key"),
+        ({"strict": "true", "qqqq": 1}, "qqqq: unknown key"),
+        ({"strict": "perhaps"}, "strict: input should be a valid boolean"),
+        ({"log_level": "LOUD"}, "log_level"),
+    ],
+)
+def test_check_says_what_initialize_would_say(keys, said, write, capsys):
+    assert main(["check", write({"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, **keys}), "--world-size", "2"])
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("level", ["info", "INFO", "Info"])
+def test_a_log_level_is_written_in_any_case(level, write):
+    assert main(["check", write({"train_batch_size": 2, "log_level": level})]) == 0
+
+
+def test_check_names_keys_that_have_no_effect(write, capsys):
+    idle = {"pipeline": {"stages": 4, "seed_layers": False}, "compile": {"free_activation": True}}
+    assert main(["check", write({"train_batch_size": 2, **idle})]) == 0
+    out = capsys.readouterr().out
+    assert "pipeline.stages: no effect: pipeline parallelism is not part of this version" in out
+    assert "compile.free_activation: no effect" in out
+    assert "seed_layers" not in out, "a value that is the default asks for nothing"
+
+
+def test_check_takes_the_ranks_that_the_sizes_speak_of(write):
+    sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+    assert main(["check", write(sizes)]) == 0
+    assert main(["check", write(sizes), "--world-size", "8"]) == 0
+    assert main(["check", write(sizes), "--world-size", "4"]) == 1
+    assert main(["check", write({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 4})]) == 1

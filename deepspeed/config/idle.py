@@ -1,0 +1,107 @@
+"""Keys that are valid and change nothing here: one table with the reasons, so that they are told and never silent."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+
+from deepspeed.config.clean import Problem
+from deepspeed.config.explain import values_of
+from deepspeed.config.features import data_techniques
+from deepspeed.config.schema import Schema
+
+__all__ = ["IDLE", "Idle", "idle"]
+
+
+def _always(schema: Schema) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Idle:
+    """A key, or every key of a section, that has no effect while `when` holds."""
+
+    path: str
+    why: str
+    when: Callable[[Schema], bool] = _always
+
+    def covers(self, path: str) -> bool:
+        """True for the key itself and for what lies in it."""
+        return path == self.path or path.startswith((f"{self.path}.", f"{self.path}["))
+
+
+_NO_PIPELINE = "pipeline parallelism is not part of this version"
+
+
+def _wants_data_efficiency(schema: Schema) -> bool:
+    data = schema.data_efficiency
+    asked = data.enabled or data.data_sampling.enabled or data.data_routing.enabled
+    return asked and not data_techniques(schema)
+
+
+IDLE: tuple[Idle, ...] = (
+    Idle("optimizer.legacy_fusion", "every optimizer takes the same step path"),
+    Idle(
+        "zero_force_ds_cpu_optimizer",
+        "zero_optimization.offload_optimizer is off, so no optimizer runs on the CPU for a GPU",
+        lambda c: not c.zero_optimization.offloads_optimizer,
+    ),
+    Idle("bf16.immediate_grad_update", "gradients are always summed as backward brings them"),
+    Idle("allgather_size", "write zero_optimization.allgather_bucket_size"),
+    Idle("disable_allgather", "how parameters are gathered follows from the ZeRO stage"),
+    Idle("zero_optimization.allgather_partitions", "updated parameters are always gathered in buckets"),
+    Idle("zero_optimization.memory_efficient_linear", "no layer keeps a whole weight for backward at stage 3"),
+    Idle("zero_optimization.elastic_checkpoint", "every checkpoint loads at any world size"),
+    Idle("zero_optimization.pipeline_loading_checkpoint", "a rank reads only its own part of the files"),
+    Idle("zero_optimization.save_muon_momentum_buffer_in_memory", "no state is kept on NVMe"),
+    Idle(
+        "zero_optimization.mics_hierarchical_params_gather",
+        "zero_optimization.mics_shard_size, which makes the groups, is not given",
+        lambda c: c.zero_optimization.mics_shard_size < 1,
+    ),
+    Idle("aio", "no state is kept on NVMe; the checkpoint writer has its own keys, checkpoint.writer"),
+    Idle(
+        "tensor_parallel",
+        "tensor_parallel.autotp_size is below 2, so that layers are not split",
+        lambda c: c.tensor_parallel.autotp_size < 2,
+    ),
+    Idle("pipeline", _NO_PIPELINE),
+    Idle("checkpoint.parallel_write", _NO_PIPELINE),
+    Idle("use_data_before_expert_parallelism", "expert parallelism is not part of this version"),
+    Idle(
+        "compile",
+        "it belongs to compile.deepcompile, which is off",
+        lambda c: not c.compile.deepcompile,
+    ),
+    Idle("checkpoint.writer.data_parallel", "which rank writes what follows from the ZeRO stage"),
+    Idle(
+        "weight_quantization",
+        "only quantized_initialization and post_init_quant say what is quantised",
+        lambda c: not (c.weight_quantization.quantized_initialization or c.weight_quantization.post_init_quant),
+    ),
+    Idle("data_efficiency", "none of its techniques has its own switch on", _wants_data_efficiency),
+)
+"""In the order of the schema."""
+
+
+def idle(schema: Schema, given: Container[str], rows: tuple[Idle, ...] = IDLE) -> list[Problem]:
+    """Which of the `given` keys have no effect, a line for each row; a value that is the default asks for nothing."""
+    changed = [path for path, value, _ in values_of(schema) if path in given and _differs(path, value)]
+    notes = []
+    for row in rows:
+        keys = [path for path in changed if row.covers(path)]
+        if keys and row.when(schema):
+            notes.append(Problem(", ".join(keys), f"no effect: {row.why}"))
+    return notes
+
+
+@functools.cache
+def _defaults() -> dict[str, object]:
+    return {path: value for path, value, _ in values_of(Schema())}
+
+
+def _differs(path: str, value: object) -> bool:
+    default = _defaults().get(path)
+    # Some keys hold Python objects, which need not know what equality is.
+    return value is not None if default is None else value != default
