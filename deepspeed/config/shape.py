@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from deepspeed.config.model import DeepSpeedConfigModel
 
-__all__ = ["Key", "keys_of", "places_of", "walk"]
+__all__ = ["Key", "keys_of", "members_of", "places_of", "walk"]
 
 Model = type[DeepSpeedConfigModel]
 
@@ -50,9 +50,9 @@ def keys_of(model: Model) -> dict[str, Key]:
             info=info,
             section=section,
             container=container,
-            optional=type(None) in _members(info.annotation),
-            owns_auto=any(get_origin(m) is Literal and "auto" in get_args(m) for m in _members(info.annotation)),
-            free=section is None and any(m is dict or get_origin(m) is dict for m in _members(info.annotation)),
+            optional=type(None) in members_of(info.annotation),
+            owns_auto=any(get_origin(m) is Literal and "auto" in get_args(m) for m in members_of(info.annotation)),
+            free=section is None and any(m is dict or get_origin(m) is dict for m in members_of(info.annotation)),
         )
         table[name] = key
         table[key.json] = key
@@ -81,17 +81,17 @@ def places_of(model: Model) -> dict[str, tuple[str, ...]]:
     return {name: tuple(found) for name, found in places.items()}
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
+def members_of(annotation: Any) -> tuple[Any, ...]:
     """The alternatives of a type: `A | None` → (A, NoneType), everything else is its own only one."""
     if get_origin(annotation) is Annotated:
-        return _members(get_args(annotation)[0])
+        return members_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return tuple(inner for member in get_args(annotation) for inner in _members(member))
+        return tuple(inner for member in get_args(annotation) for inner in members_of(member))
     return (annotation,)
 
 
 def _nested(annotation: Any) -> tuple[Model | None, Literal["one", "dict", "list"]]:
-    for member in _members(annotation):
+    for member in members_of(annotation):
         if isinstance(member, type) and issubclass(member, DeepSpeedConfigModel):
             return member, "one"
         origin, arguments = get_origin(member), get_args(member)

@@ -1,0 +1,226 @@
+"""Every key of the config works, is refused, or is told to have no effect; none is silent.
+
+A key works if something outside `deepspeed/config` reads it while engines are built, trained, saved and loaded, which
+is recorded here. That a key is refused or told is found out by setting it, with the switches of the sections around it
+on. A few keys are for the loader itself; of those it is shown that a valid value is refused beside others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections import Counter
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, get_args, get_origin
+from unittest.mock import MagicMock
+
+import torch
+import torch.distributed as dist
+from pydantic import TypeAdapter, ValidationError
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import deepspeed
+from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.features import unbuilt
+from deepspeed.config.idle import IDLE, idle
+from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.schema import Schema
+from deepspeed.config.shape import Key, Model, keys_of, members_of
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError
+from deepspeed.log import logger
+from tests.harness import ranks
+from tests.models import Tiny, batches
+
+# What hands values on to users without acting on them.
+MERE_ANSWERS = ("deepspeed.config", "deepspeed.runtime.getters", "deepspeed._legacy")
+FOR_THE_LOADER = {
+    *("strict", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    *("data_types.param_dtype", "zero_optimization.legacy_stage1"),
+}
+BATCH = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+
+
+class Leaf(NamedTuple):
+    """A key that is no section: how to get there, and the model that has it."""
+
+    chain: tuple[Key, ...]
+    owner: Model
+
+    @property
+    def path(self) -> str:
+        """As a config's own values are named, the one in a container is called x or has the number 0."""
+        text = ""
+        for key in self.chain[:-1]:
+            text += key.json + {"one": ".", "dict": ".x.", "list": "[0]."}[key.container]
+        return text + self.chain[-1].json
+
+
+def leaves(model=Schema, chain=()):
+    for name in model.model_fields:
+        key = keys_of(model)[name]
+        if key.section is None:
+            yield Leaf((*chain, key), model)
+        else:
+            yield from leaves(key.section, (*chain, key))
+
+
+def sample(leaf):
+    """A value that is valid for the key by itself, and not its default."""
+    info = leaf.chain[-1].info
+    default = info.get_default(call_default_factory=True)
+    choices = [7, 0.5, 0.1, "x", Path("x"), ["x"], [7], {"x": 7}, (7,), [], True, False]
+    for member in members_of(info.annotation):
+        if get_origin(member) is Literal:
+            choices += get_args(member)
+        elif isinstance(member, type) and issubclass(member, Enum):
+            choices += member
+    adapter = TypeAdapter(Annotated[(info.annotation, None, *info.metadata)])
+    for choice in choices:
+        with contextlib.suppress(ValidationError):
+            if adapter.validate_python(choice) == choice != default:
+                return choice
+    raise AssertionError(f"{leaf.path}: no value but its default is known; add one to `sample`")
+
+
+def switched_on(section):
+    """The section with the switches that its own keys depend upon."""
+    on = {"enabled": True, "device": "cpu"}
+    values = {name: value for name, value in on.items() if name in type(section).model_fields}
+    if "shared_parameters" in type(section).model_fields:
+        values["shared_parameters"] = switched_on(section.shared_parameters)
+    return section.model_copy(update=values)
+
+
+def with_value(model, chain, value):
+    """A copy of a model in which the key at the end of the chain has the value; nothing is validated."""
+    key, *rest = chain
+    if rest:
+        inner = getattr(model, key.name)
+        if not isinstance(inner, DeepSpeedConfigModel):
+            needed = {name: 1 for name, info in key.section.model_fields.items() if info.is_required()}
+            inner = key.section.model_construct(**needed)
+        made = with_value(switched_on(inner), rest, value)
+        value = {"one": made, "dict": {"x": made}, "list": [made]}[key.container]
+    return model.model_copy(update={key.name: value})
+
+
+class Everything:
+    """As if every key had been given."""
+
+    def __contains__(self, path):
+        return True
+
+
+def has_a_word(leaf):
+    """Whether the key is refused or told once it and what it depends on are set."""
+    schema = with_value(Schema(), leaf.chain, sample(leaf))
+    refused = any(leaf.path == found.path or leaf.path.startswith(f"{found.path}.") for found in unbuilt(schema))
+    return refused or any(leaf.path in note.path.split(", ") for note in idle(schema, Everything()))
+
+
+def is_checked(leaf):
+    """Whether a valid value of the key is refused together with other keys."""
+    config = {**BATCH, "somebody's key": 1}
+    here = config
+    for key in leaf.chain[:-1]:
+        here = here.setdefault(key.json, {})
+    here[leaf.chain[-1].json] = sample(leaf)
+    try:
+        DeepSpeedConfig(config, world_size=1)
+    except DeepSpeedConfigError as error:
+        return leaf.chain[-1].json in str(error)
+    return False
+
+
+def record():
+    """The (model, field) pairs that are read from now on by code that acts on them."""
+    seen = set()
+
+    def read(self, name):
+        if name in type(self).model_fields:
+            reader = sys._getframe(1).f_globals["__name__"]
+            if reader.startswith("deepspeed") and not reader.startswith(MERE_ANSWERS):
+                seen.add((type(self), name))
+        return object.__getattribute__(self, name)
+
+    DeepSpeedConfigModel.__getattribute__ = read
+    return seen
+
+
+def run(sections, folder, **arguments):
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, **sections}
+    sharded = config.get("zero_optimization", {}).get("stage") == 3
+    with deepspeed.zero.Init(config_dict_or_path=config, enabled=sharded):
+        model = Tiny()
+    engine = deepspeed.initialize(model=model, config=config, training_data=torch.arange(4), **arguments)[0]
+    engine.backward(engine(*batches(1, 2)[0]))
+    engine.step()
+    engine.save_16bit_model(folder)
+    engine.save_checkpoint(folder)
+    try:
+        engine.load_checkpoint(folder)
+    except CheckpointError:  # the files of ranks that do not exist
+        assert engine.zero_optimization_stage()
+    engine.destroy()
+
+
+WATCHED = {
+    **{name: {"enabled": True} for name in ("tensorboard", "csv_monitor", "wandb", "comet", "comms_logger")},
+    "steps_per_print": 1,
+}
+KEPT = {
+    "partition_activations": True,
+    "cpu_checkpointing": True,
+    "contiguous_memory_optimization": True,
+    "number_checkpoints": 2,
+    "synchronize_checkpoint_boundary": True,
+    "profile": True,
+}
+
+
+def readers(folder):
+    """Build, train, save and load engines of every kind; returns the keys that were read."""
+    sys.modules.update({"wandb": MagicMock(), "comet_ml": MagicMock()})
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    seen = record()
+    for stage in range(4):
+        run({"zero_optimization": {"stage": stage, "reduce_bucket_size": 100}, "bf16": {"enabled": True}}, folder)
+    run(WATCHED, folder)
+    run({"fp16": {"enabled": True, "loss_scale": 8}, "scheduler": {"type": "WarmupLR"}}, folder)
+    run({"fp16": {"enabled": True}, "checkpoint": {"writer": {}}}, folder)
+    run({"torch_autocast": {"enabled": True}, "activation_checkpointing": KEPT}, folder)
+    run({}, folder, mesh_param=(1, 2))
+    return {leaf.path for leaf in leaves() if (leaf.owner, leaf.chain[-1].name) in seen}
+
+
+@ranks(1, init=False)
+def test_no_key_is_silent(tmp_path):
+    os.chdir(tmp_path)
+    told = {leaf.path for leaf in leaves() if has_a_word(leaf)}
+    checked = {leaf.path for leaf in leaves() if leaf.path in FOR_THE_LOADER and is_checked(leaf)}
+    read = readers(tmp_path)
+    silent = [leaf.path for leaf in leaves() if leaf.path not in told | checked | read]
+    assert silent == [], "each of these needs a reader, a row in config/features.py, or one in config/idle.py"
+    assert FOR_THE_LOADER.isdisjoint(read | told), "a key that has a reader needs no exception"
+    contradicted = [path for path in read for row in IDLE if row.covers(path)]
+    assert contradicted == [], "these are said to have no effect, and yet they are read"
+
+
+def test_a_model_that_is_read_stands_in_one_place():
+    """Or a read could be of another key than it seems."""
+    places = Counter((leaf.owner, leaf.chain[-1].name) for leaf in leaves() if not has_a_word(leaf))
+    assert [where for where, count in places.items() if count > 1] == []
+
+
+@ranks(1)
+def test_what_has_no_effect_is_told_once():
+    said = []
+    logger.warning = logger.log = lambda *args: said.append(str(args[-1]))
+    for _ in range(2):
+        config = {"train_batch_size": 2, "pipeline": {"stages": 4}, "scheduler": {"type": "WarmupLR"}}
+        deepspeed.initialize(model=Tiny(), config=config)[0].destroy()
+    notes = [line for line in said if "no effect" in line]
+    assert sum("pipeline.stages: no effect: pipeline parallelism" in line for line in notes) == 1
+    assert any("scheduler: no effect, since there is no optimizer" in line for line in notes)
