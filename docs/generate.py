@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from deepspeed.config.features import UNBUILT
+from deepspeed.config.idle import IDLE
 from deepspeed.config.json_schema import json_schema
 from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.renamed import REMOVED, RENAMED
@@ -33,7 +34,8 @@ def config_page() -> Iterator[str]:
     yield "`python -m deepspeed.config explain FILE` shows the effective value of each for a config of yours, and"
     yield "[`deepspeed.schema.json`](deepspeed.schema.json) gives editors completion and checks.\n"
     unbuilt = {feature.path for feature in UNBUILT}
-    yield "Keys marked † belong to features that are not part of this version yet; turning one on is an error.\n"
+    yield "Keys marked † belong to features that are not part of this version yet; turning one on is an error."
+    yield "Those under [keys without effect](#keys-without-effect) are told at start.\n"
     top = [keys_of(Schema)[name] for name in Schema.model_fields]
     yield "## Top level\n"
     yield from table([("", key) for key in top if key.section is None], unbuilt)
@@ -47,6 +49,10 @@ def config_page() -> Iterator[str]:
     yield "| old | new |\n|---|---|"
     for row in RENAMED:
         yield f"| `{row.old}` | `{row.new}` |"
+    yield "\n## Keys without effect\n"
+    yield "| key, or all keys of the section | why |\n|---|---|"
+    for note in IDLE:
+        yield f"| `{note.path}` | {note.why} |"
     yield "\n## Keys that are errors\n"
     yield "| key | what to do |\n|---|---|"
     for path, advice in REMOVED.items():

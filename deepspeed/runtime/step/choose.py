@@ -54,7 +54,9 @@ def choose_scheduler(
     """The client's schedule, made or called with the optimizer, else the one of the config, else None."""
     if given is None:
         if section.type is not None and optimizer is None:
-            log_dist("scheduler: no effect, since there is no optimizer whose learning rate it could set", level=WARNING)
+            log_dist(
+                "scheduler: no effect, since there is no optimizer whose learning rate it could set", level=WARNING
+            )
         return build_scheduler(section, optimizer) if section.type and optimizer else None
     if callable(given) and not hasattr(given, "step"):
         if optimizer is None:
