@@ -34,6 +34,7 @@ def lazy(module: str, table: Mapping[str, str]) -> Callable[[str], Any]:
 def submodule(package: str, name: str) -> Any:
     """The module `package.name`, imported: scripts reach it as an attribute after a plain `import deepspeed`."""
     path = f"{package}.{name}"
-    if name.startswith("_") or importlib.util.find_spec(path) is None:
+    offered = "__path__" in vars(sys.modules[package]) and not name.startswith("_")
+    if not offered or importlib.util.find_spec(path) is None:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return importlib.import_module(path)

@@ -39,3 +39,9 @@ def test_what_does_not_exist_is_an_ordinary_attribute_error(package):
 def test_private_modules_are_not_offered():
     with pytest.raises(AttributeError, match="_api"):
         submodule("deepspeed", "_api")
+
+
+def test_a_module_that_is_no_package_has_nothing_below_it():
+    from deepspeed.runtime import base_optimizer
+
+    assert not hasattr(base_optimizer, "no_such_name")
