@@ -29,7 +29,7 @@ __all__ = ["watch"]
 def watch(parts: Parts, stack: ExitStack) -> None:
     """Subscribe what the config asks for; it is closed with the stack."""
     schema, events = parts.config.schema, parts.events
-    comm.configure(parts.config)
+    comm.comms_logger.join(parts.config)  # the logger is the process's: other engines and the script use it, too
     times = None
     parts.timers = NoopTimer()
     if schema.wall_clock_breakdown:

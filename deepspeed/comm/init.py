@@ -17,7 +17,7 @@ from deepspeed.comm import clouds
 from deepspeed.comm.discover import RankFacts, discover, from_arguments, mpi_found
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import is_initialized
-from deepspeed.comm.logger import configure
+from deepspeed.comm.logger import COMMS_LOGGER
 from deepspeed.comm.mpi import ask_mpi
 from deepspeed.comm.variables import Found, number, problem, show
 from deepspeed.errors import CommError, RendezvousError
@@ -56,10 +56,10 @@ def init_distributed(
     """Initialise torch.distributed unless somebody has; without any launcher this is a job of one process.
 
     `timeout` defaults to DEEPSPEED_TIMEOUT minutes (10); the backend to the accelerator's. `rank` and `world_size`
-    override the environment. `config` sets up the comms logger. `dist_init_required=False` only checks.
+    override the environment. The comms logger records what `config` asks for. `dist_init_required=False` only checks.
     """
     if config is not None:
-        configure(deepspeed_config=config)
+        COMMS_LOGGER.join(config)
     if is_initialized():
         return
     if dist_init_required is False:

@@ -41,6 +41,15 @@ def _settings(config: object) -> dict[str, Any]:
     return {key: getattr(config, key) for key in _KEYS if getattr(config, key, None) is not None}
 
 
+def _op_names(value: object) -> list[str]:
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise DeepSpeedConfigError(
+            f"comms_logger.prof_ops is {value!r}; give a list of operation names such as ['all_reduce'].",
+            path="comms_logger.prof_ops",
+        )
+    return list(value)
+
+
 class CommsLogger:
     """Records operations while enabled: all of them, those named in `prof_ops`, and those called with `prof=True`.
 
@@ -67,17 +76,23 @@ class CommsLogger:
         for key, value in settings.items():
             if value is None:
                 continue
-            if key == "prof_ops" and (isinstance(value, str) or not isinstance(value, Sequence)):
-                raise DeepSpeedConfigError(
-                    f"comms_logger.prof_ops is {value!r}; give a list of operation names such as ['all_reduce'].",
-                    path="comms_logger.prof_ops",
-                )
-            setattr(self, key, list(value) if key == "prof_ops" else bool(value))
+            setattr(self, key, _op_names(value) if key == "prof_ops" else bool(value))
         if self.enabled and self._subscription is None:
             self._subscription = self._events.subscribe(CollectiveFinished, self._finished)
         elif not self.enabled and self._subscription is not None:
             self._subscription.close()
             self._subscription = None
+
+    def join(self, comms_config: object) -> None:
+        """Record what this config asks for, too; one that does not ask stops nobody else's recording."""
+        asked = {"prof_all": True, "prof_ops": [], "verbose": False, "debug": False, **_settings(comms_config)}
+        if not asked.get("enabled"):
+            return
+        if self.enabled:
+            for key in ("prof_all", "verbose", "debug"):
+                asked[key] = getattr(self, key) or asked[key]
+            asked["prof_ops"] = list(dict.fromkeys([*self.prof_ops, *_op_names(asked["prof_ops"])]))
+        self.update(**asked)
 
     def start_profiling_comms(self) -> None:
         """Record every operation from now on."""

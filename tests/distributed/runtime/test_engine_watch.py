@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed import comm
 from deepspeed.events import PhaseBegan, StepFinished
 from tests.harness import ranks
 
@@ -110,3 +111,29 @@ def test_the_collector_is_off_while_an_engine_lives():
     assert not gc.isenabled()
     second.destroy()
     assert gc.isenabled()
+
+
+@ranks(2)
+def test_recording_of_communication_outlives_initialize_and_other_engines():
+    comm.configure(enabled=True)
+    run({})
+    before = comm.get_comm_operation_count()
+    assert before > 0
+    run({"comms_logger": {"enabled": False}, "zero_optimization": {"stage": 3}})
+    assert comm.get_comm_operation_count() > before
+    comm.configure(enabled=False)
+    comm.reset_log()
+    run({})
+    assert not comm.has_comm_data()
+
+
+@ranks(2)
+def test_a_second_engine_does_not_silence_the_first():
+    first = run({"comms_logger": {"enabled": True}})
+    comm.reset_log()
+    run({"comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["barrier"]}})
+    comm.reset_log()
+    for _ in range(2):
+        first.backward(first(torch.ones(2, 4)).sum())
+        first.step()
+    assert comm.has_comm_data()

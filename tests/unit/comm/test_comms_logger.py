@@ -201,3 +201,40 @@ def test_module_functions(single, capsys):
     single.configure({"comms_logger": {"enabled": True}}, enabled=False)
     single.barrier()
     assert not single.has_comm_data()
+
+
+def test_a_config_that_does_not_ask_stops_nothing(parts):
+    _, logger = parts
+    logger.update(enabled=True, verbose=True)
+    for config in ({}, {"comms_logger": {"enabled": False}}, {"comms_logger": {"verbose": False}}):
+        logger.join(config)
+    assert (logger.enabled, logger.verbose) == (True, True)
+
+
+def test_joining_records_what_either_asked_for(parts):
+    dispatcher, logger = parts
+    logger.join({"enabled": True, "prof_all": False, "prof_ops": ["barrier"]})
+    call(dispatcher)
+    call(dispatcher, BARRIER)
+    assert logger.get_operation_names() == ["barrier"]
+    logger.join({"enabled": True, "prof_all": False, "prof_ops": ["all_reduce", "barrier"], "debug": False})
+    call(dispatcher)
+    assert logger.get_operation_names() == ["barrier", "all_reduce"]
+    assert logger.prof_ops == ["barrier", "all_reduce"]
+    logger.join({"enabled": True})  # everything is the default
+    assert logger.prof_all
+
+
+def test_joining_a_stopped_logger_forgets_its_old_choice(parts):
+    _, logger = parts
+    logger.update(enabled=False, prof_all=False, prof_ops=["barrier"], verbose=True)
+    logger.join({"enabled": True})
+    assert (logger.prof_all, logger.prof_ops, logger.verbose) == (True, [], False)
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_joining_checks_as_configuring_does(parts, running):
+    _, logger = parts
+    logger.update(enabled=running)
+    with pytest.raises(DeepSpeedConfigError, match="prof_ops"):
+        logger.join({"enabled": True, "prof_ops": "all_reduce"})
