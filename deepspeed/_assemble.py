@@ -26,7 +26,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.placing import place, replicate
 from deepspeed.runtime.reduction.build import build_reducer
-from deepspeed.runtime.step.choose import choose_optimizer, choose_scheduler
+from deepspeed.runtime.step.choose import choose_optimizer, choose_scheduler, tell_without_optimizer
 from deepspeed.runtime.step.optimizers import hold_states, require_tested
 from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
@@ -83,6 +83,8 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         require_tested(basic)
     if basic is not None:
         hold_states(basic, precision)
+    else:
+        tell_without_optimizer(schema, request.training_data)
     states, reducer, sharded = _states(request, layout, precision, basic, stack)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
@@ -121,17 +123,19 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
     schema = parts.config.schema
     basic, states = parts.basic_optimizer, parts.states
     if basic is not None and states is not None:
+        owner = open_access(parts, basic, states, stack)
         parts.stepper = Stepper(
             optimizer=basic,
             states=states,
+            owner=owner,
             reducer=parts.reducer,
             backward=parts.backward,
             scale=parts.scale,
             check_overflow=parts.precision.check_overflow,
             clipping=schema.gradient_clipping,
             report_norm=schema.zero_optimization.compute_grad_norm,
+            stop=schema.nonfinite_gradients == "stop",
         )
-        owner = open_access(parts, basic, states, stack)
         parts.optimizer = returned_optimizer(parts, basic, parts.stepper, owner, stack)
     stack.callback(configure_from(schema.activation_checkpointing, parts.layout).close)
     parts.lr_scheduler = choose_scheduler(schema.scheduler, request.lr_scheduler, request.optimizer, basic)

@@ -86,6 +86,15 @@ def _state(parts: Parts) -> str:
 
 
 def _tell_overflow(event: OverflowFound) -> None:
+    if not event.scaled:
+        row = f", {event.in_a_row} steps in a row by now" if event.in_a_row > 1 else ""
+        logger.warning(
+            "step %d skipped%s: a gradient is inf or NaN on some rank. Weights and optimizer states are as they were; "
+            "look at the loss and the data of this step. nonfinite_gradients: 'stop' makes it an error.",
+            event.step,
+            row,
+        )
+        return
     change = (
         f"the loss scale falls from {event.scale_before:g} to {event.scale_after:g}"
         if event.scale_after != event.scale_before

@@ -60,6 +60,10 @@ class OverflowFound:
     step: int
     scale_before: float
     scale_after: float
+    scaled: bool = True
+    """The loss is scaled; elsewhere there is no scale to lower."""
+    in_a_row: int = 1
+    """Steps that were skipped without one between them that was taken, this one included."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import traceback
 from collections.abc import Sequence
 
 import torch
@@ -43,10 +45,17 @@ _KINDS: tuple[tuple[type[Exception], type[CommError]], ...] = (
 
 def explain(entry: Entry, error: Exception, args: tuple[object, ...], history: Sequence[OperationRecord]) -> Exception:
     """The error to raise instead of `error`; errors that already say enough come back unchanged."""
-    if isinstance(error, (CommError, torch.OutOfMemoryError)):
+    if isinstance(error, (CommError, torch.OutOfMemoryError)) or _came_by_signal(error):
         return error
     kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), CommError)
     return kind(_message(entry, error, args, history))
+
+
+def _came_by_signal(error: Exception) -> bool:
+    """True if a signal's handler raised it while the operation waited, as torch's does for a data loader's worker."""
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    frames = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(code in handlers for code in frames)
 
 
 def _message(entry: Entry, error: Exception, args: tuple[object, ...], history: Sequence[OperationRecord]) -> str:
@@ -95,7 +104,8 @@ def _advice(error: Exception, record: OperationRecord) -> str:
         )
     if "connection" in text or "closed" in text or "peer" in text:
         return (
-            f"One of ranks {others} ended or left. Its own error, printed earlier, is the cause; if it has none, "
-            "it was killed, or called another operation or other sizes than this rank."
+            f"One of ranks {others} ended or left. Its own error, printed earlier, is the cause. If it printed none, "
+            "it finished before this rank did (has its loader fewer batches?), was killed, or called another "
+            "operation or other sizes than this rank."
         )
     return f"Every one of ranks {others} must make the same call, in the same order, with matching sizes and dtypes."

@@ -115,7 +115,10 @@ class CollectiveWork(Pending[bool]):
         try:
             outcome = self._work.wait() if timeout is None else self._work.wait(timeout)
         except FAILURES as error:
-            raise self._dispatcher.failed(cast(Entry, self._entry), error) from error
+            explained = self._dispatcher.failed(cast(Entry, self._entry), error)
+            if explained is error:
+                raise
+            raise explained from error
         self._outcome = outcome
         if self._done is not None:
             self._done()

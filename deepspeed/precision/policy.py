@@ -73,7 +73,7 @@ class Precision:
             reduce=_reduce_dtype(schema, param, sequence_size),
             state=torch.bfloat16 if bf16.enabled and bf16.bf16_optimizer_states else torch.float32,
             autocast=autocast,
-            check_overflow=_computes_in_fp16(param, autocast) or (bf16.enabled and bf16.check_grad_overflow),
+            check_overflow=_computes_in_fp16(param, autocast) or not bf16.enabled or bf16.check_grad_overflow,
             inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
             reduce_given=schema.communication_data_type is not None,
             buffers=BufferRule(

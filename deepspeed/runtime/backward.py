@@ -8,21 +8,26 @@ of both kinds meet in one step, the gradients that are there are brought to the 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from deepspeed.errors import DeepSpeedError
+from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.events import EventStream, Phase
 from deepspeed.log import warn_once
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.phases import phase
+from deepspeed.zero.parameters.shard import used_while_empty
 from deepspeed.zero.parameters.structure import tensors_in
 
 __all__ = ["Backward", "Reducer"]
+
+# What autograd says where a parameter was empty when it was used, and is whole when its gradient comes.
+_EMPTY = re.compile(r"invalid gradient at index \d+ - got (\[0\] but|.* compatible with \[0\])")
 
 
 class Reducer(Protocol):
@@ -61,6 +66,10 @@ class Reducer(Protocol):
 
     def conclude(self) -> None:
         """Every rank takes an optimizer step now: `finish`, and whatever ranks have to agree upon."""
+
+    @property
+    def empty(self) -> bool:
+        """True if no rank has had any gradient; the same on all of them once `conclude` was called."""
 
     def rescale(self, factor: float) -> None:
         """Multiply every gradient that is held."""
@@ -118,8 +127,10 @@ class Backward:
                 handle = scaled.register_hook(self._entered)
                 scaled.backward(retain_graph=retain_graph)
                 handle.remove()
-        except BaseException:
+        except BaseException as error:
             self._reducer.forget()
+            if isinstance(error, RuntimeError) and _EMPTY.search(str(error)):
+                raise UsageError(used_while_empty("a parameter")) from error
             raise
         finally:
             self._running = False

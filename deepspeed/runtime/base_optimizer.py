@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from deepspeed._lazy import lazy
+from deepspeed.errors import UsageError
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from deepspeed.precision.scale import LossScale
     from deepspeed.runtime.step.stepper import Outcome, Stepper
 
@@ -36,10 +36,23 @@ class DeepSpeedOptimizer:
     """Base of every optimizer wrapper of this library."""
 
 
-class MixedPrecisionOptimizer(DeepSpeedOptimizer):
+# What torch.optim.Optimizer registers in attributes that only its own constructor makes.
+_HOOKS = tuple(name for name in dir(Optimizer) if name.startswith("register_"))
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def register(self: MixedPrecisionOptimizer, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optimizer, name)(*args, **kwargs)
+
+    register.__doc__ = f"`{name}` of the optimizer inside."
+    return register
+
+
+class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
     """An optimizer over master weights: `step()` unscales, checks, clips, updates and publishes.
 
-    `param_groups` and `state` are those of the torch optimizer inside, so schedules act on either.
+    `param_groups` and `state` are those of the torch optimizer inside, so schedules act on either. It is a torch
+    optimizer itself, as torch's schedules demand, but one that holds nothing: its base is never constructed.
     """
 
     def __init__(
@@ -50,7 +63,10 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer):
         *,
         backward: Callable[..., Any],
         clip_grad: float,
+        extend: Callable[[list[nn.Parameter]], None],
     ) -> None:
+        """`extend` prepares parameters that are new to the engine, on all ranks."""
+        self._extend = extend
         self.optimizer = optimizer
         self.overflow = False
         self.clip_grad = clip_grad
@@ -79,10 +95,18 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer):
         """The state of the optimizer inside, by master weight."""
         return self.optimizer.state
 
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
     @property
     def defaults(self) -> dict[str, Any]:
         """The default hyperparameters of the optimizer inside."""
         return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: dict[str, Any]) -> None:
+        self.optimizer.defaults = defaults
 
     @property
     def cur_scale(self) -> float:
@@ -100,7 +124,7 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer):
         """As `engine.backward`."""
         return self._backward(loss, retain_graph=retain_graph)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Take one optimizer step, or skip it on overflow; `overflow` tells which."""
         if closure is not None:
             raise TypeError("a closure cannot be used here: backward runs before step, call engine.backward(loss)")
@@ -117,6 +141,18 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer):
         """Drop every gradient; `set_to_none=False` has no other meaning here."""
         self._stepper.zero_grad()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Train more parameters; every rank starts with the values of the first. All ranks call this together."""
+        params = _listed(param_group["params"])
+        for param in params:
+            held = self._stepper.states.held(param)
+            if held is not None:
+                raise UsageError(f"add_param_group: {held.name} is trained already; a parameter has one group")
+        self._extend(params)
+        self.optimizer.add_param_group({**param_group, "params": params})
+        self._stepper.states.refresh()
+        self._stepper.reducer.refresh()
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside and of the loss scale."""
         return {"optimizer_state_dict": self.optimizer.state_dict(), "loss_scaler": self._scale.state_dict()}
@@ -128,3 +164,13 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, loss scale {self.cur_scale:g})"
+
+
+for _name in _HOOKS:
+    setattr(MixedPrecisionOptimizer, _name, _forwarded(_name))
+
+
+def _listed(given: Any) -> list[nn.Parameter]:
+    if isinstance(given, set):
+        raise UsageError("add_param_group: params must have an order that all ranks share; found a set")
+    return [given] if isinstance(given, nn.Parameter) else list(given)

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.events import OverflowFound, Phase, StepFinished
-from deepspeed.runtime import getters
+from deepspeed.log import warn_once
+from deepspeed.runtime import getters, news
 from deepspeed.runtime.model_methods import ModelMethods
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.phases import phase
@@ -55,7 +56,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
         self.skipped_steps = 0
         self._outcome: Outcome | None = None
         self._applied = False
-        self._loss: Tensor | None = None
+        self.skipped_in_a_row = 0
+        self.loss_of_step: Tensor | None = None
         self._batch = parts.config.batch
         self.training = parts.module.training
         self._checkpoints = Checkpoints(parts)
@@ -86,7 +88,7 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
         with phase(self.events, Phase.BACKWARD, parts.accumulation):
             used = parts.backward.run(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
         if self.events.wants(StepFinished):
-            self._loss = used if self._loss is None else self._loss + used
+            self.loss_of_step = used if self.loss_of_step is None else self.loss_of_step + used
         return used
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -116,18 +118,26 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
         taken = getattr(self.optimizer, "take_step", stepper.step)
         outcome = self._outcome = taken()
         self._applied = outcome.applied
+        if outcome.empty:
+            warn_once(
+                "engine.step() was called, but no rank has had a gradient since the last step: nothing was updated, "
+                "and no step is counted. Call engine.backward(loss) first."
+            )
+            return
         self.global_steps += 1
         micro_batches = self._parts.accumulation.micro_batches
         self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if outcome.applied:
+            self.skipped_in_a_row = 0
             self._step_schedule(lr_kwargs)
         else:
             self.skipped_steps += 1
+            self.skipped_in_a_row += 1
             if self.events.wants(OverflowFound):
-                self.events.emit(OverflowFound(self.global_steps, outcome.scale_before, outcome.scale_after))
+                self.events.emit(news.overflow(self, outcome))
         if self.events.wants(StepFinished):
-            self.events.emit(self._finished(outcome, used_lr, used_momentum))
-        self._loss = None
+            self.events.emit(news.finished(self, outcome, used_lr, used_momentum))
+        self.loss_of_step = None
 
     def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
         if self.lr_scheduler is None:
@@ -137,20 +147,6 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
         except TypeError:
             # Schedules of some libraries count samples instead of steps.
             self.lr_scheduler.step(self.train_batch_size())
-
-    def _finished(self, outcome: Outcome, lr: tuple[float, ...], momentum: tuple[Any, ...]) -> StepFinished:
-        scaled = self._parts.scale.dynamic or outcome.scale_before != 1.0
-        return StepFinished(
-            step=self.global_steps,
-            samples=self.global_samples,
-            applied=outcome.applied,
-            skipped_steps=self.skipped_steps,
-            lr=lr,
-            momentum=momentum,
-            loss_scale=outcome.scale_before if scaled else None,
-            grad_norm=outcome.grad_norm,
-            loss=self._loss,
-        )
 
     def _look_for_unfrozen(self) -> None:
         """Parameters that were unfrozen since the last step begin to train."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.comm.coalesced import broadcast_coalesced
+from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.parameters.shard import shard_of
@@ -20,9 +21,22 @@ __all__ = ["place", "replicate", "spread"]
 def place(module: nn.Module, device: torch.device, precision: Precision, stage: int) -> None:
     """Give the module its device and dtype; shards that it was constructed with follow."""
     put_away(module)
+    _require_values(module)
     module.to(device)
     precision.cast_module(module)
     convert_shards(module, stage)
+
+
+def _require_values(module: nn.Module) -> None:
+    """Refuse tensors on the meta device, which have shapes and no values."""
+    empty = [name for name, value in (*module.named_parameters(), *module.named_buffers()) if value.is_meta]
+    if empty:
+        raise UsageError(
+            f"{len(empty)} parameters or buffers of the model are on the meta device and have no values: "
+            f"{', '.join(empty[:4])}{', …' if len(empty) > 4 else ''}. Give them some before deepspeed.initialize: "
+            "module.to_empty(device=...) and then a checkpoint or their own initialisation; or build the model inside "
+            "deepspeed.zero.Init(), which never holds it whole."
+        )
 
 
 def replicate(module: nn.Module, axis: AxisGroup) -> None:

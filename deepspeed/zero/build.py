@@ -27,7 +27,7 @@ from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.parameters.sharding import persist, shard_module, shard_parameter
 from deepspeed.zero.parameters.uses import blocks_of
 from deepspeed.zero.placement import Placement, everywhere
-from deepspeed.zero.public.export import tell_of_empty_state_dicts
+from deepspeed.zero.public.export import meet_state_dicts
 from deepspeed.zero.public.granularity import units_by_granularity
 from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
@@ -174,7 +174,7 @@ def _fetching(
     hooks = ModuleHooks(module, coordinator)
     stack.callback(hooks.remove)
     hooks.install()
-    stack.callback(tell_of_empty_state_dicts(module))
+    stack.callback(meet_state_dicts(module))
     return coordinator, hooks
 
 

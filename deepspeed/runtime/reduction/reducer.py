@@ -210,6 +210,12 @@ class GradientReducer:
         self._reduce_sparse()
         self._reduced = True
 
+    @property
+    def empty(self) -> bool:
+        """True if no rank has had any gradient; known once `finish` was called."""
+        holders = [holder for slot in self._slots for holder in (slot.holder, slot.param)]
+        return all(holder.grad is None for holder in holders)
+
     def settle(self) -> None:
         """The backward is over: gradients are reduced."""
         self.finish()

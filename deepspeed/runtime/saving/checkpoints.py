@@ -10,6 +10,7 @@ import os
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from logging import WARNING
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,7 @@ from deepspeed.checkpoint.storage.manager import (
 from deepspeed.checkpoint.storage.rank_meeting import Meeting, default_exchange, together
 from deepspeed.config.checkpoint import CheckpointConfig
 from deepspeed.errors import CheckpointError, UsageError
-from deepspeed.log import log_dist, logger
+from deepspeed.log import log_dist
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.restoring import Restoring, Wish
 from deepspeed.runtime.saving.rng_state import restore as restore_rng
@@ -160,7 +161,9 @@ class Checkpoints:
                 "checkpoint with python -m deepspeed.checkpoint.ds_to_universal, or turn the key off: any checkpoint "
                 "loads without it"
             )
-        logger.warning("%s has no file 'latest', so nothing was loaded; pass the tag to load a certain one", load_dir)
+        log_dist(
+            f"{load_dir} has no file 'latest', so nothing was loaded; pass the tag to load a certain one", level=WARNING
+        )
         return None
 
     def open(self, path: Path) -> Source:

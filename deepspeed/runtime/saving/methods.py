@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from logging import WARNING
 from typing import Any
 
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.storage.manager import default_tag
 from deepspeed.errors import UsageError
-from deepspeed.log import logger
+from deepspeed.log import log_dist
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.checkpoints import Checkpoints, leftovers
+from deepspeed.runtime.saving.optimizer_match import rates, tell_of_rates
 from deepspeed.runtime.saving.restoring import Wish
 from deepspeed.runtime.saving.training_state import Run
 from deepspeed.runtime.step.scale_names import continue_scale
@@ -47,10 +49,10 @@ class CheckpointMethods:
         """
         accumulation = self._parts.accumulation
         if self._parts.backward.has_gradients and accumulation.micro_steps % accumulation.steps:
-            logger.warning(
-                "save_checkpoint was called %d micro steps after the last optimizer step: gradients are not part of a "
-                "checkpoint, so a resumed run does not have those",
-                accumulation.micro_steps % accumulation.steps,
+            log_dist(
+                f"save_checkpoint was called {accumulation.micro_steps % accumulation.steps} micro steps after the "
+                "last optimizer step: gradients are not part of a checkpoint, so a resumed run does not have those",
+                level=WARNING,
             )
         counters = Counters(self.global_steps, self.global_samples, self.skipped_steps, accumulation.micro_steps)
         run = Run(counters, self.lr_scheduler, self.training_dataloader, {} if client_state is None else client_state)
@@ -81,6 +83,7 @@ class CheckpointMethods:
             raise UsageError(f"{path} is no directory")
         whole = load_optimizer_states and not load_module_only
         exact = whole and self._parts.config.schema.zero_optimization.load_from_fp32_weights
+        before = rates(self._parts.basic_optimizer)
         source = self._checkpoints.load(
             path,
             Wish(
@@ -95,6 +98,8 @@ class CheckpointMethods:
             scheduled = load_lr_scheduler_states and self._continue_schedule(source)
             self._continue_run(source, whole)
         self._checkpoints.loaded()
+        if whole and not scheduled:
+            tell_of_rates(self._parts.basic_optimizer, before)
         client = {**leftovers(source, scheduler_loaded=scheduled), **source.small.client_state}
         return os.path.join(path, source.files[0]), client
 
@@ -104,7 +109,9 @@ class CheckpointMethods:
         if load is None:
             return False
         if state is None:
-            logger.warning("the checkpoint holds no state of a learning-rate schedule; the schedule stays as it is")
+            log_dist(
+                "the checkpoint holds no state of a learning-rate schedule; the schedule stays as it is", level=WARNING
+            )
             return False
         load(state)
         return True

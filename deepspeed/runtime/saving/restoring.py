@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from logging import WARNING
 from typing import Any
 
 import torch
@@ -17,11 +18,11 @@ from torch.optim import Optimizer
 from deepspeed.checkpoint.formats.bulk_read import BulkRead
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.errors import CheckpointError, UsageError
-from deepspeed.log import logger
-from deepspeed.ops.optimizer import BatchOptimizer
+from deepspeed.log import log_dist
 from deepspeed.runtime.base_optimizer import reload
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.model_state import load_by
+from deepspeed.runtime.saving.optimizer_match import fitting, require_match
 from deepspeed.runtime.saving.training_state import listing, model_names, settle_edits, shape_of
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
@@ -78,6 +79,10 @@ class Restoring:
         for shard in shards_of(self._parts.module.parameters()):
             if shard.holds and not shard.persistent:
                 raise UsageError(f"{shard.name} is in use, inside GatheredParameters or a forward; load after it")
+        optimizer = self._parts.basic_optimizer
+        if optimizer is not None and self._wish.optimizer:
+            kinds = {kind for each in self._held for kind in self._kinds(each.name)}
+            require_match(optimizer, kinds, [settings for _, settings in self._source.groups])
         if self._wish.load_fn is not None:
             return
         module, source = self._parts.module, self._source
@@ -100,7 +105,7 @@ class Restoring:
             hint = "" if wrong else ". Pass load_module_strict=False to load what fits"
             raise CheckpointError(f"the checkpoint does not fit the model; {'; '.join(problems)}{hint}")
         if absent:
-            logger.warning("not in the checkpoint and left as they are: %s", _some(absent))
+            log_dist(f"not in the checkpoint and left as they are: {_some(absent)}", level=WARNING)
 
     def _shapes(self, values: Mapping[str, Any]) -> dict[str, torch.Size]:
         parameters = {name: shape_of(param) for name, param in self._parts.module.named_parameters()}
@@ -214,7 +219,7 @@ class Restoring:
                 number += 1
             groups.append({**self._settings(options), "params": places})
         if not self._source.groups:
-            logger.warning("the checkpoint has no optimizer states for this model; the optimizer begins anew")
+            log_dist("the checkpoint has no optimizer states for this model; the optimizer begins anew", level=WARNING)
         return {"state": states, "param_groups": groups}
 
     def _kinds(self, name: str) -> tuple[str, ...]:
@@ -229,14 +234,6 @@ class Restoring:
         if not kinds and not (self._has(held.name) and self._source.scalars(held.name)):
             return {}
         assert held.master is not None, "only what lies here is asked for"
-        needed = optimizer.moments if isinstance(optimizer, BatchOptimizer) else ()
-        missing = [kind for kind in needed if kind not in kinds]
-        if missing:
-            raise CheckpointError(
-                f"the optimizer's state of {held.name} in the checkpoint is {', '.join(kinds) or 'none'}; "
-                f"{type(optimizer).__name__} needs {', '.join(needed)}. It was saved with another optimizer: use that "
-                "one, or pass load_optimizer_states=False"
-            )
         state: dict[str, Any] = {}
         for key, value in self._source.scalars(held.name).items():
             state[key] = value.clone() if isinstance(value, Tensor) else value
@@ -259,8 +256,8 @@ class Restoring:
         found = [settings for members, settings in self._source.groups if owners & set(members)]
         if not found:
             return own
-        first = found[0]
-        return {**own, **{key: value for key, value in first.items() if all(_same(value, o.get(key)) for o in found)}}
+        agreed = {key: value for key, value in found[0].items() if all(_same(value, o.get(key)) for o in found)}
+        return {**own, **fitting(agreed, own)}
 
     # ---- publish
 

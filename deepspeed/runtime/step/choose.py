@@ -10,13 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed.config.optimizer import OptimizerConfig, SchedulerConfig
+from deepspeed.config.schema import Schema
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
 from deepspeed.ops.muon import tag_attention_heads
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.step.optimizers import build_optimizer
 
-__all__ = ["choose_optimizer", "choose_scheduler"]
+__all__ = ["choose_optimizer", "choose_scheduler", "tell_without_optimizer"]
 
 
 def choose_optimizer(
@@ -43,6 +44,19 @@ def choose_optimizer(
     if section.params.get("per_head_muon"):
         tag_attention_heads(module)
     return build_optimizer(section, parameters, named_parameters=list(module.named_parameters()))
+
+
+def tell_without_optimizer(schema: Schema, training_data: Any) -> None:
+    """Where something was asked for that only training needs, say now what `step` would say after a whole backward."""
+    stage = int(schema.zero_optimization.stage)
+    asked = [f"zero_optimization.stage {stage} spreads the states of an optimizer"] if stage in (1, 2) else []
+    asked += ["training_data was given"] if training_data is not None else []
+    if asked:
+        log_dist(
+            f"there is no optimizer, although {' and '.join(asked)}: engine.step() will be an error. Add the section "
+            "'optimizer' to the config, or pass optimizer=... to deepspeed.initialize.",
+            level=WARNING,
+        )
 
 
 def choose_scheduler(

@@ -33,11 +33,15 @@ def returned_optimizer(
     if plain and parts.scale.value == 1.0 and not parts.scale.dynamic:
         return basic
     stack.callback(Modes(basic, stepper.states).close)
-    common: dict[str, Any] = {"backward": parts.backward.run, "clip_grad": parts.config.schema.gradient_clipping}
+    axis = parts.layout["dp", "sp"]
+    common: dict[str, Any] = {
+        "backward": parts.backward.run,
+        "clip_grad": parts.config.schema.gradient_clipping,
+        "extend": partial(_extend, parts, owner, axis),
+    }
     if not zero.stage:
         return MixedPrecisionOptimizer(basic, stepper, parts.scale, **common)
-    axis = parts.layout["dp", "sp"]
-    made = ZeroOptimizer(basic, stepper, parts.scale, **common, axis=axis, extend=partial(_extend, parts, owner, axis))
+    made = ZeroOptimizer(basic, stepper, parts.scale, **common, axis=axis)
     if zero.stage == 3:
         hooks = parts.sharded.hooks if parts.sharded is not None else None
         made.parameter_offload = ParameterOffload(parts.module, hooks)

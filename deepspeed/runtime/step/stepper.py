@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from deepspeed.ops.adam import FusedAdam
+from deepspeed.errors import DeepSpeedError
 from deepspeed.ops.adam.rule import Conditions
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.backward import Backward, Reducer
+from deepspeed.runtime.step.ahead import steps_ahead, take_back, under
 from deepspeed.runtime.step.scalar import ScalarOnHost
+from deepspeed.zero.states.lookup import Owner
 from deepspeed.zero.states.norm import clip_coefficient
 from deepspeed.zero.states.states import States
 
@@ -30,6 +32,8 @@ class Outcome:
     """Before clipping, without the loss scale."""
     scale_before: float
     scale_after: float
+    empty: bool = False
+    """There was no gradient on any rank: nothing happened."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +42,33 @@ class Stepper:
 
     optimizer: Optimizer
     states: States
+    owner: Owner
     reducer: Reducer
     backward: Backward
     scale: LossScale
     check_overflow: bool
+    """A step whose gradients are inf or NaN is skipped."""
     clipping: float
     report_norm: bool = True
+    stop: bool = False
+    """Such a step is an error, unless a loss scale adapts to it."""
 
     def step(self) -> Outcome:
         """Reduce what is not reduced yet, then update, or skip where a gradient is inf or NaN."""
+        self.owner.require_sole()
         self.backward.expect_gradients()
         self.reducer.conclude()
+        if self.reducer.empty:
+            self.zero_grad()
+            return Outcome(False, None, self.scale.value, self.scale.value, empty=True)
         self.states.take_gradients()
         gradients = list(self.states.gradients())
         norm = self.states.measure()
         if self.backward.unit != 1.0:
             norm = norm * self.backward.unit
         before = self.scale.value
-        if isinstance(self.optimizer, FusedAdam) and self.optimizer.takes_conditions(norm.device):
-            known, overflow = self._step_ahead(self.optimizer, norm)
+        if steps_ahead(self.optimizer, norm.device):
+            known, overflow = self._step_ahead(norm)
             return self._finished(norm, known, overflow, before)
         known = self._known(norm)
         overflow = self.check_overflow and known is not None and not math.isfinite(known)
@@ -68,12 +80,18 @@ class Stepper:
 
     def _finished(self, norm: Tensor, known: float | None, overflow: bool, before: float) -> Outcome:
         self.zero_grad()
+        if overflow and self.stop and not self.scale.dynamic:
+            raise DeepSpeedError(
+                f"nonfinite_gradients is 'stop', and the norm of the gradients of this step is {known}: some gradient "
+                "is inf or NaN. Weights and optimizer states are those of the step before. Look at the loss and the "
+                "data of this step; torch.autograd.set_detect_anomaly(True) finds the operation."
+            )
         self.scale.update(overflow)
         measured = norm if known is None else known
         return Outcome(not overflow, measured if self.report_norm else None, before, self.scale.value)
 
     @torch.no_grad()
-    def _step_ahead(self, optimizer: FusedAdam, norm: Tensor) -> tuple[float | None, bool]:
+    def _step_ahead(self, norm: Tensor) -> tuple[float | None, bool]:
         """Queue the whole step before the norm is known: the device unscales, clips, and skips where it must.
 
         The host learns the norm while the device updates, so that the device never waits for the host.
@@ -83,18 +101,15 @@ class Stepper:
             factor = clip_coefficient(norm, self.clipping) * factor
         skip = (~torch.isfinite(norm)).float() if self.check_overflow else torch.zeros_like(norm)
         told = ScalarOnHost(norm) if self.check_overflow else None
-        optimizer.conditions = Conditions(factor.reciprocal(), skip)
-        try:
-            self.states.update(optimizer)
-        finally:
-            optimizer.conditions = None
+        with under(self.optimizer, Conditions(factor.reciprocal(), skip)):
+            self.states.update(self.optimizer)
         self.states.publish()
         if told is None:
             return None, False
         known = told.value()
         overflow = not math.isfinite(known)
         if overflow:
-            optimizer.take_back()
+            take_back(self.optimizer)
         return known, overflow
 
     def zero_grad(self) -> None:

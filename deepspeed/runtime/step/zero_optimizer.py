@@ -43,10 +43,8 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         axis: AxisGroup,
         extend: Callable[[list[nn.Parameter]], None],
     ) -> None:
-        """`extend` prepares parameters that are new to the engine, on all ranks of `axis`."""
-        super().__init__(optimizer, stepper, scale, backward=backward, clip_grad=clip_grad)
+        super().__init__(optimizer, stepper, scale, backward=backward, clip_grad=clip_grad, extend=extend)
         self._axis = axis
-        self._extend = extend
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):
@@ -56,18 +54,6 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             if view is not None:
                 return view(self._stepper.states, self.optimizer)
         return super().__getattr__(name)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Train more parameters; every rank starts with the values of the first. All ranks call this together."""
-        params = _listed(param_group["params"])
-        for param in params:
-            held = self._stepper.states.held(param)
-            if held is not None:
-                raise UsageError(f"add_param_group: {held.name} is trained already; a parameter has one group")
-        self._extend(params)
-        self.optimizer.add_param_group({**param_group, "params": params})
-        self._stepper.states.refresh()
-        self._stepper.reducer.refresh()
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizer inside, of the loss scale and the master weights: this rank's parts of them."""
@@ -93,9 +79,3 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
             for master, values in zip(group["params"], masters, strict=True):
                 master.copy_(values)
         self._stepper.states.publish()
-
-
-def _listed(given: Any) -> list[nn.Parameter]:
-    if isinstance(given, set):
-        raise UsageError("add_param_group: params must have an order that all ranks share; found a set")
-    return [given] if isinstance(given, nn.Parameter) else list(given)

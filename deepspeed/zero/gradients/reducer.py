@@ -116,6 +116,7 @@ class ShardReducer:
         self._flags: tuple[bool, ...] = ()
         self._had: set[int] = set()
         self._absent: frozenset[int] | None = None
+        self._launched = False
         self.refresh()
 
     @property
@@ -176,6 +177,11 @@ class ShardReducer:
         """Trained parameters of which no rank has had a gradient; known once `conclude` was called."""
         return [self._parcels[number].param for number in sorted(self._absent or ())]
 
+    @property
+    def empty(self) -> bool:
+        """True if no rank has had any gradient; known once `conclude` was called."""
+        return self._absent is not None and len(self._absent) == len(self._parcels)
+
     # ---- a backward
 
     def announce(self, notice: Callable[[], None]) -> None:
@@ -231,6 +237,10 @@ class ShardReducer:
     def conclude(self) -> None:
         """Every rank takes an optimizer step now: `finish`, and an error on all ranks if one does something else."""
         if self._absent is None:
+            if not self._launched and self._passes is None:  # others that had a backward wait for zeros
+                self.arm()
+                self.begin()
+                self.settle()
             self.finish()
         else:
             self._council.confirm()
@@ -252,6 +262,7 @@ class ShardReducer:
                 self._passes.abandon()
         self._had.clear()
         self._absent = None
+        self._launched = False
         self._flights.drop()
         for group in self._groups():
             for piece in group.pieces:
@@ -301,6 +312,7 @@ class ShardReducer:
     @torch.no_grad()
     def _launch(self, place: int) -> None:
         bucket = self._buckets[place]
+        self._launched = True
         self._flights.make_room(bucket)
         grads = [parcel.take() for parcel in bucket.parcels]
         for parcel, grad in zip(bucket.parcels, grads, strict=True):

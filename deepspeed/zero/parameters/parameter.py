@@ -20,7 +20,7 @@ from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import Shard, ZeroParamType, shards_of
 
-__all__ = ["SpreadParameter", "ZeroParameter", "shard_parameter"]
+__all__ = ["ResidentParameter", "SpreadParameter", "ZeroParameter", "shard_parameter", "watch_gradient"]
 
 _CLIPPING = clip_grad.__file__
 _GRAD: Any = torch.Tensor.grad
@@ -149,17 +149,17 @@ class ZeroParameter(nn.Parameter):
         return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
 
 
-class SpreadParameter(ZeroParameter):
-    """One that lies on several ranks, whose gradient is not where plain PyTorch looks for it."""
+class _TakenGradient:
+    """A parameter whose gradient is reduced to its owners at once, so that it is not where plain PyTorch looks."""
 
     @property
     def grad(self) -> Tensor | None:
-        """As of any tensor; that torch's clipping finds none on a shard is told."""
+        """As of any tensor; that torch's clipping finds none is told."""
         found: Tensor | None = _GRAD.__get__(self)
         if found is None and sys._getframe(1).f_code.co_filename == _CLIPPING:
             warn_once(
-                "torch.nn.utils.clip_grad_norm_ was called with sharded parameters, whose gradients lie in shards: it "
-                "clips nothing. Set gradient_clipping in the config; engine.get_global_grad_norm() tells the norm."
+                "torch.nn.utils.clip_grad_norm_ was called with parameters whose gradients lie in shards: it clips "
+                "nothing. Set gradient_clipping in the config; engine.get_global_grad_norm() tells the norm."
             )
         return found
 
@@ -170,6 +170,49 @@ class SpreadParameter(ZeroParameter):
     @grad.deleter
     def grad(self) -> None:
         _GRAD.__delete__(self)
+
+
+class SpreadParameter(_TakenGradient, ZeroParameter):
+    """One that lies on several ranks, empty outside of its uses: whoever copies it then is told."""
+
+    def detach(self) -> Tensor:
+        """As of any tensor."""
+        self._tell_empty()
+        return super().detach()
+
+    def clone(self, *, memory_format: torch.memory_format | None = None) -> Tensor:
+        """As of any tensor."""
+        self._tell_empty()
+        return super().clone(memory_format=memory_format)
+
+    def _tell_empty(self) -> None:
+        shard = self._zero
+        if shard.whole or not shard.numel:
+            return
+        caller = sys._getframe(2).f_globals.get("__name__", "")
+        if not caller.startswith(("deepspeed.", "torch.nn.modules.")):
+            warn_once(
+                f"{caller} copies {shard.name}, which is sharded and empty between its uses. Averages of weights and "
+                "other copies are made of whole values inside deepspeed.zero.GatheredParameters(params), or of this "
+                "rank's part by deepspeed.utils.safe_get_local_fp32_param(param)."
+            )
+
+
+class ResidentParameter(_TakenGradient, nn.Parameter):
+    """One that is whole, while its gradient lies in shards; a copy, pickled or not, is an ordinary parameter."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An ordinary parameter: clients make new ones of the class of an old one."""
+        return nn.Parameter(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
+
+
+def watch_gradient(param: nn.Parameter) -> None:
+    """Let a parameter that stays whole tell where its gradient is; one of a class of its own is left as it is."""
+    if type(param) is nn.Parameter:
+        param.__class__ = ResidentParameter
 
 
 def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "") -> Shard:

@@ -25,7 +25,7 @@ from deepspeed.parallel import AxisGroup
 if TYPE_CHECKING:
     from deepspeed.zero.parameters.gather import Gather
 
-__all__ = ["Shard", "ZeroParamStatus", "ZeroParamType", "shard_of", "shards_of"]
+__all__ = ["Shard", "ZeroParamStatus", "ZeroParamType", "shard_of", "shards_of", "used_while_empty"]
 
 _numbers = itertools.count()
 
@@ -208,6 +208,16 @@ class Shard:
 
     def __repr__(self) -> str:
         return f"Shard({self.name!r}, {tuple(self.shape)}, {self.status.name.lower()}, {self.axis!r})"
+
+
+def used_while_empty(name: str) -> str:
+    """What to say where a loss was computed from a parameter that this rank did not have whole."""
+    return (
+        f"{name} was used in the loss while it is sharded and empty, outside of the forward of its module: a penalty "
+        "over model.parameters()? Weight decay is the optimizer's (optimizer.params.weight_decay). Anything else that "
+        "needs whole parameters goes into `with deepspeed.zero.GatheredParameters(params):`, its backward too, or "
+        "into the forward of the module that has them."
+    )
 
 
 def shard_of(param: Tensor) -> Shard | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed import comm
+from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 
 __all__ = ["Owner", "ParameterState", "attach", "detach", "join", "owner_of"]
@@ -50,7 +51,7 @@ class ParameterState(Protocol):
         """Bring the master into the model's parameter; on all ranks of the axis."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Owner:
     """The states of one engine's parameters."""
 
@@ -62,6 +63,19 @@ class Owner:
     """What gradients that are held have to be multiplied by; None if there are none. Reduces them first."""
     sharded: bool
     """Parameters themselves are spread over ranks, also if there is one rank only."""
+    rivals: weakref.WeakKeyDictionary[Owner, str] = field(default_factory=weakref.WeakKeyDictionary)
+    """Owners that came later and train parameters of this one, with one of those."""
+    elders: list[weakref.ref[Owner]] = field(default_factory=list)
+    """Those of which this one is a rival."""
+
+    def require_sole(self) -> None:
+        """Refuse a step while another engine trains the same parameters: each would undo what the other did."""
+        for name in self.rivals.values():
+            raise UsageError(
+                f"another engine was made later that trains {name} and others of this engine's parameters. A step of "
+                "this one would bring them back to what they were before the other's steps. Step the newer engine, or "
+                "call its destroy() first."
+            )
 
 
 class _Handle:
@@ -83,17 +97,29 @@ class _Handle:
 
 
 def attach(params: Iterable[nn.Parameter], owner: Owner) -> None:
-    """Let parameters find their states."""
+    """Let parameters find their states; an engine that trained one of them before is told of its rival."""
     for param in params:
+        before = owner_of(param)
+        if before is not None and before is not owner and owner not in before.rivals:
+            held = owner.find(param)
+            if held is not None and before.find(param) is not None:
+                before.rivals[owner] = held.name
+                owner.elders.append(weakref.ref(before))
         setattr(param, _KEY, _Handle(owner))
 
 
 def detach(params: Iterable[nn.Parameter], owner: Owner) -> None:
     """Undo `attach`, except where another engine took over meanwhile."""
+    elders = [elder for elder in (ref() for ref in owner.elders) if elder is not None]
+    for elder in elders:
+        elder.rivals.pop(owner, None)
     for param in params:
         handle = getattr(param, _KEY, None)
         if isinstance(handle, _Handle) and handle.owner() is owner:
             delattr(param, _KEY)
+            for elder in elders:
+                if elder.find(param) is not None:
+                    setattr(param, _KEY, _Handle(elder))
 
 
 def owner_of(param: Tensor) -> Owner | None:

@@ -13,6 +13,7 @@ from deepspeed import comm
 from deepspeed.fragments import Block
 from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
+from deepspeed.zero.parameters.parameter import watch_gradient
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.piece import Piece
@@ -52,6 +53,7 @@ class ResidentGroup(ShardGroup):
             home = whole[start : start + numel].view(param.shape)
             home.copy_(param.detach())
             param.data = home
+            watch_gradient(param)
         return whole
 
     def _make_pieces(self) -> None:

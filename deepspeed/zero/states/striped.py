@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.errors import UsageError
 from deepspeed.fragments import Striped
 from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.parameters import gather as fetch
-from deepspeed.zero.parameters.shard import Shard, shard_of
+from deepspeed.zero.parameters.shard import Shard, shard_of, used_while_empty
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.piece import Piece
@@ -145,6 +146,8 @@ def _take(shard: Shard) -> Tensor | None:
     """The whole gradient of a parameter, wherever it waits; it is forgotten there."""
     waiting, shard.gradient = shard.gradient, None
     grad, shard.param.grad = shard.param.grad, None
+    if grad is not None and grad.numel() != shard.numel:
+        raise UsageError(used_while_empty(shard.name))
     if waiting is not None and grad is not None:
         return waiting.add_(grad)
     return waiting if grad is None else grad

@@ -1,0 +1,45 @@
+"""What an engine tells of an optimizer step, as events."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deepspeed.events import OverflowFound, StepFinished
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.step.stepper import Outcome
+
+__all__ = ["finished", "overflow"]
+
+
+def overflow(engine: DeepSpeedEngine, outcome: Outcome) -> OverflowFound:
+    """A step was skipped."""
+    return OverflowFound(
+        step=engine.global_steps,
+        scale_before=outcome.scale_before,
+        scale_after=outcome.scale_after,
+        scaled=_scaled(engine, outcome),
+        in_a_row=engine.skipped_in_a_row,
+    )
+
+
+def finished(
+    engine: DeepSpeedEngine, outcome: Outcome, lr: tuple[float, ...], momentum: tuple[Any, ...]
+) -> StepFinished:
+    """A step is over; `lr` and `momentum` are those it was taken with."""
+    return StepFinished(
+        step=engine.global_steps,
+        samples=engine.global_samples,
+        applied=outcome.applied,
+        skipped_steps=engine.skipped_steps,
+        lr=lr,
+        momentum=momentum,
+        loss_scale=outcome.scale_before if _scaled(engine, outcome) else None,
+        grad_norm=outcome.grad_norm,
+        loss=engine.loss_of_step,
+    )
+
+
+def _scaled(engine: DeepSpeedEngine, outcome: Outcome) -> bool:
+    return engine._parts.scale.dynamic or outcome.scale_before != 1.0

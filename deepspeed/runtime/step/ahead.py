@@ -1,0 +1,42 @@
+"""Optimizers whose step is queued before the host knows the norm: the device divides, and skips where it must."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.optim import Adam, Optimizer
+
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.adam.rule import Conditions
+
+__all__ = ["steps_ahead", "take_back", "under"]
+
+
+def steps_ahead(optimizer: Optimizer, device: torch.device) -> bool:
+    """True if a step over parameters on `device` can be queued; the same on all ranks, whatever each of them holds."""
+    if isinstance(optimizer, FusedAdam):
+        return optimizer.takes_conditions(device)
+    # torch's fused kernels take what its gradient scaler gives them
+    return device.type == "cuda" and isinstance(optimizer, Adam) and all(g.get("fused") for g in optimizer.param_groups)
+
+
+@contextmanager
+def under(optimizer: Optimizer, conditions: Conditions) -> Iterator[None]:
+    """Steps that are taken inside obey these conditions."""
+    names = ("conditions",) if isinstance(optimizer, FusedAdam) else ("grad_scale", "found_inf")
+    values = (conditions,) if isinstance(optimizer, FusedAdam) else (conditions.divisor, conditions.skip)
+    for name, value in zip(names, values, strict=True):
+        setattr(optimizer, name, value)
+    try:
+        yield
+    finally:
+        for name in names:
+            delattr(optimizer, name)
+
+
+def take_back(optimizer: Optimizer) -> None:
+    """The last step was skipped by its conditions: do not count it; torch's own count on the device."""
+    if isinstance(optimizer, FusedAdam):
+        optimizer.take_back()
