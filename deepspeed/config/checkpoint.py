@@ -1,11 +1,11 @@
-"""The `checkpoint`, `datastates_ckpt` and `nebula` sections: how checkpoints are written and read."""
+"""The `checkpoint` section: how checkpoints are written and read."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Gt
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from .model import PositiveCount, Section
 from .values import Lower, Upper
@@ -13,8 +13,6 @@ from .values import Lower, Upper
 __all__ = [
     "CheckpointConfig",
     "CheckpointWriterConfig",
-    "DataStatesOptions",
-    "NebulaConfig",
     "ParallelWriteConfig",
 ]
 
@@ -78,32 +76,4 @@ class CheckpointConfig(Section):
     )
     writer: CheckpointWriterConfig | None = Field(
         None, description="The fast writer; the block, even empty, switches it on."
-    )
-
-
-def _off_is_none(value: Any) -> Any:
-    """`false` and `null` are off, `true` is on without options."""
-    if isinstance(value, bool):
-        return {} if value else None
-    if value is not None and not isinstance(value, dict):
-        raise ValueError(f"expected true, false or an object with options, found {value!r}")
-    return value
-
-
-DataStatesOptions = Annotated[dict[str, Any] | None, BeforeValidator(_off_is_none)]
-"""Options handed on to the DataStates engine unread; None is off."""
-
-
-class NebulaConfig(Section):
-    """Asynchronous checkpoints through Azure's Nebula service."""
-
-    enabled: bool = Field(False, description="Whether checkpoints go through Nebula.")
-    persistent_storage_path: str | None = Field(None, description="Folder where Nebula keeps checkpoints for good.")
-    persistent_time_interval: PositiveCount = Field(
-        100, description="Seconds between two checkpoints that are kept for good."
-    )
-    num_of_version_in_retention: PositiveCount = Field(2, description="Number of checkpoints kept at a time.")
-    enable_nebula_load: bool = Field(True, description="Whether checkpoints are loaded through Nebula too.")
-    nebula_load_path: str | None = Field(
-        None, description="Folder from which checkpoints are loaded; null means persistent_storage_path."
     )

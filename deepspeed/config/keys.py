@@ -11,30 +11,25 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from .activation import ActivationCheckpointingConfig
 from .aio import AioConfig
 from .autotuning import AutotuningConfig
-from .checkpoint import CheckpointConfig, DataStatesOptions, NebulaConfig
+from .checkpoint import CheckpointConfig
 from .comm import CommsLoggerConfig
 from .compile import CompileConfig
-from .compression import CompressionConfig
-from .curriculum import LegacyCurriculumConfig
-from .data import DataEfficiencyConfig, ProgressiveLayerDropConfig
+from .compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig
+from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .expert import ExpertParallelConfig
-from .hybrid import HybridEngineConfig
-from .model import DeepSpeedConfigModel, Elements, PositiveCount
+from .inference import HybridEngineConfig, WeightQuantConfig
+from .model import DeepSpeedConfigModel, Elements, Foreign, ForeignOptions, PositiveCount
 from .monitor import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from .optimizer import OptimizerConfig, SchedulerConfig
 from .parallel import PipelineConfig, TPTrainingConfig
 from .precision import (
-    AmpConfig,
     DataTypesConfig,
     DeepSpeedBF16Config,
     DeepSpeedFP16Config,
     TorchAutocastConfig,
 )
 from .profiling import FlopsProfilerConfig, TimersConfig
-from .quantization import WeightQuantConfig
-from .quantize import EigenvalueConfig, QuantizeTrainingConfig
-from .sparse_attention import SparseAttentionConfig
 from .values import DtypeName, Lower, Number, Whole, not_boolean
 from .zero import DeepSpeedZeroConfig
 
@@ -127,7 +122,7 @@ class Keys(DeepSpeedConfigModel):
     data_types: DataTypesConfig = Field(
         default_factory=DataTypesConfig, description="Dtypes by role, where they differ from the training dtype."
     )
-    amp: AmpConfig = Field(default_factory=AmpConfig, description="Apex mixed precision.")
+    amp: Foreign = Field(default_factory=Foreign, description="Apex mixed precision.")
 
     # Memory
     zero_optimization: DeepSpeedZeroConfig = Field(
@@ -170,10 +165,10 @@ class Keys(DeepSpeedConfigModel):
     checkpoint: CheckpointConfig = Field(
         default_factory=CheckpointConfig, description="Saving and loading of checkpoints."
     )
-    datastates_ckpt: DataStatesOptions = Field(
+    datastates_ckpt: ForeignOptions = Field(
         None, description="Options of the external DataStates checkpoint engine; false and null are off."
     )
-    nebula: NebulaConfig = Field(default_factory=NebulaConfig, description="Checkpoints through Azure's Nebula.")
+    nebula: Foreign = Field(default_factory=Foreign, description="Checkpoints through Azure's Nebula.")
 
     # Data
     dataloader_drop_last: bool = Field(
@@ -205,8 +200,8 @@ class Keys(DeepSpeedConfigModel):
     hybrid_engine: HybridEngineConfig = Field(
         default_factory=HybridEngineConfig, description="Training and generation with one set of weights."
     )
-    sparse_attention: SparseAttentionConfig | None = Field(
-        None, description="Layout of block-sparse attention; null is off."
+    sparse_attention: ForeignOptions = Field(
+        None, description="Layout of block-sparse attention; false and null are off."
     )
     vocabulary_size: PositiveCount | None = Field(
         None, description="Size of the vocabulary, in tokens; a warning follows if it is no multiple of 8."

@@ -6,12 +6,14 @@ import math
 from typing import Annotated, Any
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 __all__ = [
     "Count",
     "DeepSpeedConfigModel",
     "Elements",
+    "Foreign",
+    "ForeignOptions",
     "PositiveCount",
     "PositiveElements",
     "Section",
@@ -51,6 +53,14 @@ class Section(DeepSpeedConfigModel):
     """A JSON object under a top-level key; absent and `null` mean its defaults."""
 
 
+class Foreign(Section):
+    """A section of something that is no part of the library: only its switch is known."""
+
+    model_config = ConfigDict(extra="allow")
+
+    enabled: bool = Field(False, description="Whether it is wanted.")
+
+
 def _whole(value: Any) -> Any:
     """JSON writes 5e8 as a float; a float without a fraction is that integer. Booleans are not numbers."""
     if isinstance(value, bool):
@@ -66,6 +76,18 @@ def _floor(value: Any) -> Any:
         return math.floor(value)
     return _whole(value)
 
+
+def _off_is_none(value: Any) -> Any:
+    """`false` and `null` are off, `true` is on without options."""
+    if isinstance(value, bool):
+        return {} if value else None
+    if value is not None and not isinstance(value, dict):
+        raise ValueError(f"expected true, false or an object with options, found {value!r}")
+    return value
+
+
+ForeignOptions = Annotated[dict[str, Any] | None, BeforeValidator(_off_is_none)]
+"""Options of something that is no part of the library, unread; None is off."""
 
 Count = Annotated[int, BeforeValidator(_whole), Ge(0)]
 """A whole number, zero allowed."""

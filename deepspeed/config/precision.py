@@ -1,16 +1,16 @@
-"""The `fp16`, `bf16`, `torch_autocast`, `data_types` and `amp` sections: which dtype holds what."""
+"""The `fp16`, `bf16`, `torch_autocast` and `data_types` sections: which dtype holds what."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Le
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from .model import Count, Section
 from .values import DtypeName, Names, Number, Whole, raise_together
 
-__all__ = ["AmpConfig", "DataTypesConfig", "DeepSpeedBF16Config", "DeepSpeedFP16Config", "TorchAutocastConfig"]
+__all__ = ["DataTypesConfig", "DeepSpeedBF16Config", "DeepSpeedFP16Config", "TorchAutocastConfig"]
 
 
 class DeepSpeedFP16Config(Section):
@@ -130,11 +130,3 @@ class DataTypesConfig(Section):
         description="Buffers that stay in fp32, as name patterns where * matches anything; auto asks the model's "
         "modules, an empty list keeps none.",
     )
-
-
-class AmpConfig(Section):
-    """Apex mixed precision; every other key is handed to `apex.amp.initialize` unchanged."""
-
-    model_config = ConfigDict(extra="allow")
-
-    enabled: bool = Field(False, description="Whether Apex AMP wraps the model and the optimizer.")

@@ -3,9 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from deepspeed.config.compression import CompressionConfig
-from deepspeed.config.quantization import WeightQuantConfig
-from deepspeed.config.quantize import EigenvalueConfig, QuantizeTrainingConfig
+from deepspeed.config.compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingConfig
+from deepspeed.config.inference import WeightQuantConfig
 
 TECHNIQUES = [name for name in CompressionConfig.model_fields if name != "layer_reduction"]
 

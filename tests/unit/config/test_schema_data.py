@@ -3,11 +3,12 @@
 import pytest
 from pydantic import ValidationError
 
-from deepspeed.config.curriculum import CurriculumLearningConfig, LegacyCurriculumConfig
 from deepspeed.config.data import (
+    CurriculumLearningConfig,
     DataEfficiencyConfig,
     DynamicBatchingConfig,
     LayerTokenLRConfig,
+    LegacyCurriculumConfig,
     ProgressiveLayerDropConfig,
     RandomLTDConfig,
 )

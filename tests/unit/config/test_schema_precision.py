@@ -6,7 +6,6 @@ import pytest
 from pydantic import ValidationError
 
 from deepspeed.config.precision import (
-    AmpConfig,
     DataTypesConfig,
     DeepSpeedBF16Config,
     DeepSpeedFP16Config,
@@ -104,8 +103,3 @@ def test_keep_in_fp32_modules_is_auto_or_a_list():
     assert DataTypesConfig(keep_in_fp32_modules=[]).keep_in_fp32_modules == []
     for value in (None, "rotary", [1], 3):
         assert 'expected "auto" or a list' in refused(DataTypesConfig, keep_in_fp32_modules=value)
-
-
-def test_amp_hands_other_keys_on():
-    amp = AmpConfig(enabled=True, opt_level="O1")
-    assert amp.model_extra == {"opt_level": "O1"}

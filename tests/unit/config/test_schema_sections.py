@@ -10,10 +10,9 @@ from deepspeed.config.checkpoint import CheckpointConfig, CheckpointWriterConfig
 from deepspeed.config.comm import CommsConfig, CommsLoggerConfig
 from deepspeed.config.compile import CompileConfig
 from deepspeed.config.elasticity import ElasticityConfig
-from deepspeed.config.hybrid import HybridEngineConfig
+from deepspeed.config.inference import HybridEngineConfig
 from deepspeed.config.monitor import CometConfig, DeepSpeedMonitorConfig, TensorBoardConfig
 from deepspeed.config.profiling import FlopsProfilerConfig, TimersConfig
-from deepspeed.config.sparse_attention import SparseAttentionConfig
 
 
 def refused(model, **values):
@@ -142,7 +141,5 @@ def test_elasticity_needs_its_keys_only_when_enabled():
     assert ElasticityConfig().version == 0.2
 
 
-def test_hybrid_engine_and_sparse_attention():
+def test_hybrid_engine():
     assert "max_out_tokens" in refused(HybridEngineConfig, max_out_tokens=0)
-    assert SparseAttentionConfig().local_window_blocks == [4]
-    assert "'bigbird'" in refused(SparseAttentionConfig, mode="sparse")

@@ -8,6 +8,7 @@ import sys
 import pytest
 from pydantic import ValidationError
 
+from deepspeed.config.features import unbuilt
 from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.schema import Schema
 
@@ -48,7 +49,7 @@ def test_every_section_is_frozen_and_described(model):
 
 def test_only_two_sections_take_foreign_keys():
     assert {model.__name__ for model in models() if model.model_config["extra"] != "forbid"} == {
-        "AmpConfig",
+        "Foreign",
         "QuantizeTrainingConfig",
     }
 
@@ -115,6 +116,13 @@ def test_datastates_is_no_number():
     assert "expected true, false or an object" in refused(datastates_ckpt=3)
 
 
+def test_of_what_is_foreign_only_the_switch_is_known():
+    schema = Schema(amp={"enabled": False, "opt_level": "O1"}, nebula={"any": 1}, sparse_attention={"mode": "fixed"})
+    assert schema.amp.model_extra == {"opt_level": "O1"}
+    assert [problem.path for problem in unbuilt(schema)] == ["sparse_attention"]
+    assert "amp.enabled" in refused(amp={"enabled": "perhaps"})
+
+
 def test_both_precisions_present_and_off():
     config = Schema(fp16={"enabled": False, "auto_cast": True}, bf16={"enabled": False})
     assert not config.fp16.enabled
@@ -161,6 +169,7 @@ def count(frame, event, argument):
     global calls
     calls += event == "call"
 sys.setprofile(count)
+from deepspeed.config.features import unbuilt
 from deepspeed.config.schema import Schema
 sys.setprofile(None)
 print(calls, "torch" in sys.modules)

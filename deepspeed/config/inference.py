@@ -1,4 +1,4 @@
-"""The `weight_quantization` section: weights stored in 8 or 4 bits for inference with ZeRO."""
+"""The `weight_quantization` and `hybrid_engine` sections: a trained or training model that generates."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, field_validator
 from .model import PositiveCount, Section
 from .values import Whole
 
-__all__ = ["QuantizedWeightConfig", "WeightQuantConfig"]
+__all__ = ["HybridEngineConfig", "QuantizedWeightConfig", "WeightQuantConfig"]
 
 
 class QuantizedWeightConfig(Section):
@@ -49,3 +49,27 @@ class WeightQuantConfig(Section):
         "symmetric", description="No effect: quantisation is asymmetric."
     )
     q_groups: PositiveCount = Field(1, description="No effect: each block says its own group size.")
+
+
+class HybridEngineConfig(Section):
+    """The engine for reinforcement learning from feedback: it trains, and generates in between."""
+
+    enabled: bool = Field(False, description="Whether initialize() returns the engine that can also generate.")
+    max_out_tokens: PositiveCount = Field(
+        512, description="Length for which generation reserves memory, in tokens, prompt included."
+    )
+    inference_tp_size: PositiveCount = Field(1, description="Number of ranks that share one model in generation.")
+    release_inference_cache: bool = Field(
+        False, description="Whether the memory for keys and values is freed after each generation."
+    )
+    pin_parameters: bool = Field(
+        True, description="Whether all layers are gathered at once for generation (ZeRO stage 3)."
+    )
+    tp_gather_partition_size: PositiveCount = Field(
+        8, description="Number of layers gathered at a time when generation is tensor-parallel."
+    )
+    enable_cuda_graph: bool = Field(
+        False,
+        description="Whether decoding replays CUDA graphs; not with ZeRO stage 3, release_inference_cache or "
+        "tensor parallelism.",
+    )
