@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from deepspeed.config.deepspeed_config import data_parallel_ranks, implied_ranks
 from deepspeed.config.explain import Row, batch_values, rows
 from deepspeed.config.features import unbuilt
+from deepspeed.config.idle import idle
 from deepspeed.config.json_schema import json_schema
 from deepspeed.config.load import Loaded, load
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
@@ -82,7 +83,7 @@ def _explain(given: argparse.Namespace) -> int:
         sys.stdout.write(json.dumps(table, indent=2, default=_plain) + "\n")
     else:
         _print(shown, f"{given.file} on {ranks} data-parallel rank{'s' if ranks != 1 else ''}")
-    for problem in unbuilt(loaded.schema):
+    for problem in (*unbuilt(loaded.schema), *idle(loaded.schema, loaded.given)):
         sys.stderr.write(f"note: {problem}\n")
     return 0
 

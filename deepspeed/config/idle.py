@@ -25,10 +25,12 @@ class Idle:
     path: str
     why: str
     when: Callable[[Schema], bool] = _always
+    switch: str = ""
+    """The key that would turn the section on; off, it has the effect that is meant."""
 
     def covers(self, path: str) -> bool:
         """True for the key itself and for what lies in it."""
-        return path == self.path or path.startswith((f"{self.path}.", f"{self.path}["))
+        return path != self.switch and (path == self.path or path.startswith(f"{self.path}."))
 
 
 _NO_PIPELINE = "pipeline parallelism is not part of this version"
@@ -65,6 +67,7 @@ IDLE: tuple[Idle, ...] = (
         "tensor_parallel",
         "tensor_parallel.autotp_size is below 2, so that layers are not split",
         lambda c: c.tensor_parallel.autotp_size < 2,
+        switch="tensor_parallel.autotp_size",
     ),
     Idle("pipeline", _NO_PIPELINE),
     Idle("checkpoint.parallel_write", _NO_PIPELINE),

@@ -311,7 +311,7 @@ class OneCycle(LRSchedule):
         self.max_moms = self._per_group(cycle_max_mom, CYCLE_MAX_MOM)
         if max(*self.min_moms, *self.max_moms) >= 1:
             raise ValueError(
-                f"{CYCLE_MAX_MOM} is {cycle_max_mom} and {CYCLE_MIN_MOM} {cycle_min_mom}; both are below 1"
+                f"{CYCLE_MAX_MOM} is {cycle_max_mom}, {CYCLE_MIN_MOM} {cycle_min_mom}; both must be below 1"
             )
         self.decay_mom_rate = at_least(decay_mom_rate, DECAY_MOM_RATE, 0)
         self.cycle_momentum = cycle_momentum and self._has_betas()

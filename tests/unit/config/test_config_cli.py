@@ -136,6 +136,8 @@ def test_check_names_keys_that_have_no_effect(write, capsys):
     assert "pipeline.stages: no effect: pipeline parallelism is not part of this version" in out
     assert "compile.free_activation: no effect" in out
     assert "seed_layers" not in out, "a value that is the default asks for nothing"
+    assert main(["explain", write({"train_batch_size": 2, **idle}), "--changed"]) == 0
+    assert "note: pipeline.stages: no effect" in capsys.readouterr().err
 
 
 def test_check_takes_the_ranks_that_the_sizes_speak_of(write):

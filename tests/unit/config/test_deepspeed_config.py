@@ -47,6 +47,31 @@ def test_a_mesh_says_how_many_ranks_share_the_batch():
     assert DeepSpeedConfig(CONFIG, mesh_device=mesh, world_size=6).train_batch_size == 18
 
 
+def test_the_number_of_data_parallel_ranks_may_be_stated():
+    assert DeepSpeedConfig({**CONFIG, "data_parallel_size": 2}, world_size=2).train_batch_size == 12
+    with pytest.raises(DeepSpeedConfigError, match="data_parallel_size is 4, but 2 ranks are data-parallel here"):
+        DeepSpeedConfig({**CONFIG, "data_parallel_size": 4}, world_size=2)
+    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 2)
+    assert DeepSpeedConfig({**CONFIG, "data_parallel_size": 2}, mpu=mpu, world_size=8).world_size == 2
+
+
+def test_notes_name_keys_that_have_no_effect_here():
+    def notes(**keys):
+        return DeepSpeedConfig({**CONFIG, **keys}).notes
+
+    assert notes() == []
+    assert notes(tensor_parallel={"autotp_size": 1, "preset_model": "llama", "tp": {"tp_grain_size": 1}}) == [
+        "tensor_parallel.preset_model: no effect: tensor_parallel.autotp_size is below 2, so that layers are not split"
+    ]
+    assert "data_efficiency.enabled" in notes(data_efficiency={"enabled": True})[0]
+    assert notes(data_efficiency={"enabled": False, "seed": 3}) == [], "a section that is off says so itself"
+    assert notes(zero_optimization={"stage": 2, "allgather_partitions": True}) == [], "the default asks for nothing"
+    assert "allgather_partitions" in notes(zero_optimization={"stage": 2, "allgather_partitions": False})[0]
+    assert notes(zero_optimization=True, allgather_size=10) == [], "there it has its effect"
+    assert "allgather_size" in notes(allgather_size=10)[0]
+    assert "mpu" in notes(tensor_parallel={"tp": {"mpu": object()}})[0]
+
+
 def test_a_wrong_batch_is_an_assertion_error_too():
     with pytest.raises(AssertionError, match=r"16 != 2 \* 3 \* 4 = 24"):
         DeepSpeedConfig({**CONFIG, "train_batch_size": 16}, world_size=4)
