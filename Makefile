@@ -6,7 +6,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 DOCS   := $(VENV)/.stamp-docs
 
-.PHONY: help venv demo test lint types unit format bench docs clean
+.PHONY: help venv demo test quick lint types unit format bench docs clean
 
 help:
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 14
@@ -33,7 +33,12 @@ demo: venv ## install, then train a small GPT on two processes (a few minutes)
 	@echo "==> 3/3 training at stage 3: deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json"
 	@DS_ACCELERATOR=cpu $(BIN)/deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json
 
-test: lint types unit ## lint, type check, import contract and every test
+test: lint types unit ## lint, type check, import contract and every test (15 to 20 minutes on two cores)
+
+# The loader's 10,000 mutations and what is marked slow are left to `make test`.
+quick: lint types ## what to run after every change: lint, types, and the tests of one process (2 minutes)
+	@echo "==> quick tests"
+	@$(BIN)/python -m pytest -n 2 -m "not slow" --deselect tests/unit/config/test_mutations.py tests/architecture tests/unit tests/docs/test_snippets.py
 
 lint: venv
 	@echo "==> lint, format, import contract"
