@@ -1,4 +1,4 @@
-"""Programs that people run: the report about this machine, and later the launcher itself."""
+"""Programs that people run: the launcher of a job, and the report about this machine."""
 
 from __future__ import annotations
 
