@@ -123,8 +123,14 @@ def all_commands() -> list[Command]:
         for code in inline(page):
             first, _, rest = code.partition(" ")
             if first in PROGRAMS and rest and "..." not in rest:
-                found += [Command(Block(page, 0, "inline", code), words) for words in alternatives(shlex.split(code))]
+                block = Block(page, 0, "inline", code)
+                found += [Command(block, complete(words)) for words in alternatives(shlex.split(code))]
     return found
+
+
+def complete(words: tuple[str, ...]) -> tuple[str, ...]:
+    """`python -m deepspeed.config check` in a sentence names a tool: that it is there, its help tells."""
+    return (*words, "--help") if words[:2] == ("python", "-m") and len(words) < 5 else words
 
 
 def runs(command: Command) -> str:
