@@ -12,12 +12,16 @@ import argparse
 import ctypes
 import json
 import math
+import os
 import pickle
 import re
+import secrets
+import stat
 import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -26,7 +30,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "DTYPES", "Checkpoint", "Lazy", "Plan", "find_tag", "main", "natural", "parse_size", "plan_shards",
+    "DTYPES", "Checkpoint", "Lazy", "Plan", "check_output", "find_tag", "main", "natural", "parse_size", "plan_shards",
     "read_checkpoint", "write_shards",
 ]  # fmt: skip
 
@@ -54,13 +58,41 @@ def _load(path: Path) -> dict[str, Any]:
     names = ("runtime.fp16.loss_scaler.LossScaler", "runtime.fp16.loss_scaler.DynamicLossScaler")
     more = ("runtime.zero.config.ZeroStageEnum", "utils.tensor_fragment.fragment_address")
     stand_ins: list[Any] = [(type(name, (_Value,), {}), f"deepspeed.{name}") for name in (*names, *more)]
-    with path.open("rb") as file:
-        zipped = file.read(2) == b"PK"
+    zipped = _looked_at(path)
     with torch.serialization.safe_globals(stand_ins):
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
     if not isinstance(found, dict):
         raise ValueError(f"{path} holds {type(found).__name__}, expected a dict: it is no file of DeepSpeed")
     return found
+
+
+def _looked_at(path: Path) -> bool:
+    """Whether a regular file is a zip file; nothing of it may be compressed, since that unpacks to anything."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # not to wait for who writes to a pipe
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError(f"{path} is not a regular file")
+        size, zipped = os.fstat(descriptor).st_size, file.read(4) == b"PK\x03\x04"
+        if zipped:
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+            packed = any(m.compress_type != zipfile.ZIP_STORED or m.compress_size != m.file_size for m in members)
+            if packed or sum(m.file_size for m in members) > size or archive.comment:
+                raise ValueError(f"{path} has members that are compressed or overlap: it is no file of torch.save")
+    return zipped
+
+
+def _shape(value: Any, name: object) -> torch.Size:
+    fine = isinstance(value, (list, tuple)) and all(type(n) is int and n >= 0 for n in value)
+    if not fine or math.prod(value) > 2**60:
+        raise ValueError(f"{name!r:.200} has the shape {value!r:.100}, which no tensor has")
+    return torch.Size(value)
+
+
+def _plain_name(name: Any) -> bool:
+    """Whether a tag stays inside the folder that it is looked for in."""
+    parts = name.split("/") if isinstance(name, str) else [""]
+    return not (name in ("", ".") or "\0" in name or name.startswith("/") or ".." in parts or len(name) > 4096)
 
 
 class _Reader:
@@ -71,18 +103,26 @@ class _Reader:
         self._read = 0
 
     def copy(self, part: _Part, out: Tensor) -> None:
+        _, _, start, stop = part
+        out.copy_(self.find(part).reshape(-1)[start:stop])
+        self._read += out.nbytes
+        if self._read > _REOPEN:
+            self._open, self._read = {}, 0
+
+    def find(self, part: _Part) -> Tensor:
+        """The tensor in which a part lies, of which nothing is read yet; it has as many elements as memory."""
         path, keys, start, stop = part
         if path not in self._open:
             self._open[path] = _load(path)
         value: Any = self._open[path]
         for key in keys:
             value = value[key]
-        if value.numel() < stop:
-            raise ValueError(f"{path}: {'/'.join(map(str, keys))} has {value.numel()} elements, expected {stop}")
-        out.copy_(value.reshape(-1)[start:stop])
-        self._read += out.nbytes
-        if self._read > _REOPEN:
-            self._open, self._read = {}, 0
+        what = f"{path}: {'/'.join(map(str, keys))}"
+        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.device.type != "cpu":
+            raise ValueError(f"{what} is no ordinary tensor")
+        if not 0 <= start <= stop <= value.numel() or value.nbytes > max(value.untyped_storage().nbytes(), 2**20):
+            raise ValueError(f"{what} has {value.numel()} elements, expected {stop}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -96,6 +136,12 @@ class Lazy:
 
     def contiguous(self) -> Tensor:
         """The tensor."""
+        for part in self.parts:  # what a file claims is not believed before it is seen
+            self.reader.find(part)
+        if sum(part[3] - part[2] for part in self.parts) != self.shape.numel():
+            raise ValueError(
+                f"a tensor of shape {tuple(self.shape)} is not whole in {[p.name for p, *_ in self.parts]}"
+            )
         whole, end = torch.empty(self.shape.numel(), dtype=self.dtype), 0
         for part in self.parts:
             begin, end = end, end + part[3] - part[2]
@@ -123,11 +169,14 @@ def find_tag(directory: Path, tag: str | None) -> Path:
     if tag is None:
         latest = directory / "latest"
         if latest.is_file():
-            tag = latest.read_text(encoding="utf-8").strip()
+            with latest.open(encoding="utf-8") as file:
+                tag = file.read(5000).strip()
         elif any(directory.glob("*_model_states.pt")):
             return directory
         else:
             raise ValueError(f"{latest} does not exist and no tag was given")
+    if not _plain_name(tag):
+        raise ValueError(f"the tag {tag!r:.200} does not name a folder inside {directory}")
     if not (directory / tag).is_dir():
         raise FileNotFoundError(f"{directory / tag} does not exist")
     return directory / tag
@@ -142,7 +191,8 @@ def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint
     model, reader = _load(models[0]), _Reader()
     found = Checkpoint(aliases=dict(model.get("shared_params") or (model.get("ds_extra") or {}).get("aliases") or {}))
     buffers, module = set(model.get("buffer_names") or ()), model["module"]
-    groups = [dict(group) for group in model.get("param_shapes") or ()] if optimizers else []
+    listed = model.get("param_shapes") or () if optimizers else ()
+    groups = [{name: _shape(shape, name) for name, shape in group.items()} for group in listed]
     trained = {name for group in groups for name in group}
     frozen_shapes = model.get("frozen_param_shapes") or {}
     for name, tensor in module.items():
@@ -151,14 +201,17 @@ def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint
             continue
         if exclude_frozen and groups and name not in buffers:
             continue
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            raise ValueError(f"{models[0]} holds {name!r:.100}, which is no named tensor")
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
         found.tensors[name] = Lazy(tensor.shape, dtype, ((models[0], ("module", name), 0, tensor.numel()),), reader)
     if len(models) != (model.get("dp_world_size") if models[0].name.startswith("zero_pp_rank") else 1):
         raise ValueError(f"{folder} has {len(models)} model files, {models[0].name} names other ranks: it is not whole")
     if models[0].name.startswith("zero_pp_rank") and not exclude_frozen:
-        for name, shape in frozen_shapes.items():
-            parts = _striped(models, ("frozen_param_fragments", name), 0, math.prod(shape))
-            found.tensors[name] = Lazy(torch.Size(shape), torch.float32, parts, reader)
+        for name, value in frozen_shapes.items():
+            shape = _shape(value, name)
+            parts = _striped(models, ("frozen_param_fragments", name), 0, shape.numel())
+            found.tensors[name] = Lazy(shape, torch.float32, parts, reader)
     if groups:
         _add_trained(found, groups, optimizers, reader)
     elif not optimizers:
@@ -252,7 +305,10 @@ def parse_size(text: int | str) -> int:
     if match is None:
         raise ValueError(f"a size is a number with KB, MB, GB, TB, KiB, MiB, GiB or TiB, found {text!r}")
     power = " KMGT".index(match[2].upper() or " ")
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+    size = int(float(match[1]) * (1024 if match[3] else 1000) ** power) if len(match[1]) < 30 else 0
+    if size < 1:
+        raise ValueError(f"a size is at least 1 byte, found {text!r:.50}")
+    return size
 
 
 def write_shards(
@@ -262,6 +318,11 @@ def write_shards(
     """Write tensors, or things with `contiguous()`, `shape` and `dtype` that give one, with an index if there are
     several files. A tied name shares its tensor in a torch file, and is a copy in safetensors, which cannot share.
     """
+    stem, ending = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+    name_of_ours = re.compile(rf"{stem}(-\d+-of-\d+)?\.{ending}(\.index\.json)?")
+    there = [path.name for path in output.iterdir() if name_of_ours.fullmatch(path.name)] if output.is_dir() else []
+    if there:
+        raise ValueError(f"{output} has {there[0]} already, with which new files would mix; name another folder")
     output.mkdir(parents=True, exist_ok=True)
     entries = dict(tensors)
     kinds = {n: dtype if dtype and v.dtype.is_floating_point else v.dtype for n, v in entries.items()}
@@ -275,7 +336,7 @@ def write_shards(
         write = _write_safetensors if safe else _write_torch
         shapes = {name: torch.Size(entries[aliases.get(name, name)].shape) for name in names}
         dtypes = {name: kinds[aliases.get(name, name)] for name in names}
-        with (output / file).open("wb") as target:
+        with _new_file(output / file) as target:
             for name in write(target, shapes, dtypes, aliases, lambda name: entries[name].contiguous()):
                 done += sizes[name] if name in sizes else tied[name] * safe
                 if progress is not None:
@@ -283,8 +344,31 @@ def write_shards(
     if plan.index is not None:
         where = {name: file for file, names in plan.shards.items() for name in names}
         index = {"metadata": {"total_size": plan.total}, "weight_map": where}
-        (output / plan.index).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        with _new_file(output / plan.index) as target:
+            target.write((json.dumps(index, indent=2) + "\n").encode())
     return plan
+
+
+@contextmanager
+def _new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A file that appears under its name when all of it is on the disk; nothing that lies in wait there is followed."""
+    part = path.with_name(f".{path.name}.part-{secrets.token_hex(8)}")
+    try:
+        with open(os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666), "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def check_output(output: Path, folder: Path) -> None:
+    """Refuse to write into the checkpoint that is read."""
+    target, source = Path(os.path.realpath(output)), Path(os.path.realpath(folder))
+    if target == source or source in target.parents or (target.exists() and not target.is_dir()):
+        raise ValueError(f"{output} is a file, or {folder}, or inside it: what is read stays as it is; name a folder")
 
 
 _Sizes = Mapping[str, torch.Size]
@@ -384,11 +468,32 @@ def main(arguments: Sequence[str] | None = None, *, choose_dtype: bool = False) 
     parser.add_argument("--dtype", choices=sorted(DTYPES), default=None if choose_dtype else "fp32",
                         required=choose_dtype, help="of floating-point tensors")  # fmt: skip
     options = parser.parse_args(arguments)
+    try:
+        _convert(options)
+    except Exception as error:  # whatever a checkpoint of a stranger makes go wrong
+        if options.debug:
+            raise
+        _say(f"{parser.prog}: {type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+def _say(text: str) -> None:
+    """A line on standard error; what a name in a file could tell the terminal is spelled out."""
+    sys.stderr.write("".join(c if c.isprintable() else ascii(c)[1:-1] for c in text) + "\n")
+
+
+def _convert(options: argparse.Namespace) -> None:
     folder = find_tag(options.checkpoint_dir, options.tag)
+    check_output(options.output_dir, folder)
+    parse_size(options.max_shard_size)
     found = read_checkpoint(folder, exclude_frozen=options.exclude_frozen_parameters)
-    sys.stderr.write(f"{folder}: stage {found.stage}, {found.world} ranks, {len(found.tensors)} tensors\n")
+    sys.stderr.write(
+        f"{ascii(str(folder))[1:-1]}: stage {found.stage}, {found.world} ranks, {len(found.tensors)} tensors\n"
+    )
     for name, lazy in found.tensors.items() if options.debug else ():
-        sys.stderr.write(f"  {name} {tuple(lazy.shape)}: {[(p.name, a, b) for p, _, a, b in lazy.parts]}\n")
+        sys.stderr.write(
+            f"  {ascii(name)[1:-1]} {tuple(lazy.shape)}: {[(p.name, a, b) for p, _, a, b in lazy.parts]}\n"
+        )
     limit, dtype = options.max_shard_size, DTYPES[options.dtype]
     write_shards(options.output_dir, found.tensors, found.aliases, limit=limit, safe=options.safe_serialization,
                  dtype=dtype, progress=_show)  # fmt: skip

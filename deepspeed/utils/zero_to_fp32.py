@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.zero_to_fp32 import (
     DTYPES,
     Lazy,
+    check_output,
     find_tag,
     main,
     natural,
@@ -63,10 +65,11 @@ def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
     """The fp32 state dict; in lazy mode tensors stay in the files until their `contiguous()` is called."""
-    found = read_checkpoint(find_tag(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
-    lazy: dict[str, Any] = dict(found.tensors)
-    result = lazy if lazy_mode else {name: tensor.contiguous() for name, tensor in lazy.items()}
-    result.update({alias: result[owner] for alias, owner in found.aliases.items() if owner in result})
+    with reading(checkpoint_dir):
+        found = read_checkpoint(find_tag(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
+        lazy: dict[str, Any] = dict(found.tensors)
+        result = lazy if lazy_mode else {name: tensor.contiguous() for name, tensor in lazy.items()}
+        result.update({alias: result[owner] for alias, owner in found.aliases.items() if owner in result})
     return result
 
 
@@ -114,10 +117,12 @@ def convert_zero_checkpoint_to_state_dict(
     kind = DTYPES.get(str(dtype).removeprefix("torch."))
     if kind is None:
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(sorted(DTYPES))}")
-    found = read_checkpoint(find_tag(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
-    write_shards(
-        Path(output_dir), found.tensors, found.aliases, limit=max_shard_size, safe=safe_serialization, dtype=kind
-    )
+    output = Path(output_dir)
+    with reading(checkpoint_dir):
+        folder = find_tag(Path(checkpoint_dir), tag)
+        check_output(output, folder)
+        found = read_checkpoint(folder, exclude_frozen=exclude_frozen_parameters)
+        write_shards(output, found.tensors, found.aliases, limit=max_shard_size, safe=safe_serialization, dtype=kind)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
@@ -170,26 +175,32 @@ def parse_model_states(files: Sequence[str]) -> list[zero_model_state]:
     """What each of the model's files says."""
     result = []
     for file in files:
-        entries = safe_load(file)
-        if "buffer_names" not in entries:
-            raise ValueError(f"{file} is not a model state checkpoint")
-        buffers = {name: entries["module"][name].float() for name in entries["buffer_names"]}
-        shared = list((entries.get("shared_params") or {}).items())
-        result.append(
-            zero_model_state(
-                buffers,
-                entries.get("param_shapes"),
-                shared,
-                str(entries.get("ds_version", "")),
-                entries.get("frozen_param_shapes"),
-                entries.get("frozen_param_fragments"),
-            )
-        )
+        with reading(file):
+            result.append(_model_state(file))
     return result
+
+
+def _model_state(file: str) -> zero_model_state:
+    entries = safe_load(file)
+    if "buffer_names" not in entries:
+        raise ValueError(f"{file} is not a model state checkpoint")
+    return zero_model_state(
+        {name: entries["module"][name].float() for name in entries["buffer_names"]},
+        entries.get("param_shapes"),
+        list((entries.get("shared_params") or {}).items()),
+        str(entries.get("ds_version", "")),
+        entries.get("frozen_param_shapes"),
+        entries.get("frozen_param_fragments"),
+    )
 
 
 def parse_optim_states(files: Sequence[str], ds_checkpoint_dir: str) -> tuple[int, int, list[Any]]:
     """(stage, ranks, each rank's flat fp32 tensors)."""
+    with reading(ds_checkpoint_dir):
+        return _optim_states(files, ds_checkpoint_dir)
+
+
+def _optim_states(files: Sequence[str], ds_checkpoint_dir: str) -> tuple[int, int, list[Any]]:
     states = [safe_load(file)["optimizer_state_dict"] for file in files]
     if "zero_stage" not in states[0]:
         raise ValueError(f"{files[0]} is not a zero checkpoint")

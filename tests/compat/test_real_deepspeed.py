@@ -67,12 +67,13 @@ def continued(tmp_path_factory):
         shutil.copytree(FIXTURES / name, folder / name)
     for target, origin in OURS.items():
         stage, tag = int(target[5]), folder / target / "tag"
-        if origin == "stage3_fp16":  # [Note: objects without classes] in checkpoint/deepspeed/classes.py
-            assert main(["convert", str(fixture(origin)), str(tag), "--to", "deepspeed", "--with-classes"]) == 0
-        else:
-            source = open_checkpoint(fixture(origin), order=ORDER)
-            for rank in range(2):
-                writer.files(state_of(source, stage=stage, rank=rank, world=2)).write(tag)
+        if origin == "stage3_fp16":  # [Note: objects without classes] in zero_files/class_stand_ins.py
+            output = str(folder / target)
+            assert main(["convert", str(fixture(origin)), output, "--to", "deepspeed", "--with-classes"]) == 0
+            continue
+        source = open_checkpoint(fixture(origin), order=ORDER)
+        for rank in range(2):
+            writer.files(state_of(source, stage=stage, rank=rank, world=2)).write(tag)
         (folder / target / "latest").write_text("tag")
     names = [*SAME, *OURS]
     # DeepSpeed's stage 3 replaces torch's linear for the rest of the process: other stages would compute otherwise.

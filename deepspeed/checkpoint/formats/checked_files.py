@@ -11,14 +11,18 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.safe_load import CheckedFile, MappedCheck, Place, safe_load
 from deepspeed.checkpoint.formats.safetensors import open_file
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.block_reader import FileCheck
 from deepspeed.checkpoint.storage.block_writer import FileFacts
 from deepspeed.errors import CheckpointError
+from deepspeed.trust import inside, open_regular, read_regular
 
 __all__ = ["Opened", "Opener"]
+
+_LARGEST_TEXT = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +60,20 @@ class Opener:
 
     def text(self, name: str) -> str:
         """A text file."""
+        path = inside(self.directory, name, "the file name")
         if name in self._facts:
             facts = self._facts[name]
-            FileCheck(self.directory / name, facts).require(0, facts.size)
-        return (self.directory / name).read_text(encoding="utf-8")
+            FileCheck(path, facts).require(0, facts.size)
+        with reading(path):
+            return read_regular(path, _LARGEST_TEXT).decode("utf-8")
 
     def _once(self, name: str, make: Callable[[str], Opened]) -> Opened:
         with self._lock:
             if name not in self._opened:
-                if not (self.directory / name).exists():
+                if not inside(self.directory, name, "the file name").exists():
                     raise CheckpointError(f"{self.directory / name} is missing: the checkpoint is not whole")
-                self._opened[name] = make(name)
+                with reading(self.directory / name):
+                    self._opened[name] = make(name)
             return self._opened[name]
 
     def _torch(self, name: str, shared: bool) -> Opened:
@@ -81,7 +88,7 @@ class Opener:
         path = self.directory / name
         facts = self._facts.get(name) or FileFacts(path.stat().st_size, ())
         check = MappedCheck(path, facts)
-        with path.open("rb") as file:
+        with open(open_regular(path), "rb") as file:
             length = int.from_bytes(file.read(8), "little")
         check.blocks.require(0, min(8 + length, facts.size))
         return Opened(open_file(path), check.require, check.place)

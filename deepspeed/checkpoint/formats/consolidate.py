@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint import zero_to_fp32, zero_to_torch
 from deepspeed.checkpoint.formats.bulk_read import fetch
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.zero_to_fp32 import Plan, write_shards
 
-__all__ = ["save_checkpoint_weights", "save_state_dict", "tied_names"]
+__all__ = ["save_checkpoint_weights", "save_state_dict", "scripts", "tied_names"]
 
 Progress = Callable[[int, int], None]
 """(bytes written, of how many)."""
@@ -77,3 +78,9 @@ def save_checkpoint_weights(
         tensors[name] = _InCheckpoint(source, name, shape, dtype if kept.is_floating_point else kept)
     aliases = dict(source.aliases)
     return write_shards(Path(output), tensors, aliases, limit=max_shard_size, safe=safe, dtype=dtype, progress=progress)
+
+
+def scripts() -> dict[str, str]:
+    """The scripts that lie beside checkpoints, by name."""
+    files = [Path(str(module.__file__)) for module in (zero_to_fp32, zero_to_torch)]
+    return {file.name: file.read_text("utf-8") for file in files}

@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.checkpoint.formats.checked_files import Opener
+from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.native.reader import NativeSource
 from deepspeed.checkpoint.formats.native.writer import INDEX
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.universal.reader import UniversalSource
 from deepspeed.checkpoint.formats.zero_files.file_names import sort_files
 from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource, is_deepspeed
+from deepspeed.checkpoint.storage.commit import LATEST
+from deepspeed.checkpoint.storage.locate import read_latest
 from deepspeed.errors import CheckpointError
+from deepspeed.trust import inside
 
 __all__ = ["find_tag", "open_checkpoint"]
 
@@ -39,7 +43,8 @@ def open_checkpoint(
         return NativeSource(path, opener=Opener(path, verify=verify))
     if (path / "zero").is_dir():
         return UniversalSource(path, mp_rank, opener=Opener(path, verify=verify))
-    names = sorted(entry.name for entry in path.iterdir())
+    with reading(path):
+        names = sorted(entry.name for entry in path.iterdir())
     if is_deepspeed(sort_files(names)):
         return DeepSpeedSource(path, mp_rank, order, opener=Opener(path, verify=verify), partial=partial, near=near)
     raise CheckpointError(
@@ -51,13 +56,9 @@ def open_checkpoint(
 def find_tag(directory: str | Path, tag: str | None = None) -> Path:
     """The tag's directory: of `tag`, of `latest`, or `directory` itself where it is one already."""
     path = Path(directory)
-    if tag is not None:
-        found = path / tag
-    elif (path / "latest").exists():
-        found = path / (path / "latest").read_text(encoding="utf-8").strip()
-    else:
-        found = path
+    named = read_latest(path) if tag is None else tag
+    found = path if named is None else inside(path, named, "the tag" if tag is not None else f"{path / LATEST} names")
     if not found.is_dir():
         known = sorted(entry.name for entry in path.iterdir() if entry.is_dir()) if path.is_dir() else []
-        raise CheckpointError(f"{found} does not exist; {path} has {', '.join(known) or 'no tags'}")
+        raise CheckpointError(f"{found} does not exist; {path} has {', '.join(known[:20]) or 'no tags'}")
     return found

@@ -23,12 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.formats.guard import DAMAGE
+from deepspeed.checkpoint.formats.torch_file import check_members, check_pickle, check_size
 from deepspeed.checkpoint.storage.block_reader import FileCheck
 from deepspeed.checkpoint.storage.block_writer import FileFacts
 from deepspeed.checkpoint.storage.durable import explain, gibibytes, is_whole
 from deepspeed.config.zero import ZeroStageEnum
 from deepspeed.errors import CheckpointError
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.trust import open_regular
 
 __all__ = ["ALLOWED", "CheckedFile", "MappedCheck", "Place", "fragment_address", "safe_load"]
 
@@ -49,20 +52,6 @@ ALLOWED: tuple[tuple[type, str], ...] = (
 )
 """The only classes beyond torch's own that a file may name, by the path where DeepSpeed has them."""
 
-# Whatever a damaged pickle can make the unpickler stumble over.
-_DAMAGE = (
-    RuntimeError,
-    EOFError,
-    LookupError,
-    ValueError,
-    TypeError,
-    AttributeError,
-    ArithmeticError,
-    MemoryError,
-    OSError,
-    struct.error,
-    pickle.UnpicklingError,
-)
 _FOREIGN = re.compile(r"Unsupported global: GLOBAL ([\w.]+)|unsupported GLOBAL ([\w.]+)")
 _ONE_AT_A_TIME = threading.Lock()  # torch's allow-list belongs to the process: whoever leaves the scope first ends it
 
@@ -74,29 +63,43 @@ def safe_load(path: str | os.PathLike[str], *, mmap: bool = True, map_location: 
     """
     place = Path(path)
     try:
-        with open(place, "rb") as file:
-            zipped = file.read(4) == b"PK\x03\x04"
+        with open(open_regular(place), "rb") as file:
+            start = file.read(4)
             size = os.fstat(file.fileno()).st_size
+            zipped = start == b"PK\x03\x04"
+            if zipped and not is_whole(place):
+                raise CheckpointError(
+                    f"{place}: truncated or damaged: {size} bytes ({gibibytes(size)}) without a zip directory at the "
+                    "end. Writing it was interrupted, or it was cut by a copy. Load another checkpoint, or restore the "
+                    "file."
+                )
+            if zipped:
+                check_members(file, size)
+            elif start[:1] == b"\x80":  # torch's older format: five pickles, then tensors
+                file.seek(0)
+                for _ in range(5):
+                    check_pickle(file)
+    except CheckpointError:
+        raise
     except OSError as error:
         raise explain(error, place) from error
-    if zipped and not is_whole(place):
-        raise CheckpointError(
-            f"{place}: truncated or damaged: {size} bytes ({gibibytes(size)}) without a zip directory at the end. "
-            "Writing it was interrupted, or it was cut by a copy. Load another checkpoint, or restore the file."
-        )
+    except DAMAGE as error:
+        raise _told(error, place, size) from error
     load = functools.partial(torch.load, place, map_location=map_location, weights_only=True, mmap=mmap and zipped)
     try:
         # torch's allow-list is one for all threads: another's must neither help this load nor end in its middle.
         with _ONE_AT_A_TIME:
             try:
-                return load()
+                found = load()
             except pickle.UnpicklingError as error:
                 if _foreign(error) not in [name for _, name in ALLOWED]:
                     raise
-            with torch.serialization.safe_globals(list(ALLOWED)):
-                return load()
-    except _DAMAGE as error:
+                with torch.serialization.safe_globals(list(ALLOWED)):
+                    found = load()
+        check_size(found, size)
+    except DAMAGE as error:
         raise _told(error, place, size) from error
+    return found
 
 
 def _foreign(error: BaseException) -> str:

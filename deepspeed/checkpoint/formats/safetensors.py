@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.storage.tensor_memory import bytes_of
 from deepspeed.errors import CheckpointError
+from deepspeed.trust import open_regular
 
 __all__ = ["Content", "chunks", "open_file", "save", "size"]
 
@@ -24,6 +27,7 @@ _NAMES = {
 }  # fmt: skip
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _STEP = 64 * 2**20
+_LONGEST_HEADER = 100_000_000  # the format's own limit
 
 
 @dataclass(slots=True)
@@ -80,38 +84,58 @@ def save(content: Content, target: Path | BinaryIO) -> None:
 
 def open_file(path: Path) -> Content:
     """The tensors of a file as views of its memory map: nothing is read but the header."""
-    total = path.stat().st_size
-    with path.open("rb") as file:
+    with open(open_regular(path), "rb") as file:
+        total = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
-        if length + 8 > total:
+        if length + 8 > total or length > _LONGEST_HEADER:
             raise CheckpointError(f"{path}: the header claims {length} bytes, the file has {total}. It is damaged")
-        try:
-            entries: Mapping[str, dict[str, object]] = json.loads(file.read(length))
-        except ValueError as error:
-            raise CheckpointError(f"{path}: the header is not JSON ({error}). The file is damaged") from error
-    metadata = {str(key): str(value) for key, value in entries.get("__metadata__", {}).items()}
+        text = file.read(length)
+    try:
+        entries = json.loads(text)
+        if not isinstance(entries, dict):
+            raise ValueError(f"it is {type(entries).__name__}, expected an object")
+        about = entries.pop("__metadata__", {})
+        if not isinstance(about, dict):
+            raise ValueError(f"__metadata__ is {type(about).__name__}, expected an object")
+        places = {name: _place(name, entry) for name, entry in entries.items()}
+        _must_tile([(begin, end) for _, _, begin, end in places.values()], total - 8 - length)
+    except (ValueError, TypeError, ArithmeticError, RecursionError) as error:
+        raise CheckpointError(f"{path}: the header is not one of safetensors ({error}). The file is damaged") from error
     mapped = torch.from_file(str(path), shared=False, size=total, dtype=torch.uint8) if total > 8 + length else None
-    tensors = {}
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        tensors[name] = _view(path, name, entry, mapped, 8 + length)
-    return Content(tensors, metadata)
+    tensors = {name: _view(mapped, 8 + length, *place) for name, place in places.items()}
+    return Content(tensors, {str(key): str(value) for key, value in about.items()})
 
 
-def _view(path: Path, name: str, entry: Mapping[str, object], mapped: Tensor | None, base: int) -> Tensor:
+_Place = tuple[torch.dtype, list[int], int, int]  # dtype, shape, first byte and the one after the last
+
+
+def _place(name: str, entry: object) -> _Place:
+    if not isinstance(entry, dict):
+        raise ValueError(f"the entry of {name!r:.200} is {type(entry).__name__}, expected an object")
     offsets, shape, kind = entry.get("data_offsets"), entry.get("shape"), entry.get("dtype")
-    if not (isinstance(offsets, list) and isinstance(shape, list) and kind in _DTYPES):
-        raise CheckpointError(f"{path}: the header's entry of {name} is {entry}, which is not of this format")
+    if not (isinstance(offsets, list) and len(offsets) == 2 and isinstance(shape, list) and isinstance(kind, str)):
+        raise ValueError(f"the entry of {name!r:.200} is {entry!r:.200}")
+    if kind not in _DTYPES or not all(type(number) is int and number >= 0 for number in (*offsets, *shape)):
+        raise ValueError(f"{name!r:.200} has dtype {kind!r:.20}, shape {shape!r:.100}, offsets {offsets!r:.100}")
     begin, end = offsets
-    dtype = _DTYPES[str(kind)]
-    held = 0 if mapped is None else mapped.numel() - base
-    numel = torch.Size(shape).numel()
-    if end > held or end - begin != numel * dtype.itemsize:
-        raise CheckpointError(
-            f"{path}: {name} with {numel} elements should lie at bytes {begin} to {end} of {held}: the file is cut off"
-        )
-    if mapped is None or numel == 0:
+    if end - begin != math.prod(shape) * _DTYPES[kind].itemsize:
+        raise ValueError(f"{name!r:.200} of shape {shape!r:.100} cannot lie at bytes {begin} to {end}")
+    return _DTYPES[kind], shape, begin, end
+
+
+def _must_tile(places: list[tuple[int, int]], size: int) -> None:
+    """Tensors follow each other and fill the file: none is outside, none shares bytes with another."""
+    reached = 0
+    for begin, end in sorted(places):
+        if begin != reached:
+            raise ValueError(f"a tensor begins at byte {begin}, where {reached} was expected")
+        reached = end
+    if reached != size:
+        raise ValueError(f"tensors take {reached} bytes of {size}: the file is cut off")
+
+
+def _view(mapped: Tensor | None, base: int, dtype: torch.dtype, shape: list[int], begin: int, end: int) -> Tensor:
+    if mapped is None or begin == end:
         return torch.empty(shape, dtype=dtype)
     part = mapped[base + begin : base + end]
     aligned = part if (base + begin) % dtype.itemsize == 0 else part.clone()

@@ -48,6 +48,8 @@ def find(pieces: Iterable[Piece], start: int, stop: int, what: str) -> list[Part
         if low >= high or low > reached:
             continue
         tensor, opened = piece.load()
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+            raise CheckpointError(f"{piece.file} holds no ordinary tensor with {what}, but {type(tensor).__name__}")
         flat = tensor.reshape(-1)
         first = piece.offset + low - piece.interval[0]
         if first + high - low > flat.numel():
@@ -178,6 +180,8 @@ class Pieces:
         """Where the flat elements [start, stop) of a tensor are."""
         owner = self.owner(name)
         found = self.index.get(owner)
+        if stop is not None and not 0 <= start <= stop:
+            raise CheckpointError(f"{self.directory}: elements {start} to {stop} of {name} were asked for")
         if found is None or owner not in self.shapes:
             raise CheckpointError(f"{self.directory}: no parameter {name!r} among the {len(self.index)} of it")
         other = {"param": "master", "master": "param"}.get(kind, kind)

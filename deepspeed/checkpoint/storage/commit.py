@@ -30,14 +30,15 @@ from deepspeed.log import logger
 from deepspeed.printable import printable
 from deepspeed.trust import flaw_of_name, has_link, read_regular
 
-__all__ = ["LATEST", "Leftover", "Staging", "leftovers", "recover", "remove"]
+__all__ = ["LATEST", "LATEST_UNIVERSAL", "Leftover", "Staging", "files_in", "leftovers", "recover", "remove"]
 
 LATEST = "latest"
+LATEST_UNIVERSAL = "latest_universal"
 _HIDDEN = re.compile(r"\.(?P<tag>[^.].*)\.(?P<kind>saving|replaced|removing)-(?P<token>\w+)", re.DOTALL)
 _EXCHANGE = 2  # RENAME_EXCHANGE of renameat2
 _HERE = -100  # AT_FDCWD
 _DAY = 24 * 3600.0
-_POINTERS = (LATEST, "latest_universal")
+_POINTERS = (LATEST, LATEST_UNIVERSAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ def _keep_others(old: Path, new: Path) -> None:
     except CheckpointError:
         known = None
     listed = {manifests.NAME, *(known.files if known else ())}
-    for name in _files_in(old):
+    for name in files_in(old):
         ours = name in listed or PART.fullmatch(os.path.basename(name)) is not None
         if known is None:
             ours |= name.endswith((".pt", ".safetensors"))
@@ -200,12 +201,12 @@ def _keep_others(old: Path, new: Path) -> None:
         _link(old / name, new / name)
 
 
-def _files_in(folder: Path, below: str = "") -> Iterator[str]:
+def files_in(folder: Path, below: str = "") -> Iterator[str]:
     """Every entry in a folder and the folders in it that is no folder; links are such, whatever they name."""
     with os.scandir(folder / below) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
-                yield from _files_in(folder, f"{below}{entry.name}/")
+                yield from files_in(folder, f"{below}{entry.name}/")
             else:
                 yield f"{below}{entry.name}"
 
@@ -296,7 +297,7 @@ def remove(path: str | os.PathLike[str], manifest: Manifest, token: str) -> None
     path = Path(path)
     listed = [*manifest.files, manifests.NAME]  # the manifest last: what is left without it would look whole
     try:
-        ours_alone = not set(_files_in(path)).difference(listed)
+        ours_alone = not set(files_in(path)).difference(listed)
         away = path.with_name(f".{path.name}.removing-{token}") if ours_alone else path
         if ours_alone:
             os.rename(path, away)

@@ -22,7 +22,7 @@ from deepspeed.checkpoint.storage import manifest as manifests
 from deepspeed.checkpoint.storage.background import Background, Progress, Snapshot
 from deepspeed.checkpoint.storage.block_reader import Problem
 from deepspeed.checkpoint.storage.block_writer import FileFacts, Stream, WriterOptions
-from deepspeed.checkpoint.storage.commit import LATEST, Staging
+from deepspeed.checkpoint.storage.commit import LATEST, LATEST_UNIVERSAL, Staging
 from deepspeed.checkpoint.storage.durable import dump, explain, write_file
 from deepspeed.checkpoint.storage.locate import Found, common, examine, find_loadable
 from deepspeed.checkpoint.storage.manifest import Manifest
@@ -372,7 +372,7 @@ def check_tag(tag: object) -> None:
             f"checkpoint tag {tag!r:.200} cannot be used: it {flaw}. It has to be a relative path without parts that "
             "begin with a dot, which are reserved for saves under way"
         )
-    if tag in (LATEST, "latest_universal"):
+    if tag in (LATEST, LATEST_UNIVERSAL):
         raise UsageError(f"checkpoint tag {tag!r} cannot be used: a file of that name lies beside checkpoints")
 
 

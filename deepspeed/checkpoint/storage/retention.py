@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from deepspeed.checkpoint.storage.commit import LATEST, remove
+from deepspeed.checkpoint.storage.commit import LATEST, LATEST_UNIVERSAL, remove
 from deepspeed.checkpoint.storage.locate import Checkpoint, read_latest, scan
 
 __all__ = ["expired", "retain"]
@@ -34,7 +34,7 @@ def expired(checkpoints: Sequence[Checkpoint], keep_last: int, spared: Sequence[
 
 def retain(save_dir: str | os.PathLike[str], keep_last: int, token: str, latest: str = LATEST) -> list[Path]:
     """Remove the expired checkpoints of a directory; returns where they were."""
-    names = {latest, LATEST, "latest_universal"}
+    names = {latest, LATEST, LATEST_UNIVERSAL}
     spared = [read_latest(save_dir, name) for name in names]
     gone = expired(scan(save_dir), max(keep_last, 1), spared)
     for number, checkpoint in enumerate(gone):

@@ -14,8 +14,8 @@ from logging import WARNING
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deepspeed.checkpoint import zero_to_fp32, zero_to_torch
 from deepspeed.checkpoint.formats import safetensors
+from deepspeed.checkpoint.formats.consolidate import scripts
 from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.native import writer as safetensors_files
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files
@@ -24,7 +24,7 @@ from deepspeed.checkpoint.formats.stand_ins import StandIns
 from deepspeed.checkpoint.formats.training_state import TrainingState
 from deepspeed.checkpoint.formats.zero_files import writer as deepspeed_files
 from deepspeed.checkpoint.storage.block_writer import BLOCK, Stream, WriterOptions
-from deepspeed.checkpoint.storage.commit import LATEST
+from deepspeed.checkpoint.storage.commit import LATEST, LATEST_UNIVERSAL
 from deepspeed.checkpoint.storage.manager import (
     CheckpointManager,
     Content,
@@ -46,8 +46,6 @@ from deepspeed.runtime.saving.training_state import Run, buffer_sum, collect, ki
 __all__ = ["Checkpoints", "leftovers", "policy_of"]
 
 T = TypeVar("T")
-_UNIVERSAL = "latest_universal"
-_SCRIPTS = (zero_to_fp32, zero_to_torch)
 
 
 def policy_of(section: CheckpointConfig) -> SavePolicy:
@@ -100,7 +98,6 @@ class Checkpoints:
             make = functools.partial(self._files, self._compared(run, heard), exclude_frozen, allocate, stand_ins)
             state, files = _here(meeting, what, make)
         zero = state.stage > 0 and self._section.format == "deepspeed"
-        scripts = {Path(str(m.__file__)).name: Path(str(m.__file__)).read_text("utf-8") for m in _SCRIPTS}
         path = self.manager.save(
             Request(
                 save_dir,
@@ -109,7 +106,7 @@ class Checkpoints:
                 format=self._section.format,
                 facts=_facts(state),
                 latest=LATEST if latest else None,
-                scripts=scripts if zero else {},
+                scripts=scripts() if zero else {},
                 settled=background,
             )
         )
@@ -152,12 +149,12 @@ class Checkpoints:
     def find(self, load_dir: str | os.PathLike[str], tag: str | None) -> Path | None:
         """The directory of the checkpoint to load; None if nothing names one."""
         universal = self._section.load_universal
-        found = self.manager.locate(load_dir, tag, _UNIVERSAL if universal else LATEST)
+        found = self.manager.locate(load_dir, tag, LATEST_UNIVERSAL if universal else LATEST)
         if found.checkpoint is not None:
             return found.checkpoint.path
         if universal:
             raise UsageError(
-                f"checkpoint.load_universal is true, but {load_dir} has no file {_UNIVERSAL}. Make a universal "
+                f"checkpoint.load_universal is true, but {load_dir} has no file {LATEST_UNIVERSAL}. Make a universal "
                 "checkpoint with python -m deepspeed.checkpoint.ds_to_universal, or turn the key off: any checkpoint "
                 "loads without it"
             )

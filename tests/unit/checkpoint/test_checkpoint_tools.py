@@ -110,7 +110,7 @@ def test_convert_to_another_topology(tmp_path, to):
     SMALL.save(tmp_path / "tag", 3, 2)
     arguments = ["convert", str(tmp_path / "tag"), str(tmp_path / "new"), "--to", to, "--stage", "1", "--ranks", "3"]
     assert program.main(arguments) == 0
-    source = open_checkpoint(tmp_path / "new")
+    source = open_checkpoint(find_tag(tmp_path / "new"))
     assert (source.stage, source.world) == (1, 3)
     SMALL.check(source)
 
@@ -128,7 +128,7 @@ def test_convert_for_deepspeed_itself(tmp_path):
     SMALL.save(tmp_path / "tag", 3, 2)
     arguments = ["convert", str(tmp_path / "tag"), str(tmp_path / "new"), "--to", "deepspeed", "--with-classes"]
     assert program.main(arguments) == 0
-    SMALL.check(open_checkpoint(tmp_path / "new"))
+    SMALL.check(open_checkpoint(find_tag(tmp_path / "new")))
 
 
 def test_ds_to_universal_runs(tmp_path):

@@ -14,6 +14,7 @@ import torch
 import deepspeed.checkpoint.zero_to_fp32 as script
 from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.safetensors import open_file
+from deepspeed.errors import CheckpointError
 from deepspeed.utils import zero_to_fp32 as tools
 from tests.checkpoint_states import FIXTURES, ORDER, SMALL, Net, Whole, fixture
 
@@ -122,7 +123,7 @@ def test_the_script_needs_nothing_but_torch(tmp_path):
 def test_a_missing_rank_is_an_error(tmp_path, name):
     shutil.copytree(FIXTURES / name, tmp_path / "run")
     (tmp_path / "run" / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(ValueError, match="written by 2 ranks, but has 1"):
+    with pytest.raises(CheckpointError, match="written by 2 ranks, but has 1"):
         tools.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "run"))
 
 

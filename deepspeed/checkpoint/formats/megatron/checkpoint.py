@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.megatron.grid import ZeROCheckpoint, model_3d_desc
 from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.formats.zero_files.file_names import sort_files
@@ -19,6 +20,7 @@ __all__ = ["DeepSpeedCheckpoint"]
 _LAYER = re.compile(r"(layer_\d+)-model_(\d+)-model_states\.pt")
 
 
+@guarded
 class DeepSpeedCheckpoint:
     """A directory of layer files, model files and optimizer files, seen from a grid of ranks no larger than theirs."""
 

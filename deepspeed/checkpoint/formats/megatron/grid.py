@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.formats.zero_files.file_names import sort_files
 from deepspeed.errors import CheckpointError
@@ -84,6 +85,7 @@ def get_model_3d_descriptor(dir: str) -> model_3d_desc:
     return model_3d_desc(1, mp, dp)
 
 
+@guarded
 class ZeROCheckpoint:
     """The optimizer's files of a directory, by the rank of a grid that may be smaller than the one that wrote them."""
 

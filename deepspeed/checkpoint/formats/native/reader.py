@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.formats.bounds import dtype_called, rank_count, shape_of
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
+from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.native.writer import INDEX, SMALL, VERSION, rank_file
 from deepspeed.checkpoint.formats.safetensors import Content
 from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
@@ -19,10 +21,12 @@ from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import Block, FlatLayout, Striped
+from deepspeed.trust import flaw_of_name
 
 __all__ = ["NativeSource"]
 
 
+@guarded
 class NativeSource:
     """A directory with an index and one safetensors file per rank."""
 
@@ -115,9 +119,7 @@ class NativeSource:
 
     def dtype(self, name: str) -> torch.dtype | None:
         """What the model computed with."""
-        text = self._dtypes.get(self._pieces.owner(name))
-        found = getattr(torch, text) if text else None
-        return found if isinstance(found, torch.dtype) else None
+        return dtype_called(self._dtypes.get(self._pieces.owner(name)))
 
     def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
         """Where the flat elements [start, stop) of a tensor are."""
@@ -155,14 +157,14 @@ class NativeSource:
         return found
 
     def _layout(self, group: Mapping[str, Any]) -> FlatLayout:
-        numels = tuple(torch.Size(shape).numel() for shape, _ in group["tensors"].values())
+        numels = tuple(shape_of(shape, self._directory).numel() for shape, _ in group["tensors"].values())
         if group["split"] == "each":
             return Striped(numels, self.world)
         return Block(numels, self.world, align=group["align"], gap=group["gap"])
 
     def _enter(self, tensors: Mapping[str, Any], layout: FlatLayout | None, kinds: Sequence[str]) -> None:
         for number, (name, (shape, dtype)) in enumerate(tensors.items()):
-            size = torch.Size(shape)
+            size = shape_of(shape, f"{self._directory}: {name}")
             self._pieces.shapes[name] = size
             self._dtypes[name] = dtype
             for rank in range(self.world if layout else 1):
@@ -203,11 +205,16 @@ def _scalars(content: Content) -> dict[str, dict[str, Any]]:
 def _read_index(path: Path, text: str) -> Mapping[str, Any]:
     try:
         index: Mapping[str, Any] = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): the checkpoint is damaged") from error
+    if not isinstance(index, dict):
+        raise CheckpointError(f"{path} holds {type(index).__name__}, expected an object: the checkpoint is damaged")
     if index.get("format") != "deepspeed-fragments" or index.get("version") != VERSION:
         raise CheckpointError(
             f"{path}: format {index.get('format')!r}, version {index.get('version')!r}; this version reads "
             f"'deepspeed-fragments', version {VERSION}"
         )
+    world, files = rank_count(index.get("ranks"), path), index.get("files")
+    if not isinstance(files, list) or len(files) != world or any(flaw_of_name(name) for name in files):
+        raise CheckpointError(f"{path}: 'files' has to name a file inside the folder for each of {world} ranks")
     return index

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.formats.bulk_read import fetch
 from deepspeed.checkpoint.formats.detect import open_checkpoint
+from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.reshard import state_of
 from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.formats.source import Source
@@ -20,7 +21,10 @@ from deepspeed.checkpoint.formats.universal.merge import merge_slices
 from deepspeed.checkpoint.formats.zero_files import writer
 from deepspeed.checkpoint.formats.zero_files.file_names import model_file, sort_files
 from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource
+from deepspeed.checkpoint.storage.commit import LATEST_UNIVERSAL
+from deepspeed.checkpoint.storage.publishing import new_directory, publishing
 from deepspeed.errors import CheckpointError
+from deepspeed.trust import inside
 
 __all__ = ["convert"]
 
@@ -38,30 +42,57 @@ def convert(
     strict: bool = True,
     progress: Progress | None = None,
 ) -> Path:
-    """Write a universal checkpoint and `latest_universal` beside it; gives its directory."""
-    source_path, target = Path(directory), Path(output)
-    sources = _sources(source_path)
-    first = sources[0]
-    zero = target / "zero"
-    zero.mkdir(parents=True, exist_ok=True)
-    rules = dict(getattr(first, "model_entries", {}).get(_INFO) or {})
+    """Write a universal checkpoint and `latest_universal` beside it; gives its directory, which must be a new one."""
+    source_path = Path(directory)
+    target = new_directory(output, [source_path])
+    with reading(source_path):
+        sources = _sources(source_path)
+        rules = _rules(sources, source_path, strict)
+        with publishing(target, "universal", sources[0].world, latest=LATEST_UNIVERSAL) as folder:
+            _fill(folder, source_path, sources, rules, workers, progress)
+    return target
+
+
+def _rules(sources: Sequence[Source], path: Path, strict: bool) -> Mapping[str, Any]:
+    rules = dict(getattr(sources[0], "model_entries", {}).get(_INFO) or {})
     if len(sources) > 1 and not rules and strict:
         raise CheckpointError(
-            f"{source_path} has {len(sources)} model-parallel ranks and no {_INFO!r}: how their slices belong together "
+            f"{path} has {len(sources)} model-parallel ranks and no {_INFO!r}: how their slices belong together "
             "is unknown. With strict=False (--no_strict) they are put together along dim 0"
         )
+    return rules
+
+
+def _fill(
+    target: Path,
+    origin: Path,
+    sources: Sequence[Source],
+    rules: Mapping[str, Any],
+    workers: int,
+    progress: Progress | None,
+) -> None:
+    first, zero = sources[0], target / "zero"
+    zero.mkdir()
     names = list(first.shapes)
     with ThreadPoolExecutor(max_workers=max(workers, 1)) as pool:
         for done, _ in enumerate(pool.map(lambda name: _write(name, sources, zero, rules), names), 1):
             if progress is not None:
                 progress(done, len(names))
     for alias, owner in first.aliases.items():
-        (zero / alias).mkdir(exist_ok=True)
-        shutil.copyfile(zero / owner / "fp32.pt", zero / alias / "fp32.pt")
+        if owner not in first.shapes:
+            raise CheckpointError(f"{origin}: {alias} is to be the same as {owner}, of which there is nothing")
+        _folder(zero, alias).mkdir()
+        shutil.copyfile(_folder(zero, owner) / "fp32.pt", _folder(zero, alias) / "fp32.pt")
     torch.save(_optimizer_state(first), zero / "optimizer_state.pt")
-    _write_models(first, source_path, target)
-    (target.parent / "latest_universal").write_text(target.name, encoding="utf-8")
-    return target
+    _write_models(first, origin, target)
+
+
+def _folder(zero: Path, name: object) -> Path:
+    """Where a parameter's files go: a folder of its name, which therefore has to be a name."""
+    place = inside(zero, name, "the parameter")
+    if place.parent != zero or place.name != name:
+        raise CheckpointError(f"the parameter {name!r:.200} has a slash in its name, for which there is no folder")
+    return place
 
 
 def _sources(path: Path) -> Sequence[Source]:
@@ -71,16 +102,18 @@ def _sources(path: Path) -> Sequence[Source]:
 
 
 def _write(name: str, sources: Sequence[Source], zero: Path, rules: Mapping[str, Any]) -> None:
-    folder = zero / name
-    folder.mkdir(exist_ok=True)
+    folder = _folder(zero, name)
+    folder.mkdir()
     first = sources[0]
     for kind in first.kinds(name):
         if kind == "param":
             continue
         slices = [fetch(source.find(name, kind)).view(source.shapes[name]).float() for source in sources]
         whole, extra = merge_slices(name, slices, rules)
-        file = "fp32" if kind == "master" else kind
-        torch.save({"param": _alone(whole), **extra}, folder / f"{file}.pt")
+        file = inside(folder, f"{'fp32' if kind == 'master' else kind}.pt", f"the state of {name}")
+        if file.parent != folder or file.exists():
+            raise CheckpointError(f"{name} has a state called {kind!r:.200}, for which there is no file")
+        torch.save({"param": _alone(whole), **extra}, file)
     step = first.scalars(name).get("step")
     if step is not None:
         torch.save(step, folder / "step.pt")

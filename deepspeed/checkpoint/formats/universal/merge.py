@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.formats.universal.patterns import matches
 from deepspeed.errors import CheckpointError
 
 __all__ = ["merge_slices"]
@@ -21,7 +21,7 @@ def merge_slices(name: str, slices: Sequence[Tensor], rules: Mapping[str, Any]) 
     """
 
     def named(key: str) -> bool:
-        return any(re.match(pattern, name) for pattern in rules.get(key, ()))
+        return any(matches(pattern, name) for pattern in rules.get(key, ()))
 
     if named("tp_replicated_parameter_patterns") or named("pipeline_replicated_parameter_patterns"):
         if any(not torch.equal(part, slices[0]) for part in slices[1:]):
@@ -36,7 +36,7 @@ def merge_slices(name: str, slices: Sequence[Tensor], rules: Mapping[str, Any]) 
         whole = torch.cat([half[place] for place in (0, 1) for half in halves])
         return whole, {"cat_dim": 0, "param_n_sub_params": 2}
     for rule in rules.get("parameter_with_sub_params", ()):
-        if any(re.match(pattern, name) for pattern in rule["patterns"]):
+        if any(matches(pattern, name) for pattern in rule["patterns"]):
             return _sub_parameters(slices, rule), {"cat_dim": rule["partition_dim"]}
     whole = torch.cat(list(slices)) if len(slices) > 1 else slices[0]
     extra: dict[str, Any] = {"cat_dim": 0}

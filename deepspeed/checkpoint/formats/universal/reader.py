@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
+from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
 from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource
@@ -21,6 +22,7 @@ from deepspeed.errors import CheckpointError
 __all__ = ["UniversalSource"]
 
 
+@guarded
 class UniversalSource:
     """A directory with `zero/<name>/<kind>.pt` and the model files of the run, which hold buffers and counters."""
 

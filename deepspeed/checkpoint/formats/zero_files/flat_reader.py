@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.formats.bounds import rank_count, shapes_of
 from deepspeed.checkpoint.formats.checked_files import Opened
 from deepspeed.checkpoint.formats.source import Piece, Pieces
 from deepspeed.errors import CheckpointError
@@ -135,7 +136,7 @@ def by_group(
     """Stages 1 and 2, and the files of BF16_Optimizer, which name no stage."""
     first = open_(near).state["optimizer_state_dict"]
     world = _world(first.get("partition_count", len(files)), files, where, partial)
-    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
+    shapes = shapes_of(param_shapes, where)
     gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
     layouts = [_block(group, gap, world, where) for group, gap in zip(shapes, gaps, strict=True)]
     base = first["base_optimizer_state"]
@@ -161,10 +162,13 @@ def by_parameter(
     """Stage 3."""
     first = open_(near).state["optimizer_state_dict"]
     world = _world(first.get("partition_count", len(files)), files, where, partial)
-    shapes = [{name: torch.Size(shape) for name, shape in group.items()} for group in param_shapes]
+    shapes = shapes_of(param_shapes, where)
     layouts = [Striped(tuple(shape.numel() for shape in group.values()), world) for group in shapes]
     groups = first["optimizer_state_dict"]["param_groups"]
     members = [list(group["params"]) for group in groups]
+    flats = [flat for group in members for flat in group]
+    if len(set(flats)) != len(flats) or not set(flats) <= set(range(len(shapes))):
+        raise CheckpointError(f"{where}: the optimizer's groups do not name {len(shapes)} flat tensors once each")
     sharding = Sharding(
         3, world, shapes, layouts, open_, files, near, _take_by_parameter, _state_by_parameter, groups, members
     )
@@ -190,10 +194,10 @@ def _check_masters(sharding: Sharding, rank: int) -> None:
 
 
 def _world(count: Any, files: Mapping[int, str], where: Path, partial: bool) -> int:
-    counts = set(count) if isinstance(count, (list, tuple)) else {int(count)}
+    counts = {rank_count(each, where) for each in (count if isinstance(count, (list, tuple)) else [count])}
     if len(counts) != 1:
         raise CheckpointError(f"{where}: groups are cut over {sorted(counts)} ranks; expert groups cannot be read")
-    world = int(counts.pop())
+    world = counts.pop()
     missing = [rank for rank in range(world) if rank not in files]
     if (missing and not partial) or len(files) > world:
         raise CheckpointError(

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.checkpoint.formats.bounds import rank_count, shapes_of
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
+from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
@@ -24,6 +26,7 @@ from deepspeed.errors import CheckpointError
 __all__ = ["DeepSpeedSource"]
 
 
+@guarded
 class DeepSpeedSource:
     """A directory with DeepSpeed's files, of stage 0 to 3, whoever wrote them.
 
@@ -72,7 +75,9 @@ class DeepSpeedSource:
     @property
     def world(self) -> int:
         """Ranks over which ZeRO sharded."""
-        return int(self._model.get("dp_world_size", 1)) if self._sharding is None else self._sharding.world
+        if self._sharding is not None:
+            return self._sharding.world
+        return rank_count(self._model.get("dp_world_size", 1), self._directory)
 
     @property
     def files(self) -> Sequence[str]:
@@ -222,7 +227,7 @@ class DeepSpeedSource:
             self._sharding.fill(pieces)
         elif self._model.get("param_shapes"):
             for group in self._model["param_shapes"]:
-                pieces.shapes.update({name: torch.Size(shape) for name, shape in group.items()})
+                pieces.shapes.update(*shapes_of([group], self._directory))
         elif isinstance(self._model.get("optimizer"), Mapping):
             order = self._extra.get("names") or order
             self._whole = WholeOptimizer(self._model_file, order, pieces, ours=bool(self._extra))
@@ -233,11 +238,18 @@ class DeepSpeedSource:
 
     def _add_frozen(self) -> None:
         """Stage 3: every rank's part of the parameters that are not trained."""
-        world = int(self._model["dp_world_size"])
-        for name, shape in (self._model.get("frozen_param_shapes") or {}).items():
-            numel = torch.Size(shape).numel()
+        world = rank_count(self._model["dp_world_size"], self._directory)
+        held = {dp for dp, mp in self._found.sharded_models if mp == self._mp_rank}
+        missing = [rank for rank in range(world) if rank not in held]
+        if (missing and not self._partial) or len(held) > world:
+            raise CheckpointError(
+                f"{self._directory} was written by {world} ranks, but there are model files of ranks {sorted(held)}"
+                + (f": rank {missing[0]}'s is missing" if missing else "")
+            )
+        for name, shape in shapes_of([self._model.get("frozen_param_shapes") or {}], self._directory)[0].items():
+            numel = shape.numel()
             chunk = -(-numel // world)
-            self._pieces.shapes[name] = torch.Size(shape)
+            self._pieces.shapes[name] = shape
             for rank in range(world):
                 interval = min(rank * chunk, numel), min((rank + 1) * chunk, numel)
                 load = functools.partial(self._frozen_part, rank, name)
