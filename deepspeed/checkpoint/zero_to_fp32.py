@@ -46,18 +46,24 @@ _REOPEN = 256 * 2**20
 _Part = tuple[Path, tuple[Any, ...], int, int]  # file, entry, from, to
 
 
-class _Value(int):
-    """Takes the place of DeepSpeed's classes in its files, whose content is not needed here."""
+class _Value:
+    """Takes the place of classes in DeepSpeed's files, whose content is not needed here."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
 
     def __setstate__(self, state: Any) -> None:
         pass
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Read a file through a memory map, admitting no class but stand-ins for DeepSpeed's own."""
-    names = ("runtime.fp16.loss_scaler.LossScaler", "runtime.fp16.loss_scaler.DynamicLossScaler")
-    more = ("runtime.zero.config.ZeroStageEnum", "utils.tensor_fragment.fragment_address")
-    stand_ins: list[Any] = [(type(name, (_Value,), {}), f"deepspeed.{name}") for name in (*names, *more)]
+    """Read a file through a memory map, admitting no class but stand-ins for DeepSpeed's own and its users' values."""
+    ours = ("runtime.fp16.loss_scaler.LossScaler", "runtime.fp16.loss_scaler.DynamicLossScaler",
+            "runtime.zero.config.ZeroStageEnum", "utils.tensor_fragment.fragment_address")  # fmt: skip
+    others = ("argparse.Namespace", "datetime.datetime", "datetime.date", "datetime.timedelta", "pathlib.PosixPath",
+              "pathlib.PurePosixPath", "decimal.Decimal", "uuid.UUID")  # fmt: skip
+    names = (*(f"deepspeed.{name}" for name in ours), *others)
+    stand_ins: list[Any] = [(type(name, (_Value,), {}), name) for name in names]
     zipped = _looked_at(path)
     with torch.serialization.safe_globals(stand_ins):
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped or None)
@@ -246,7 +252,8 @@ def _add_trained(found: Checkpoint, groups: list[dict[str, Any]], files: Sequenc
         raise ValueError(f"{files[0]} has no master weights: it is no ZeRO checkpoint")
     count = first.get("partition_count", len(files))
     found.world = max(count) if isinstance(count, (list, tuple)) else int(count)
-    found.stage = 3 if by_parameter else int(first.get("zero_stage") or 1)
+    stage = first.get("zero_stage")  # a stand-in where it is DeepSpeed's enum
+    found.stage = 3 if by_parameter else stage if isinstance(stage, int) else 1
     if found.world != len(files):
         raise ValueError(f"{files[0].parent} was written by {found.world} ranks, but has {len(files)} optimizer files")
     if len(first[key]) != len(groups):

@@ -1,4 +1,4 @@
-"""Reading torch files without running code from them: plain values, tensors and DeepSpeed's four classes.
+"""Reading torch files without running code from them: plain values, tensors and a few classes.
 
 [Note: mapped files] `torch.load(mmap=True)` reads only the pickle; tensors are views of the mapped file whose bytes
 come from the disk when they are touched. `CheckedFile` checks the pickle and the zip's directory before they are used,
@@ -9,12 +9,17 @@ for their `place` and reads them from the file (`bulk_read`), since touching a m
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import decimal
 import functools
 import os
+import pathlib
 import pickle
 import re
 import struct
 import threading
+import uuid
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,15 +54,26 @@ ALLOWED: tuple[tuple[type, str], ...] = (
     (DynamicLossScaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (ZeroStageEnum, "deepspeed.runtime.zero.config.ZeroStageEnum"),
     (fragment_address, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (argparse.Namespace, "argparse.Namespace"),
+    (datetime.datetime, "datetime.datetime"),
+    (datetime.date, "datetime.date"),
+    (datetime.timedelta, "datetime.timedelta"),
+    (pathlib.PosixPath, "pathlib.PosixPath"),
+    (pathlib.PurePosixPath, "pathlib.PurePosixPath"),
+    (decimal.Decimal, "decimal.Decimal"),
+    (uuid.UUID, "uuid.UUID"),
 )
-"""The only classes beyond torch's own that a file may name, by the path where DeepSpeed has them."""
+"""The only classes beyond torch's own that a file may name, by the path where DeepSpeed has them.
+
+The last are values that scripts gave to DeepSpeed as `client_state`; making one runs no code but its own.
+"""
 
 _FOREIGN = re.compile(r"Unsupported global: GLOBAL ([\w.]+)|unsupported GLOBAL ([\w.]+)")
 _ONE_AT_A_TIME = threading.Lock()  # torch's allow-list belongs to the process: whoever leaves the scope first ends it
 
 
 def safe_load(path: str | os.PathLike[str], *, mmap: bool = True, map_location: Any = "cpu") -> Any:
-    """`torch.load(weights_only=True)` that also knows DeepSpeed's four classes; every failure is a CheckpointError.
+    """`torch.load(weights_only=True)` that also knows the classes of `ALLOWED`; every failure is a CheckpointError.
 
     With `mmap` the tensors are read when they are used, and changing one does not change the file.
     """

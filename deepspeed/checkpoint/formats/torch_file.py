@@ -110,7 +110,7 @@ def check_size(content: Any, size: int) -> None:
         elif isinstance(value, Tensor):
             counts[-1][0] += 1
             _claim(value, claimed)
-        elif not isinstance(value, (Mapping, list, tuple, set, frozenset)):
+        elif not isinstance(value, (Mapping, list, tuple, set, frozenset)) and not hasattr(value, "__dict__"):
             counts[-1][0] += 1
         elif id(value) in nodes:
             counts[-1][0] += nodes[id(value)][0]
@@ -132,9 +132,10 @@ def _inside(value: Any) -> Iterator[Any]:
         for key, item in value.items():
             yield key
             yield item
-        yield from vars(value).values() if hasattr(value, "__dict__") else ()
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from value
+    if hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from vars(value).values()
 
 
 def _claim(tensor: Tensor, claimed: dict[tuple[Any, ...], int]) -> None:

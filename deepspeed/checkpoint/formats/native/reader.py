@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.formats.bounds import dtype_called, rank_count, shape_of
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
+from deepspeed.checkpoint.formats.client_values import decode
 from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.native.writer import INDEX, SMALL, VERSION, rank_file
 from deepspeed.checkpoint.formats.safetensors import Content
@@ -101,7 +102,7 @@ class NativeSource:
             found["loss_scale"],
             found["overflow"],
             found["clip"],
-            found["client_state"],
+            decode(found["client_state"]),
             found["ds_config"],
             self._index["ds_version"],
             found.get("module") or {},

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed._version import __version__
+from deepspeed.checkpoint.formats.client_values import encode
 from deepspeed.checkpoint.formats.plain_values import plain
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
 from deepspeed.checkpoint.formats.safetensors import Content
@@ -152,7 +153,7 @@ def _small(state: TrainingState) -> dict[str, Any]:
         "overflow": state.overflow,
         "clip": state.clip,
         "lr_scheduler": plain(state.lr_scheduler, "lr_scheduler"),
-        "client_state": plain(state.client_state, "client_state"),
+        "client_state": encode(dict(state.client_state), "client_state"),
         "ds_config": plain(state.ds_config, "ds_config"),
         "module": plain(state.extra, "the model's extra state"),
     }

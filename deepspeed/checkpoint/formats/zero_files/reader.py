@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.formats.bounds import rank_count, shapes_of
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
+from deepspeed.checkpoint.formats.client_values import decode
 from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.formats.training_state import Counters
@@ -122,7 +123,7 @@ class DeepSpeedSource:
             names = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
             scale = {name: first[name] for name in names if name in first}
             scale["dynamic"] = bool(first.get("dynamic_loss_scale"))
-        client = extra.get("client_state")
+        client = decode(extra.get("client_state"))
         if client is None:
             client = {key: value for key, value in model.items() if key not in RESERVED}
         steps = int(model.get("global_steps", 0))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed._version import __version__
+from deepspeed.checkpoint.formats.client_values import decode, encode
 from deepspeed.checkpoint.formats.plain_values import plain
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
 from deepspeed.checkpoint.formats.stand_ins import StandIns
@@ -81,7 +82,9 @@ def files(state: TrainingState, *, allocate: Allocate | None = None, stand_ins: 
 
 
 def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
-    counters, client = state.counters, plain(state.client_state, "client_state")
+    counters, client = state.counters, encode(dict(state.client_state), "client_state")
+    # Scripts look for their own keys at the top level, where there are simpler values; none replaces an entry of ours.
+    beside = plain({key: value for key, value in decode(client).items() if key not in RESERVED}, "client_state")
     shapes = [OrderedDict(zip(names, sizes, strict=True)) for names, sizes in _shapes(state)]
     optimizer = whole(state, host) if state.stage == 0 and state.groups else None
     entries = {
@@ -116,8 +119,7 @@ def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
             "module": plain(state.extra, "the model's extra state"),
         },
     }
-    # Scripts look for their own keys at the top level; none of them may replace an entry of ours.
-    return {**{key: value for key, value in client.items() if key not in RESERVED}, **entries}
+    return {**beside, **entries}
 
 
 def _module(state: TrainingState, host: Host) -> OrderedDict[str, Tensor]:

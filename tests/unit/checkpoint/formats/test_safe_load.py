@@ -1,6 +1,6 @@
 """Reading: no code from files, four classes of DeepSpeed, damage named, blocks checked as they are needed."""
 
-import decimal
+import fractions
 import pickle
 import sys
 import threading
@@ -23,7 +23,7 @@ def written(tmp_path, monkeypatch):
     """A file that names the classes as DeepSpeed does."""
 
     def write(state):
-        homes = {cls: path.rpartition(".") for cls, path in ALLOWED}
+        homes = {cls: path.rpartition(".") for cls, path in ALLOWED if path.startswith("deepspeed.")}
         made = {home for home, _, _ in homes.values() if home not in sys.modules}
         for home in made:
             monkeypatch.setitem(sys.modules, home, ModuleType(home))
@@ -78,8 +78,8 @@ def test_threads_do_not_end_each_others_allow_list(written):
 
 
 def test_a_foreign_class_is_named(tmp_path):
-    torch.save({"price": decimal.Decimal("1.5")}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"x\.pt holds an object of decimal\.Decimal.*plain value"):
+    torch.save({"share": fractions.Fraction("1.5")}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"x\.pt holds an object of fractions\.Fraction.*plain value"):
         safe_load(tmp_path / "x.pt")
 
 
