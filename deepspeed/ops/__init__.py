@@ -5,17 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from deepspeed._lazy import submodule
-from deepspeed.ops.registry import op, operations
+from deepspeed.ops.registry import op
 
-__all__ = ["__compatible_ops__", "op"]
+__all__ = ["__compatible_ops__", "__installed_ops__", "op"]
 
 __compatible_ops__: dict[str, bool]
+__installed_ops__: dict[str, bool]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "__compatible_ops__":
+    if name not in ("__compatible_ops__", "__installed_ops__"):
         return submodule(__name__, name)
-    # Looked up on first use: the answer asks compilers, drivers and devices.
-    answer = {each.name: any(way.requires.holds for way in each.implementations) for each in operations().values()}
+    from deepspeed.ops.op_builder import all_ops  # on first use: the answer asks compilers, drivers and devices
+
+    answer = all_ops.compatible_ops() if name == "__compatible_ops__" else all_ops.installed_ops()
     globals()[name] = answer
     return answer
