@@ -29,7 +29,14 @@ from deepspeed.log import log_dist, logger
 
 if TYPE_CHECKING:
     from deepspeed import accelerator, comm, ops, parallel, runtime, utils, zero
-    from deepspeed._api import add_config_arguments, initialize
+    from deepspeed import comm as dist
+    from deepspeed._api import (
+        DeepSpeedOptimizerCallable,
+        DeepSpeedSchedulerCallable,
+        add_config_arguments,
+        initialize,
+    )
+    from deepspeed._compat.flags import HAS_TRITON, set_optimizer_flags
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm import init_distributed
     from deepspeed.config import DeepSpeedConfig
@@ -37,6 +44,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.utils.init_on_device import OnDevice
 
 # name → module, or module:attribute; imported when first asked for
 _LAZY = {
@@ -44,16 +52,22 @@ _LAZY = {
     "DeepSpeedDataLoader": "deepspeed.runtime.dataloader:DeepSpeedDataLoader",
     "DeepSpeedEngine": "deepspeed.runtime.engine:DeepSpeedEngine",
     "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
+    "DeepSpeedOptimizerCallable": "deepspeed._api:DeepSpeedOptimizerCallable",
+    "DeepSpeedSchedulerCallable": "deepspeed._api:DeepSpeedSchedulerCallable",
+    "HAS_TRITON": "deepspeed._compat.flags:HAS_TRITON",
+    "OnDevice": "deepspeed.utils.init_on_device:OnDevice",
     "accelerator": "deepspeed.accelerator",
     "add_config_arguments": "deepspeed._api:add_config_arguments",
     "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
     "comm": "deepspeed.comm",
+    "dist": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator:get_accelerator",
     "init_distributed": "deepspeed.comm:init_distributed",
     "initialize": "deepspeed._api:initialize",
     "ops": "deepspeed.ops",
     "runtime": "deepspeed.runtime",
     "parallel": "deepspeed.parallel",
+    "set_optimizer_flags": "deepspeed._compat.flags:set_optimizer_flags",
     "utils": "deepspeed.utils",
     "zero": "deepspeed.zero",
 }
@@ -61,6 +75,7 @@ _LAZY = {
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 
 __all__ = [
+    "HAS_TRITON",
     "TORCH_DISTRIBUTED_DEFAULT_PORT",
     "DeepSpeedConfig",
     "DeepSpeedConfigError",
@@ -68,6 +83,9 @@ __all__ = [
     "DeepSpeedEngine",
     "DeepSpeedError",
     "DeepSpeedOptimizer",
+    "DeepSpeedOptimizerCallable",
+    "DeepSpeedSchedulerCallable",
+    "OnDevice",
     "__git_branch__",
     "__git_hash__",
     "__version__",
@@ -78,6 +96,7 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "dist",
     "get_accelerator",
     "init_distributed",
     "initialize",
@@ -86,6 +105,7 @@ __all__ = [
     "ops",
     "parallel",
     "runtime",
+    "set_optimizer_flags",
     "utils",
     "zero",
 ]

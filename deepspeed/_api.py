@@ -19,7 +19,12 @@ if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-__all__ = ["add_config_arguments", "initialize"]
+__all__ = ["DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable", "add_config_arguments", "initialize"]
+
+DeepSpeedOptimizerCallable = Callable[..., Optimizer]
+"""What `initialize` takes as `optimizer` to make one of parameters."""
+DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
+"""What `initialize` takes as `lr_scheduler` to make one of the optimizer."""
 
 _MESH = ("data_parallel", "sequence_parallel")
 

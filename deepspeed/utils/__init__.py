@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from deepspeed import log as logging
 from deepspeed._lazy import lazy
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from deepspeed.comm import is_initialized
     from deepspeed.runtime.dataloader import RepeatingLoader
     from deepspeed.utils import groups
+    from deepspeed.utils.init_on_device import OnDevice
     from deepspeed.zero.public.access import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -40,6 +43,7 @@ if TYPE_CHECKING:
     )
 
 _LAZY = {
+    "OnDevice": "deepspeed.utils.init_on_device:OnDevice",
     "RepeatingLoader": "deepspeed.runtime.dataloader:RepeatingLoader",
     "get_z3_leaf_modules": "deepspeed.zero.public.leaf:get_z3_leaf_modules",
     "groups": "deepspeed.utils.groups",
@@ -68,6 +72,7 @@ _LAZY = {
 }
 
 __all__ = [
+    "OnDevice",
     "RepeatingLoader",
     "get_z3_leaf_modules",
     "groups",
@@ -101,6 +106,17 @@ __all__ = [
 
 
 __getattr__ = lazy(__name__, _LAZY)
+
+
+class _Facade(ModuleType):
+    """`z3_leaf_module` is a function here and also the name of a module below: importing that must not hide this."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name == "z3_leaf_module" and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Facade
 
 
 def __dir__() -> list[str]:

@@ -12,10 +12,11 @@ import deepspeed.utils
 from tests.architecture.source import ROOT
 
 PUBLIC = """
-    TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader
-    DeepSpeedEngine DeepSpeedError DeepSpeedOptimizer __git_branch__ __git_hash__
+    HAS_TRITON TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader
+    DeepSpeedEngine DeepSpeedError DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable OnDevice
+    __git_branch__ __git_hash__
     __version__ __version_major__ __version_minor__ __version_patch__ accelerator add_config_arguments
-    checkpointing comm
+    checkpointing comm dist set_optimizer_flags
     get_accelerator init_distributed initialize log_dist logger ops parallel runtime utils zero
 """.split()
 

@@ -1,0 +1,1 @@
+"""What scripts and other libraries call by old import paths and nothing inside this one needs."""

@@ -1,0 +1,71 @@
+"""Reads `names.txt`: the public modules and names of DeepSpeed 0.19, and which feature brings those not here yet."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+FEATURES = {
+    "1-bit optimizers": "OnebitAdam, OnebitLamb, ZeroOneAdam and their backends",
+    "DeepCompile": "compiled graphs over sharded parameters, and passes over them",
+    "FastGen": "inference over ragged batches",
+    "ZeRO++": "hpZ, MiCS, quantised communication",
+    "autotuning": "the search for a config",
+    "compression": "quantisation, pruning and distillation during training",
+    "data efficiency": "curriculum learning, random layer token drop, progressive layer drop, variable batches",
+    "elasticity": "batch sizes that fit many world sizes, and the agent that restarts",
+    "experts": "mixture of experts, AutoEP",
+    "flops profiler": "floating point operations by module",
+    "hybrid engine": "one engine that trains and generates",
+    "inference": "init_inference, kernel injection, checkpoints cut for tensor parallelism",
+    "kernels": "transformer layers, Evoformer attention, floating point quantisation, grouped products",
+    "linear": "LoRA and quantised linear layers",
+    "memory tiers": "offload to host and NVMe, asynchronous I/O, ZenFlow, SuperOffload, activation offload",
+    "multi-node launch": "pdsh, MPI and Slurm runners",
+    "pipeline": "pipeline parallelism",
+    "rollout": "generation for reinforcement learning",
+    "sequence": "sequence parallelism, tiled computation",
+    "sparse attention": "attention over blocks",
+    "tensor parallel": "AutoTP, Domino, tensor-parallel checkpoints",
+    "names": "in progress",
+    # Not to come:
+    "internals": "how DeepSpeed does something inside; here it is done in another way, and nobody is meant to call it",
+    "other vendors": "software of others that DeepSpeed only calls: Nebula, DataStates, accelerators of two vendors",
+}
+
+
+@dataclass
+class Row:
+    """One name. `parameters` is None where the reference does not list them."""
+
+    name: str
+    parameters: list[str] | None = None
+    fields: list[str] = field(default_factory=list)
+    feature: str | None = None
+    members: list[Row] = field(default_factory=list)
+
+
+_LINE = re.compile(r"( *)(?:\[([^\]]+)\] )?([\w.]+)(?:\((.*)\))?(?: \{(.*)\})?")
+
+
+def read(path: Path = Path(__file__).with_name("names.txt")) -> list[Row]:
+    """The modules, with their names as members, and these with their methods."""
+    modules: list[Row] = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line or line.startswith("#"):
+            continue
+        found = _LINE.fullmatch(line)
+        assert found, f"names.txt:{number}: {line!r} is no row"
+        indent, feature, name, parameters, fields = found.groups()
+        row = Row(name, _listed(parameters), _listed(fields) or [], feature)
+        depth = len(indent) // 4
+        home = modules
+        for _ in range(depth):
+            home = home[-1].members
+        home.append(row)
+    return modules
+
+
+def _listed(text: str | None) -> list[str] | None:
+    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
