@@ -10,7 +10,7 @@ from typing import Any
 
 from deepspeed._compat.constants import CONSTANTS
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.hybrid import HybridEngineConfig
+from deepspeed.config.inference import HybridEngineConfig
 from deepspeed.config.load import load
 from deepspeed.config.monitor import DeepSpeedMonitorConfig
 from deepspeed.config.parallel import TPTrainingConfig

@@ -38,7 +38,9 @@ from deepspeed.checkpoint.storage.rank_meeting import Meeting, default_exchange,
 from deepspeed.config.checkpoint import CheckpointConfig
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import log_dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.saving.plugged import save_files
 from deepspeed.runtime.saving.restoring import Restoring, Wish
 from deepspeed.runtime.saving.rng_state import restore as restore_rng
 from deepspeed.runtime.saving.training_state import Run, buffer_sum, collect, kinds_of, listing, settle_edits
@@ -75,6 +77,8 @@ class Checkpoints:
         section = parts.config.schema.checkpoint
         self._parts = parts
         self._section = section
+        self.plug: CheckpointEngine | None = None
+        """What writes the files instead of the manager: an object of the user's own."""
         exchange = default_exchange(section.rank_wait, answering=True)
         alone = section.use_node_local_storage
         place = Place(socket.gethostname(), parts.local_rank == 0) if alone else Place(leader=exchange.rank == 0)
@@ -94,9 +98,12 @@ class Checkpoints:
         with self.manager.exchange.meeting(what) as meeting:
             _, heard = together(meeting, what, lambda: self._look(save_dir, tag, run))
             allocate = self.manager.allocator() if background else None
-            stand_ins = StandIns() if not background and self.manager.policy.zipped and StandIns.works() else None
+            stood_in = not background and self.plug is None and self.manager.policy.zipped
+            stand_ins = StandIns() if stood_in and StandIns.works() else None
             make = functools.partial(self._files, self._compared(run, heard), exclude_frozen, allocate, stand_ins)
             state, files = _here(meeting, what, make)
+        if self.plug is not None:
+            return save_files(self.plug, self.manager.exchange, files, Path(save_dir), tag, latest=latest)
         zero = state.stage > 0 and self._section.format == "deepspeed"
         path = self.manager.save(
             Request(

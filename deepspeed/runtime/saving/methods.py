@@ -12,9 +12,12 @@ from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.storage.manager import default_tag
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.checkpoints import Checkpoints, leftovers
 from deepspeed.runtime.saving.optimizer_match import rates, tell_of_rates
+from deepspeed.runtime.saving.plugged import plain_copy
 from deepspeed.runtime.saving.restoring import Wish
 from deepspeed.runtime.saving.training_state import Run
 from deepspeed.runtime.step.scale_names import continue_scale
@@ -32,6 +35,28 @@ class CheckpointMethods:
     global_steps: int
     global_samples: int
     skipped_steps: int
+
+    @property
+    def checkpoint_engine(self) -> CheckpointEngine:
+        """What writes and reads the files of checkpoints; set one of your own before saving or loading, on all ranks.
+
+        It is cleaned up with the engine.
+        """
+        return self._checkpoints.plug or TorchCheckpointEngine()
+
+    @checkpoint_engine.setter
+    def checkpoint_engine(self, engine: CheckpointEngine) -> None:
+        if not isinstance(engine, CheckpointEngine):
+            raise UsageError(f"engine.checkpoint_engine takes a CheckpointEngine; found {type(engine).__name__}")
+        plugged = type(engine) is not TorchCheckpointEngine
+        if plugged and self._parts.config.schema.checkpoint.use_node_local_storage:
+            raise UsageError(
+                "checkpoint.use_node_local_storage is on, and every rank must see the files of a checkpoint engine of "
+                "your own: turn the key off, or leave engine.checkpoint_engine as it is"
+            )
+        self._checkpoints.plug = engine if plugged else None
+        if plugged:
+            self._parts.resources.callback(engine.cleanup)
 
     def save_checkpoint(
         self,
@@ -76,6 +101,9 @@ class CheckpointMethods:
         it; (None, None) if no tag is given and `load_dir` names no checkpoint. `load_module_only` leaves counters,
         schedule and optimizer alone. `custom_load_fn(src=state dict, dst=module)` puts the weights into the model.
         """
+        if self._checkpoints.plug is not None:
+            rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+            return self._load_plugged(self._checkpoints.plug, load_dir, tag, *rest, custom_load_fn)
         path = self._checkpoints.find(load_dir, None if tag is None else str(tag))
         if path is None:
             return None, None
@@ -102,6 +130,22 @@ class CheckpointMethods:
             tell_of_rates(self._parts.basic_optimizer, before)
         client = {**leftovers(source, scheduler_loaded=scheduled), **source.small.client_state}
         return os.path.join(path, source.files[0]), client
+
+    def _load_plugged(
+        self, plug: CheckpointEngine, load_dir: str | os.PathLike[str], tag: str | int | None, *options: Any
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As `load_checkpoint`, from a copy that the plugged engine's files are read into."""
+        name = None if tag is None else str(tag)
+        with plain_copy(plug, self._checkpoints.manager.exchange, load_dir, name) as copy:
+            if copy is None:
+                log_dist(f"{load_dir} has no file 'latest', so nothing was loaded; pass the tag", level=WARNING)
+                return None, None
+            self._checkpoints.plug = None  # the copy is an ordinary checkpoint
+            try:
+                path, client = self.load_checkpoint(*copy, *options)
+            finally:
+                self._checkpoints.plug = plug
+        return os.path.join(load_dir, os.path.relpath(str(path), copy[0])), client
 
     def _continue_schedule(self, source: Source) -> bool:
         load = getattr(self.lr_scheduler, "load_state_dict", None)
