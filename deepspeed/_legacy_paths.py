@@ -68,6 +68,35 @@ MOVED: dict[str, str] = {
 
 # old module → its names → home of each: "module" if the name is the same there, else "module:name"
 SPLIT: dict[str, dict[str, str]] = {
+    "deepspeed.checkpoint.deepspeed_checkpoint": {
+        "DeepSpeedCheckpoint": "deepspeed.checkpoint",
+    },
+    "deepspeed.checkpoint.reshape_3d_utils": {
+        "flatten_dp_dimension": "deepspeed._compat.reshape_grid",
+        "get_model_3d_descriptor": "deepspeed.checkpoint",
+        "model_3d_desc": "deepspeed.checkpoint",
+        "unflatten_dp_dimension": "deepspeed._compat.reshape_grid",
+    },
+    "deepspeed.checkpoint.reshape_meg_2d": {
+        "get_mpu_ranks": "deepspeed._compat.reshape_grid",
+        "meg_2d_parallel_map": "deepspeed._compat.reshape_grid",
+        "reshape_meg_2d_parallel": "deepspeed._compat.reshape_grid",
+    },
+    "deepspeed.checkpoint.reshape_utils": {
+        "basic_folder_validation": "deepspeed._compat.reshape_grid",
+        "get_files": "deepspeed._compat.reshape_grid",
+        "get_files_with_prefix": "deepspeed._compat.reshape_grid",
+        "get_zero_files": "deepspeed._compat.reshape_grid",
+        "merge_state": "deepspeed._compat.reshape_grid",
+        "merge_state_dict": "deepspeed._compat.reshape_grid",
+        "merge_state_list": "deepspeed._compat.reshape_grid",
+        "partition_data": "deepspeed._compat.reshape_grid",
+        "sort_zero_files": "deepspeed._compat.reshape_grid",
+        "validate_files": "deepspeed._compat.reshape_grid",
+    },
+    "deepspeed.checkpoint.zero_checkpoint": {
+        "ZeROCheckpoint": "deepspeed.checkpoint",
+    },
     "deepspeed.comm.backend": {
         "Backend": "deepspeed._compat.torch_backend",
     },
@@ -115,6 +144,14 @@ SPLIT: dict[str, dict[str, str]] = {
         "TPConfig": "deepspeed.config.parallel",
         "TPTrainingConfig": "deepspeed.config.parallel",
         "get_tensor_parallel_config": "deepspeed._compat.config",
+    },
+    "deepspeed.runtime.torch_autocast": {
+        "PARAM_COMM_DTYPE_ATTR_NAME": "deepspeed._compat.autocast",
+        "get_all_comm_dtypes": "deepspeed._compat.autocast",
+        "get_comm_dtype": "deepspeed._compat.autocast",
+        "get_default_autocast_lower_precision_modules": "deepspeed._compat.autocast",
+        "has_comm_dtype": "deepspeed._compat.autocast",
+        "sort_dtypes": "deepspeed._compat.autocast",
     },
     "deepspeed.runtime.utils": {
         "CheckOverflow": "deepspeed._compat.overflow",

@@ -120,6 +120,15 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
         """True if the loss scale adapts to overflows."""
         return self._scale.dynamic
 
+    def needs_scaler(self) -> bool:
+        """True if losses are scaled before backward."""
+        return self._scale.dynamic or self.cur_scale != 1
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """A loss, one number with a gradient function, times the loss scale; anything else as it is."""
+        is_loss = isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
+        return value * self.cur_scale if is_loss and self.needs_scaler() else value
+
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Any:
         """As `engine.backward`."""
         return self._backward(loss, retain_graph=retain_graph)

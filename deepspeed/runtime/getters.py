@@ -26,10 +26,14 @@ GETTERS: dict[str, str] = {
     "bf16_optimizer_states": "schema.bf16.bf16_optimizer_states",
     "bfloat16_enabled": "schema.bf16.enabled",
     "checkpoint_serialization_enabled": "schema.checkpoint.checkpoint_serialization",
+    "curriculum_learning_config": "schema.data_efficiency.data_sampling.curriculum_learning",
+    "curriculum_learning_enabled": "schema.data_efficiency.data_sampling.curriculum_learning.enabled",
     "checkpoint_tag_validation_enabled": "checkpoint_tag_validation_enabled",
     "checkpoint_tag_validation_fail": "checkpoint_tag_validation_fail",
     "data_efficiency_config": "schema.data_efficiency",
     "data_efficiency_enabled": "schema.data_efficiency.enabled",
+    "data_sampling_config": "schema.data_efficiency.data_sampling",
+    "data_sampling_enabled": "schema.data_efficiency.data_sampling.enabled",
     "dataloader_drop_last": "schema.dataloader_drop_last",
     "dump_state": "schema.dump_state",
     "dynamic_loss_scale_args": "dynamic_loss_scale_args",
@@ -102,6 +106,7 @@ GETTERS: dict[str, str] = {
 
 # methods whose value follows from others
 _DERIVED: dict[str, Callable[[Any], Any]] = {
+    "checkpoint_writer_enabled": lambda engine: engine._config.schema.checkpoint.writer is not None,
     "dynamic_loss_scale": lambda engine: engine._parts.scale.dynamic,
     "get_data_parallel_rank": lambda engine: engine._parts.layout["dp"].rank,
     "get_data_types": lambda engine: (engine._parts.precision.param, engine._parts.precision.accumulate),

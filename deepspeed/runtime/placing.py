@@ -25,6 +25,8 @@ def place(module: nn.Module, device: torch.device, precision: Precision, stage: 
     module.to(device)
     precision.cast_module(module)
     convert_shards(module, stage)
+    for param, dtype in precision.reduce_dtypes(module).items():
+        param.comm_dtype = dtype  # type: ignore[attr-defined]  # clients look here
 
 
 def _require_values(module: nn.Module) -> None:

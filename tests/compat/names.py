@@ -28,7 +28,6 @@ FEATURES = {
     "sequence": "sequence parallelism, tiled computation",
     "sparse attention": "attention over blocks",
     "tensor parallel": "AutoTP, Domino, tensor-parallel checkpoints",
-    "names": "in progress",
     # Not to come:
     "internals": "how DeepSpeed does something inside; here it is done in another way, and nobody is meant to call it",
     "other vendors": "software of others that DeepSpeed only calls: Nebula, DataStates, accelerators of two vendors",
