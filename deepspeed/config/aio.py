@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import Field
 
 from .model import PositiveCount, Section
@@ -11,6 +13,8 @@ __all__ = ["AioConfig"]
 
 class AioConfig(Section):
     """Asynchronous file access, for NVMe offload and the fast checkpoint writer."""
+
+    renamed_under: ClassVar[str | None] = "aio"
 
     block_size: PositiveCount = Field(1_048_576, description="Size of one read or write request, in bytes.")
     queue_depth: PositiveCount = Field(8, description="Number of requests in flight at a time.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MinLen
 from pydantic import Field, model_validator
@@ -24,6 +24,8 @@ class ModelInfoConfig(Section):
 
 class AutotuningConfig(Section):
     """Search for the ZeRO stage, batch size and bucket sizes that train fastest."""
+
+    renamed_under: ClassVar[str | None] = "autotuning"
 
     enabled: bool = Field(False, description="Whether this run is an experiment: measure, write the result, exit.")
     fast: bool = Field(True, description="Whether only the micro-batch size is tuned.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import MinLen
 from pydantic import BeforeValidator, Field, model_validator
@@ -27,6 +27,8 @@ def _version(value: Any) -> float:
 
 class ElasticityConfig(Section):
     """Elastic training: the batch size is chosen so that it fits the most world sizes."""
+
+    renamed_under: ClassVar[str | None] = "elasticity"
 
     enabled: bool = Field(
         False, description="Whether the batch sizes are computed from this section and the number of GPUs."

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge, Gt, Le
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from deepspeed.config.renamed import current
 
 __all__ = [
     "Count",
@@ -24,8 +26,8 @@ __all__ = [
 class DeepSpeedConfigModel(BaseModel):
     """A part of the config: immutable, every key declared, each field by its name or its JSON alias.
 
-    Models only say what is valid. Spelling help, `"auto"`, `null` sections and renamed keys are the loader's work
-    (`config/load.py`); a model built directly raises pydantic's own ValidationError.
+    Models only say what is valid. Spelling help, `"auto"` and `null` sections are the loader's work
+    (`config/load.py`); a model built directly knows older names of its fields and raises pydantic's ValidationError.
     """
 
     model_config = ConfigDict(
@@ -51,6 +53,17 @@ class DeepSpeedConfigModel(BaseModel):
 
 class Section(DeepSpeedConfigModel):
     """A JSON object under a top-level key; absent and `null` mean its defaults."""
+
+    renamed_under: ClassVar[str | None] = None
+    """The top-level key, of a section that has fields with older names."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older_names(cls, data: Any) -> Any:
+        """Scripts that build a section themselves may still use them."""
+        if cls.renamed_under is None or not isinstance(data, dict):
+            return data
+        return current(cls.renamed_under, data)
 
 
 class Foreign(Section):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 from pydantic import BeforeValidator, Field, model_validator
@@ -63,6 +63,8 @@ class DeepSpeedFP16Config(Section):
 
 class DeepSpeedBF16Config(Section):
     """Training in bf16; its range is that of fp32, so the loss is not scaled."""
+
+    renamed_under: ClassVar[str | None] = "bf16"
 
     enabled: bool = Field(False, description="Whether to train in bf16, keeping fp32 master weights.")
     immediate_grad_update: bool = Field(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["REMOVED", "RENAMED", "Renamed", "apply"]
+__all__ = ["REMOVED", "RENAMED", "Renamed", "apply", "current"]
 
 Raw = dict[str, Any]
 
@@ -91,6 +91,16 @@ def apply(raw: Raw) -> tuple[list[Applied], list[tuple[str, str]]]:
         target[name] = converted
         done.append(Applied(row.old, row.new, row.tell))
     return done, wrong
+
+
+def current(section: str, values: Raw) -> Raw:
+    """The values of a section that is built by itself, under today's names; a ValueError where that cannot be."""
+    raw: Raw = {section: {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}}
+    _, wrong = apply(raw)
+    if wrong:
+        raise ValueError("; ".join(f"{old}: {reason}" for old, reason in wrong))
+    moved: Raw = raw[section]
+    return moved
 
 
 def _boolean_zero(raw: Raw, done: list[Applied]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -43,6 +43,8 @@ class LoCoConfig(Section):
 
 class DeepSpeedZeroConfig(Section):
     """ZeRO: shards of optimizer state, gradients and parameters instead of copies on every rank."""
+
+    renamed_under: ClassVar[str | None] = "zero_optimization"
 
     stage: Annotated[ZeroStageEnum, BeforeValidator(_stage)] = Field(
         ZeroStageEnum.disabled,

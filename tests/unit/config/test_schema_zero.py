@@ -12,6 +12,8 @@ from deepspeed.config.offload import (
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
 )
+from deepspeed.config.renamed import RENAMED
+from deepspeed.config.schema import Schema
 from deepspeed.config.zenflow import ZenFlowConfig
 from deepspeed.config.zero import DeepSpeedZeroConfig, ZeroStageEnum
 
@@ -82,11 +84,6 @@ def test_sizes_may_be_floats_with_or_without_a_fraction():
 def test_keys_without_effect_are_accepted():
     assert DeepSpeedZeroConfig(allgather_partitions=False).allgather_partitions is False
     assert "no longer exists" in refused(DeepSpeedZeroConfig, legacy_stage1=True)
-
-
-def test_old_names_are_not_part_of_the_model():
-    for key in ("cpu_offload", "cpu_offload_param", "grad_hooks", "stage3_gather_fp16_weights_on_model_save"):
-        assert "Extra inputs" in refused(DeepSpeedZeroConfig, **{key: True})
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -213,3 +210,23 @@ def test_zenflow_inside_zero():
     assert "zenflow.offload needs overlap_comm" in refused(DeepSpeedZeroConfig, **offload, zenflow={"offload": True})
     DeepSpeedZeroConfig(**offload, overlap_comm=True, zenflow={"offload": True})
     assert DeepSpeedZeroConfig(**offload).zenflow is None
+
+
+def test_older_names_of_a_section_that_is_built_by_itself():
+    section = DeepSpeedZeroConfig(stage=3, cpu_offload=True, cpu_offload_param=True, cpu_offload_use_pin_memory=False)
+    assert section.offload_optimizer.device == "cpu"
+    assert section.offload_optimizer.pin_memory is False
+    assert section.offload_param.device == "cpu"
+    assert DeepSpeedZeroConfig(cpu_offload=False).offload_optimizer is None
+    assert DeepSpeedZeroConfig(stage3_gather_fp16_weights_on_model_save=True).gather_16bit_weights_on_model_save
+    given = {"cpu_offload": True}
+    DeepSpeedZeroConfig(**given)
+    assert given == {"cpu_offload": True}
+    with pytest.raises(ValidationError, match="cpu_offload: it is the old name of"):
+        DeepSpeedZeroConfig(cpu_offload=True, offload_optimizer={"device": "cpu"})
+
+
+def test_every_section_with_older_names_knows_them():
+    sections = {row.old.partition(".")[0] for row in RENAMED if "." in row.old}
+    fields = {name: field.annotation for name, field in Schema.model_fields.items()}
+    assert {name: getattr(fields[name], "renamed_under", None) for name in sections} == {n: n for n in sections}
