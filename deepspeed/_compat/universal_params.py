@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from deepspeed.checkpoint.constants import CAT_DIM, PARAM
-from deepspeed.checkpoint.safe_load import safe_load
+from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.errors import CheckpointError, FeatureUnavailable
 from deepspeed.zero.public.access import safe_set_full_fp32_param, safe_set_full_optimizer_state
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from deepspeed.utils.torch import required_torch_version
+from deepspeed.accelerator.torch_version import required_torch_version
 
 __all__ = [
     "compiled_autograd",
