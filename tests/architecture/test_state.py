@@ -34,12 +34,15 @@ PROGRAMS = ("__main__", "_bare")  # importing one runs it
 
 # folder::function → what is remembered for the rest of the process
 MEMOS = {
+    "checkpoint::_machine": "how a pattern of a universal checkpoint is matched",
     "checkpoint::works": "whether this torch hands over memory as it is",
+    "config::_defaults": "the value of every key that is not given",
     "config::keys_of": "the keys of a section's class",
     "config::places_of": "where each key may stand",
     "log::_log_dist_once": "what was told",
     "log::warn_once": "what was told",
     "ops::_cpu_flags": "what this processor can do",
+    "ops::_rocminfo": "what the machine's ROCm tells",
     "ops::_load_families": "that the modules of all operations are imported",
     "zero::_sharded": "the class of a sharded parameter, for each class of parameters",
 }
