@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed import log as logging
 from deepspeed._lazy import lazy
-from deepspeed.log import log_dist, logger, set_log_level_from_string
+from deepspeed.log import log_dist, log_dist_once, logger, print_json_dist, set_log_level_from_string
 
 if TYPE_CHECKING:
     from deepspeed.accelerator.nvtx import instrument_w_nvtx
@@ -79,8 +79,10 @@ __all__ = [
     "instrument_w_nvtx",
     "is_initialized",
     "log_dist",
+    "log_dist_once",
     "logger",
     "logging",
+    "print_json_dist",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

@@ -186,8 +186,8 @@ class SpreadParameter(_TakenGradient, ZeroParameter):
         return super().clone(memory_format=memory_format)
 
     def _tell_empty(self) -> None:
-        shard = self._zero
-        if shard.whole or not shard.numel:
+        shard: Shard | None = getattr(self, "_zero", None)  # None while a copy is made
+        if shard is None or shard.whole or not shard.numel:
             return
         caller = sys._getframe(2).f_globals.get("__name__", "")
         if not caller.startswith(("deepspeed.", "torch.nn.modules.")):
