@@ -193,7 +193,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "partition_uniform": "deepspeed.parallel.balance",
         "prefix_sum_inc": "deepspeed.parallel.balance",
         "register_output_backward_hooks": "deepspeed._compat.structures",
-        "required_torch_version": "deepspeed.utils.torch",
+        "required_torch_version": "deepspeed.accelerator.torch_version",
         "see_memory_usage": "deepspeed.profiling.memory",
         "set_random_seed": "deepspeed._compat.small",
     },
