@@ -78,7 +78,8 @@ def open_regular(path: str | os.PathLike[str]) -> int:
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
     """All bytes of a regular file of at most `limit` bytes; an OSError for anything else."""
     with open(open_regular(path), "rb") as file:
-        data = file.read(limit + 1)
+        size = os.fstat(file.fileno()).st_size
+        data = file.read(min(size, limit) + 1)  # not more: so much memory is taken, whether there is as much or not
     if len(data) > limit:
         raise OSError(None, f"larger than the {limit} bytes that such a file may have", os.fspath(path))
     return data

@@ -95,6 +95,8 @@ def safe_load(path: str | os.PathLike[str], *, mmap: bool = True, map_location: 
                 file.seek(0)
                 for _ in range(5):
                     check_pickle(file)
+            if not (zipped or start[:1] == b"\x80") or place.suffix == ".safetensors":  # torch goes by that ending
+                raise ValueError("it does not begin or is not called as one")
     except CheckpointError:
         raise
     except OSError as error:
@@ -196,7 +198,7 @@ class CheckedFile(MappedCheck):
     def _skeleton(self, size: int) -> list[tuple[int, int]]:
         """Where everything but tensors lies: the whole file if its directory does not tell."""
         try:
-            with zipfile.ZipFile(self.path) as archive:
+            with open(open_regular(self.path), "rb") as file, zipfile.ZipFile(file) as archive:
                 records = [info for info in archive.infolist() if "/data/" not in info.filename]
                 head = [(r.header_offset, r.header_offset + 1024 + r.file_size) for r in records]
                 return [(archive.start_dir, size), *((start, min(stop, size)) for start, stop in head)]

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deepspeed.checkpoint.formats.detect import find_tag, open_checkpoint
+from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.durable import gibibytes
@@ -21,9 +22,10 @@ def inspect(directory: str, tag: str | None = None, *, short: bool = False) -> i
     """Show what is in a checkpoint; the exit status says whether files are missing or cut."""
     check_directory(directory, "the directory")
     path = find_tag(directory, tag)
-    source = open_checkpoint(path)
     console = Console(soft_wrap=True)
-    tables = [_facts(path, source)] if short else [_facts(path, source), _tensors(source)]
+    with reading(path):
+        source = open_checkpoint(path)
+        tables = [_facts(path, source)] if short else [_facts(path, source), _tensors(source)]
     for place, table in enumerate(tables):
         if place:
             console.print()
@@ -39,10 +41,11 @@ def verify(directory: str, tag: str | None = None) -> int:
     check_directory(directory, "the directory")
     path = find_tag(directory, tag)
     if not (path / manifest.NAME).exists():
-        source = open_checkpoint(path)
-        for name in source.shapes:
-            for kind in source.kinds(name):
-                source.read(name, kind)
+        with reading(path):
+            source = open_checkpoint(path)
+            for name in source.shapes:
+                for kind in source.kinds(name):
+                    source.read(name, kind)
         tell(f"{path}: every tensor can be read; there is no manifest, so bytes cannot be compared")
         return 0
     problems = manifest.verify(path)
