@@ -41,9 +41,9 @@ def expected_kinds(optimizer: Optimizer) -> frozenset[str] | None:
     """The states of a parameter's shape that the optimizer keeps; None if that cannot be told without training."""
     if isinstance(optimizer, BatchOptimizer):
         return frozenset(optimizer.moments)
-    for param, state in optimizer.state.items():
-        if found := _shaped(state, param):
-            return found
+    found = frozenset(kind for param, state in optimizer.state.items() for kind in _shaped(state, param))
+    if found:
+        return found
     if isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim."):
         return None
     return _tried(optimizer)

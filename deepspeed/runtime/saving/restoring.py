@@ -81,7 +81,8 @@ class Restoring:
                 raise UsageError(f"{shard.name} is in use, inside GatheredParameters or a forward; load after it")
         optimizer = self._parts.basic_optimizer
         if optimizer is not None and self._wish.optimizer:
-            kinds = {kind for each in self._held for kind in self._kinds(each.name)}
+            mine = [each.name for each in self._held if each.master is not None]
+            kinds = {kind for name in mine for kind in self._kinds(name)}
             require_match(optimizer, kinds, [settings for _, settings in self._source.groups])
         if self._wish.load_fn is not None:
             return

@@ -133,7 +133,7 @@ def test_a_commit_that_refuses_is_an_error_and_latest_stays(tmp_path):
 def test_nothing_to_load(tmp_path):
     engine = trained(1, 1, Gzipped())
     assert engine.load_checkpoint(tmp_path) == (None, None)
-    with pytest.raises(CheckpointError, match="no directory"):
+    with pytest.raises(UsageError, match="no directory"):
         engine.load_checkpoint(tmp_path, "nowhere")
     assert list(tmp_path.iterdir()) == []
 

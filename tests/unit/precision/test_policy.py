@@ -24,7 +24,7 @@ def precision(config=None, **keywords):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({}, (FP32, FP32, FP32, FP32, FP32, False)),
+        ({}, (FP32, FP32, FP32, FP32, FP32, True)),
         ({"bf16": ON}, (BF16, FP32, BF16, BF16, FP32, True)),
         ({"bfloat16": ON}, (BF16, FP32, BF16, BF16, FP32, True)),
         ({"bf16": {**ON, "check_grad_overflow": False}}, (BF16, FP32, BF16, BF16, FP32, False)),
@@ -40,11 +40,11 @@ def precision(config=None, **keywords):
         ({"fp16": ON, "data_types": {"grad_accum_dtype": "float32"}}, (FP16, FP32, FP32, FP16, FP32, True)),
         ({"bf16": ON, "data_types": {"grad_accum_dtype": "bf16"}}, (BF16, FP32, BF16, BF16, FP32, True)),
         ({"bf16": ON, "communication_data_type": "fp32"}, (BF16, FP32, BF16, FP32, FP32, True)),
-        ({"communication_data_type": "bf16"}, (FP32, FP32, FP32, BF16, FP32, False)),
-        ({"torch_autocast": {**ON, "dtype": "bf16"}}, (FP32, FP32, FP32, FP32, FP32, False)),
+        ({"communication_data_type": "bf16"}, (FP32, FP32, FP32, BF16, FP32, True)),
+        ({"torch_autocast": {**ON, "dtype": "bf16"}}, (FP32, FP32, FP32, FP32, FP32, True)),
         ({"torch_autocast": {**ON, "dtype": "fp16"}}, (FP32, FP32, FP32, FP32, FP32, True)),
         # A section that is off changes nothing, whatever it says.
-        ({"bf16": {"enabled": False, "check_grad_overflow": True}}, (FP32, FP32, FP32, FP32, FP32, False)),
+        ({"bf16": {"enabled": False, "check_grad_overflow": True}}, (FP32, FP32, FP32, FP32, FP32, True)),
         (
             {"bf16": {"enabled": False, "bf16_master_weights_and_grads": True}, "fp16": ON, **ZERO},
             (FP16, FP32, FP16, FP16, FP32, True),
@@ -174,7 +174,7 @@ def test_it_describes_itself_in_one_line():
     text = precision({"torch_autocast": {**ON, "dtype": "bf16"}}).describe()
     assert "no separate master weights" in text
     assert "autocast to bf16 on cpu" in text
-    assert text.endswith("no overflow check")
+    assert text.endswith("steps with inf or NaN gradients skipped")
     assert "inputs cast to fp16" in precision({"fp16": {**ON, "auto_cast": True}}).describe()
 
 
