@@ -79,7 +79,8 @@ class Planner:
         limit = min(max(_BUCKET, _BUCKET_PER_RANK * size), _BUCKET_MOST)
         limit = zero.reduce_bucket_size if given else max(limit, min(block + block // 64, _BLOCK_MOST))
         return Ways(
-            every_backward=zero.stage >= 2,
+            # Gradients that wait on the parameters of stage 1 would be added up in the parameters' dtype.
+            every_backward=zero.stage >= 2 or self.precision.accumulate != self.precision.param,
             strict=given,
             limit=int(limit) if zero.contiguous_gradients else 1,
             # At stage 3 a rank that waits for gradients would not serve those that still need its parameters.

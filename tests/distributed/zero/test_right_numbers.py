@@ -241,3 +241,29 @@ def test_the_norm_of_two_groups_counts_every_gradient_once(stage, limit):
             (sum(plain(batch(0, rank)) for rank in range(2)) / 2).backward()
             norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
             assert engine.get_global_grad_norm() == pytest.approx(float(norm), rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks(2)
+def test_micro_steps_add_up_in_the_dtype_that_was_asked_for(stage):
+    """What bf16 would round away: its numbers near 32 are a quarter apart."""
+    layer = nn.Linear(4, 1, bias=False)
+    engine = deepspeed.initialize(
+        model=layer,
+        optimizer=torch.optim.SGD(layer.parameters(), lr=1.0),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 3,
+            "gradient_clipping": 0.0,
+            "bf16": {"enabled": True},
+            "data_types": {"grad_accum_dtype": "fp32"},
+            "communication_data_type": "fp32",
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": stage},
+        },
+    )[0]
+    for value in (32.0, 0.0625, 0.0625):
+        engine.backward(engine(torch.full((1, 4), 3 * value, dtype=torch.bfloat16)).sum())
+        if engine.is_gradient_accumulation_boundary():
+            assert safe_get_full_grad(next(engine.module.parameters())).tolist() == [[32.125] * 4]
+        engine.step()
