@@ -145,7 +145,7 @@ def spoil(value: Any, sandbox: Sandbox, chance: random.Random) -> Any:
             elif how == 4:
                 del holder[key]
             elif isinstance(holder, list):
-                holder *= chance.choice((2, 50))
+                holder *= chance.choice((2, 50)) if len(holder) < 100 else 1
             else:
                 holder[key] = holder
     return value

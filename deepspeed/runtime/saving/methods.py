@@ -68,7 +68,7 @@ class CheckpointMethods:
     ) -> bool:
         """Write everything that training needs to go on to `save_dir/tag`; every rank calls this.
 
-        `client_state` is the caller's own: numbers, strings, tensors and containers of them. With
+        `client_state` is the caller's own: see docs/checkpoints.md for what it may hold. With
         `checkpoint.writer.decoupled` the call returns once everything is copied, and an error of the writing is
         raised by the next save, load or `destroy`.
         """

@@ -164,7 +164,11 @@ class NativeSource:
         return Block(numels, self.world, align=group["align"], gap=group["gap"])
 
     def _enter(self, tensors: Mapping[str, Any], layout: FlatLayout | None, kinds: Sequence[str]) -> None:
+        if not isinstance(kinds, list) or len(set(kinds)) != len(kinds) or not all(isinstance(k, str) for k in kinds):
+            raise CheckpointError(f"{self._directory / INDEX}: {kinds!r:.100} are no kinds of tensors")
         for number, (name, (shape, dtype)) in enumerate(tensors.items()):
+            if name in self._pieces.shapes:
+                raise CheckpointError(f"{self._directory / INDEX} lists {name!r:.200} twice")
             size = shape_of(shape, f"{self._directory}: {name}")
             self._pieces.shapes[name] = size
             self._dtypes[name] = dtype
