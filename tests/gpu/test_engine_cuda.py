@@ -73,6 +73,46 @@ def test_an_fp32_step_does_not_wait_for_the_device():
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_torchs_fused_optimizer_skips_on_the_device(stage, precision):
+    """Clipped and judged by the kernel itself: as plain steps, and a step with NaN changes and counts nothing."""
+
+    def made(model):
+        return torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    model = make()
+    plain = make().cuda().to(torch.bfloat16 if precision == "bf16" else torch.float32)
+    wide = [param.detach().float().clone().requires_grad_() for param in plain.parameters()]
+    expected = torch.optim.AdamW(wide, lr=1e-2, fused=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 12,
+        "gradient_clipping": 0.3,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": precision == "bf16"},
+    }
+    engine = deepspeed.initialize(model=model, optimizer=made(model), config=config)[0]
+    for number, (x, y) in enumerate(batches(5, 12)):
+        factor = float("nan") if number == 2 else 1.0
+        batch = x.cuda(), y.cuda()
+        engine.backward(engine(*batch) * factor)
+        engine.step()
+        assert engine.was_step_applied() == (number != 2)
+        if number == 2:
+            continue
+        plain(*batch).backward()
+        for master, param in zip(wide, plain.parameters(), strict=True):
+            master.grad, param.grad = param.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(wide, 0.3)
+        expected.step()
+        with torch.no_grad():
+            for master, param in zip(wide, plain.parameters(), strict=True):
+                param.copy_(master)
+    torch.testing.assert_close(list(engine.module.parameters()), list(plain.parameters()), rtol=2e-3, atol=2e-3)
+    assert {float(state["step"]) for state in engine.basic_optimizer.state.values()} == {4.0}
+    engine.destroy()
+
+
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
