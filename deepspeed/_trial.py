@@ -12,6 +12,7 @@ from torch import nn
 from deepspeed.config import DeepSpeedConfig, Loaded, auto
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.monitor.base import folder_of
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.activation_checkpointing.settings import Settings, given_in
 from deepspeed.runtime.lr_schedules import build_scheduler
@@ -53,6 +54,7 @@ def _refused(config: DeepSpeedConfig) -> Iterator[DeepSpeedConfigError]:
         lambda: make_scale(schema, Precision.from_config(schema)),
         lambda: Settings.of(given_in(schema.activation_checkpointing)),
         lambda: policy_of(schema.checkpoint),
+        lambda: _monitors(schema),
         lambda: _optimizer(schema),
         lambda: _schedule(schema, config.loaded.autos),
     ]
@@ -61,6 +63,12 @@ def _refused(config: DeepSpeedConfig) -> Iterator[DeepSpeedConfigError]:
             attempt()
         except DeepSpeedConfigError as error:
             yield error
+
+
+def _monitors(schema: Schema) -> None:
+    for key, section in (("tensorboard", schema.tensorboard), ("csv_monitor", schema.csv_monitor)):
+        if section.enabled:
+            folder_of(key, section.output_path, section.job_name)
 
 
 def _optimizer(schema: Schema) -> None:

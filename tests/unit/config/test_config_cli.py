@@ -94,6 +94,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
     [
         ({"gradient_predivide_factor": 0}, "gradient_predivide_factor: input should be greater than 0"),
         ({"gradient_predivide_factor": -1}, "gradient_predivide_factor"),
+        ({"csv_monitor": {"enabled": True, "job_name": "../x"}}, "csv_monitor.job_name"),
         ({"gradient_clipping": -1}, "gradient_clipping: expected a number above zero, or 0 for no clipping"),
         ({"optimizer": {"type": "AdamW", "params": {"lr": -1}}}, "lr is -1"),
         ({"optimizer": {"type": "AdamW", "params": {"weight_decay": -1}}}, "weight_decay is -1"),
