@@ -1,10 +1,11 @@
-"""What every test may rely on: the library's logger is as quiet as it was before, and no example has a deadline."""
+"""What every test may rely on: a quiet logger, examples without a deadline, and no world that another test left."""
 
 from __future__ import annotations
 
 import contextlib
 
 import pytest
+import torch.distributed as dist
 
 from deepspeed.log import logger
 
@@ -21,3 +22,12 @@ def _logger_level():
     level = logger.level
     yield
     logger.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _no_world_is_left():
+    """A test that makes a world ends it; else every later test of this process would be in it."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        pytest.fail("this test left a process group behind")

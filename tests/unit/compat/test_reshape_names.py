@@ -33,6 +33,7 @@ from deepspeed.checkpoint.universal_checkpoint import enable_universal_checkpoin
 from deepspeed.errors import CheckpointError, FeatureUnavailable, UsageError
 from deepspeed.runtime import compiler
 from deepspeed.utils import debug
+from tests.harness import ranks
 
 # ---- grids
 
@@ -125,6 +126,7 @@ def test_states_join():
         partition_data([1, 2, 3], 2)
 
 
+@ranks(1)
 def test_a_folder_of_a_universal_checkpoint(tmp_path):
     model = nn.Linear(3, 4, bias=False)
     config = {"train_batch_size": 1, "optimizer": {"type": "Adam"}, "zero_optimization": {"stage": 1}}
@@ -152,6 +154,7 @@ def test_a_folder_of_a_universal_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(("scale", "needed"), [(0, True), (8, True), (1, False)])
+@ranks(1)
 def test_losses_are_scaled_where_they_must_be(scale, needed):
     config = {
         "train_batch_size": 1,
@@ -171,6 +174,7 @@ def test_losses_are_scaled_where_they_must_be(scale, needed):
 # ---- torch_autocast
 
 
+@ranks(1)
 def test_the_dtype_that_gradients_travel_in():
     model = nn.Sequential(nn.Linear(1, 1), nn.LayerNorm(1))
     assert not has_comm_dtype(model[0].weight)
