@@ -43,14 +43,18 @@ def reading(what: object) -> Iterator[None]:
         yield
     except DeepSpeedError:
         raise
-    except OSError as error:
-        raise explain(error, str(error.filename or what)) from error
     except DAMAGE as error:
-        reason = str(error).strip().splitlines() or ["no reason given"]
-        raise CheckpointError(
-            f"{what}: its content is not that of a checkpoint of this format ({type(error).__name__}: "
-            f"{reason[0]:.300}). It is damaged, or was not written by a program that is known here. Load another one."
-        ) from error
+        raise _told(error, what) from error
+
+
+def _told(error: Exception, what: object) -> CheckpointError:
+    if isinstance(error, OSError):
+        return explain(error, str(error.filename or what))
+    reason = str(error).strip().splitlines() or ["no reason given"]
+    return CheckpointError(
+        f"{what}: its content is not that of a checkpoint of this format ({type(error).__name__}: {reason[0]:.300}). "
+        "It is damaged, or was not written by a program that is known here. Load another one."
+    )
 
 
 def guarded(kind: C) -> C:
@@ -74,7 +78,12 @@ def guarded(kind: C) -> C:
 def _under(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        with reading(getattr(self, "_directory", None) or getattr(self, "dir", type(self).__name__)):
+        try:  # not `with reading`: a load makes thousands of these calls
             return method(self, *arguments, **keywords)
+        except DeepSpeedError:
+            raise
+        except DAMAGE as error:
+            place = getattr(self, "_directory", None) or getattr(self, "dir", type(self).__name__)
+            raise _told(error, place) from error
 
     return call

@@ -23,6 +23,7 @@ _END_SIZE = 22
 _SLACK = 64 * 2**20  # bytes that small tensors of small files may claim
 _NODES = 100_000
 _DEPTH = 200
+_ATOMS = frozenset([str, int, float, bool, type(None), torch.dtype, torch.Size])
 
 
 def check_members(file: IO[bytes], size: int) -> None:
@@ -107,6 +108,8 @@ def check_size(content: Any, size: int) -> None:
                 counts[-1][1] = max(counts[-1][1], depth + 1)
             if count > 4 * size + _NODES:
                 raise ValueError(f"it unfolds to more than {count} values")
+        elif type(value) in _ATOMS:  # most of them
+            counts[-1][0] += 1
         elif isinstance(value, Tensor):
             counts[-1][0] += 1
             _claim(value, claimed)
@@ -143,7 +146,11 @@ def _claim(tensor: Tensor, claimed: dict[tuple[Any, ...], int]) -> None:
     if tensor.layout is not torch.strided or tensor.is_meta:
         claimed[(id(tensor),)] = 0  # nothing reads such a one
         return
+    size = tensor.numel() * tensor.element_size()
+    if tensor.is_contiguous():  # as many elements as memory, which torch has made sure of
+        claimed[tensor.data_ptr(), size] = size
+        return
     held = tensor.untyped_storage().nbytes()
-    if tensor.nbytes > max(held, 2**20):
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} claims {tensor.nbytes} bytes, its memory has {held}")
-    claimed[tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype] = tensor.nbytes
+    if size > max(held, 2**20):
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} claims {size} bytes, its memory has {held}")
+    claimed[tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype] = size
