@@ -51,15 +51,20 @@ class _Pointer(ModuleType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (found := self._home(name)) is not None:
+            if hasattr(*found):
+                self.__dict__.setdefault("_replaced", {}).setdefault(name, getattr(*found))
             setattr(*found, value)
         else:
             super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        if (found := self._home(name)) is not None:
-            delattr(*found)
-        else:
+        """Undo a replacement, as tools that patch do where a module has no such name of its own; else delete."""
+        if (found := self._home(name)) is None:
             super().__delattr__(name)
+        elif name in (replaced := self.__dict__.get("_replaced", {})):
+            setattr(*found, replaced.pop(name))
+        else:
+            delattr(*found)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *SPLIT.get(self.__name__, {})})

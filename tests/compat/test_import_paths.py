@@ -197,3 +197,21 @@ def test_the_config_readers_answer_from_the_schema():
     assert monitor.get_monitor_config({"csv_monitor": {"enabled": True, "output_path": "x"}}).csv_monitor.enabled
     parallel = importlib.import_module("deepspeed.runtime.tensor_parallel.config")
     assert parallel.get_tensor_parallel_config({"tensor_parallel": {"autotp_size": 2}}).autotp_size == 2
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_patch_of_an_old_path_is_undone_at_the_home(times):
+    """Also by tools that delete a name which a module does not have by itself."""
+    import deepspeed.runtime.zero.config as old
+
+    import deepspeed.config.zero as home
+
+    before = home.ZeroStageEnum
+    for _ in range(times):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(old, "ZeroStageEnum", "another")
+            assert home.ZeroStageEnum == "another"
+        assert home.ZeroStageEnum is before
+    with mock.patch("deepspeed.runtime.zero.config.ZeroStageEnum", "third"):
+        assert home.ZeroStageEnum == "third"
+    assert home.ZeroStageEnum is before
