@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from fractions import Fraction
 from itertools import accumulate
 
 from deepspeed.errors import UsageError
@@ -32,8 +34,9 @@ def partition_balanced(weights: Sequence[Number], num_parts: int) -> list[int]:
     parts there is nothing to choose: as `partition_uniform`.
     """
     _check(num_parts)
-    if any(weight < 0 for weight in weights):
-        raise UsageError(f"partition_balanced: weights must not be negative; found {min(weights)}")
+    for weight in weights:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UsageError(f"partition_balanced: a weight is a number of at least 0; found {weight}")
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     return _Row(weights, num_parts).best()
@@ -45,11 +48,13 @@ def _check(num_parts: int) -> None:
 
 
 class _Row:
-    """One question. `sums[j] - sums[i]` is the weight of items i to j - 1."""
+    """One question. `sums[j] - sums[i]` is the weight of items i to j - 1, exactly: sums of floats would not be."""
 
     def __init__(self, weights: Sequence[Number], parts: int) -> None:
         self.count, self.parts = len(weights), parts
-        self.sums = [0, *prefix_sum_inc(weights)]
+        exact = [Fraction(weight if isinstance(weight, int) else float(weight)) for weight in weights]
+        unit = math.lcm(*(weight.denominator for weight in exact))
+        self.sums: list[int] = [0, *accumulate(int(weight * unit) for weight in exact)]
 
     def best(self) -> list[int]:
         """Try every weight that a lightest part can have, heaviest first, as long as one could still be better.
@@ -59,7 +64,7 @@ class _Row:
         """
         least = self._lightest_heaviest(0)
         assert least is not None, "without a lower bound every cut into parts that are not empty is allowed"
-        found: tuple[Number, Number, Number] | None = None  # difference, heaviest, lightest
+        found: tuple[int, int, int] | None = None  # difference, heaviest, lightest
         for low in sorted(self._possible_lightest(), reverse=True):
             if found is not None and low < least - found[0]:
                 break
@@ -69,21 +74,20 @@ class _Row:
         assert found is not None, "a lightest part of every possible weight was tried"
         return self._cuts(low=found[2], high=found[1])
 
-    def _possible_lightest(self) -> set[Number]:
-        mean = self.sums[-1] / self.parts
+    def _possible_lightest(self) -> set[int]:
         return {
             self.sums[j] - self.sums[i]
             for i in range(self.count)
             for j in range(i + 1, self.count + 1)
-            if self.sums[j] - self.sums[i] <= mean
+            if (self.sums[j] - self.sums[i]) * self.parts <= self.sums[-1]
         }
 
-    def _lightest_heaviest(self, low: Number) -> Number | None:
+    def _lightest_heaviest(self, low: int) -> int | None:
         """The least weight of the heaviest part if every part weighs at least `low`; None if there is no such cut."""
-        infinite = float("inf")
-        reached: list[Number] = [0, *([infinite] * self.count)]
+        infinite = self.sums[-1] + 1
+        reached = [0, *([infinite] * self.count)]
         for _ in range(self.parts):
-            after: list[Number] = [infinite] * (self.count + 1)
+            after = [infinite] * (self.count + 1)
             for end in range(1, self.count + 1):
                 last = min(end, bisect_right(self.sums, self.sums[end] - low))
                 for start in range(last - 1, -1, -1):
@@ -94,7 +98,7 @@ class _Row:
             reached = after
         return reached[-1] if reached[-1] < infinite else None
 
-    def _cuts(self, *, low: Number, high: Number) -> list[int]:
+    def _cuts(self, *, low: int, high: int) -> list[int]:
         """The latest cuts for which every part weighs between `low` and `high`."""
         possible = [{self.count}]  # with 0, 1, … parts left: where they may begin
         for _ in range(self.parts):
@@ -107,7 +111,7 @@ class _Row:
             bounds.append(bound)
         return bounds
 
-    def _next(self, start: int, ends: set[int], low: Number, high: Number) -> int | None:
+    def _next(self, start: int, ends: set[int], low: int, high: int) -> int | None:
         first = max(start + 1, bisect_left(self.sums, self.sums[start] + low))
         last = bisect_right(self.sums, self.sums[start] + high) - 1
         return next((end for end in range(last, first - 1, -1) if end in ends), None)

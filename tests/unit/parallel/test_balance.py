@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deepspeed.errors import UsageError
@@ -38,6 +38,7 @@ def test_balanced_parts_are_the_best_of_all_cuts(weights, parts):
     assert bounds == max(cut for cut in cuts if spread(weights, cut) == best)
 
 
+@example([1.00000001, 63.72723784244104, 64.0, 64.29307009413131])
 @given(st.lists(st.floats(0, 100), min_size=3, max_size=7))
 def test_weights_may_be_measured_times(weights):
     bounds = partition_balanced(weights, 2)
