@@ -30,12 +30,14 @@ class WholeGroup(ShardGroup):
 
     def __init__(self, members: Sequence[Named], placement: Placement, dtypes: Dtypes, options: dict[str, Any]) -> None:
         super().__init__([], placement, dtypes, options)
+        self._copied: list[Piece] = []
+        """Those whose master is a copy: only they cost anything."""
         self.extend(members)
 
     @property
     def copies(self) -> bool:
         """See `ShardGroup`."""
-        return any(piece.separate for piece in self.pieces)
+        return bool(self._copied)
 
     def extend(self, members: Sequence[Named]) -> None:
         """Parameters that were unfrozen meanwhile join those of their group."""
@@ -45,24 +47,32 @@ class WholeGroup(ShardGroup):
             self.names.append(name)
             self.params.append(param)
             self.pieces.append(Piece(name, param, param.shape, (0, param.numel()), param, wide))
+        self._copied = [piece for piece in self.pieces if piece.separate]
         self.layout = Block(tuple(param.numel() for param in self.params), 1)
 
     def take_states(self, optimizer: Optimizer) -> None:
         """Take over what the optimizer knows of parameters that it was used with before."""
-        for piece in self.pieces:
-            if piece.separate and piece.param in optimizer.state:
+        for piece in self._copied:
+            if piece.param in optimizer.state:
                 optimizer.state[piece.master] = optimizer.state.pop(piece.param)
+
+    def adopt_edits(self) -> None:
+        """See `ShardGroup`."""
+        for piece in self._copied:
+            if piece.param._version != piece.version:
+                piece.adopt()
+                piece.version = piece.param._version
 
     @torch.no_grad()
     def hand_over(self, lines: dict[Hashable, Tensor]) -> None:
         """Move gradients from the parameters to their masters, in the masters' dtype; see `ShardGroup`."""
+        for piece in self._copied:
+            if piece.param.grad is not None:
+                piece.master.grad = piece.param.grad.to(piece.master.dtype)
+                piece.param.grad = None
         for piece in self.pieces:
-            param, master = piece.param, piece.master
-            if piece.separate and param.grad is not None:
-                master.grad = param.grad.to(master.dtype)
-                param.grad = None
-            if master.grad is not None:
-                lines[id(master)] = master.grad
+            if (grad := piece.master.grad) is not None:
+                lines[id(piece)] = grad
 
     def held(self, place: int, reducer: ShardReducer | None) -> WholeState:
         """See `ShardGroup`."""
@@ -75,17 +85,15 @@ class WholeGroup(ShardGroup):
     @torch.no_grad()
     def publish(self) -> None:
         """Round the masters into the parameters."""
-        separate = [piece for piece in self.pieces if piece.separate]
-        if separate:
-            torch._foreach_copy_([piece.source for piece in separate], [piece.master for piece in separate])
-            for piece in separate:
+        if self._copied:
+            torch._foreach_copy_([piece.source for piece in self._copied], [piece.master for piece in self._copied])
+            for piece in self._copied:
                 piece.version = piece.param._version
 
     def forget(self) -> None:
         """Drop gradients that were not handed over."""
-        for piece in self.pieces:
-            if piece.separate:
-                piece.param.grad = None
+        for piece in self._copied:
+            piece.param.grad = None
 
 
 class WholePlanner:
