@@ -213,8 +213,7 @@ class GradientReducer:
     @property
     def empty(self) -> bool:
         """True if no rank has had any gradient; known once `finish` was called."""
-        holders = [holder for slot in self._slots for holder in (slot.holder, slot.param)]
-        return all(holder.grad is None for holder in holders)
+        return all(slot.holder.grad is None and slot.param.grad is None for slot in self._slots)
 
     def settle(self) -> None:
         """The backward is over: gradients are reduced."""
