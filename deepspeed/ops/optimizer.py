@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed.ops.moments import Group, MomentKeeper, wide
+from deepspeed.errors import UsageError
+from deepspeed.ops.host_step import HostStep
+from deepspeed.ops.moments import Group, MomentKeeper, scale_name, wide
 
 __all__ = [
     "Batch",
@@ -48,12 +50,22 @@ class Batch:
     moments: tuple[list[Tensor], ...]
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
+    factor: float = 1.0
+    """Gradients are multiplied by this first."""
+    outs: list[Tensor] = field(default_factory=list)
+    """Where updated parameters are written as well; empty, or one per parameter."""
+    scales: tuple[list[Tensor], ...] = ()
+    """The scales of moments that are 8-bit codes; empty for any other."""
 
 
 class BatchOptimizer(MomentKeeper):
     """Base of the optimizers; a subclass names its moments and updates one parameter group."""
 
     cpu_only: ClassVar[bool] = False
+    """Updates parameters in host memory, and takes `host_step`."""
+
+    host_step: HostStep | None = None
+    """What the next steps do besides; set and cleared by whoever takes them."""
 
     def _update_group(self, group: Group) -> None:
         """Apply the rule to every parameter of `group` that has a gradient."""
@@ -75,9 +87,16 @@ class BatchOptimizer(MomentKeeper):
 
     def _check(self, groups: Iterable[Group]) -> None:
         """Refuse what no rule can update, before anything has changed."""
+        if self.host_step is not None and not self.cpu_only:
+            raise UsageError(
+                f"{type(self).__name__} has a host_step, which only optimizers for host memory take; clear it, or use "
+                "the DeepSpeedCPU class of the same name"
+            )
         for group in groups:
             for param in group["params"]:
-                grad = param.grad
+                if self.host_step is not None:
+                    self.host_step.check(param)
+                grad = self._gradient(param)
                 if grad is None:
                     continue
                 if grad.layout is not torch.strided:
@@ -97,11 +116,15 @@ class BatchOptimizer(MomentKeeper):
                         "updates parameters on the CPU. Move them there, or use the Fused class of the same name"
                     )
 
+    def _gradient(self, param: Tensor) -> Tensor | None:
+        return param.grad if self.host_step is None else self.host_step.gradient(param)
+
     def _batches(self, group: Group, names: Sequence[str]) -> list[Batch]:
         """Advance the step of every parameter with a gradient and sort them into batches; the empty ones have none."""
+        host = self.host_step
         found: dict[tuple[Any, ...], Batch] = {}
         for param in group["params"]:
-            grad = param.grad
+            grad = self._gradient(param)
             if grad is None:
                 continue
             state = self.state[param]
@@ -112,15 +135,26 @@ class BatchOptimizer(MomentKeeper):
             if not param.numel():
                 continue
             first: Tensor = state[names[0]]
+            out = None if host is None else host.out(param)
             dense = param.is_contiguous() and grad.is_contiguous()
-            key = (step, param.device, param.dtype, grad.dtype, first.dtype, dense)
+            key = (step, param.device, param.dtype, grad.dtype, first.dtype, dense, out is not None and out.dtype)
             batch = found.get(key)
             if batch is None:
-                batch = found[key] = Batch(step, tuple([] for _ in names))
+                coded = first.dtype == torch.uint8
+                batch = found[key] = Batch(
+                    step,
+                    tuple([] for _ in names),
+                    factor=1.0 if host is None else host.factor,
+                    scales=tuple([] for _ in names) if coded else (),
+                )
             batch.params.append(param)
             batch.grads.append(grad)
+            if out is not None:
+                batch.outs.append(out)
             for tensors, name in zip(batch.moments, names, strict=True):
                 tensors.append(state[name])
+            for tensors, name in zip(batch.scales, names if batch.scales else (), strict=True):
+                tensors.append(state[scale_name(name)])
         return list(found.values())
 
 

@@ -39,9 +39,12 @@ F = TypeVar("F", bound=Kernel)
 _FAMILIES = (
     "deepspeed.ops.multi_tensor",
     "deepspeed.ops.adam.rule",
+    "deepspeed.ops.adam.host",
     "deepspeed.ops.lion.rule",
+    "deepspeed.ops.lion.host",
     "deepspeed.ops.lamb.rule",
     "deepspeed.ops.adagrad.rule",
+    "deepspeed.ops.adagrad.host",
     "deepspeed.ops.muon.newton_schulz",
 )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_
+from deepspeed.ops.adagrad.host import cpu_adagrad_
+from deepspeed.ops.adagrad.rule import AdagradRule
+from deepspeed.ops.moments import moment_width
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters
 
 __all__ = ["DeepSpeedCPUAdagrad"]
@@ -13,8 +15,9 @@ __all__ = ["DeepSpeedCPUAdagrad"]
 class DeepSpeedCPUAdagrad(BatchOptimizer):
     """Adagrad with an L2 term, of parameters on the CPU.
 
-    The sums of squares are float32, or have the dtype of their parameter if `fp32_optimizer_states` is false.
-    `adamw_mode` is there for client libraries that hand it to every CPU optimizer; it changes nothing.
+    The sums of squares are float32, or have the dtype of their parameter if `fp32_optimizer_states` is false;
+    `moment_bits` chooses itself: 32, 16 (bfloat16) or 8 (block-wise). `adamw_mode` is there for client libraries that
+    hand it to every CPU optimizer; it changes nothing.
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
@@ -31,11 +34,13 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
         fp32_optimizer_states: bool = True,
         *,
         adamw_mode: bool | None = None,
+        moment_bits: int | None = None,
     ) -> None:
         if amsgrad:
             raise RuntimeError("Adagrad has no AMSGrad variant; leave amsgrad out")
         check_hyperparameters("DeepSpeedCPUAdagrad", lr=lr, eps=eps, weight_decay=weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
+        self.moment_bits = moment_width("DeepSpeedCPUAdagrad", moment_bits)
         super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": False})
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -43,4 +48,4 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
         return self._step(closure)
 
     def _apply(self, group: Group, batch: Batch) -> None:
-        adagrad_(batch, AdagradRule.of(group))
+        cpu_adagrad_(batch, AdagradRule.of(group))

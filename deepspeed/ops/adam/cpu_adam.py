@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.rule import AdamRule, adam_
+from deepspeed.ops.adam.host import cpu_adam_
+from deepspeed.ops.adam.rule import AdamRule
+from deepspeed.ops.moments import moment_width
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, evaluate
 
 __all__ = ["DeepSpeedCPUAdam"]
@@ -27,6 +29,7 @@ class DeepSpeedCPUAdam(BatchOptimizer):
     """AdamW, or Adam with an L2 term if `adamw_mode` is false, of parameters on the CPU.
 
     Moments are float32 whatever the dtype of the parameters, or have that dtype if `fp32_optimizer_states` is false.
+    `moment_bits` chooses itself: 32, 16 (bfloat16), or 8 (block-wise, a quarter of the memory of float32).
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -44,12 +47,15 @@ class DeepSpeedCPUAdam(BatchOptimizer):
         amsgrad: bool = False,
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
+        *,
+        moment_bits: int | None = None,
     ) -> None:
         if amsgrad:
             raise RuntimeError("DeepSpeedCPUAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True)")
         check_hyperparameters("DeepSpeedCPUAdam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.adam_w_mode = bool(adamw_mode)
         self.fp32_optimizer_states = fp32_optimizer_states
+        self.moment_bits = moment_width("DeepSpeedCPUAdam", moment_bits)
         self._before: dict[int, list[_Before]] = {}
         defaults = {
             "lr": lr,
@@ -82,14 +88,17 @@ class DeepSpeedCPUAdam(BatchOptimizer):
         self._before[subgroup_id] = [
             _Before(param, param.detach().clone(), _copied(self.state.get(param)))
             for param in group["params"]
-            if param.grad is not None
+            if self._gradient(param) is not None
         ]
         self._update_group(group)
         return loss
 
     @torch.no_grad()
     def rollback_subgroup(self, sub_group_id: int, closure: Closure | None = None) -> Any:
-        """Take back the group's last `step_subgroup`: parameters and state are bit for bit what they were."""
+        """Take back the group's last `step_subgroup`: parameters and state are bit for bit what they were.
+
+        What a `host_step` has written elsewhere stays there.
+        """
         self._subgroup(sub_group_id)
         if sub_group_id not in self._before:
             raise RuntimeError(
@@ -117,7 +126,7 @@ class DeepSpeedCPUAdam(BatchOptimizer):
         return self.param_groups[index]
 
     def _apply(self, group: Group, batch: Batch) -> None:
-        adam_(batch, AdamRule.of(group, decoupled=self.adam_w_mode))
+        cpu_adam_(batch, AdamRule.of(group, decoupled=self.adam_w_mode))
 
 
 def _copied(state: dict[str, Any] | None) -> dict[str, Any] | None:

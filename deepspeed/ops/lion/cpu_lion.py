@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from deepspeed.ops.lion.rule import LionRule, lion_
+from deepspeed.ops.lion.host import cpu_lion_
+from deepspeed.ops.lion.rule import LionRule
+from deepspeed.ops.moments import moment_width
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters
 
 __all__ = ["DeepSpeedCPULion"]
@@ -13,8 +15,9 @@ __all__ = ["DeepSpeedCPULion"]
 class DeepSpeedCPULion(BatchOptimizer):
     """Lion with decoupled weight decay, of parameters on the CPU.
 
-    The momentum is float32, or has the dtype of its parameter if `fp32_optimizer_states` is false. `adamw_mode` is
-    there for client libraries that hand it to every CPU optimizer: Lion's decay is decoupled either way.
+    The momentum is float32, or has the dtype of its parameter if `fp32_optimizer_states` is false; `moment_bits`
+    chooses itself: 32, 16 (bfloat16) or 8 (block-wise). `adamw_mode` is there for client libraries that hand it to
+    every CPU optimizer: Lion's decay is decoupled either way.
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
@@ -30,9 +33,11 @@ class DeepSpeedCPULion(BatchOptimizer):
         fp32_optimizer_states: bool = True,
         *,
         adamw_mode: bool | None = None,
+        moment_bits: int | None = None,
     ) -> None:
         check_hyperparameters("DeepSpeedCPULion", lr=lr, betas=betas, weight_decay=weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
+        self.moment_bits = moment_width("DeepSpeedCPULion", moment_bits)
         super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -40,4 +45,4 @@ class DeepSpeedCPULion(BatchOptimizer):
         return self._step(closure)
 
     def _apply(self, group: Group, batch: Batch) -> None:
-        lion_(batch, LionRule.of(group))
+        cpu_lion_(batch, LionRule.of(group))

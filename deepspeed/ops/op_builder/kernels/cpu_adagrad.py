@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_
+from deepspeed.ops.adagrad.host import cpu_adagrad_
+from deepspeed.ops.adagrad.rule import AdagradRule
 from deepspeed.ops.op_builder.kernels.handles import Handles
 from deepspeed.ops.optimizer import Batch
 
@@ -32,7 +33,7 @@ def adagrad_update(
 ) -> int:
     """Update one tensor and its sums of squares."""
     _MADE.get(optimizer_id)
-    adagrad_(Batch(step, ([exp_avg_sq],), [params], [grads]), AdagradRule(lr, epsilon, weight_decay))
+    cpu_adagrad_(Batch(step, ([exp_avg_sq],), [params], [grads]), AdagradRule(lr, epsilon, weight_decay))
     return 0
 
 

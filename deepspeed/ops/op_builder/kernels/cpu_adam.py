@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepspeed.ops.adam.rule import AdamRule, adam_
+from deepspeed.ops.adam.host import cpu_adam_
+from deepspeed.ops.adam.rule import AdamRule
 from deepspeed.ops.op_builder.kernels.handles import Handles
 from deepspeed.ops.optimizer import Batch
 
@@ -44,7 +45,7 @@ def adam_update(
     """Update one tensor and its moments."""
     decoupled = _DECOUPLED.get(optimizer_id)
     rule = AdamRule(lr, beta1, beta2, epsilon, weight_decay, decoupled, bool(bias_correction))
-    adam_(Batch(step, ([exp_avg], [exp_avg_sq]), [params], [grads]), rule)
+    cpu_adam_(Batch(step, ([exp_avg], [exp_avg_sq]), [params], [grads]), rule)
     return 0
 
 

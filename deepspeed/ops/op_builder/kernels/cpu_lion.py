@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deepspeed.ops.lion.rule import LionRule, lion_
+from deepspeed.ops.lion.host import cpu_lion_
+from deepspeed.ops.lion.rule import LionRule
 from deepspeed.ops.op_builder.kernels.handles import Handles
 from deepspeed.ops.optimizer import Batch
 
@@ -38,7 +39,7 @@ def lion_update(
 ) -> int:
     """Update one tensor and its momentum."""
     _MADE.get(optimizer_id)
-    lion_(Batch(step, ([exp_avg],), [params], [grads]), LionRule(lr, beta1, beta2, weight_decay))
+    cpu_lion_(Batch(step, ([exp_avg],), [params], [grads]), LionRule(lr, beta1, beta2, weight_decay))
     return 0
 
 

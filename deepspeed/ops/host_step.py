@@ -1,0 +1,59 @@
+"""What a step over parameters in host memory does besides, in the same pass over memory.
+
+The one who holds states in host memory sets `optimizer.host_step` before `step()`: gradients then come from where they
+arrived, in the dtype they arrived in, unscaled and clipped by one factor, and the updated parameters also go to where
+they leave for the device, rounded on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import UsageError
+
+__all__ = ["HostStep"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class HostStep:
+    """What a step over parameters in host memory does besides; tensors are found by the identity of their parameter."""
+
+    factor: float = 1.0
+    """Gradients are multiplied by this first, those of `.grad` too: unscaling and clipping in one."""
+
+    grads: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    """Gradients in place of `.grad`: float32, bfloat16 or float16, as many elements as their parameter, in order."""
+
+    outs: Mapping[Tensor, Tensor] = field(default_factory=dict)
+    """Where the updated parameter is written as well, rounded to nearest: what goes back to the device."""
+
+    def gradient(self, param: Tensor) -> Tensor | None:
+        """The gradient of a parameter, in its shape."""
+        grad = self.grads.get(param)
+        return param.grad if grad is None else grad.view(param.shape)
+
+    def out(self, param: Tensor) -> Tensor | None:
+        """Where the updated parameter goes as well, in its shape."""
+        out = self.outs.get(param)
+        return None if out is None else out.view(param.shape)
+
+    def check(self, param: Tensor) -> None:
+        """Refuse tensors that cannot stand for the gradient or for a copy of `param`."""
+        for name, tensors in (("grads", self.grads), ("outs", self.outs)):
+            tensor = tensors.get(param)
+            if tensor is None:
+                continue
+            fits = tensor.numel() == param.numel() and tensor.is_contiguous() and tensor.device.type == "cpu"
+            if not fits or tensor.dtype not in _DTYPES:
+                layout = "" if tensor.is_contiguous() else "not contiguous "
+                raise UsageError(
+                    f"HostStep.{name} has a {layout}{tensor.dtype} tensor of {tensor.numel()} elements on "
+                    f"{tensor.device} for a parameter of shape {tuple(param.shape)}; it must be contiguous, on the "
+                    f"CPU, of {param.numel()} elements, and float32, bfloat16 or float16"
+                )
