@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_llama.py                        # all contenders, each in a process of its own, in rounds
     python benchmarks/gpu_llama.py --contenders plain,ours:3 --rounds 1 --steps 8
+    python benchmarks/gpu_llama.py --contenders ours:2,ours:2-cpu,ours:3-both --accumulation 4     # states elsewhere
     python benchmarks/gpu_llama.py --profile ours:3       # where the host's time goes
     python benchmarks/gpu_llama.py --two-ranks-gloo       # two ranks on the same device: stages 1 to 3 against 0
 
@@ -49,7 +50,7 @@ def start(contender: str, options: argparse.Namespace, ranks: int = 1, **changes
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
-    names = ("shape", "device", "steps", "warm_up", "threshold", "deepspeed_path")
+    names = ("shape", "device", "steps", "warm_up", "accumulation", "threshold", "deepspeed_path")
     task = {"contender": contender, **{name: getattr(options, name) for name in names}, **changes}
     # all ranks share the first device, which is why LOCAL_RANK is 0
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -180,12 +181,13 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, default=2)
     made.add_argument("--steps", type=int, default=15, help="timed steps of each process")
     made.add_argument("--warm-up", type=int, default=6, help="at least 5, whose losses are compared")
+    made.add_argument("--accumulation", type=int, default=1, help="micro batches of a step")
     made.add_argument("--threshold", type=int, help="stage3_param_persistence_threshold")
     made.add_argument("--deepspeed-path", default="", help="a folder with real DeepSpeed; adds it to the contenders")
     made.add_argument("--json", type=Path, help="where to write every number")
     made.add_argument("--profile", nargs="?", const="ours:3", default="", metavar="CONTENDER")
     made.add_argument("--two-ranks-gloo", action="store_true")
-    made.add_argument("--shape", default=None, help="1b, two-ranks or tiny; see llama_child.py")
+    made.add_argument("--shape", default=None, help="1b, 3b, two-ranks or tiny; see llama_child.py")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     made.add_argument("--timeout", type=float, default=150.0, help="seconds for one process")
     return made

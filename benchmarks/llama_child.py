@@ -43,21 +43,28 @@ OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "wei
 # hidden, layers, feed-forward, heads, key-value heads, vocabulary, sequence, micro batch
 SHAPES = {
     "1b": (2048, 16, 8192, 32, 8, 32000, 4096, 4),
+    "3b": (3072, 28, 8192, 24, 8, 32000, 4096, 8),  # 3.0B parameters, with activation checkpointing
     "7b": (4096, 32, 12288, 32, 32, 32000, 1024, 1),  # 7.2B parameters; of gpu_scale.py
     "two-ranks": (512, 8, 1536, 8, 4, 8192, 256, 2),
     "tiny": (64, 2, 128, 4, 2, 256, 32, 2),
 }
+CHECKPOINTED = ("3b",)
 
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure. `contender` is plain, fsdp2, or ours or deepspeed with a stage after a colon."""
+    """What to measure.
+
+    `contender` is plain, fsdp2, or ours or deepspeed with a stage after a colon and what is offloaded after a dash:
+    ours:2-cpu has its optimizer in host memory, ours:3-both its parameters too.
+    """
 
     contender: str
     shape: str = "1b"
     device: str = "cuda"
     steps: int = 15
     warm_up: int = 6
+    accumulation: int = 1
     threshold: int | None = None  # stage3_param_persistence_threshold
     deepspeed_path: str = ""
     profile: bool = False
@@ -68,7 +75,15 @@ class Task:
 
     @property
     def stage(self) -> int:
-        return int(self.contender.partition(":")[2] or 0)
+        return int(self.contender.partition(":")[2].partition("-")[0] or 0)
+
+    @property
+    def offload(self) -> dict[str, Any]:
+        """The keys of zero_optimization that the contender's name asks for."""
+        away = {"device": "cpu", "pin_memory": True}
+        both = {"offload_optimizer": away, "offload_param": away}
+        known = {"": {}, "cpu": {"offload_optimizer": away}, "both": both}
+        return known[self.contender.partition("-")[2]]
 
 
 # ---- the contenders: each makes a function that takes one step on a batch and returns the loss
@@ -100,6 +115,8 @@ def make_model(shape: str, device: str) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         model = LlamaForCausalLM(make_config(shape))
+    if shape in CHECKPOINTED:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.to(torch.bfloat16).train()
 
 
@@ -112,7 +129,7 @@ def make_batches(shape: str, device: str, rank: int = 0, count: int = 4) -> list
     return [torch.randint(vocabulary, (micro_batch, length), generator=generator).to(device) for _ in range(count)]
 
 
-def plain(model: Any, _task: Task) -> Callable[[Any], Any]:
+def plain(model: Any, task: Task) -> Callable[[Any], Any]:
     """A loop by hand: fp32 masters, one pass per list of tensors, no synchronisation with the device."""
     import torch
 
@@ -121,8 +138,9 @@ def plain(model: Any, _task: Task) -> Callable[[Any], Any]:
     optimizer = torch.optim.AdamW(masters, fused=True, **OPTIMIZER)
 
     def step(tokens: Any) -> Any:
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
+        for _ in range(task.accumulation):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            (loss / task.accumulation).backward()
         for param, master in zip(params, masters, strict=True):
             master.grad, param.grad = param.grad.float(), None
         torch.nn.utils.clip_grad_norm_(masters, CLIPPING, foreach=True)
@@ -163,11 +181,12 @@ def engine(model: Any, task: Task) -> Callable[[Any], Any]:
     """This library or real DeepSpeed, whichever `import deepspeed` finds."""
     join(task.device)
     deepspeed: Any = importlib.import_module("deepspeed")
-    zero: dict[str, Any] = {"stage": task.stage}
+    zero: dict[str, Any] = {"stage": task.stage, **task.offload}
     if task.threshold is not None and zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = task.threshold
     config = {
         "train_micro_batch_size_per_gpu": SHAPES[task.shape][-1],
+        "gradient_accumulation_steps": task.accumulation,
         "bf16": {"enabled": True},
         "gradient_clipping": CLIPPING,
         "optimizer": {"type": "AdamW", "params": {**OPTIMIZER, "betas": list(OPTIMIZER["betas"])}},
@@ -177,9 +196,10 @@ def engine(model: Any, task: Task) -> Callable[[Any], Any]:
     made, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(tokens: Any) -> Any:
-        loss = made(input_ids=tokens, labels=tokens).loss
-        made.backward(loss)
-        made.step()
+        for _ in range(task.accumulation):
+            loss = made(input_ids=tokens, labels=tokens).loss
+            made.backward(loss)
+            made.step()
         return loss.detach()
 
     return step
@@ -228,7 +248,7 @@ def measure(task: Task) -> dict[str, Any]:
     steady = timed(step, batches, task.steps, task.device)
     return {
         "losses": [float(loss) for loss in losses[:COMPARED]],
-        "tokens": batches[0].numel(),
+        "tokens": batches[0].numel() * task.accumulation,
         "step_s": statistics.median(steady),
         "steps_s": steady,
         "make_s": made_s,

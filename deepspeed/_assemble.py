@@ -32,10 +32,11 @@ from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import Stepper
 from deepspeed.zero.birth.site import rank_device
-from deepspeed.zero.build import Sharded, hold_whole, shard
+from deepspeed.zero.build import Sharded, hold_whole, house, shard
 from deepspeed.zero.parameters.hooks import ModuleHooks
 from deepspeed.zero.parameters.sharding import keep_whole
 from deepspeed.zero.states.norm import Measure
+from deepspeed.zero.states.planner import homes_of
 from deepspeed.zero.states.states import States
 
 __all__ = ["Request", "assemble"]
@@ -73,12 +74,13 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
-    place(module, device, precision, schema.zero_optimization.stage)
-    replicate(module, layout["dp", "sp"])
+    remote = schema.zero_optimization.offloads_parameters
+    place(module, device, precision, schema.zero_optimization.stage, remote=remote)
+    replicate(module, layout["dp", "sp"], remote=remote)
     log_dist(f"precision: {precision.describe()}")
 
     events, scale = EventStream(), make_scale(schema, precision)
-    basic = choose_optimizer(schema.optimizer, request.optimizer, request.model_parameters, module)
+    basic = choose_optimizer(schema, request.optimizer, request.model_parameters, module)
     if schema.zero_optimization.stage > 0 and basic is not None and not schema.zero_allow_untested_optimizer:
         require_tested(basic)
     if basic is not None:
@@ -178,11 +180,15 @@ def _states(
     zero = schema.zero_optimization
     model_group = model.group if model.size > 1 else None
     measure = Measure(axis, model_group, is_split, all_used=not zero.ignore_unused_parameters)
-    if axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None)):
+    spreads = axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None))
+    if spreads or zero.offloads_parameters:
         sharded = shard(schema, module, precision, basic, measure, stack)
         return sharded.states, sharded.reducer, sharded
     if zero.stage == 3:
         keep_whole(module, axis)
+    if basic is not None and homes_of(schema).away:
+        sharded = house(schema, module, precision, basic, measure, layout.alone)
+        return sharded.states, sharded.reducer, sharded
     states = None if basic is None else hold_whole(module, precision, basic, measure, layout.alone)
     return states, build_reducer(schema, module, axis, precision, states), None
 

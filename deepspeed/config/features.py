@@ -22,10 +22,6 @@ class Feature:
     asked: Callable[[Schema], bool]
 
 
-def _offloads(device: object) -> bool:
-    return str(getattr(device, "value", device)) != "none"
-
-
 def _switched_on(section: DeepSpeedConfigModel) -> bool:
     """True if the section, or any section in it, has its `enabled` on."""
     values = dict(section)
@@ -41,19 +37,6 @@ def data_techniques(schema: Schema) -> bool:
 
 
 UNBUILT: tuple[Feature, ...] = (
-    Feature(
-        "zero_optimization.offload_optimizer",
-        "optimizer offload",
-        lambda c: (
-            c.zero_optimization.offload_optimizer is not None
-            and _offloads(c.zero_optimization.offload_optimizer.device)
-        ),
-    ),
-    Feature(
-        "zero_optimization.offload_param",
-        "parameter offload",
-        lambda c: c.zero_optimization.offload_param is not None and _offloads(c.zero_optimization.offload_param.device),
-    ),
     Feature("zero_optimization.zenflow", "ZenFlow", lambda c: c.zero_optimization.zenflow is not None),
     Feature(
         "zero_optimization.zero_hpz_partition_size", "hpZ", lambda c: c.zero_optimization.zero_hpz_partition_size > 1

@@ -18,13 +18,20 @@ from deepspeed.zero.parameters.sharding import convert_shards, put_away
 __all__ = ["place", "replicate", "spread"]
 
 
-def place(module: nn.Module, device: torch.device, precision: Precision, stage: int) -> None:
-    """Give the module its device and dtype; shards that it was constructed with follow."""
+def place(module: nn.Module, device: torch.device, precision: Precision, stage: int, *, remote: bool = False) -> None:
+    """Give the module its device and dtype; shards that it was constructed with follow.
+
+    Where parameters live elsewhere (`remote`) only buffers move: the whole model may be larger than the device.
+    """
     put_away(module)
     _require_values(module)
-    module.to(device)
+    if remote:
+        for buffer in module.buffers():
+            buffer.data = buffer.data.to(device)
+    else:
+        module.to(device)
     precision.cast_module(module)
-    convert_shards(module, stage)
+    convert_shards(module, stage, stay=remote)
     for param, dtype in precision.reduce_dtypes(module).items():
         param.comm_dtype = dtype  # type: ignore[attr-defined]  # clients look here
 
@@ -41,9 +48,13 @@ def _require_values(module: nn.Module) -> None:
         )
 
 
-def replicate(module: nn.Module, axis: AxisGroup) -> None:
-    """Give every rank the parameters and buffers of the first rank that holds a copy of the same part."""
-    tensors = {id(t): (name, t) for name, t in (*module.named_parameters(), *module.named_buffers())}
+def replicate(module: nn.Module, axis: AxisGroup, *, remote: bool = False) -> None:
+    """Give every rank the parameters and buffers of the first rank that holds a copy of the same part.
+
+    Parameters that live elsewhere (`remote`) follow one by one when they are cut.
+    """
+    parameters = [] if remote else list(module.named_parameters())
+    tensors = {id(t): (name, t) for name, t in (*parameters, *module.named_buffers())}
     spread(tensors.values(), axis)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,13 +16,15 @@ from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.agreement import Hosts
+from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.gradients.council import Council
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.parameters.coordinator import Coordinator
-from deepspeed.zero.parameters.gather import PlainGather, gather
+from deepspeed.zero.parameters.gather import Gather, PlainGather, gather
 from deepspeed.zero.parameters.hooks import ModuleHooks
 from deepspeed.zero.parameters.passes import Passes
 from deepspeed.zero.parameters.plan import Limits
+from deepspeed.zero.parameters.remote import HostGather, InHostMemory, Remote
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.parameters.sharding import persist, shard_module, shard_parameter
 from deepspeed.zero.parameters.uses import blocks_of
@@ -31,6 +33,7 @@ from deepspeed.zero.public.export import meet_state_dicts
 from deepspeed.zero.public.granularity import units_by_granularity
 from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
+from deepspeed.zero.states.housed import HousedGroup
 from deepspeed.zero.states.matrices import ShardedMatrices
 from deepspeed.zero.states.norm import Measure
 from deepspeed.zero.states.planner import Planner
@@ -38,7 +41,7 @@ from deepspeed.zero.states.states import States
 from deepspeed.zero.states.striped import StripedGroup
 from deepspeed.zero.states.whole import WholePlanner
 
-__all__ = ["Sharded", "hold_whole", "shard"]
+__all__ = ["Sharded", "hold_whole", "house", "shard"]
 
 _WORTHWHILE = 1 << 17  # elements that each rank sends in a gather ahead of small modules
 
@@ -54,6 +57,8 @@ class Sharded:
     axis: AxisGroup
     coordinator: Coordinator | None = None
     hooks: ModuleHooks | None = None
+    remote: Remote | None = None
+    """Where parameters live between their uses; None: on the device."""
 
     def extend(self, members: Sequence[Named]) -> None:
         """Make parameters that are new to the model ready to be spread."""
@@ -62,11 +67,21 @@ class Sharded:
             return
         for name, param in members:
             if shard_of(param) is None:
-                shard_parameter(param, self.axis, name).release()
+                shard_parameter(param, self.axis, name, self.remote).release()
         if self.hooks.handles:
             self.hooks.look_again()
         else:  # until now every parameter stayed whole
             self.hooks.install()
+
+
+def house(
+    schema: Schema, module: nn.Module, precision: Precision, optimizer: Optimizer, measure: Measure, alone: AxisGroup
+) -> Sharded:
+    """States that nobody shares, in another tier; `alone` is an axis on which this rank has no other."""
+    names = {id(param): name for name, param in module.named_parameters()}
+    placement = everywhere(Placement(alone, replicate=measure.axis))
+    planner = Planner(schema, placement, precision, names, precision.reduce_dtypes(module), HousedGroup)
+    return _states(planner, module, optimizer, measure, Hosts(measure.axis))
 
 
 def hold_whole(
@@ -94,12 +109,12 @@ def shard(
     if zero.stage < 3:
         planner = Planner(schema, everywhere(Placement(measure.axis)), precision, names, travels)
         return _states(planner, module, optimizer, measure, Hosts(measure.axis))
-    hosts = Hosts(measure.axis)
-    coordinator, hooks = _fetching(schema, module, measure.axis, hosts, stack)
+    hosts, remote = Hosts(measure.axis), _remote(schema)
+    coordinator, hooks = _fetching(schema, module, measure.axis, hosts, remote, stack)
     placement = Placement(measure.axis, gradient_group=measure.axis.twin())
     make = partial(_striped, coordinator.gradient_arrived if hooks.handles else None)
     planner = Planner(schema, everywhere(placement), precision, names, travels, make)
-    return _states(planner, module, optimizer, measure, hosts, coordinator, hooks)
+    return replace(_states(planner, module, optimizer, measure, hosts, coordinator, hooks), remote=remote)
 
 
 def _states(
@@ -114,7 +129,7 @@ def _states(
     states = None
     if optimizer is not None:
         tile = int(planner.schema.zero_optimization.sub_group_size) if coordinator else 0
-        states = States(optimizer, planner.groups, measure, tile_numel=tile)
+        states = States(optimizer, planner.groups, measure, tile_numel=tile, homes=planner.homes)
         if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
             optimizer.whole = ShardedMatrices(states.groups)
     reducer = ShardReducer(
@@ -144,18 +159,20 @@ def _striped(
 
 
 def _fetching(
-    schema: Schema, module: nn.Module, axis: AxisGroup, hosts: Hosts, stack: ExitStack
+    schema: Schema, module: nn.Module, axis: AxisGroup, hosts: Hosts, remote: Remote | None, stack: ExitStack
 ) -> tuple[Coordinator, ModuleHooks]:
     """Cut the parameters, and have modules gather what they need."""
     zero = schema.zero_optimization
     apply_zero_leaf_module_config(module, zero.leaf_module)
-    shards = shard_module(module, axis)
+    shards = shard_module(module, axis, remote)
     for each in shards:
         each.strict = zero.enable_sanity_checks
     if zero.module_granularity_threshold > 0:
         for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
             set_z3_leaf_module(unit, True)
-    way = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
+    way: Gather = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
+    if remote is not None:
+        way = HostGather(remote.device, way)
     for each in shards:
         each.gather = way
     total = int(zero.model_persistence_threshold) // axis.size
@@ -176,6 +193,14 @@ def _fetching(
     hooks.install()
     stack.callback(meet_state_dicts(module))
     return coordinator, hooks
+
+
+def _remote(schema: Schema) -> Remote | None:
+    """Where parameters live, if not on the device: as `offload_param` says."""
+    offload = schema.zero_optimization.offload_param
+    if offload is None or not schema.zero_optimization.offloads_parameters:
+        return None
+    return InHostMemory(rank_device()[1], pinned=offload.pin_memory)
 
 
 def _ahead(schema: Schema, module: nn.Module, size: int) -> int:

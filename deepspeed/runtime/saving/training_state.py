@@ -20,7 +20,6 @@ from deepspeed.runtime.saving.rng_state import capture
 from deepspeed.runtime.step.scale_names import attributes_of
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.states.group import ShardGroup
-from deepspeed.zero.states.whole import WholeGroup
 
 __all__ = ["Listed", "Run", "buffer_sum", "collect", "kinds_of", "listing", "model_names", "settle_edits", "shape_of"]
 
@@ -80,7 +79,7 @@ def listing(parts: Parts) -> list[Listed]:
 def _listed(group: ShardGroup) -> Listed:
     held = {id(piece.param): piece.master for piece in group.pieces}
     masters = [held.get(id(param)) for param in group.params]
-    if isinstance(group, WholeGroup):
+    if group.whole:
         return Listed(group.names, group.params, masters, group.options)
     return Listed(group.names, group.params, masters, group.options, group.layout, group.axis.rank)
 

@@ -9,26 +9,28 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed.config.optimizer import OptimizerConfig, SchedulerConfig
+from deepspeed.config.optimizer import SchedulerConfig
 from deepspeed.config.schema import Schema
-from deepspeed.errors import UsageError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist
 from deepspeed.ops.muon import tag_attention_heads
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.step.optimizers import build_optimizer
+from deepspeed.zero.states.afar import in_one_pass
 
 __all__ = ["choose_optimizer", "choose_scheduler", "tell_without_optimizer"]
 
 
 def choose_optimizer(
-    section: OptimizerConfig,
+    schema: Schema,
     given: Optimizer | Callable[..., Optimizer] | None,
     parameters: list[Any] | None,
     module: nn.Module,
 ) -> Optimizer | None:
     """The client's optimizer, else the one of the config, else None."""
+    section, offloaded = schema.optimizer, schema.zero_optimization.offloads_optimizer
     if isinstance(given, Optimizer):
-        return given
+        return _fit_for_host(schema, given)
     if parameters is None:
         parameters = list(module.parameters())  # frozen ones too: they may be unfrozen later
     if given is not None:
@@ -38,12 +40,30 @@ def choose_optimizer(
                 f"optimizer: the callable given to deepspeed.initialize returned {type(made).__name__}; it takes the "
                 "parameters and returns a torch.optim.Optimizer"
             )
-        return made
+        return _fit_for_host(schema, made)
     if section.type is None or not parameters:
         return None
     if section.params.get("per_head_muon"):
         tag_attention_heads(module)
-    return build_optimizer(section, parameters, named_parameters=list(module.named_parameters()))
+    return build_optimizer(
+        section,
+        parameters,
+        named_parameters=list(module.named_parameters()),
+        offloaded=offloaded,
+        bf16_states=offloaded and schema.bf16.bf16_optimizer_states,
+    )
+
+
+def _fit_for_host(schema: Schema, given: Optimizer) -> Optimizer:
+    """Refuse a client's optimizer that is slow in host memory, unless the config says that it may be."""
+    if schema.zero_optimization.offloads_optimizer and schema.zero_force_ds_cpu_optimizer and not in_one_pass(given):
+        raise DeepSpeedConfigError(
+            f"zero_optimization.offload_optimizer: {type(given).__name__} would update states in host memory with "
+            "operations that pass over it several times. Use deepspeed.ops.adam.DeepSpeedCPUAdam (or "
+            "DeepSpeedCPULion, DeepSpeedCPUAdagrad), or set zero_force_ds_cpu_optimizer to false.",
+            path="zero_force_ds_cpu_optimizer",
+        )
+    return given
 
 
 def tell_without_optimizer(schema: Schema, training_data: Any) -> None:

@@ -67,15 +67,14 @@ class Stepper:
         if self.backward.unit != 1.0:
             norm = norm * self.backward.unit
         before = self.scale.value
-        if steps_ahead(self.optimizer, norm.device):
+        if not self.states.away and steps_ahead(self.optimizer, norm.device):
             known, overflow = self._step_ahead(norm)
             return self._finished(norm, known, overflow, before)
         known = self._known(norm)
         overflow = self.check_overflow and known is not None and not math.isfinite(known)
         if not overflow:
             self._prepare([grad for _, grad in gradients], norm, known)
-            self.states.update(self.optimizer)
-            self.states.publish()
+            self.states.update(self.optimizer, self._factor(known) if self.states.away else 1.0)
         return self._finished(norm, known, overflow, before)
 
     def _finished(self, norm: Tensor, known: float | None, overflow: bool, before: float) -> Outcome:
@@ -103,7 +102,6 @@ class Stepper:
         told = ScalarOnHost(norm) if self.check_overflow else None
         with under(self.optimizer, Conditions(factor.reciprocal(), skip)):
             self.states.update(self.optimizer)
-        self.states.publish()
         if told is None:
             return None, False
         known = told.value()
@@ -119,9 +117,16 @@ class Stepper:
 
     def _known(self, norm: Tensor) -> float | None:
         """The norm as a number, where waiting for it costs nothing or is needed anyway."""
-        if self.check_overflow or norm.device.type == "cpu":
+        if self.check_overflow or norm.device.type == "cpu" or bool(self.states.away):
             return float(norm)
         return None
+
+    def _factor(self, known: float | None) -> float:
+        """What brings gradients of this norm to their true size and clips them."""
+        unit = self.backward.unit
+        if self.clipping <= 0 or known is None:
+            return unit
+        return float(clip_coefficient(torch.tensor(known), self.clipping)) * unit
 
     def _prepare(self, gradients: list[Tensor], norm: Tensor, known: float | None) -> None:
         """Bring gradients to their true size and clip them, in one multiplication."""
@@ -130,11 +135,11 @@ class Stepper:
             if unit != 1.0:
                 scale_(gradients, unit)
             return
-        coefficient = clip_coefficient(norm, self.clipping)
         if known is None:
+            coefficient = clip_coefficient(norm, self.clipping)
             scale_(gradients, coefficient if unit == 1.0 else coefficient * unit)
             return
-        factor = float(coefficient) * unit
+        factor = self._factor(known)
         if factor != 1.0:
             with torch.no_grad():
                 scale_(gradients, factor)

@@ -132,9 +132,12 @@ class Bucket:
         added: list[Tensor] = []
         homes: list[Tensor] = []
         moved: list[Tensor] = []
+        leaving: list[tuple[Piece, Tensor]] = []
         for cut in self.cuts:
             part, piece = mine[cut.start : cut.stop], cut.piece
-            if piece.gradient is not None:
+            if piece.home is not None and piece.home.device != part.device:
+                leaving.append((piece, part))
+            elif piece.gradient is not None:
                 olds.append(piece.gradient)
                 added.append(part)
             elif piece.home is None:
@@ -147,6 +150,13 @@ class Bucket:
             torch._foreach_copy_(homes, moved)
         if added:
             torch._foreach_add_(olds, added)
+        if leaving:
+            _carry(leaving)
+
+    @property
+    def leaves(self) -> bool:
+        """True if some of it lands in host memory, of which the device alone knows when it is there."""
+        return any(cut.piece.home is not None and cut.piece.home.device != self.device for cut in self.cuts)
 
     def _lay_even(self) -> None:
         at = 0
@@ -194,6 +204,22 @@ class Bucket:
                 self.cuts.append(Cut(parcel.piece, at, at + stop - start))
                 at += stop - start
             begin += parcel.numel
+
+
+def _carry(leaving: Sequence[tuple[Piece, Tensor]]) -> None:
+    """Off the device, added to what came before, and measured on the way; all of it queued, none of it waited for.
+
+    The device adds: what came before travels to it and back beside the backward, in both directions at once, while a
+    sum in host memory would wait for the copy first.
+    """
+    totals = [
+        part if piece.gradient is None else part + piece.gradient.to(part.device, non_blocking=True)
+        for piece, part in leaving
+    ]
+    homes = [piece.home for piece, _ in leaving if piece.home is not None]
+    torch._foreach_copy_(homes, totals, non_blocking=True)
+    for (piece, _), norm in zip(leaving, torch._foreach_norm(totals, 2, torch.float32), strict=True):
+        piece.gradient, piece.norm = piece.home, norm
 
 
 def _interval(parcel: Parcel, owner: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import Pending
-from deepspeed.zero.gradients.beside import Beside
+from deepspeed.memory.beside import Beside
 from deepspeed.zero.gradients.bucket import Bucket
 
 __all__ = ["Flights"]
@@ -40,6 +40,8 @@ class Flights:
     def __init__(self) -> None:
         self._flying: deque[_Flight] = deque()
         self._beside: dict[torch.device, Beside] = {}
+        self._carried: Any = None
+        """The device's event after the last landing in host memory that nobody has waited for."""
 
     def make_room(self, bucket: Bucket) -> None:
         """Land what has to be before this one is packed."""
@@ -58,12 +60,17 @@ class Flights:
             if beside.device:
                 self._land(flight)
                 flight.landed = beside.record()
+                if bucket.leaves:
+                    self._carried = flight.landed
         self._flying.append(flight)
 
     def land(self) -> None:
-        """All that was sent lies with its owners."""
+        """All that was sent lies with its owners; what left the device is there for the host to read."""
         while self._flying:
             self._land_oldest()
+        if self._carried is not None:
+            self._carried.synchronize()
+            self._carried = None
 
     def drop(self) -> None:
         """After a backward that failed: the others may never come for the rest of it."""

@@ -121,7 +121,7 @@ class ToOwners:
     @property
     def few(self) -> int:
         """See `Reduction`."""
-        return _FEW_OWNERS if self.merged and not self._by_exchange else self.size
+        return _FEW_OWNERS if self.size > 1 and self.merged and not self._by_exchange else self.size
 
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
         """See `Reduction`."""

@@ -137,10 +137,10 @@ def _single(shard: Shard, group: Any) -> None:
     shard.allocate()
     large = _bytes(shard) >= _WORTH_SPARING and _backend(group) == "gloo"
     with comm.labelled(shard.name):
-        if large and shard.data.device.type == "cpu":
-            work = gather_parts(shard.flat, shard.data, group=group, async_op=True)
+        if large and shard.device.type == "cpu":
+            work = gather_parts(shard.flat, shard.sent, group=group, async_op=True)
         else:
-            work = comm.all_gather_into_tensor(shard.flat, shard.data, group=group, async_op=True)
+            work = comm.all_gather_into_tensor(shard.flat, shard.sent, group=group, async_op=True)
     shard.pending = Pending(None, work)
 
 
@@ -149,7 +149,7 @@ def _batched(shards: Sequence[Shard], group: Any) -> None:
     for shard in shards:
         shard.allocate()
     with comm.labelled(f"{shards[0].name} … {shards[-1].name}"):
-        work = all_gather_coalesced([s.flat for s in shards], [s.data for s in shards], group=group, async_op=True)
+        work = all_gather_coalesced([s.flat for s in shards], [s.sent for s in shards], group=group, async_op=True)
     shared: Pending[Any] = Pending(None, work)
     for shard in shards:
         shard.pending = shared
@@ -159,7 +159,7 @@ def _packed(shards: Sequence[Shard], group: Any) -> None:
     """One operation over chunks side by side; parameters get their memory when it is through."""
     sizes = [shard.chunk for shard in shards]
     world = shards[0].axis.size
-    mine = torch.cat([shard.data for shard in shards])
+    mine = torch.cat([shard.sent for shard in shards])
     gathered = mine.new_empty(world * mine.numel())
     with comm.labelled(f"{shards[0].name} … {shards[-1].name}"):
         work = comm.all_gather_into_tensor(gathered, mine, group=group, async_op=True)
@@ -189,6 +189,6 @@ def _by_all_reduce(shard: Shard) -> Pending[Any]:
     at: Tensor = shard.flat
     at.zero_()
     begin = shard.axis.rank * shard.chunk
-    at[begin : begin + shard.chunk].copy_(shard.data)
+    at[begin : begin + shard.chunk].copy_(shard.sent)
     with comm.labelled(shard.name):
         return Pending(None, comm.all_reduce(at, group=shard.axis.group, async_op=True))

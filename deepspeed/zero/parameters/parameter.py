@@ -18,9 +18,17 @@ from torch.nn.utils import clip_grad
 from deepspeed.log import warn_once
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.remote import Remote
 from deepspeed.zero.parameters.shard import Shard, ZeroParamType, shards_of
 
-__all__ = ["ResidentParameter", "SpreadParameter", "ZeroParameter", "shard_parameter", "watch_gradient"]
+__all__ = [
+    "ResidentParameter",
+    "SpreadParameter",
+    "ZeroParameter",
+    "shard_parameter",
+    "spread_class",
+    "watch_gradient",
+]
 
 _CLIPPING = clip_grad.__file__
 _GRAD: Any = torch.Tensor.grad
@@ -62,7 +70,10 @@ class ZeroParameter(nn.Parameter):
     ds_tensor = property(_chunk, doc="This rank's chunk, padded.")
     ds_active_sub_modules = property(lambda self: self._zero.users, doc="The modules that use it now.")
     ds_process_group = property(lambda self: self._zero.axis.group, doc="The ranks that hold it.")
-    ds_param_type = property(lambda self: ZeroParamType.PARTITIONED, doc="How it is held.")
+    ds_param_type = property(
+        lambda self: ZeroParamType.PARTITIONED if self._zero.remote is None else ZeroParamType.REMOTE,
+        doc="How it is held.",
+    )
 
     def partition_numel(self) -> int:
         """Elements of a rank's chunk, padding included."""
@@ -215,12 +226,19 @@ def watch_gradient(param: nn.Parameter) -> None:
         param.__class__ = ResidentParameter
 
 
-def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "") -> Shard:
+def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "", remote: Remote | None = None) -> Shard:
     """Cut a whole parameter; it stays the same object, and whole until it is released."""
-    shard = Shard(param, axis, name)
+    shard = Shard(param, axis, name, remote)
     param.__class__ = _sharded(type(param), ZeroParameter if shard.alone else SpreadParameter)
     param._zero = shard  # type: ignore[attr-defined]
     return shard
+
+
+def spread_class(param: nn.Parameter) -> None:
+    """Let a parameter that was whole for good behave as one that is empty between its uses."""
+    if isinstance(param, ZeroParameter) and not isinstance(param, SpreadParameter):
+        kind = _sharded(_ordinary(type(param)), SpreadParameter)
+        param.__class__ = kind  # type: ignore[assignment]
 
 
 def _ordinary(kind: type[nn.Parameter]) -> type[nn.Parameter]:

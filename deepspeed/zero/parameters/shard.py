@@ -24,6 +24,7 @@ from deepspeed.parallel import AxisGroup
 
 if TYPE_CHECKING:
     from deepspeed.zero.parameters.gather import Gather
+    from deepspeed.zero.parameters.remote import Remote
 
 __all__ = ["Shard", "ZeroParamStatus", "ZeroParamType", "shard_of", "shards_of", "used_while_empty"]
 
@@ -51,17 +52,19 @@ class Shard:
 
     __slots__ = (
         "alone", "axis", "chunk", "data", "dtype", "edits", "flat", "full", "gather", "gradient", "holds", "name",
-        "nothing", "number", "numel", "param", "pending", "persistent", "shape", "strict", "users", "version", "whole",
+        "nothing", "number", "numel", "param", "pending", "persistent", "remote", "shape", "staged", "strict", "users",
+        "version", "whole",
     )  # fmt: skip
 
     made = 0
     """How many there have been, so that a model which got new ones can be noticed."""
 
-    def __init__(self, param: nn.Parameter, axis: AxisGroup, name: str = "") -> None:
-        """Cut a whole parameter; it stays whole until `release`."""
+    def __init__(self, param: nn.Parameter, axis: AxisGroup, name: str = "", remote: Remote | None = None) -> None:
+        """Cut a whole parameter; it stays whole until `release`. The chunk lives in `remote`, if that is given."""
         self.param = param
         self.axis = axis
-        self.alone = axis.size == 1
+        self.remote = remote
+        self.alone = axis.size == 1 and remote is None
         """See [Note: one rank]."""
         self.name = name or f"parameter of shape {tuple(param.shape)}"
         self.number = next(_numbers)
@@ -84,6 +87,8 @@ class Shard:
         self.nothing: Tensor | None = None
         """What the parameter is while it is not whole."""
         self.pending: Pending[Any] | None = None
+        self.staged: Tensor | None = None
+        """The chunk on the device, while it is gathered from elsewhere."""
         self.strict = False
         """An edit that would be lost is an error."""
         self.version = param._version
@@ -97,24 +102,36 @@ class Shard:
         if self.alone:
             self.flat = self.data = values.reshape(-1)
         else:
-            self.flat = torch.zeros(self.chunk * self.axis.size, dtype=self.dtype, device=values.device)
+            device = values.device if self.remote is None else self.remote.device
+            self.flat = torch.zeros(self.chunk * self.axis.size, dtype=self.dtype, device=device)
             self.flat[: self.numel].copy_(values.reshape(-1))
             start = self.axis.rank * self.chunk
-            self.data = self.flat[start : start + self.chunk].clone()
+            self.data = self._kept(self.flat[start : start + self.chunk])
         self.full = self.flat[: self.numel].view(self.shape)
         self.param.data = self.full
+
+    def _kept(self, chunk: Tensor) -> Tensor:
+        """A copy of these values where the chunk lives."""
+        return chunk.clone() if self.remote is None else self.remote.keep(chunk)
+
+    @torch.no_grad()
+    def leave(self, remote: Remote) -> None:
+        """Let the chunk live elsewhere from now on; only while the parameter is not whole."""
+        self.remote, self.alone = remote, False
+        self.data = remote.keep(self.data)
+        self.refit(self.dtype)
 
     @torch.no_grad()
     def copy(self, param: nn.Parameter) -> Shard:
         """A shard of its own with the same values, for an empty parameter; whole if this one is."""
-        other = Shard(param, self.axis, self.name)
+        other = Shard(param, self.axis, self.name, self.remote)
         other.shape, other.numel, other.chunk = self.shape, self.numel, self.chunk
         other.strict, other.persistent, other.whole = self.strict, self.persistent, False
         other.gather = self.gather
         if self.whole:
             self.reclaim()
         start = 0 if self.alone else self.axis.rank * self.chunk
-        other.data = (self.flat[start : start + self.chunk] if self.whole else self.data).clone()
+        other.data = self._kept(self.flat[start : start + self.chunk] if self.whole else self.data)
         other.refit(self.dtype)
         if self.whole:
             other.allocate()
@@ -125,7 +142,7 @@ class Shard:
     def refit(self, dtype: torch.dtype) -> None:
         """Fit the memory of the whole parameter, which it does not have now, to the chunk."""
         self.dtype = dtype
-        size, device = self.chunk * self.axis.size, self.data.device
+        size, device = self.chunk * self.axis.size, self.data.device if self.remote is None else self.remote.device
         self.flat = self.data if self.alone else torch.empty(size, dtype=dtype, device=device)
         self.full = self.flat[: self.numel].view(self.shape)
         if not self.alone:
@@ -137,6 +154,16 @@ class Shard:
         """The [start, stop) of the parameter's elements that lie here."""
         start = self.axis.rank * self.chunk
         return min(start, self.numel), min(start + self.chunk, self.numel)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameter is used."""
+        return self.flat.device
+
+    @property
+    def sent(self) -> Tensor:
+        """The chunk where the ranks can exchange it."""
+        return self.data if self.staged is None else self.staged
 
     @property
     def local(self) -> Tensor:
@@ -164,15 +191,15 @@ class Shard:
         if not self.whole:
             self.param.data = self.full
             self.whole = True
-        self.pending = None
+        self.pending = self.staged = None
 
     def release(self) -> None:
         """Let go of the whole parameter; the chunk remains."""
         if self.pending is not None:
             self.pending.wait()
-            self.pending = None
-        if self.nothing is None or self.nothing.dtype != self.dtype or self.nothing.device != self.data.device:
-            self.nothing = torch.empty(0, dtype=self.dtype, device=self.data.device)
+            self.pending = self.staged = None
+        if self.nothing is None or self.nothing.dtype != self.dtype or self.nothing.device != self.device:
+            self.nothing = torch.empty(0, dtype=self.dtype, device=self.device)
         self.param.data = self.nothing
         if not self.alone:
             self.flat.untyped_storage().resize_(0)
@@ -202,7 +229,11 @@ class Shard:
     @torch.no_grad()
     def convert(self, dtype: torch.dtype, device: torch.device) -> None:
         """Hold the parameter in another dtype or on another device; only while it is not whole."""
-        if (dtype, device) != (self.dtype, self.data.device):
+        if self.remote is not None:
+            if dtype != self.dtype:
+                self.data = self.remote.keep(self.data.to(dtype))
+                self.refit(dtype)
+        elif (dtype, device) != (self.dtype, self.data.device):
             self.data = self.data.to(device, dtype)
             self.refit(dtype)
 

@@ -9,26 +9,36 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters import gather as fetch
-from deepspeed.zero.parameters.parameter import shard_parameter
+from deepspeed.zero.parameters.parameter import shard_parameter, spread_class
+from deepspeed.zero.parameters.remote import Remote
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
 
 __all__ = ["convert_shards", "keep_whole", "numel_of", "persist", "put_away", "shard_module", "shard_parameter"]
 
 
-def shard_module(module: nn.Module, axis: AxisGroup) -> list[Shard]:
+def shard_module(module: nn.Module, axis: AxisGroup, remote: Remote | None = None) -> list[Shard]:
     """Cut every parameter that is not cut yet; returns all shards in the order of the model.
 
-    Those that are cut already, by `zero.Init` for instance, are used over this axis from now on.
+    Those that are cut already, by `zero.Init` for instance, are used over this axis from now on. With `remote` chunks
+    live there, and the first rank's values count: one parameter at a time is whole on the device.
     """
     shards = []
     for name, param in module.named_parameters():
         shard = shard_of(param)
         if shard is None:
-            shard = shard_parameter(param, axis, name)
+            shard = shard_parameter(param, axis, name, remote)
+            if remote is not None:
+                fetch.spread([shard])
+                shard.edits = 0
             if shard.numel and not shard.alone:
                 shard.release()
         elif shard.axis is not axis:
             _rehome(name, shard, axis)
+        if remote is not None and shard.remote is not remote:
+            if shard.whole and shard.numel:
+                shard.release()
+            shard.leave(remote)
+            spread_class(param)
         shard.name = name
         shards.append(shard)
     return shards
@@ -49,8 +59,8 @@ def put_away(module: nn.Module) -> None:
         shard.persistent = False
 
 
-def convert_shards(module: nn.Module, stage: int) -> None:
-    """Let shards follow the dtype and the device that the module's empty parameters were given."""
+def convert_shards(module: nn.Module, stage: int, *, stay: bool = False) -> None:
+    """Let shards follow the dtype and, unless they `stay`, the device that the module's empty parameters were given."""
     shards = shards_of(module.parameters())
     if shards and stage < 3:
         raise UsageError(
@@ -59,7 +69,7 @@ def convert_shards(module: nn.Module, stage: int) -> None:
         )
     for shard in shards:
         if not shard.whole:
-            shard.convert(shard.param.dtype, shard.param.device)
+            shard.convert(shard.param.dtype, shard.data.device if stay else shard.param.device)
 
 
 def keep_whole(module: nn.Module, axis: AxisGroup) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.fragments import FlatLayout
+from deepspeed.memory.tier import AT_HOME, Homes
 from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.placement import Placement
@@ -33,11 +34,13 @@ def name_of(param: nn.Parameter, names: dict[int, str]) -> str:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """In what the parts of a group's state are held."""
+    """In what, and where, the parts of a group's state are held."""
 
     master: torch.dtype
     accumulate: torch.dtype
     reduce: torch.dtype
+    homes: Homes = AT_HOME
+    """And in which tier."""
 
 
 class ShardGroup:
@@ -65,6 +68,11 @@ class ShardGroup:
         """True if the optimizer does not hold the model's own parameters."""
         return True
 
+    @property
+    def whole(self) -> bool:
+        """True if this rank holds the states of all elements."""
+        return False
+
     def parcels(self, reduction: Reduction) -> list[Parcel]:
         """The gradients of its parameters, as the way to their owners sees them."""
         raise TypeError(f"{type(self).__name__} lays out no gradients")
@@ -84,12 +92,25 @@ class ShardGroup:
         for param in self.params:
             param.grad = None
 
-    def publish(self) -> None:
-        """Make the updated masters the parameters of every rank."""
+    @torch.no_grad()
+    def round(self) -> None:
+        """Round the updated masters into what this rank publishes; those that are away go by themselves."""
+        copied = [piece for piece in self.pieces if piece.separate and not piece.away]
+        if copied:
+            torch._foreach_copy_([piece.source for piece in copied], [piece.master for piece in copied])
+
+    def bring_back(self) -> None:
+        """As `round`, for masters that are away."""
+        for piece in self.pieces:
+            if piece.away:
+                piece.source.copy_(piece.master)
+
+    def spread(self) -> None:
+        """Make what every rank has rounded the parameters of all of them."""
         raise TypeError(f"{type(self).__name__} holds no parameters")
 
     def publish_one(self, place: int) -> None:
-        """As `publish`, for the parameter at that place."""
+        """Bring the master of the parameter at that place into the model, on all ranks."""
         raise TypeError(f"{type(self).__name__} holds no parameters")
 
     def adopt_edits(self) -> None:
@@ -131,7 +152,7 @@ class ShardState:
         self._piece: Piece | None = next((piece for piece in group.pieces if piece.param is self._param), None)
         self.name = group.names[place]
         self.shape = torch.Size(getattr(self._param, "ds_shape", self._param.shape))
-        self.axis: AxisGroup | None = group.axis
+        self.axis: AxisGroup | None = group.axis if group.axis.size > 1 else None
         self.interval = group.layout.interval(place, group.axis.rank)
         self.chunk = -(-self.shape.numel() // group.axis.size)
         self.dtype = group.dtypes.master

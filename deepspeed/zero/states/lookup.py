@@ -132,7 +132,9 @@ def owner_of(param: Tensor) -> Owner | None:
 def join(held: ParameterState, part: Tensor | None, dtype: torch.dtype, present: bool) -> Tensor | None:
     """The whole tensor of which every rank has a part; None if it is present on no rank."""
     if held.axis is None:
-        return part.detach().to(dtype, copy=True).view(held.shape) if part is not None and present else None
+        return (
+            part.detach().to(held.device, dtype, copy=True).view(held.shape) if part is not None and present else None
+        )
     flat = torch.zeros(held.shape.numel() + 1, dtype=dtype, device=held.device)  # the last one counts who has it
     if part is not None:
         flat[held.interval[0] : held.interval[1]].copy_(part)

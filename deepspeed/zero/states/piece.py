@@ -17,7 +17,19 @@ class Piece:
     One-dimensional, but where the interval is all of a parameter that nobody shares: then of its shape.
     """
 
-    __slots__ = ("gradient", "home", "interval", "master", "name", "param", "shape", "source", "version")
+    __slots__ = (
+        "away",
+        "gradient",
+        "home",
+        "interval",
+        "master",
+        "name",
+        "norm",
+        "param",
+        "shape",
+        "source",
+        "version",
+    )
 
     def __init__(
         self,
@@ -40,17 +52,34 @@ class Piece:
         """What has been summed so far, in the dtype in which gradients are accumulated; None if nothing has come."""
         self.home: Tensor | None = None
         """Memory that is kept for the gradient between steps; None where it comes and goes."""
+        self.away = False
+        """Master, moments and gradient live in another tier than the parameter."""
+        self.norm: Tensor | None = None
+        """Of a gradient that left the device, as the device saw it; None where it has to be measured at home."""
         self.version = param._version
 
     @property
     def separate(self) -> bool:
-        """True if the master is a copy in another dtype."""
-        return self.master.dtype != self.source.dtype
+        """True if the master is a copy, in another dtype or another tier."""
+        return self.away or (self.master.dtype, self.master.device) != (self.source.dtype, self.source.device)
 
-    def widen(self, dtype: torch.dtype) -> None:
-        """Give the piece a master of its own in another dtype."""
-        if dtype != self.source.dtype:
-            self.master = nn.Parameter(self.source.detach().to(dtype), requires_grad=True)
+    def leave(self, master: Tensor, home: Tensor) -> None:
+        """Live in memory of another tier: `master`, shaped like the old one and filled, and `home` for the gradient."""
+        self.away = True
+        self.master = nn.Parameter(master, requires_grad=True)
+        self.home = home
+
+    def widen(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Give the piece a master of its own in another dtype or on another device."""
+        if (dtype, device) != (self.source.dtype, self.source.device):
+            self.master = nn.Parameter(self.source.detach().to(device, dtype), requires_grad=True)
+
+    def measured(self) -> Tensor:
+        """A tensor with the norm of the gradient of a piece that is away, where its parameter is."""
+        assert self.gradient is not None, "only what came is measured"
+        if self.norm is None:
+            return self.gradient if self.param.device == self.gradient.device else self.gradient.to(self.param.device)
+        return self.norm
 
     @torch.no_grad()
     def adopt(self) -> None:
@@ -64,7 +93,7 @@ class Piece:
             return
         start, stop = self.interval
         optimizer.state[self.master] = {
-            key: value.detach().reshape(-1)[start:stop].clone()
+            key: value.detach().reshape(-1)[start:stop].to(self.master.device, copy=True).view(self.master.shape)
             if isinstance(value, Tensor) and value.shape == self.shape and value.dim() > 0
             else value
             for key, value in optimizer.state[self.param].items()
@@ -76,6 +105,7 @@ class Piece:
         if self.gradient is None:
             self.gradient = self.home if self.home is not None else torch.empty_like(values, dtype=dtype)
         self.gradient.copy_(values)
+        self.norm = None
 
 
 @torch.no_grad()
@@ -85,9 +115,13 @@ def hand_over(pieces: Sequence[Piece], lines: dict[Hashable, Tensor]) -> None:
     Gradients that share memory, a bucket's or the group's, have nothing but zeros between them and are cast as one.
     """
     for piece in pieces:
-        if piece.gradient is None and piece.home is not None:
+        if piece.gradient is None and piece.home is not None and not piece.away:
             piece.home.zero_()  # the gradient of an earlier step
     for piece in pieces:
+        if piece.away:
+            if piece.gradient is not None:  # where it lies is where it is used
+                lines[id(piece)] = piece.measured()
+            continue
         grad, piece.gradient = piece.gradient, None
         if grad is None:
             piece.master.grad = None

@@ -15,6 +15,7 @@ from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.parameters.parameter import watch_gradient
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.states.arena import move_out
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.piece import Piece
 
@@ -59,7 +60,9 @@ class ResidentGroup(ShardGroup):
     def _make_pieces(self) -> None:
         rank, dtype = self.axis.rank, self.dtypes.master
         # One wide copy of the whole shard; the masters are views of it, so that publishing is one copy too.
-        self._master = self._shard if self._shard.dtype == dtype else self._shard.to(dtype)
+        self._master: Tensor | None = None
+        if not self.dtypes.homes.away:
+            self._master = self._shard if self._shard.dtype == dtype else self._shard.to(dtype)
         for place in self.layout.members(rank):
             start, stop = self.layout.interval(place, rank)
             if start == stop:
@@ -67,14 +70,23 @@ class ResidentGroup(ShardGroup):
             at = self.layout.position(place, rank)
             param = self.params[place]
             piece = Piece(self.names[place], param, param.shape, (start, stop), self._shard[at : at + stop - start])
-            piece.master = nn.Parameter(self._master[at : at + stop - start], requires_grad=True)
+            if self._master is not None:
+                piece.master = nn.Parameter(self._master[at : at + stop - start], requires_grad=True)
             self.pieces.append(piece)
+        if self._master is None:
+            move_out(self.pieces, self.dtypes)
+
+    def round(self) -> None:
+        """See `ShardGroup`; where all masters lie side by side that is one copy."""
+        if self._master is None:
+            super().round()
+        elif self._master is not self._shard:
+            with torch.no_grad():
+                self._shard.copy_(self._master)
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into this rank's block, and gather the blocks of all ranks."""
-        if self._master is not self._shard:
-            self._shard.copy_(self._master)
+    def spread(self) -> None:
+        """Gather the blocks of all ranks."""
         for piece in self.pieces:
             piece.version = piece.param._version
         with comm.labelled(f"updated parameters {self.names[0]} … {self.names[-1]}"):
@@ -96,7 +108,7 @@ class ResidentGroup(ShardGroup):
 
     @torch.no_grad()
     def publish_one(self, place: int) -> None:
-        """As `publish`, for the parameter at that place."""
+        """Bring the master of the parameter at that place into the model."""
         start, numel = self.layout.starts[place], self.layout.numels[place]
         values = torch.zeros(numel, dtype=self._whole.dtype, device=self._whole.device)
         for piece in self.pieces:

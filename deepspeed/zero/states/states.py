@@ -11,11 +11,14 @@ from torch.optim import Optimizer
 
 from deepspeed.errors import UsageError
 from deepspeed.memory.store import AtHome, Store, through
+from deepspeed.memory.tier import AT_HOME, Homes
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.states.afar import Afar
 from deepspeed.zero.states.group import ShardGroup
 from deepspeed.zero.states.lookup import ParameterState
 from deepspeed.zero.states.norm import Line, Measure, total_norm
+from deepspeed.zero.states.piece import Piece
 from deepspeed.zero.states.tiles import Tile, tile
 
 __all__ = ["States"]
@@ -36,13 +39,16 @@ class States:
         *,
         waits: Callable[[nn.Parameter], bool] | None = None,
         tile_numel: int = 0,
+        homes: Homes = AT_HOME,
         store: Store[Tile] = AtHome(),
     ) -> None:
         """`waits` tells the frozen parameters that enter when they are unfrozen: all of them, if None.
 
-        `tile_numel` elements are updated at a time, 0 means all; `store` says where they are between steps.
+        `tile_numel` elements are updated at a time on the device, 0 means all. `homes` says where states live, and
+        `store` brings those that are in no memory.
         """
-        self._tile = tile_numel
+        self._limits = tile_numel, homes.tile
+        self._afar = Afar(pinned=homes.pinned)
         self._store = store
         self._optimizer = optimizer
         self._make = make_groups
@@ -53,6 +59,8 @@ class States:
         self._norm: Tensor | None = None
         self.groups: list[ShardGroup] = []
         self._places: dict[int, tuple[ShardGroup, int]] = {}
+        self.away: dict[int, Piece] = {}
+        """Pieces whose states live in another tier than the parameter, by the id of their masters."""
         self._take_groups()
         self.reducer: ShardReducer | None = None
 
@@ -119,34 +127,45 @@ class States:
         return self._norm
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        """The gradients that the optimizer is about to use, each with the model's parameter."""
+        """The gradients on the device that the optimizer is about to use, each with the model's parameter."""
         for group in self.groups:
             for piece in group.pieces:
                 if piece.master.grad is not None:
                     yield piece.param, piece.master.grad
 
-    def update(self, optimizer: Optimizer) -> None:
-        """Let the optimizer take its step, tile by tile: fetch from the store, step, put back.
+    def update(self, optimizer: Optimizer, factor: float = 1.0) -> None:
+        """Let the optimizer take its step, tile by tile: fetch from the store, step, publish, put back.
 
-        On a device with all states at home there is one tile, unless temporary memory has to be bounded.
+        On a device with all states at home there is one tile, unless temporary memory has to be bounded. Gradients
+        that left the device are multiplied by `factor`; those that did not have been already.
         """
         everything = [options["params"] for options in optimizer.param_groups]
 
-        def step(params: Tile) -> None:
-            for options, chosen in zip(optimizer.param_groups, params, strict=True):
+        def step(tile: Tile) -> None:
+            for options, chosen in zip(optimizer.param_groups, tile.params, strict=True):
                 options["params"] = chosen
-            optimizer.step()
+            if tile.away:
+                self._afar.step(tile, optimizer, factor)
+            else:
+                optimizer.step()
 
         try:
-            through((tile(optimizer, self._tile) if self._tile else []) or [everything], self._store, step)
+            through(tile(optimizer, self.away, self._limits), self._store, step)
         finally:
             for options, chosen in zip(optimizer.param_groups, everything, strict=True):
                 options["params"] = chosen
+        for group in self.groups:
+            group.round()
+        self._afar.finish()
+        for group in self.groups:
+            group.spread()
 
     def publish(self) -> None:
-        """Bring what was updated back into the parameters."""
+        """Bring masters that were changed otherwise than by `update` into the parameters."""
         for group in self.groups:
-            group.publish()
+            group.round()
+            group.bring_back()
+            group.spread()
 
     def zero_grad(self) -> None:
         """Drop every gradient, of pieces and of the model's parameters."""
@@ -173,6 +192,7 @@ class States:
                 self.groups.append(group)
             self._places.update({id(param): (group, place) for place, param in enumerate(group.params)})
             group.take_states(self._optimizer)
+            self.away.update({id(piece.master): piece for piece in group.pieces if piece.away})
             listed = {id(each) for each in options["params"]}
             options["params"] += [piece.master for piece in group.pieces if id(piece.master) not in listed]
 
@@ -190,4 +210,4 @@ class States:
         for group in self.groups:
             for piece in group.pieces:
                 if id(piece.param) in absent:
-                    piece.master.grad = None
+                    piece.master.grad = piece.gradient = None

@@ -16,6 +16,7 @@ from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import Shard, shard_of, used_while_empty
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.states.arena import move_out
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.piece import Piece
 
@@ -45,19 +46,19 @@ class StripedGroup(ShardGroup):
         for shard, name in zip(self.shards, self.names, strict=True):
             if shard.local.numel():
                 piece = Piece(name, shard.param, shard.shape, shard.interval, shard.local)
-                piece.widen(dtypes.master)
                 piece.version = shard.edits
                 self.pieces.append(piece)
                 self._piece_of[id(shard)] = piece
+        move_out(self.pieces, dtypes)
         self._make_homes()
 
     def _make_homes(self) -> None:
         """Gradients of this rank lie side by side for good: nothing is allocated while backward runs."""
-        sizes = [piece.master.numel() for piece in self.pieces]
-        device = self.shards[0].data.device
-        for piece, home in zip(
-            self.pieces, torch.zeros(sum(sizes), dtype=self.dtypes.accumulate, device=device).split(sizes), strict=True
-        ):
+        pieces = [piece for piece in self.pieces if not piece.away]
+        sizes = [piece.master.numel() for piece in pieces]
+        device = self.shards[0].device
+        homes = torch.zeros(sum(sizes), dtype=self.dtypes.accumulate, device=device).split(sizes)
+        for piece, home in zip(pieces, homes, strict=True):
             piece.home = home
 
     def adopt_edits(self) -> None:
@@ -72,18 +73,15 @@ class StripedGroup(ShardGroup):
                 piece.version = shard.edits
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into the chunks; parameters that stay whole are gathered again."""
-        separate = [piece for piece in self.pieces if piece.separate]
-        if separate:
-            torch._foreach_copy_([piece.source for piece in separate], [piece.master for piece in separate])
+    def spread(self) -> None:
+        """Parameters that stay whole are gathered again; the others when they are used."""
         lasting = [shard for shard in self.shards if shard.persistent]
         if lasting:
             fetch.gather(lasting)
 
     @torch.no_grad()
     def publish_one(self, place: int) -> None:
-        """As `publish`, for the parameter at that place; one that is whole now is gathered again."""
+        """Bring the master of the parameter at that place into the model; one that is whole now is gathered again."""
         shard = self.shards[place]
         piece = self._piece_of.get(id(shard))
         if piece is not None and piece.separate:
@@ -122,7 +120,7 @@ class StripedGroup(ShardGroup):
                 reduction=reduction,
                 dtype=self.dtypes.reduce,
                 accumulate=self.dtypes.accumulate,
-                device=shard.data.device,
+                device=shard.device,
                 chunk=shard.chunk,
             )
             for name, shard in zip(self.names, self.shards, strict=True)

@@ -2,35 +2,87 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from torch import nn
 from torch.optim import LBFGS, Optimizer
 
-__all__ = ["Tile", "tile"]
+from deepspeed.zero.states.piece import Piece
 
-Tile = list[list[Any]]
-"""The pieces of each parameter group."""
+__all__ = ["Tile", "tile", "tiles_well"]
 
 
-def tile(optimizer: Optimizer, limit: int) -> list[Tile]:
-    """Pieces of about `limit` elements each, in order.
+@dataclass(frozen=True)
+class Tile:
+    """Pieces that are updated together."""
 
-    None where the optimizer's step is more than the sum of its parameters' steps: one that counts its steps per group
-    would count every tile. Those of torch and of this library keep all state with the parameters.
+    params: list[list[nn.Parameter]]
+    """What the optimizer updates, by its parameter groups."""
+    pieces: list[Piece]
+    """Those that live away from the device, in the order of the parameters; empty for a tile on the device."""
+
+    @property
+    def away(self) -> bool:
+        """True if it lives in another tier."""
+        return bool(self.pieces)
+
+
+def tiles_well(optimizer: Optimizer) -> bool:
+    """True if a step is the sum of its parameters' steps, so that some may be updated now and others later.
+
+    One that counts its steps per group would count every tile. Those of torch and of this library keep all state with
+    the parameters.
     """
     home = type(optimizer).__module__
-    if isinstance(optimizer, LBFGS) or not home.startswith(("torch.optim.", "deepspeed.ops.")) or _mixes(optimizer):
-        return []
-    tiles: list[Tile] = []
-    filled = limit
-    for place, options in enumerate(optimizer.param_groups):
-        for piece in options["params"]:
-            if filled >= limit:
-                tiles.append([[] for _ in optimizer.param_groups])
-                filled = 0
-            tiles[-1][place].append(piece)
-            filled += piece.numel()
-    return tiles
+    known = home.startswith(("torch.optim.", "deepspeed.ops."))
+    return known and not isinstance(optimizer, LBFGS) and not _mixes(optimizer)
+
+
+def tile(optimizer: Optimizer, away: Mapping[int, Piece], limits: tuple[int, int]) -> list[Tile]:
+    """Tiles of about so many elements each, in order; `limits` are those on the device, 0 for all at once, and away.
+
+    `away` are the pieces that live in another tier, by the id of their masters.
+    """
+    count = len(optimizer.param_groups)
+    rows = [
+        _Row(place, master, away.get(id(master)))
+        for place, options in enumerate(optimizer.param_groups)
+        for master in options["params"]
+    ]
+    if not tiles_well(optimizer):
+        return [_tile(rows, count)]
+    here, there = [row for row in rows if row.piece is None], [row for row in rows if row.piece is not None]
+    runs = [*_cut(here, limits[0]), *_cut(there, limits[1])]
+    return [_tile(run, count) for run in runs or [[]]]  # an optimizer without parameters steps, too
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    place: int
+    """The number of the parameter group."""
+    master: nn.Parameter
+    piece: Piece | None
+
+
+def _tile(rows: Sequence[_Row], count: int) -> Tile:
+    params: list[list[nn.Parameter]] = [[] for _ in range(count)]
+    for row in rows:
+        params[row.place].append(row.master)
+    return Tile(params, [row.piece for row in rows if row.piece is not None])
+
+
+def _cut(rows: Sequence[_Row], limit: int) -> Iterator[list[_Row]]:
+    run: list[_Row] = []
+    filled = 0
+    for row in rows:
+        if run and limit and filled + row.master.numel() > limit:
+            yield run
+            run, filled = [], 0
+        run.append(row)
+        filled += row.master.numel()
+    if run:
+        yield run
 
 
 def _mixes(optimizer: Optimizer) -> bool:

@@ -39,6 +39,11 @@ class WholeGroup(ShardGroup):
         """See `ShardGroup`."""
         return bool(self._copied)
 
+    @property
+    def whole(self) -> bool:
+        """See `ShardGroup`."""
+        return True
+
     def extend(self, members: Sequence[Named]) -> None:
         """Parameters that were unfrozen meanwhile join those of their group."""
         for name, param in members:
@@ -83,12 +88,15 @@ class WholeGroup(ShardGroup):
         return [p.master.grad if p.param.grad is None else p.param.grad for p in self.pieces]
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into the parameters."""
+    def round(self) -> None:
+        """See `ShardGroup`."""
         if self._copied:
             torch._foreach_copy_([piece.source for piece in self._copied], [piece.master for piece in self._copied])
-            for piece in self._copied:
-                piece.version = piece.param._version
+
+    def spread(self) -> None:
+        """Every rank has all of it already."""
+        for piece in self._copied:
+            piece.version = piece.param._version
 
     def forget(self) -> None:
         """Drop gradients that were not handed over."""

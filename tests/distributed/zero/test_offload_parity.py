@@ -1,0 +1,31 @@
+"""States that live away from the device train as those on it: every stage against plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.closeness import assert_same_training
+from tests.distributed.zero.test_zero_parity import DTYPES, train, train_plainly
+from tests.harness import ranks
+
+CPU = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("precision", list(DTYPES))
+@ranks(1, 2, 3)
+def test_optimizer_states_in_host_memory(precision, accumulation, clip):
+    plain = train_plainly(precision, accumulation=accumulation, clip=clip)
+    for stage in (0, 1, 2, 3):
+        assert_same_training(train(stage, precision, accumulation=accumulation, clip=clip, **CPU), plain)
+
+
+@pytest.mark.parametrize("optimizer", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("precision", list(DTYPES))
+@ranks(1, 2, 3)
+def test_parameters_in_host_memory(precision, accumulation, optimizer):
+    plain = train_plainly(precision, accumulation=accumulation, clip=0.3)
+    offload = {"offload_param": {"device": "cpu"}, **(CPU if optimizer else {})}
+    assert_same_training(train(3, precision, accumulation=accumulation, clip=0.3, **offload), plain)

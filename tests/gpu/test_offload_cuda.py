@@ -1,0 +1,97 @@
+"""States and parameters that leave a GPU: the numbers of those that stay, and memory that is free meanwhile."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import deepspeed
+from tests.models import batches, make
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
+BOTH = {**OPTIMIZER, "offload_param": {"device": "cpu"}}
+
+
+def train(zero, precision, accumulation=1, clip=0.3, steps=4):
+    section = {} if precision == "fp32" else {precision: {"enabled": True}}
+    if precision == "fp16":
+        section["fp16"]["loss_scale"] = 64.0
+    config = {
+        "train_micro_batch_size_per_gpu": 12,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "zero_optimization": {"stage3_param_persistence_threshold": 0, **zero},
+        **section,
+    }
+    engine, *_ = deepspeed.initialize(model=make(), config=config)
+    norms = []
+    for place, batch in enumerate(batches(steps * accumulation, 12)):
+        engine.backward(engine(*(part.cuda() for part in batch)))
+        engine.step()
+        if (place + 1) % accumulation == 0:
+            norms.append(engine.get_global_grad_norm())
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        weights = [param.detach().float().clone() for param in engine.module.parameters()]
+    engine.destroy()
+    return weights, norms
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_the_same_numbers_as_on_the_device(precision, accumulation):
+    weights, norms = train({"stage": 0}, precision, accumulation)
+    tried = [{"stage": stage, **OPTIMIZER} for stage in (0, 1, 2, 3)]
+    tried += [{"stage": 3, **BOTH}, {"stage": 3, "offload_param": {"device": "cpu"}}]
+    tried += [{"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.4}}]
+    for zero in tried:
+        mine, measured = train(zero, precision, accumulation)
+        assert measured == pytest.approx(norms, rel=1e-4), zero
+        for ours, theirs in zip(mine, weights, strict=True):
+            tolerance = 1e-5 if precision == "fp32" else 2e-2
+            torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance / 10)
+
+
+class Tower(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.float().square().mean()
+
+
+def peak_of(zero, width=2048, depth=8):
+    """Bytes per parameter at the peak of three steps."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": width * width, **zero},
+    }
+    torch.manual_seed(0)
+    model = Tower(width, depth)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        engine.backward(engine(torch.randn(1, width, device="cuda", dtype=torch.bfloat16)))
+        engine.step()
+    peak = (torch.cuda.max_memory_allocated() - before) / (width * width * depth)
+    engine.destroy()
+    return peak
+
+
+def test_the_device_holds_less():
+    assert peak_of({"stage": 2}) > 14  # weights, gradients, masters, moments
+    assert peak_of({"stage": 2, **OPTIMIZER}) < 6  # weights and a few buckets
+    assert peak_of({"stage": 3, **BOTH}) < 4  # a few layers of eight
