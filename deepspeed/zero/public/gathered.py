@@ -124,4 +124,5 @@ def _is_changed(shard: Shard, version: int, kept: Tensor | None) -> bool:
     if kept is not None:
         return not torch.equal(kept, shard.full)
     start = shard.axis.rank * shard.chunk
-    return not shard.alone and not torch.equal(shard.flat[start : start + shard.chunk], shard.data)
+    mine = shard.flat[start : start + shard.chunk]
+    return not shard.alone and not torch.equal(mine, shard.data.to(mine.device))
