@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed.checkpoint.formats.source import Part
 from deepspeed.checkpoint.storage.block_reader import FileCheck, Range
-from deepspeed.checkpoint.storage.tensor_memory import bytes_of
+from deepspeed.ops.host_memory import bytes_of
 
 __all__ = ["BulkRead", "fetch"]
 

@@ -13,8 +13,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.storage.tensor_memory import bytes_of
 from deepspeed.errors import CheckpointError
+from deepspeed.ops.host_memory import bytes_of
 from deepspeed.trust import open_regular
 
 __all__ = ["Content", "chunks", "open_file", "save", "size"]

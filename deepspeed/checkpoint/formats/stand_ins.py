@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.storage.durable import Sink, dump
-from deepspeed.checkpoint.storage.tensor_memory import bytes_of, tensors_in
+from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
+from deepspeed.ops.host_memory import bytes_of
 
 __all__ = ["LEAST", "StandIns"]
 

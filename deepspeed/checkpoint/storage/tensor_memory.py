@@ -1,24 +1,14 @@
-"""Tensors as memory: their bytes as a buffer, those inside containers, how much they take."""
+"""Tensors as memory: those inside containers, and how much they take."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["bytes_of", "payload", "tensors_in"]
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the host, to read or to write; valid while the tensor lives."""
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"a contiguous tensor of the host was expected, not {tensor.device} and {tensor.stride()}")
-    if not tensor.numel():
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+__all__ = ["payload", "tensors_in"]
 
 
 def tensors_in(obj: Any) -> Iterator[Tensor]:
