@@ -8,6 +8,7 @@ DeepSpeedError
 ├── CheckpointError (RuntimeError)           files of a checkpoint: absent, damaged, not written
 ├── CommError (RuntimeError)                 a collective, or process groups
 │   └── RendezvousError                      environment variables that do not describe one job
+├── FileError (OSError)                      a file could not be read or written as asked; `errno` says why
 ├── LayoutError (ValueError, AssertionError) sizes and ranks that do not tile the world
 ├── OpUnavailable (RuntimeError)             an operation that this machine cannot run
 └── UsageError (ValueError, AssertionError)  arguments of a public function that contradict each other
@@ -29,6 +30,7 @@ __all__ = [
     "DeepSpeedConfigError",
     "DeepSpeedError",
     "FeatureUnavailable",
+    "FileError",
     "LayoutError",
     "LostEditError",
     "OpUnavailable",
@@ -77,6 +79,10 @@ class CommError(DeepSpeedError, RuntimeError):
 
 class RendezvousError(CommError):
     """The environment variables that describe the job are missing, partial or contradict each other."""
+
+
+class FileError(DeepSpeedError, OSError):
+    """Bytes of a file could not be read or written: made of `errno`, a message and the path, as any OSError."""
 
 
 class LayoutError(DeepSpeedError, ValueError, AssertionError):
