@@ -36,7 +36,6 @@ from deepspeed.zero.build import Sharded, hold_whole, house, shard
 from deepspeed.zero.parameters.hooks import ModuleHooks
 from deepspeed.zero.parameters.sharding import keep_whole
 from deepspeed.zero.states.norm import Measure
-from deepspeed.zero.states.planner import homes_of
 from deepspeed.zero.states.states import States
 
 __all__ = ["Request", "assemble"]
@@ -186,8 +185,8 @@ def _states(
         return sharded.states, sharded.reducer, sharded
     if zero.stage == 3:
         keep_whole(module, axis)
-    if basic is not None and homes_of(schema).away:
-        sharded = house(schema, module, precision, basic, measure, layout.alone)
+    if basic is not None and zero.offloads_optimizer:
+        sharded = house(schema, module, precision, basic, measure, layout.alone, stack)
         return sharded.states, sharded.reducer, sharded
     states = None if basic is None else hold_whole(module, precision, basic, measure, layout.alone)
     return states, build_reducer(schema, module, axis, precision, states), None

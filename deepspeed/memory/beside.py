@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -34,6 +35,10 @@ class Beside:
         if self._context is not None:
             context, self._context = self._context, None
             context.__exit__(kind, error, trace)
+
+    def again(self) -> Any:
+        """A context like this one that does not wait for what was queued on the first stream since."""
+        return get_accelerator().stream(self._stream) if self.device else nullcontext()
 
     def record(self) -> Any:
         """An event behind what is queued on the second stream so far."""

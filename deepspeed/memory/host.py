@@ -13,19 +13,23 @@ from deepspeed.log import warn_once
 __all__ = ["Slabs", "host_empty"]
 
 _ALIGNMENT = 64
+_PAGE = 4096
 _SLAB = 64 << 20
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """Uninitialised host memory for `numel` elements; page-locked if `pinned` and there is a device to copy to.
 
-    torch's own pinned allocator rounds every size up to a power of two, which may double what gigabytes take; memory
-    is registered with the driver here instead, and unregistered when the tensor's storage goes.
+    It begins with a page, so that files are read into it and written from it without a copy. torch's own pinned
+    allocator rounds every size up to a power of two, which may double what gigabytes take; memory is registered with
+    the driver here instead, and unregistered when the tensor's storage goes.
     """
-    memory = torch.empty(numel, dtype=dtype)
+    size = numel * dtype.itemsize
+    room = torch.empty(size + _PAGE, dtype=torch.uint8)
     if pinned and numel and get_accelerator().device_name() == "cuda":
-        _register(memory)
-    return memory
+        _register(room)
+    start = -room.data_ptr() % _PAGE
+    return room[start : start + size].view(dtype)
 
 
 def _register(memory: Tensor) -> None:

@@ -36,17 +36,19 @@ class AtHome:
         return Pending(None)
 
 
-def through(tiles: Sequence[T], store: Store[T], work: Callable[[T], None], *, ahead: int = 1) -> None:
-    """Work on every tile in order: the next ones are fetched, and the last one is kept, while one is worked on."""
+def through(tiles: Sequence[T], store: Store[T], work: Callable[[T], None], *, ahead: int = 1, behind: int = 1) -> None:
+    """Work on every tile in order: `ahead` of them are being fetched, and `behind` kept, while one is worked on."""
     fetched = deque(store.fetch(tile) for tile in tiles[: ahead + 1])
     kept: deque[Pending[None]] = deque()
     for place, tile in enumerate(tiles):
+        if not fetched:
+            fetched.append(store.fetch(tile))
         fetched.popleft().wait()
         work(tile)
         kept.append(store.keep(tile))
-        if len(kept) > 1:
+        while len(kept) > behind:
             kept.popleft().wait()
-        if place + ahead + 1 < len(tiles):
+        if ahead and place + ahead + 1 < len(tiles):
             fetched.append(store.fetch(tiles[place + ahead + 1]))
     while kept:
         kept.popleft().wait()

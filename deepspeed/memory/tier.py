@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from deepspeed.memory.swap import SwapFile
+
 __all__ = ["AT_HOME", "Homes", "Tier"]
 
 
@@ -27,6 +29,8 @@ class Homes:
     """Of the elements that live there; the first ones of the model stay on the device."""
     tile: int = 1 << 25
     """Elements that are updated at a time."""
+    swap: SwapFile | None = None
+    """Of the tier DISK."""
 
     @property
     def away(self) -> bool:

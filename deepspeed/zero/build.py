@@ -16,28 +16,29 @@ from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.agreement import Hosts
-from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.gradients.council import Council
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.parameters.coordinator import Coordinator
 from deepspeed.zero.parameters.gather import Gather, PlainGather, gather
 from deepspeed.zero.parameters.hooks import ModuleHooks
+from deepspeed.zero.parameters.housing import gather_from, remote_of
 from deepspeed.zero.parameters.passes import Passes
 from deepspeed.zero.parameters.plan import Limits
-from deepspeed.zero.parameters.remote import HostGather, InHostMemory, Remote
+from deepspeed.zero.parameters.remote import Remote
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.parameters.sharding import persist, shard_module, shard_parameter
 from deepspeed.zero.parameters.uses import blocks_of
-from deepspeed.zero.placement import Placement, everywhere
+from deepspeed.zero.placement import AxisOf, Placement, everywhere
 from deepspeed.zero.public.export import meet_state_dicts
 from deepspeed.zero.public.granularity import units_by_granularity
 from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.housed import HousedGroup
+from deepspeed.zero.states.housing import homes_of, store_of
 from deepspeed.zero.states.matrices import ShardedMatrices
 from deepspeed.zero.states.norm import Measure
 from deepspeed.zero.states.planner import Planner
-from deepspeed.zero.states.states import States
+from deepspeed.zero.states.states import Pace, States
 from deepspeed.zero.states.striped import StripedGroup
 from deepspeed.zero.states.whole import WholePlanner
 
@@ -75,13 +76,18 @@ class Sharded:
 
 
 def house(
-    schema: Schema, module: nn.Module, precision: Precision, optimizer: Optimizer, measure: Measure, alone: AxisGroup
+    schema: Schema,
+    module: nn.Module,
+    precision: Precision,
+    optimizer: Optimizer,
+    measure: Measure,
+    alone: AxisGroup,
+    stack: ExitStack,
 ) -> Sharded:
     """States that nobody shares, in another tier; `alone` is an axis on which this rank has no other."""
-    names = {id(param): name for name, param in module.named_parameters()}
     placement = everywhere(Placement(alone, replicate=measure.axis))
-    planner = Planner(schema, placement, precision, names, precision.reduce_dtypes(module), HousedGroup)
-    return _states(planner, module, optimizer, measure, Hosts(measure.axis))
+    planner = _planner(schema, module, precision, placement, HousedGroup, stack)
+    return _states(planner, module, optimizer, measure, Hosts(measure.axis), stack)
 
 
 def hold_whole(
@@ -104,17 +110,30 @@ def shard(
 ) -> Sharded:
     """Spread `module` and the states of its optimizer as the config's stage says."""
     zero = schema.zero_optimization
-    names = {id(param): name for name, param in module.named_parameters()}
-    travels = precision.reduce_dtypes(module)
     if zero.stage < 3:
-        planner = Planner(schema, everywhere(Placement(measure.axis)), precision, names, travels)
-        return _states(planner, module, optimizer, measure, Hosts(measure.axis))
-    hosts, remote = Hosts(measure.axis), _remote(schema)
-    coordinator, hooks = _fetching(schema, module, measure.axis, hosts, remote, stack)
+        planner = _planner(schema, module, precision, everywhere(Placement(measure.axis)), None, stack)
+        return _states(planner, module, optimizer, measure, Hosts(measure.axis), stack)
+    hosts, remote = Hosts(measure.axis), remote_of(schema, module, measure.axis.size, stack)
+    fetching = _fetching(schema, module, measure.axis, hosts, remote, stack)
+    coordinator, hooks = fetching
     placement = Placement(measure.axis, gradient_group=measure.axis.twin())
     make = partial(_striped, coordinator.gradient_arrived if hooks.handles else None)
-    planner = Planner(schema, everywhere(placement), precision, names, travels, make)
-    return replace(_states(planner, module, optimizer, measure, hosts, coordinator, hooks), remote=remote)
+    planner = _planner(schema, module, precision, everywhere(placement), make, stack)
+    sharded = _states(planner, module, optimizer, measure, hosts, stack, fetching)
+    return replace(sharded, remote=remote)
+
+
+def _planner(
+    schema: Schema,
+    module: nn.Module,
+    precision: Precision,
+    axis_of: AxisOf,
+    make: Callable[[Sequence[Named], Placement, Dtypes, dict[str, Any]], ShardGroup] | None,
+    stack: ExitStack,
+) -> Planner:
+    names = {id(param): name for name, param in module.named_parameters()}
+    homes = homes_of(schema, module, stack)
+    return Planner(schema, axis_of, precision, names, precision.reduce_dtypes(module), make, homes)
 
 
 def _states(
@@ -123,13 +142,15 @@ def _states(
     optimizer: Optimizer | None,
     measure: Measure,
     hosts: Hosts,
-    coordinator: Coordinator | None = None,
-    hooks: ModuleHooks | None = None,
+    stack: ExitStack,
+    fetching: tuple[Coordinator, ModuleHooks] | None = None,
 ) -> Sharded:
+    coordinator, hooks = fetching or (None, None)
     states = None
     if optimizer is not None:
-        tile = int(planner.schema.zero_optimization.sub_group_size) if coordinator else 0
-        states = States(optimizer, planner.groups, measure, tile_numel=tile, homes=planner.homes)
+        pace = Pace.of(planner.schema, 0 if coordinator is None else None, pinned=planner.homes.pinned)
+        store = store_of(planner.schema, planner.homes, optimizer, stack)
+        states = States(optimizer, planner.groups, measure, pace=pace, store=store)
         if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
             optimizer.whole = ShardedMatrices(states.groups)
     reducer = ShardReducer(
@@ -172,7 +193,7 @@ def _fetching(
             set_z3_leaf_module(unit, True)
     way: Gather = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
     if remote is not None:
-        way = HostGather(remote.device, way)
+        way = gather_from(remote, way)
     for each in shards:
         each.gather = way
     total = int(zero.model_persistence_threshold) // axis.size
@@ -193,14 +214,6 @@ def _fetching(
     hooks.install()
     stack.callback(meet_state_dicts(module))
     return coordinator, hooks
-
-
-def _remote(schema: Schema) -> Remote | None:
-    """Where parameters live, if not on the device: as `offload_param` says."""
-    offload = schema.zero_optimization.offload_param
-    if offload is None or not schema.zero_optimization.offloads_parameters:
-        return None
-    return InHostMemory(rank_device()[1], pinned=offload.pin_memory)
 
 
 def _ahead(schema: Schema, module: nn.Module, size: int) -> int:

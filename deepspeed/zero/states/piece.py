@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from deepspeed.zero.states.arena import Arena
 
 __all__ = ["Piece", "hand_over"]
 
@@ -18,7 +22,7 @@ class Piece:
     """
 
     __slots__ = (
-        "away",
+        "arena",
         "gradient",
         "home",
         "interval",
@@ -52,20 +56,25 @@ class Piece:
         """What has been summed so far, in the dtype in which gradients are accumulated; None if nothing has come."""
         self.home: Tensor | None = None
         """Memory that is kept for the gradient between steps; None where it comes and goes."""
-        self.away = False
-        """Master, moments and gradient live in another tier than the parameter."""
+        self.arena: Arena | None = None
+        """Where master, moments and gradient live, if in another tier than the parameter."""
         self.norm: Tensor | None = None
         """Of a gradient that left the device, as the device saw it; None where it has to be measured at home."""
         self.version = param._version
+
+    @property
+    def away(self) -> bool:
+        """True if master, moments and gradient live in another tier than the parameter."""
+        return self.arena is not None
 
     @property
     def separate(self) -> bool:
         """True if the master is a copy, in another dtype or another tier."""
         return self.away or (self.master.dtype, self.master.device) != (self.source.dtype, self.source.device)
 
-    def leave(self, master: Tensor, home: Tensor) -> None:
-        """Live in memory of another tier: `master`, shaped like the old one and filled, and `home` for the gradient."""
-        self.away = True
+    def leave(self, arena: Arena, master: Tensor, home: Tensor) -> None:
+        """Live in another tier: `master`, shaped like the old one and filled, and `home` for the gradient."""
+        self.arena = arena
         self.master = nn.Parameter(master, requires_grad=True)
         self.home = home
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from deepspeed.fragments import round_robin
-from deepspeed.memory.tier import AT_HOME, Homes, Tier
+from deepspeed.memory.tier import AT_HOME, Homes
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.gradients.reducer import Ways
 from deepspeed.zero.gradients.reduction import Reduction, ToOwners, Weights
@@ -23,7 +22,7 @@ from deepspeed.zero.states.resident import ResidentGroup
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
 
-__all__ = ["Planner", "homes_of"]
+__all__ = ["Planner"]
 
 # Elements of a bucket that the user did not size: a block, or enough for each rank's slice to be worth a message; few
 # enough to be on their way early, and bounded, since a few such buckets are in memory whatever the number of ranks.
@@ -31,17 +30,6 @@ _BUCKET = 8 << 20
 _BUCKET_PER_RANK = 1 << 19
 _BUCKET_MOST = 32 << 20
 _BLOCK_MOST = 256 << 20
-_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
-
-
-def homes_of(schema: Schema) -> Homes:
-    """Where the states of an engine live: as `offload_optimizer` says."""
-    zero, offload = schema.zero_optimization, schema.zero_optimization.offload_optimizer
-    if offload is None:
-        return AT_HOME
-    given = "sub_group_size" in zero.model_fields_set
-    tile = {"tile": max(int(zero.sub_group_size), 1)} if given else {}
-    return Homes(_TIERS[offload.device.value], pinned=offload.pin_memory, share=float(offload.ratio), **tile)
 
 
 @dataclass(frozen=True)
@@ -57,6 +45,8 @@ class Planner:
     """Parameters whose gradients travel in a dtype of their own."""
     make: Callable[[Sequence[Named], Placement, Dtypes, dict[str, Any]], ShardGroup] | None = None
     """How a group of parameters that do not stay whole is made; None keeps all whole."""
+    homes: Homes = AT_HOME
+    """Where states live."""
     reductions: dict[Placement, Reduction] = field(default_factory=dict)
     """One for each placement, so that its parameters share buckets."""
 
@@ -108,11 +98,6 @@ class Planner:
         accumulate = param.dtype if kept else precision.accumulate
         master = precision.master if param.is_floating_point() else param.dtype
         return Dtypes(master, accumulate, reduce, self.homes if param.is_floating_point() else AT_HOME)
-
-    @cached_property
-    def homes(self) -> Homes:
-        """Where states live."""
-        return homes_of(self.schema)
 
     def _ordered(self, members: list[Named], placement: Placement) -> list[Named]:
         if not self.schema.zero_optimization.round_robin_gradients:

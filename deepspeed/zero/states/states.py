@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,6 @@ from torch.optim import Optimizer
 
 from deepspeed.errors import UsageError
 from deepspeed.memory.store import AtHome, Store, through
-from deepspeed.memory.tier import AT_HOME, Homes
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.afar import Afar
@@ -21,7 +21,33 @@ from deepspeed.zero.states.norm import Line, Measure, total_norm
 from deepspeed.zero.states.piece import Piece
 from deepspeed.zero.states.tiles import Tile, tile
 
-__all__ = ["States"]
+if TYPE_CHECKING:
+    from deepspeed.config.schema import Schema
+
+__all__ = ["Pace", "States"]
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How the tiles of a step follow each other."""
+
+    tile: int = 0
+    """Elements that are updated at a time on the device; 0 means all."""
+    ahead: int = 1
+    """Tiles that are read from the disk while one is updated."""
+    behind: int = 1
+    """Tiles that are written to the disk meanwhile."""
+    pinned: bool = True
+    """Buffers through which weights return to the device are page-locked."""
+
+    @classmethod
+    def of(cls, schema: Schema, tile: int | None, *, pinned: bool) -> Pace:
+        """As the config says; tiles of `sub_group_size` elements, if `tile` is None."""
+        zero, offload = schema.zero_optimization, schema.zero_optimization.offload_optimizer
+        given = set() if offload is None else offload.model_fields_set
+        ahead = offload is None or "pipeline_read" not in given or offload.pipeline_read
+        behind = offload is None or "pipeline_write" not in given or offload.pipeline_write
+        return cls(int(zero.sub_group_size) if tile is None else tile, int(ahead), int(behind), pinned)
 
 
 class States:
@@ -38,17 +64,15 @@ class States:
         measure: Measure,
         *,
         waits: Callable[[nn.Parameter], bool] | None = None,
-        tile_numel: int = 0,
-        homes: Homes = AT_HOME,
+        pace: Pace = Pace(),
         store: Store[Tile] = AtHome(),
     ) -> None:
         """`waits` tells the frozen parameters that enter when they are unfrozen: all of them, if None.
 
-        `tile_numel` elements are updated at a time on the device, 0 means all. `homes` says where states live, and
-        `store` brings those that are in no memory.
+        `store` brings states that are in no memory.
         """
-        self._limits = tile_numel, homes.tile
-        self._afar = Afar(pinned=homes.pinned)
+        self._pace = pace
+        self._afar = Afar(pinned=pace.pinned)
         self._store = store
         self._optimizer = optimizer
         self._make = make_groups
@@ -150,7 +174,8 @@ class States:
                 optimizer.step()
 
         try:
-            through(tile(optimizer, self.away, self._limits), self._store, step)
+            tiles = tile(optimizer, self.away, self._pace.tile)
+            through(tiles, self._store, step, ahead=self._pace.ahead, behind=self._pace.behind)
         finally:
             for options, chosen in zip(optimizer.param_groups, everything, strict=True):
                 options["params"] = chosen

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch.optim import LBFGS, Optimizer
 
+from deepspeed.zero.states.arena import Arena
 from deepspeed.zero.states.piece import Piece
 
 __all__ = ["Tile", "tile", "tiles_well"]
@@ -20,7 +21,9 @@ class Tile:
     params: list[list[nn.Parameter]]
     """What the optimizer updates, by its parameter groups."""
     pieces: list[Piece]
-    """Those that live away from the device, in the order of the parameters; empty for a tile on the device."""
+    """Those that live away from the device, in the order of the parameters; none in a tile on the device."""
+    arena: Arena | None = None
+    """Where they live, unless the optimizer takes all at once."""
 
     @property
     def away(self) -> bool:
@@ -39,8 +42,8 @@ def tiles_well(optimizer: Optimizer) -> bool:
     return known and not isinstance(optimizer, LBFGS) and not _mixes(optimizer)
 
 
-def tile(optimizer: Optimizer, away: Mapping[int, Piece], limits: tuple[int, int]) -> list[Tile]:
-    """Tiles of about so many elements each, in order; `limits` are those on the device, 0 for all at once, and away.
+def tile(optimizer: Optimizer, away: Mapping[int, Piece], limit: int) -> list[Tile]:
+    """Tiles of about `limit` elements each on the device, 0 for all at once; then one for each arena away from it.
 
     `away` are the pieces that live in another tier, by the id of their masters.
     """
@@ -52,9 +55,13 @@ def tile(optimizer: Optimizer, away: Mapping[int, Piece], limits: tuple[int, int
     ]
     if not tiles_well(optimizer):
         return [_tile(rows, count)]
-    here, there = [row for row in rows if row.piece is None], [row for row in rows if row.piece is not None]
-    runs = [*_cut(here, limits[0]), *_cut(there, limits[1])]
-    return [_tile(run, count) for run in runs or [[]]]  # an optimizer without parameters steps, too
+    arenas: dict[Arena, list[_Row]] = {}
+    for row in rows:
+        if row.piece is not None and row.piece.arena is not None:
+            arenas.setdefault(row.piece.arena, []).append(row)
+    tiles = [_tile(run, count) for run in _cut([row for row in rows if row.piece is None], limit)]
+    tiles += [replace(_tile(run, count), arena=arena) for arena, run in arenas.items()]
+    return tiles or [_tile([], count)]  # an optimizer without parameters steps, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,17 @@ def test_optimizer_states_in_host_memory(precision, accumulation, clip):
         assert_same_training(train(stage, precision, accumulation=accumulation, clip=clip, **CPU), plain)
 
 
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("precision", list(DTYPES))
+@ranks(1, 2, 3)
+def test_optimizer_states_on_the_disk(precision, accumulation, tmp_path):
+    plain = train_plainly(precision, accumulation=accumulation, clip=0.3)
+    for stage in (0, 1, 2, 3):
+        offload = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, "sub_group_size": 50}
+        assert_same_training(train(stage, precision, accumulation=accumulation, clip=0.3, **offload), plain)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("optimizer", [True, False])
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("precision", list(DTYPES))
@@ -29,3 +40,16 @@ def test_parameters_in_host_memory(precision, accumulation, optimizer):
     plain = train_plainly(precision, accumulation=accumulation, clip=0.3)
     offload = {"offload_param": {"device": "cpu"}, **(CPU if optimizer else {})}
     assert_same_training(train(3, precision, accumulation=accumulation, clip=0.3, **offload), plain)
+
+
+@pytest.mark.parametrize("optimizer", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("precision", list(DTYPES))
+@ranks(1, 2, 3)
+def test_parameters_on_the_disk(precision, optimizer, tmp_path):
+    plain = train_plainly(precision, accumulation=2, clip=0.3)
+    offload = {
+        "offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 100},
+        "offload_optimizer": {"device": optimizer, "nvme_path": str(tmp_path)},
+    }
+    assert_same_training(train(3, precision, accumulation=2, clip=0.3, **offload), plain)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,194 @@
+"""Chunks of parameters that rest in a swap file: read ahead of their use, through a fixed number of buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.comm import Pending
+from deepspeed.memory.beside import Beside
+from deepspeed.memory.host import Slabs, host_empty
+from deepspeed.memory.swap import SwapFile
+from deepspeed.ops.aio import FileEngine, Ticket
+from deepspeed.zero.parameters.gather import Gather
+from deepspeed.zero.parameters.remote import HostGather
+from deepspeed.zero.parameters.shard import Shard
+
+__all__ = ["FileGather", "InFiles", "Limits"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What of the host's memory chunks on the disk may use."""
+
+    in_memory: int
+    """Elements that stay in host memory, the first ones of the model (`max_in_cpu`)."""
+    buffers: int
+    """Through which what is read goes to a device (`buffer_count`)."""
+    buffer: int
+    """Elements of each (`buffer_size`)."""
+    pinned: bool
+
+
+class InFiles:
+    """`deepspeed.zero.parameters.remote.Remote`: chunks in a swap file, except the first ones."""
+
+    def __init__(self, device: torch.device, swap: SwapFile, engine: FileEngine, limits: Limits) -> None:
+        self.device = device
+        self._swap, self._engine, self._limits = swap, engine, limits
+        self._room = limits.in_memory
+        self._slabs = Slabs(pinned=limits.pinned)
+        self._free: deque[tuple[Tensor, Any]] = deque()
+        """Buffers, each with the event behind the last copy out of it."""
+        self._made = 0
+        self._beside = Beside(device)
+
+    def keep(self, chunk: Tensor) -> Tensor:
+        """See `Remote`."""
+        if chunk.numel() <= self._room:
+            self._room -= chunk.numel()
+            return self._slabs.take(chunk.numel(), chunk.dtype).copy_(chunk)
+        return self._swap.take(chunk.numel(), chunk.dtype).tensor.copy_(chunk)
+
+    def rests(self, chunk: Tensor) -> bool:
+        """True if a chunk lies in the file."""
+        return self._swap.holds(chunk)
+
+    def read(self, chunks: Sequence[tuple[Tensor, Tensor]]) -> Reading:
+        """Begin to bring chunks, each to memory where its parameter is used."""
+        with self._beside:  # what is queued now may still use that memory
+            pass
+        return Reading(self, [part for chunk, target in chunks for part in self._parts(chunk, target)])
+
+    def _parts(self, chunk: Tensor, target: Tensor) -> list[_Part]:
+        offset, size = self._swap.offset_of(chunk), chunk.dtype.itemsize
+        if self.device.type == "cpu":
+            return [_Part(offset, target)]
+        step = max(self._limits.buffer, 1)
+        parts = target.split(step)
+        return [_Part(offset + place * step * size, part) for place, part in enumerate(parts)]
+
+    def begin(self, part: _Part, *, must: bool = False) -> _Flight | None:
+        """Start a read; None if all buffers are in use, unless it `must` be: then there is one more."""
+        if self.device.type == "cpu":
+            return _Flight(part, part.target, self._engine.read(self._swap.path, part.target, part.offset))
+        if not self._free and self._made >= max(self._limits.buffers, 1) and not must:
+            return None
+        buffer = self._buffer(part.target.nbytes)
+        filled = buffer[: part.target.nbytes].view(part.target.dtype)
+        return _Flight(part, buffer, self._engine.read(self._swap.path, filled, part.offset))
+
+    def land(self, flight: _Flight) -> None:
+        """Wait for a read and send what came to the device."""
+        flight.ticket.wait()
+        target = flight.part.target
+        if flight.buffer is target:
+            return
+        with self._beside.again():
+            target.copy_(flight.buffer[: target.nbytes].view(target.dtype), non_blocking=True)
+            self._free.append((flight.buffer, self._beside.record()))
+
+    def done(self) -> None:
+        """What computes waits for all that was sent."""
+        if self._beside.device:
+            self._beside.record().wait()
+
+    def _buffer(self, size: int) -> Tensor:
+        """One that is free, or a new one; of at least so many bytes."""
+        if self._free:
+            buffer, event = self._free.popleft()
+            event.synchronize()
+            if buffer.numel() >= size:
+                return buffer
+        else:
+            self._made += 1
+        return host_empty(size, torch.uint8, pinned=self._limits.pinned)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    offset: int
+    target: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Flight:
+    part: _Part
+    buffer: Tensor
+    ticket: Ticket
+
+
+class Reading:
+    """Chunks on their way from the file; as many parts as there are buffers are being read ahead."""
+
+    def __init__(self, files: InFiles, parts: Sequence[_Part]) -> None:
+        self._files = files
+        self._waiting = deque(parts)
+        self._flying: deque[_Flight] = deque()
+        self._begin()
+
+    def wait(self) -> None:
+        """Everything is where it is used, or the device knows when it is."""
+        while self._flying or self._waiting:
+            if not self._flying:  # those that have the buffers are waited for later than this one
+                flight = self._files.begin(self._waiting.popleft(), must=True)
+                assert flight is not None, "it must be"
+                self._flying.append(flight)
+            self._files.land(self._flying.popleft())
+            self._begin()
+        self._files.done()
+
+    def is_completed(self) -> bool:
+        """True if `wait` would not wait for the disk."""
+        return not self._waiting and all(flight.ticket.is_completed() for flight in self._flying)
+
+    def _begin(self) -> None:
+        while self._waiting:
+            flight = self._files.begin(self._waiting[0])
+            if flight is None:
+                break
+            self._waiting.popleft()
+            self._flying.append(flight)
+
+
+class FileGather:
+    """`Gather` for chunks some of which rest in a file; then, where there are several ranks, by `among`."""
+
+    def __init__(self, files: InFiles, among: Gather) -> None:
+        self._files, self._among = files, among
+        self._host = HostGather(files.device, among)
+
+    @torch.no_grad()
+    def start(self, shards: Sequence[Shard]) -> None:
+        """See `Gather`."""
+        resting = [shard for shard in shards if self._files.rests(shard.data)]
+        lying = [shard for shard in shards if not self._files.rests(shard.data)]
+        if resting:
+            self._read(resting)
+        if lying:
+            self._host.start(lying)
+
+    def _read(self, shards: Sequence[Shard]) -> None:
+        several = [shard for shard in shards if shard.axis.size > 1]
+        for shard in shards:
+            shard.allocate()
+        for shard in several:
+            shard.staged = torch.empty(shard.chunk, dtype=shard.dtype, device=shard.device)
+        targets = [shard.flat if shard.staged is None else shard.staged for shard in shards]
+        reading = self._files.read([(shard.data, target) for shard, target in zip(shards, targets, strict=True)])
+
+        def exchange(_: None) -> None:
+            if several:
+                self._among.start(several)
+                for shard in several:
+                    if shard.pending is not None:
+                        shard.pending.wait()
+
+        pending = Pending(None, reading, exchange)
+        for shard in shards:
+            shard.pending = pending
