@@ -19,6 +19,7 @@ import tempfile
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class SwapFile:
         self.path = f"/proc/self/fd/{self._descriptor}"
         """By which this process opens the file again."""
         os.ftruncate(self._descriptor, self._capacity)
-        self._storage = torch.UntypedStorage.from_file(self.path, True, self._capacity)
+        self._storage: Any = torch.UntypedStorage.from_file(self.path, True, self._capacity)
         self._end = weakref.finalize(self, os.close, self._descriptor)
 
     def take(self, numel: int, dtype: torch.dtype) -> Region:
@@ -66,12 +67,12 @@ class SwapFile:
         if size:
             self._allocate(offset, size)
         self._taken += size
-        tensor = torch.empty(0, dtype=dtype).set_(self._storage, offset // dtype.itemsize, (numel,), (1,))  # type: ignore[call-overload]
+        tensor = torch.empty(0, dtype=dtype).set_(self._storage, offset // dtype.itemsize, (numel,), (1,))
         return Region(offset, tensor)
 
     def holds(self, tensor: Tensor) -> bool:
         """True if a tensor lies in the file."""
-        return tensor.untyped_storage().data_ptr() == self._storage.data_ptr()
+        return bool(tensor.untyped_storage().data_ptr() == self._storage.data_ptr())
 
     def offset_of(self, tensor: Tensor) -> int:
         """Where in the file a tensor of it begins."""
