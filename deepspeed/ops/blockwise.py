@@ -56,21 +56,20 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool, dithe
     inverse = torch.where(scales > 0, 1 / scales, 0.0)
     scaled = (flat.abs() * _spread(inverse, flat.numel())).view(torch.int32)
     added = 1 << (_FRACTION - 1) if dither is None else dither
-    code = ((scaled + added) >> _FRACTION) - ((127 - _TOP[signed]) << 3)
+    rounded = (scaled + added) >> _FRACTION
+    lowest = (127 - _TOP[signed]) << 3
     if signed:
-        code = code.clamp(0, 0x7F) | torch.where(flat.view(torch.int32) < 0, 0x80, 0)
+        code = (rounded.clamp(min=lowest) - lowest) & 0x7F | torch.where(flat.view(torch.int32) < 0, 0x80, 0)
     else:
-        code = torch.where(scaled > 0, code.clamp(1, 0xFF), 0)
+        code = torch.maximum(rounded, lowest + scaled.clamp(max=1)) - lowest & 0xFF
     codes.view(-1).copy_(code)
 
 
 def dither(numel: int, step: int, *, signed: bool) -> Tensor:
     """What a step adds below the last bit of a code, for each element; the two kinds take different bits of a hash."""
     word = (torch.arange(numel) * 0x9E3779B1 + step * 0x85EBCA77) & _WORD
-    word = ((word ^ (word >> 16)) * 0x7FEB352D) & _WORD
-    word = ((word ^ (word >> 15)) * 0x846CA68B) & _WORD
-    word = word ^ (word >> 16)
-    return ((word >> 16 if signed else word & 0xFFFF) << 4).to(torch.int32)
+    word = ((word ^ (word >> 15)) * 0x7FEB352D) & _WORD
+    return (word >> 12 if signed else word >> 8 & 0xFFFFF).to(torch.int32)
 
 
 def _spread(scales: Tensor, numel: int) -> Tensor:

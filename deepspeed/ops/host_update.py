@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops import blockwise
+from deepspeed.ops.capability import has_cxx_compiler
+from deepspeed.ops.host_kernels import Numbers, host_kernel, takes
 from deepspeed.ops.optimizer import Batch, wide
 from deepspeed.ops.registry import implementation, op
 
-__all__ = ["HostRule", "host_op"]
+__all__ = ["HostRule", "register"]
 
 Update = Callable[..., None]
+BatchUpdate = Callable[[Batch, Any], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +36,33 @@ class HostRule:
     signed: tuple[bool, ...]
     """Of each moment, whether it can be negative."""
     arguments: Callable[[Batch, Any], tuple[Any, ...]]
+    numbers: Callable[[Batch, Any], Numbers]
+    """The same for the compiled kernel."""
 
 
-def host_op(rule: HostRule) -> Callable[[Batch, Any], None]:
-    """Register op `cpu_<name>` and return the function that calls it with a batch and the numbers of the rule."""
+def register(rule: HostRule) -> None:
+    """Register op `cpu_<name>`: `op("cpu_adam")(batch, numbers of the rule)`."""
     name = f"cpu_{rule.name}"
+    implementation(name, name="reference", rank=0)(lambda: _by_torch(rule, lambda: rule.oracle))
+    implementation(name, name="torch", rank=10)(lambda: _by_torch(rule, lambda: op(rule.name)))
+    implementation(name, name="native", requires=has_cxx_compiler, rank=20)(lambda: _compiled(rule))
 
-    def by(update: Callable[[], Update]) -> Callable[[], Update]:
-        return lambda: lambda batch, numbers: _update_by_torch(rule, batch, numbers, update())
 
-    implementation(name, name="reference", rank=0)(by(lambda: rule.oracle))
-    implementation(name, name="torch", rank=10)(by(lambda: op(rule.name)))
-    return lambda batch, numbers: op(name)(batch, numbers)
+def _compiled(rule: HostRule) -> BatchUpdate:
+    kernel = host_kernel(rule.name)
+    other = _by_torch(rule, lambda: op(rule.name))
+
+    def update(batch: Batch, numbers: Any) -> None:
+        if takes(batch):
+            kernel(batch, rule.numbers(batch, numbers))
+        else:  # float64, or tensors with gaps
+            other(batch, numbers)
+
+    return update
+
+
+def _by_torch(rule: HostRule, update: Callable[[], Update]) -> BatchUpdate:
+    return lambda batch, numbers: _update_by_torch(rule, batch, numbers, update())
 
 
 @torch.no_grad()

@@ -43,6 +43,9 @@ MEMOS = {
     "log::warn_once": "what was told",
     "ops::_cpu_flags": "what this processor can do",
     "ops::_rocminfo": "what the machine's ROCm tells",
+    "ops::_outcome": "the compiled libraries, or why there are none",
+    "ops::_processor": "which instructions compilers choose on this machine",
+    "ops::_version": "what a compiler says of itself",
     "ops::_load_families": "that the modules of all operations are imported",
     "zero::_sharded": "the class of a sharded parameter, for each class of parameters",
 }

@@ -8,6 +8,7 @@ from deepspeed.ops.adagrad.host import cpu_adagrad_
 from deepspeed.ops.adagrad.rule import AdagradRule
 from deepspeed.ops.moments import moment_width
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters
+from deepspeed.ops.registry import op
 
 __all__ = ["DeepSpeedCPUAdagrad"]
 
@@ -41,6 +42,7 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
         check_hyperparameters("DeepSpeedCPUAdagrad", lr=lr, eps=eps, weight_decay=weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
         self.moment_bits = moment_width("DeepSpeedCPUAdagrad", moment_bits)
+        op("cpu_adagrad")  # compiled now if it has to be, not by the first step
         super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": False})
 
     def step(self, closure: Closure | None = None) -> Any:

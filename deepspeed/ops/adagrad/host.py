@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from deepspeed.ops.adagrad.rule import adagrad_reference
-from deepspeed.ops.host_update import HostRule, host_op
+from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_reference
+from deepspeed.ops.host_update import HostRule, register
+from deepspeed.ops.optimizer import Batch
+from deepspeed.ops.registry import op
 
 __all__ = ["cpu_adagrad_"]
 
-cpu_adagrad_ = host_op(
-    HostRule("adagrad", oracle=adagrad_reference, signed=(False,), arguments=lambda batch, rule: (rule,))
+
+def cpu_adagrad_(batch: Batch, rule: AdagradRule) -> None:
+    """Update parameters and sums of squares (exp_avg_sq) in place."""
+    op("cpu_adagrad")(batch, rule)
+
+
+def _numbers(batch: Batch, rule: AdagradRule) -> tuple[float, ...]:
+    return (rule.weight_decay, rule.lr, rule.eps)
+
+
+register(
+    HostRule(
+        "adagrad", oracle=adagrad_reference, signed=(False,), arguments=lambda batch, rule: (rule,), numbers=_numbers
+    )
 )
-"""Update a batch of parameters in host memory by an `AdagradRule`."""

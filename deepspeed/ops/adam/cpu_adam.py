@@ -12,6 +12,7 @@ from deepspeed.ops.adam.host import cpu_adam_
 from deepspeed.ops.adam.rule import AdamRule
 from deepspeed.ops.moments import moment_width
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, evaluate
+from deepspeed.ops.registry import op
 
 __all__ = ["DeepSpeedCPUAdam"]
 
@@ -65,6 +66,7 @@ class DeepSpeedCPUAdam(BatchOptimizer):
             "bias_correction": bias_correction,
             "amsgrad": False,
         }
+        op("cpu_adam")  # compiled now if it has to be, not by the first step
         super().__init__(model_params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

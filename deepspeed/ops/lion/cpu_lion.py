@@ -8,6 +8,7 @@ from deepspeed.ops.lion.host import cpu_lion_
 from deepspeed.ops.lion.rule import LionRule
 from deepspeed.ops.moments import moment_width
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters
+from deepspeed.ops.registry import op
 
 __all__ = ["DeepSpeedCPULion"]
 
@@ -38,6 +39,7 @@ class DeepSpeedCPULion(BatchOptimizer):
         check_hyperparameters("DeepSpeedCPULion", lr=lr, betas=betas, weight_decay=weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
         self.moment_bits = moment_width("DeepSpeedCPULion", moment_bits)
+        op("cpu_lion")  # compiled now if it has to be, not by the first step
         super().__init__(model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def step(self, closure: Closure | None = None) -> Any:

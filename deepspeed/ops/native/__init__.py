@@ -1,0 +1,7 @@
+"""C++ that the library brings along, compiled on the machine where it is first used and kept."""
+
+from __future__ import annotations
+
+from deepspeed.ops.native.library import library
+
+__all__ = ["library"]
