@@ -16,6 +16,7 @@ from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.agreement import Hosts
+from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.gradients.council import Council
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.parameters.coordinator import Coordinator
@@ -35,10 +36,12 @@ from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, set_z3_lea
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.housed import HousedGroup
 from deepspeed.zero.states.housing import homes_of, store_of
+from deepspeed.zero.states.late import wait_in_modules
 from deepspeed.zero.states.matrices import ShardedMatrices
 from deepspeed.zero.states.norm import Measure
+from deepspeed.zero.states.pace import Pace
 from deepspeed.zero.states.planner import Planner
-from deepspeed.zero.states.states import Pace, States
+from deepspeed.zero.states.states import States
 from deepspeed.zero.states.striped import StripedGroup
 from deepspeed.zero.states.whole import WholePlanner
 
@@ -148,9 +151,15 @@ def _states(
     coordinator, hooks = fetching or (None, None)
     states = None
     if optimizer is not None:
-        pace = Pace.of(planner.schema, 0 if coordinator is None else None, pinned=planner.homes.pinned)
+        device = rank_device()[1]
+        pace = Pace.of(
+            planner.schema, 0 if coordinator is None else None, pinned=planner.homes.pinned, late=device.type != "cpu"
+        )
         store = store_of(planner.schema, planner.homes, optimizer, stack)
         states = States(optimizer, planner.groups, measure, pace=pace, store=store)
+        stack.callback(states.close)
+        if states.away:
+            stack.callback(wait_in_modules(module))
         if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
             optimizer.whole = ShardedMatrices(states.groups)
     reducer = ShardReducer(

@@ -135,6 +135,8 @@ class Bucket:
         leaving: list[tuple[Piece, Tensor]] = []
         for cut in self.cuts:
             part, piece = mine[cut.start : cut.stop], cut.piece
+            if piece.arena is not None:
+                piece.arena.settle()
             if piece.home is not None and piece.home.device != part.device:
                 leaving.append((piece, part))
             elif piece.gradient is not None:

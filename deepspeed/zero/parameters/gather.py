@@ -78,6 +78,7 @@ def start(shards: Iterable[Shard]) -> None:
     kinds: dict[Any, list[Shard]] = {}
     for shard in shards:
         if not shard.alone:
+            shard.settle()
             kinds.setdefault(shard.gather or PLAIN, []).append(shard)
     for way, alike in kinds.items():
         way.start(alike)

@@ -51,9 +51,9 @@ class Shard:
     """This rank's chunk of one parameter: `[rank * chunk, (rank + 1) * chunk)` of its elements, padded with zeros."""
 
     __slots__ = (
-        "alone", "axis", "chunk", "data", "dtype", "edits", "flat", "full", "gather", "gradient", "holds", "name",
-        "nothing", "number", "numel", "param", "pending", "persistent", "remote", "shape", "staged", "strict", "users",
-        "version", "whole",
+        "alone", "axis", "chunk", "data", "dtype", "edits", "flat", "full", "gather", "gradient", "holds", "late",
+        "name", "nothing", "number", "numel", "param", "pending", "persistent", "remote", "shape", "staged", "strict",
+        "users", "version", "whole",
     )  # fmt: skip
 
     made = 0
@@ -84,6 +84,8 @@ class Shard:
         """How it becomes whole; None: the plain way."""
         self.gradient: Tensor | None = None
         """A whole gradient that waits to be reduced."""
+        self.late: Any = None
+        """An update of the chunk that may still be on its way; `wait` before the chunk is read."""
         self.nothing: Tensor | None = None
         """What the parameter is while it is not whole."""
         self.pending: Pending[Any] | None = None
@@ -177,6 +179,12 @@ class Shard:
         if self.whole:
             return ZeroParamStatus.AVAILABLE
         return ZeroParamStatus.NOT_AVAILABLE if self.pending is None else ZeroParamStatus.INFLIGHT
+
+    def settle(self) -> None:
+        """The chunk is what the last step made of it."""
+        if self.late is not None:
+            late, self.late = self.late, None
+            late.wait()
 
     def allocate(self) -> None:
         """Give the whole parameter its memory back; what is in it is undefined."""

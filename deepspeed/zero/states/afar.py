@@ -1,25 +1,36 @@
-"""Steps of tiles in host memory: the host updates them, and new weights return while it works on the next tile."""
+"""Steps of tiles away from the device: the host updates them while everybody else goes on.
+
+[Note: a step of the host] Gradients and hyperparameters are those of the moment at which the step began: the worker has
+an optimizer of its own that shares nothing but the states. New weights return to the device while the next tile is
+updated. Whoever needs a parameter, a state or the memory of a gradient waits for its tile; see `late.py`.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.memory.beside import Beside
 from deepspeed.memory.host import host_empty
+from deepspeed.memory.store import Store, through
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.host_step import HostStep
 from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.ops.multi_tensor import scale_
+from deepspeed.zero.states.pace import Pace
 from deepspeed.zero.states.piece import Piece
 from deepspeed.zero.states.tiles import Tile
 
-__all__ = ["Afar", "in_one_pass"]
+__all__ = ["Afar", "Turn", "in_one_pass"]
 
 _ALIGNMENT = 64  # bytes; where the weights of a piece begin in a buffer
 
@@ -29,53 +40,115 @@ def in_one_pass(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, (DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad))
 
 
+class Turn:
+    """The update of one tile in one step; `wait` returns when its weights are, or are queued, where they are used."""
+
+    def __init__(self, tile: Tile) -> None:
+        self.tile = tile
+        self.pieces = [piece for piece in tile.pieces if piece.gradient is not None]
+        self.grads = [piece.gradient for piece in self.pieces if piece.gradient is not None]
+        self._done = Event()
+        self._error: BaseException | None = None
+        self.sent: Any = None
+        """The device's event behind the copy of the new weights."""
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Let those who wait go on, or fail."""
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """See the class."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        if self.sent is not None:
+            self.sent.wait()
+
+
 class Afar:
     """Takes the steps of tiles that live away from the device."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, pace: Pace, store: Store[Tile]) -> None:
+        self._pace, self._store = pace, store
         self._buffers: list[Tensor] = []
         self._events: list[Any] = []
         """Behind the copy out of each buffer."""
         self._beside: Beside | None = None
+        self._worker: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+
+    def begin(self, tiles: Sequence[Tile], optimizer: Optimizer, factor: float, *, late: bool) -> list[Turn]:
+        """Update tiles with their gradients times `factor`; if it may be `late`, while the caller goes on."""
+        turns = [Turn(tile) for tile in tiles]
+        device = next((piece.source.device for turn in turns for piece in turn.pieces), torch.device("cpu"))
+        if self._beside is None and device.type != "cpu":
+            self._beside = Beside(device)
+        if self._beside is not None:
+            with self._beside:  # weights that are in use until now are not overwritten before
+                pass
+        if not late:
+            self._run(turns, optimizer, factor)
+            return turns
+        self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="deepspeed-host-step")
+        self._running = self._worker.submit(self._run_beside, turns, _twin(optimizer), factor, device)
+        return turns
+
+    def settle(self) -> None:
+        """Nothing is on its way any more."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+        for event in self._events:
+            if event is not None:
+                event.wait()
+
+    def close(self) -> None:
+        """End the worker; what it does is finished."""
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+            self._worker = None
+
+    # ---- the step
+
+    def _run_beside(self, turns: Sequence[Turn], optimizer: Optimizer, factor: float, device: torch.device) -> None:
+        if device.type != "cpu":
+            get_accelerator().set_device(device.index or 0)
+        try:
+            self._run(turns, optimizer, factor)
+        except BaseException as error:
+            for turn in turns:
+                turn.finish(error)  # those that are through already are no worse for it: the engine is broken
+            raise
+
+    def _run(self, turns: Sequence[Turn], optimizer: Optimizer, factor: float) -> None:
+        waiting = {id(turn.tile): turn for turn in turns}
+
+        def work(tile: Tile) -> None:
+            turn = waiting[id(tile)]
+            for options, chosen in zip(optimizer.param_groups, tile.params, strict=True):
+                options["params"] = chosen
+            self._step(turn, optimizer, factor)
+            turn.finish()
+
+        tiles = [turn.tile for turn in turns]
+        through(tiles, self._store, work, ahead=self._pace.ahead, behind=self._pace.behind)
 
     @torch.no_grad()
-    def step(self, tile: Tile, optimizer: Optimizer, factor: float) -> None:
-        """Update a tile with its gradients times `factor`; its new weights are on their way to the device then."""
-        pieces = [piece for piece in tile.pieces if piece.gradient is not None]
-        outs = self._outs(pieces)
+    def _step(self, turn: Turn, optimizer: Optimizer, factor: float) -> None:
+        outs = self._outs(turn.pieces)
         if in_one_pass(optimizer):
+            masters = [piece.master for piece in turn.pieces]
             optimizer.host_step = HostStep(  # type: ignore[attr-defined]
-                factor,
-                {piece.master: piece.gradient for piece in pieces if piece.gradient is not None},
-                {piece.master: out for piece, out in zip(pieces, outs, strict=True)},
+                factor, dict(zip(masters, turn.grads, strict=True)), dict(zip(masters, outs, strict=True))
             )
             try:
                 optimizer.step()
             finally:
                 optimizer.host_step = None  # type: ignore[attr-defined]
         else:
-            self._step_plainly(pieces, outs, optimizer, factor)
-        self._send(pieces, outs)
-
-    def finish(self) -> None:
-        """Whatever the device does next sees the new weights."""
-        for event in self._events:
-            if event is not None:
-                event.wait()
-
-    def _step_plainly(
-        self, pieces: Sequence[Piece], outs: Sequence[Tensor], optimizer: Optimizer, factor: float
-    ) -> None:
-        grads = [_gradient(piece) for piece in pieces]
-        if factor != 1.0:
-            scale_(grads, factor)
-        for piece, grad in zip(pieces, grads, strict=True):
-            piece.master.grad = grad
-        optimizer.step()
-        for piece, out in zip(pieces, outs, strict=True):
-            piece.master.grad = None
-            out.copy_(piece.master)
+            _step_plainly(turn, outs, optimizer, factor)
+        self._send(turn, outs)
 
     # ---- back to the device
 
@@ -101,22 +174,37 @@ class Afar:
             if self._events[-1] is not None:
                 self._events[-1].synchronize()
         if self._buffers[-1].numel() < size:
-            self._buffers[-1] = host_empty(size, torch.uint8, pinned=self._pinned)
+            self._buffers[-1] = host_empty(size, torch.uint8, pinned=self._pace.pinned)
         return self._buffers[-1][:size]
 
-    def _send(self, pieces: Sequence[Piece], outs: Sequence[Tensor]) -> None:
-        if not pieces or pieces[0].source.device.type == "cpu":
+    def _send(self, turn: Turn, outs: Sequence[Tensor]) -> None:
+        if self._beside is None or not turn.pieces or outs[0] is turn.pieces[0].source:
             return
-        if self._beside is None:
-            self._beside = Beside(pieces[0].source.device)
-        with self._beside:
-            torch._foreach_copy_([piece.source for piece in pieces], list(outs), non_blocking=True)
-            self._events[-1] = self._beside.record()
+        with self._beside.again():
+            torch._foreach_copy_([piece.source for piece in turn.pieces], list(outs), non_blocking=True)
+            self._events[-1] = turn.sent = self._beside.record()
 
 
-def _gradient(piece: Piece) -> Tensor:
-    assert piece.gradient is not None, "pieces without a gradient are left alone"
-    return piece.gradient.to(piece.master.dtype).view(piece.master.shape)
+def _step_plainly(turn: Turn, outs: Sequence[Tensor], optimizer: Optimizer, factor: float) -> None:
+    """By an optimizer that knows nothing of this: gradients on its parameters, unscaled and clipped before."""
+    for piece, grad in zip(turn.pieces, turn.grads, strict=True):
+        wide = grad.to(piece.master.dtype).view(piece.master.shape)
+        scale_([wide], factor)
+        piece.master.grad = wide
+    optimizer.step()
+    for piece, out in zip(turn.pieces, outs, strict=True):
+        piece.master.grad = None
+        out.copy_(piece.master)
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """An optimizer that steps like this one does now, with the same states and groups of its own."""
+    twin = copy.copy(optimizer)
+    twin.param_groups = [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items()}
+        for options in optimizer.param_groups
+    ]
+    return twin
 
 
 def _aligned(size: int) -> int:

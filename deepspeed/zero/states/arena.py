@@ -11,6 +11,7 @@ from torch import Tensor
 from deepspeed.memory.host import host_empty
 from deepspeed.memory.swap import Region, SwapFile
 from deepspeed.memory.tier import Tier
+from deepspeed.zero.states.late import Update
 from deepspeed.zero.states.piece import Piece
 
 if TYPE_CHECKING:
@@ -28,6 +29,8 @@ class Arena:
         self.pieces = list(pieces)
         self.sizes = [piece.source.numel() for piece in pieces]
         self.numel = sum(self.sizes)
+        self.turn: Update | None = None
+        """The last step's update, of which nobody knows yet whether it is done."""
         self.swap: SwapFile | None = homes.swap
         self.regions: dict[str, Region] = {}
         """Where each kind of state rests on the disk; "master" and the optimizer's keys."""
@@ -39,6 +42,12 @@ class Arena:
         for piece, wide, home in zip(pieces, self.split(master), gradients.split(self.sizes), strict=True):
             wide.copy_(piece.source.detach())
             piece.leave(self, wide, home)
+
+    def settle(self) -> None:
+        """The memory of masters, moments and gradients is not in use any more."""
+        if self.turn is not None:
+            turn, self.turn = self.turn, None
+            turn.wait()
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor of the arena as those of its pieces, each of the shape of its master."""

@@ -15,6 +15,7 @@ from deepspeed.memory.tier import AT_HOME, Homes
 from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.placement import Placement
+from deepspeed.zero.states.late import Update
 from deepspeed.zero.states.lookup import ParameterState
 from deepspeed.zero.states.piece import Piece, hand_over
 
@@ -72,6 +73,15 @@ class ShardGroup:
     def whole(self) -> bool:
         """True if this rank holds the states of all elements."""
         return False
+
+    @property
+    def patient(self) -> bool:
+        """True if its parameters can wait for an update until they are used: ranks need not meet for it."""
+        return not any(piece.away for piece in self.pieces)
+
+    def await_update(self, piece: Piece, turn: Update) -> None:
+        """Let whoever needs a parameter that is away wait for its update."""
+        raise TypeError(f"{type(self).__name__} publishes at once")
 
     def parcels(self, reduction: Reduction) -> list[Parcel]:
         """The gradients of its parameters, as the way to their owners sees them."""

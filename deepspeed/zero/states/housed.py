@@ -14,6 +14,7 @@ from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.arena import move_out
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
+from deepspeed.zero.states.late import Update, postpone
 from deepspeed.zero.states.piece import Piece
 from deepspeed.zero.states.resident import take_gradient
 
@@ -31,13 +32,23 @@ class HousedGroup(ShardGroup):
         for name, param in members:
             if not param.is_contiguous():  # gradients leave as flat tensors
                 param.data = param.data.contiguous()
-            self.pieces.append(Piece(name, param, param.shape, (0, param.numel()), param.detach()))
+            # written beside the version that tells of edits
+            self.pieces.append(Piece(name, param, param.shape, (0, param.numel()), param.data))
         move_out(self.pieces, dtypes)
 
     @property
     def whole(self) -> bool:
         """See `ShardGroup`."""
         return True
+
+    @property
+    def patient(self) -> bool:
+        """See `ShardGroup`."""
+        return True
+
+    def await_update(self, piece: Piece, turn: Update) -> None:
+        """See `ShardGroup`."""
+        postpone(piece.param, turn)
 
     def spread(self) -> None:
         """Every rank has all of it already."""

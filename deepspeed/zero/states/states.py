@@ -3,51 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.errors import UsageError
-from deepspeed.memory.store import AtHome, Store, through
+from deepspeed.memory.store import AtHome, Store
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.states.afar import Afar
+from deepspeed.zero.states.afar import Afar, Turn
 from deepspeed.zero.states.group import ShardGroup
+from deepspeed.zero.states.late import arrive
 from deepspeed.zero.states.lookup import ParameterState
 from deepspeed.zero.states.norm import Line, Measure, total_norm
+from deepspeed.zero.states.pace import Pace
 from deepspeed.zero.states.piece import Piece
-from deepspeed.zero.states.tiles import Tile, tile
+from deepspeed.zero.states.tiles import Tile, empty_tile, tile, tiles_well
 
-if TYPE_CHECKING:
-    from deepspeed.config.schema import Schema
-
-__all__ = ["Pace", "States"]
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How the tiles of a step follow each other."""
-
-    tile: int = 0
-    """Elements that are updated at a time on the device; 0 means all."""
-    ahead: int = 1
-    """Tiles that are read from the disk while one is updated."""
-    behind: int = 1
-    """Tiles that are written to the disk meanwhile."""
-    pinned: bool = True
-    """Buffers through which weights return to the device are page-locked."""
-
-    @classmethod
-    def of(cls, schema: Schema, tile: int | None, *, pinned: bool) -> Pace:
-        """As the config says; tiles of `sub_group_size` elements, if `tile` is None."""
-        zero, offload = schema.zero_optimization, schema.zero_optimization.offload_optimizer
-        given = set() if offload is None else offload.model_fields_set
-        ahead = offload is None or "pipeline_read" not in given or offload.pipeline_read
-        behind = offload is None or "pipeline_write" not in given or offload.pipeline_write
-        return cls(int(zero.sub_group_size) if tile is None else tile, int(ahead), int(behind), pinned)
+__all__ = ["States"]
 
 
 class States:
@@ -72,8 +47,7 @@ class States:
         `store` brings states that are in no memory.
         """
         self._pace = pace
-        self._afar = Afar(pinned=pace.pinned)
-        self._store = store
+        self._afar = Afar(pace, store)
         self._optimizer = optimizer
         self._make = make_groups
         self._measure = measure
@@ -116,6 +90,7 @@ class States:
 
     def held(self, param: nn.Parameter) -> ParameterState | None:
         """What this rank holds of a parameter; None if the optimizer does not train it."""
+        self.settle()
         group, place = self._places.get(id(param), (None, 0))
         return None if group is None else group.held(place, self.reducer)
 
@@ -126,12 +101,14 @@ class States:
 
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
+        self.settle()
         for group in self.groups:
             group.adopt_edits()
 
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Hand the reduced gradients to what the optimizer updates, and measure them."""
+        self.settle()
         self.adopt_edits()
         placements = {id(group.placement): group.placement for group in self.groups}
         filled = []
@@ -158,35 +135,60 @@ class States:
                     yield piece.param, piece.master.grad
 
     def update(self, optimizer: Optimizer, factor: float = 1.0) -> None:
-        """Let the optimizer take its step, tile by tile: fetch from the store, step, publish, put back.
+        """Let the optimizer take its step, tile by tile, and publish what it did.
 
         On a device with all states at home there is one tile, unless temporary memory has to be bounded. Gradients
-        that left the device are multiplied by `factor`; those that did not have been already.
+        that left the device are multiplied by `factor`; those that did not have been already. Tiles that live away
+        may be updated while the caller goes on: see [Note: a step of the host].
         """
         everything = [options["params"] for options in optimizer.param_groups]
-
-        def step(tile: Tile) -> None:
-            for options, chosen in zip(optimizer.param_groups, tile.params, strict=True):
-                options["params"] = chosen
-            if tile.away:
-                self._afar.step(tile, optimizer, factor)
-            else:
-                optimizer.step()
-
+        tiles = tile(optimizer, self.away, self._pace.tile)
+        there = [each for each in tiles if each.away]
+        late = self._pace.late and tiles_well(optimizer) and all(group.patient for group in self.groups)
         try:
-            tiles = tile(optimizer, self.away, self._pace.tile)
-            through(tiles, self._store, step, ahead=self._pace.ahead, behind=self._pace.behind)
+            # without parameters it steps, too: schedules and hooks look at that
+            for each in [each for each in tiles if not each.away] or [empty_tile(optimizer)] * late:
+                for options, chosen in zip(optimizer.param_groups, each.params, strict=True):
+                    options["params"] = chosen
+                optimizer.step()
+            for group in self.groups:
+                group.round()
+            turns = self._afar.begin(there, optimizer, factor, late=late) if there else []
         finally:
             for options, chosen in zip(optimizer.param_groups, everything, strict=True):
                 options["params"] = chosen
-        for group in self.groups:
-            group.round()
-        self._afar.finish()
+        if late:
+            for turn in turns:
+                self._postpone(turn)
+        else:
+            self._afar.settle()
         for group in self.groups:
             group.spread()
 
+    def _postpone(self, turn: Turn) -> None:
+        """Let whoever needs what a turn updates wait for it."""
+        for piece in turn.tile.pieces:
+            assert piece.arena is not None, "pieces of a turn are away"
+            piece.arena.turn = turn
+            self._places[id(piece.param)][0].await_update(piece, turn)
+
+    def settle(self) -> None:
+        """What a step left behind is done: states, gradients and parameters are those after it."""
+        if self.away:
+            self._afar.settle()
+            for piece in self.away.values():
+                arrive(piece.param)
+
+    def close(self) -> None:
+        """As `settle`, for good."""
+        try:
+            self.settle()
+        finally:
+            self._afar.close()
+
     def publish(self) -> None:
         """Bring masters that were changed otherwise than by `update` into the parameters."""
+        self.settle()
         for group in self.groups:
             group.round()
             group.bring_back()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.fragments import Striped
+from deepspeed.memory.tier import AT_HOME
 from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.parameters import gather as fetch
@@ -18,6 +20,7 @@ from deepspeed.zero.parameters.shard import Shard, shard_of, used_while_empty
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.arena import move_out
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
+from deepspeed.zero.states.late import Update
 from deepspeed.zero.states.piece import Piece
 
 __all__ = ["StripedGroup"]
@@ -49,7 +52,10 @@ class StripedGroup(ShardGroup):
                 piece.version = shard.edits
                 self.pieces.append(piece)
                 self._piece_of[id(shard)] = piece
-        move_out(self.pieces, dtypes)
+        lasting = {id(shard.param) for shard in self.shards if shard.persistent}
+        # The states of what stays whole on the device stay there, too: it is small, and all ranks meet for it.
+        move_out([piece for piece in self.pieces if id(piece.param) in lasting], replace(dtypes, homes=AT_HOME))
+        move_out([piece for piece in self.pieces if id(piece.param) not in lasting], dtypes)
         self._make_homes()
 
     def _make_homes(self) -> None:
@@ -71,6 +77,16 @@ class StripedGroup(ShardGroup):
             if piece is not None and shard.edits != piece.version:
                 piece.adopt()
                 piece.version = shard.edits
+
+    @property
+    def patient(self) -> bool:
+        """See `ShardGroup`; a parameter that is gathered waits for its chunk."""
+        return True
+
+    def await_update(self, piece: Piece, turn: Update) -> None:
+        """See `ShardGroup`."""
+        shard = _need(piece.name, shard_of(piece.param))
+        shard.late = turn
 
     @torch.no_grad()
     def spread(self) -> None:

@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer
 from deepspeed.zero.states.arena import Arena
 from deepspeed.zero.states.piece import Piece
 
-__all__ = ["Tile", "tile", "tiles_well"]
+__all__ = ["Tile", "empty_tile", "tile", "tiles_well"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ def tile(optimizer: Optimizer, away: Mapping[int, Piece], limit: int) -> list[Ti
     tiles = [_tile(run, count) for run in _cut([row for row in rows if row.piece is None], limit)]
     tiles += [replace(_tile(run, count), arena=arena) for arena, run in arenas.items()]
     return tiles or [_tile([], count)]  # an optimizer without parameters steps, too
+
+
+def empty_tile(optimizer: Optimizer) -> Tile:
+    """A tile without parameters."""
+    return _tile([], len(optimizer.param_groups))
 
 
 @dataclass(frozen=True, slots=True)

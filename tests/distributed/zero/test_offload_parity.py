@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from unittest import mock
+
 import pytest
 
+from deepspeed.zero.states.pace import Pace
 from tests.closeness import assert_same_training
 from tests.distributed.zero.test_zero_parity import DTYPES, train, train_plainly
 from tests.harness import ranks
@@ -19,6 +23,30 @@ def test_optimizer_states_in_host_memory(precision, accumulation, clip):
     plain = train_plainly(precision, accumulation=accumulation, clip=clip)
     for stage in (0, 1, 2, 3):
         assert_same_training(train(stage, precision, accumulation=accumulation, clip=clip, **CPU), plain)
+
+
+@contextmanager
+def late_updates():
+    """Steps of the host go on while the caller does, as on a device."""
+    of = Pace.of.__func__
+    with mock.patch.object(
+        Pace, "of", classmethod(lambda cls, *args, **kwargs: of(cls, *args, **{**kwargs, "late": True}))
+    ):
+        yield
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@ranks(1, 2)
+def test_updates_that_are_late(accumulation, clip, tmp_path):
+    plain = train_plainly("bf16", accumulation=accumulation, clip=clip)
+    memory, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}
+    tried = [(stage, {"offload_optimizer": where}) for stage in (0, 1, 2, 3) for where in (memory, disk)]
+    tried += [(3, {"offload_optimizer": where, "offload_param": where}) for where in (memory, disk)]
+    with late_updates():
+        for stage, zero in tried:
+            mine = train(stage, "bf16", accumulation=accumulation, clip=clip, sub_group_size=50, **zero)
+            assert_same_training(mine, plain)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
