@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import torch
 
@@ -11,22 +12,23 @@ from deepspeed.errors import DeepSpeedConfigError
 __all__ = ["Arena", "Slot"]
 
 _ALIGNMENT = 128  # elements, so that every slot starts where vector loads and copies want it
+Place = TypeVar("Place")
 MakeBuffer = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
-class Slot:
+class Slot(Generic[Place]):
     """A part of a buffer that is taken until this object is gone, which is when autograd lets go of the input."""
 
-    __slots__ = ("_free", "_index", "tensor")
+    __slots__ = ("_give_back", "_place", "tensor")
 
-    def __init__(self, free: list[int], index: int, tensor: torch.Tensor) -> None:
-        self._free = free
-        self._index = index
+    def __init__(self, tensor: torch.Tensor, place: Place, give_back: Callable[[Place], object]) -> None:
         self.tensor = tensor  # [numel]
+        self._place = place
+        self._give_back = give_back
 
     def __del__(self) -> None:
-        # Whichever thread or collector runs this: appending is atomic and takes no lock.
-        self._free.append(self._index)
+        # Whichever thread or collector runs this: what takes places back is atomic and takes no lock.
+        self._give_back(self._place)
 
 
 class _Buffer:
@@ -44,9 +46,9 @@ class _Buffer:
     def taken(self) -> int:
         return self._count - len(self.free)
 
-    def take(self, numel: int) -> Slot:
+    def take(self, numel: int) -> Slot[int]:
         index = self.free.pop()
-        return Slot(self.free, index, self._data[index, :numel])
+        return Slot(self._data[index, :numel], index, self.free.append)
 
 
 class Arena:
@@ -57,7 +59,7 @@ class Arena:
         self._make = make
         self._buffers: dict[tuple[int, torch.dtype, torch.device], list[_Buffer]] = {}
 
-    def take(self, position: int, numel: int, dtype: torch.dtype, device: torch.device) -> Slot:
+    def take(self, position: int, numel: int, dtype: torch.dtype, device: torch.device) -> Slot[int]:
         """Room for `numel` elements of the tensor at this position among a call's arguments."""
         key = (position, dtype, device)
         # Buffers that became too small live as long as their slots; only the last one gives out new slots.

@@ -21,8 +21,8 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.arena import Arena, Slot
 from deepspeed.runtime.activation_checkpointing.axis import ModelAxis
+from deepspeed.runtime.activation_checkpointing.saved import AsIs, Form, flattened, is_expanded
 from deepspeed.runtime.activation_checkpointing.settings import Settings
-from deepspeed.runtime.activation_checkpointing.structure import CheckpointingError
 
 __all__ = ["SMALLEST", "Keeper", "is_activation", "shard_numel"]
 
@@ -39,7 +39,7 @@ def is_activation(value: object) -> bool:
         and value.is_floating_point()
         and value.layout == torch.strided
         and value.numel() >= SMALLEST
-        and not any(step == 0 < size - 1 for step, size in zip(value.stride(), value.shape, strict=True))  # expanded
+        and not is_expanded(value)
     )
 
 
@@ -49,18 +49,11 @@ def shard_numel(numel: int, ranks: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _AsIs:
-    tensor: torch.Tensor
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Waiting:
     flat: torch.Tensor  # [numel], or [shard_numel] of it
-    slot: Slot | None
+    slot: Slot[int] | None
     device: torch.device
-    shape: torch.Size  # with the dims in `order`
-    order: tuple[int, ...]  # dims from the slowest to the fastest, so that strides come back too
+    form: Form
 
 
 class Keeper:
@@ -87,35 +80,27 @@ class Keeper:
         positions = itertools.count()
         return saved_tensors_hooks(lambda tensor: self.keep(next(positions), tensor), self.give_back)
 
-    def keep(self, position: int, tensor: torch.Tensor) -> _AsIs | _Waiting:
+    def keep(self, position: int, tensor: torch.Tensor) -> AsIs | _Waiting:
         """What waits for backward instead of the tensor at this position among a call's tensors."""
         moves = self._to_host and tensor.device != _HOST
         if not is_activation(tensor) or not (self._shards > 1 or moves or self.arena is not None):
-            return _AsIs(tensor, tensor._version)
+            return AsIs.of(tensor)
         with torch.no_grad():
-            strides = tensor.stride()
-            order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
-            ordered = tensor.detach().permute(order)
+            flat, form = flattened(tensor)
             size = shard_numel(tensor.numel(), self._shards)
             start = size * self._axis.rank if self._shards > 1 else 0
-            part = ordered.reshape(-1)[start : start + size]
+            part = flat[start : start + size]
             part = pad(part, (0, size - part.numel())) if part.numel() < size else part
             home = _HOST if moves else tensor.device
             slot = None if self.arena is None else self.arena.take(position, size, tensor.dtype, home)
-            flat = self._empty(size, tensor.dtype, home) if slot is None else slot.tensor
-            flat.copy_(part, non_blocking=True)  # ordered by the current stream, as is all that touches `flat`
-        return _Waiting(flat, slot, tensor.device, ordered.shape, order)
+            kept = self._empty(size, tensor.dtype, home) if slot is None else slot.tensor
+            kept.copy_(part, non_blocking=True)  # ordered by the current stream, as is all that touches `kept`
+        return _Waiting(kept, slot, tensor.device, form)
 
-    def give_back(self, kept: _AsIs | _Waiting) -> torch.Tensor:
+    def give_back(self, kept: AsIs | _Waiting) -> torch.Tensor:
         """The tensor that `keep` was given, by value."""
-        if isinstance(kept, _AsIs):
-            if kept.tensor._version != kept.version:
-                raise CheckpointingError(
-                    f"an input of a checkpointed call, of shape {list(kept.tensor.shape)}, is at version "
-                    f"{kept.tensor._version} but was given at version {kept.version}: it was changed in place before "
-                    "backward. Clone it before changing it."
-                )
-            return kept.tensor
+        if isinstance(kept, AsIs):
+            return kept.get()
         with torch.no_grad():
             flat = kept.flat
             if flat.device != kept.device:
@@ -126,9 +111,8 @@ class Keeper:
                 whole = torch.empty(self._shards * flat.numel(), dtype=flat.dtype, device=flat.device)
                 with comm.labelled("a saved input of a checkpointed call"):
                     comm.all_gather_into_tensor(whole, flat, group=self._axis.group)
-                flat = whole[: kept.shape.numel()]
-            back = [kept.order.index(dim) for dim in range(len(kept.order))]
-            return flat.view(kept.shape).permute(back)
+                flat = whole[: kept.form.shape.numel()]
+            return kept.form.restore(flat)
 
     def _empty(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         if device == _HOST and self._to_host:
