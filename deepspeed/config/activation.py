@@ -15,7 +15,9 @@ class ActivationCheckpointingConfig(Section):
     partition_activations: bool = Field(
         False, description="Whether saved inputs are sharded over the model-parallel ranks."
     )
-    cpu_checkpointing: bool = Field(False, description="Whether saved inputs wait in host memory.")
+    cpu_checkpointing: bool = Field(
+        False, description="Whether saved inputs wait in host memory, copied there and back beside computation."
+    )
     contiguous_memory_optimization: bool = Field(
         False,
         description="Whether all saved inputs share one buffer; needs partition_activations and number_checkpoints.",

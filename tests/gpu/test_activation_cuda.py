@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed.accelerator.cuda import CUDA_Accelerator
 from deepspeed.runtime import rng
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
 from deepspeed.runtime.activation_checkpointing.state import CONFIGURATION
 
 pytestmark = [
@@ -86,25 +89,124 @@ def test_bit_equal_to_the_plain_model(run, dtype, autocast, cpu, contiguous):
     assert all(torch.equal(left, right) for left, right in zip(wanted, found, strict=True))
 
 
-@pytest.mark.parametrize("run", VARIANTS.values(), ids=VARIANTS)
-def test_inputs_in_host_memory_leave_the_device(run):
-    def kept():
-        gc.collect()
-        gc.disable()  # inputs go at once, not when the collector comes along
-        out = torch.randn(64 * MIB // 4, device="cuda", requires_grad=True) * 1
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
+def held_by(run, around=nullcontext()):
+    """(MiB that forward leaves on the device, peak of both passes) of layers whose outputs have 64 MiB."""
+    gc.collect()
+    gc.disable()  # inputs go at once, not when the collector comes along
+    first = torch.randn(64 * MIB // 4, device="cuda", requires_grad=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with around:
+        out = first * 1
         for _ in range(LAYERS):
             out = run(lambda x: x.sin().cos(), out)
-        torch.cuda.synchronize()
-        held = torch.cuda.memory_allocated() - before
-        gc.enable()
-        out.sum().backward()
-        return held // MIB
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    gc.enable()
+    out.sum().backward()
+    torch.cuda.synchronize()
+    return held // MIB, (torch.cuda.max_memory_allocated() - before) // MIB, first.grad
 
-    assert kept() == LAYERS * 64  # each output is the next one's input
+
+# Of inputs in host memory, the newest stays, two may be on their way out, and beside them is the last output.
+STAY = 64 * (1 + 2 + 1)
+
+
+@pytest.mark.parametrize("run", VARIANTS.values(), ids=VARIANTS)
+def test_inputs_in_host_memory_leave_the_device(run):
+    held, peak, wanted = held_by(run)
+    assert held == (LAYERS + 1) * 64  # each output is the next one's input
     checkpointing.configure(None, checkpoint_in_cpu=True)
-    assert kept() == 0  # the first input went, the last output came
+    for _ in range(3):
+        held, less, found = held_by(run)
+        assert held <= STAY
+        assert less <= peak - (LAYERS - 5) * 64
+        assert torch.equal(wanted, found)
+    gc.collect()
+    pool = CONFIGURATION.plan.keeper._offload.pool
+    assert (pool.in_use, pool.unused) == (0, LAYERS - 1)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("pinned", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_marked_tensors_leave_the_device(reentrant, pinned, streams):
+    def run(function, x):
+        return torch_checkpoint(function, x, use_reentrant=reentrant)
+
+    def marked(function, x):
+        offload.mark(x)
+        return run(function, x)
+
+    offload = CheckpointHiddenStatesOffload(pinned, streams, max_cpu_buffer_pool_count=3)
+    _, peak, wanted = held_by(run)
+    for _ in range(3):
+        held, less, found = held_by(marked, offload)
+        assert held <= (STAY if streams else STAY - 128)
+        assert less < peak
+        assert torch.equal(wanted, found)
+        assert offload.stats.offloaded_tensors == offload.stats.restored_tensors == LAYERS - 1
+        assert offload.stats.offloaded_bytes == (LAYERS - 1) * 64 * MIB
+        gc.collect()
+        assert offload._states.offload.pool.unused == 3
+    offload.reset()
+    assert offload._states.offload.pool.unused == 0
+
+
+def test_copies_are_queued_beside_what_computes():
+    """The host never waits, and a copy does not wait for work that was queued after it."""
+    offload = CheckpointHiddenStatesOffload(keep_last_count=0, max_fwd_stash_count=8)
+    weight = torch.randn(8192, 8192, device="cuda")
+    x = torch.randn(8192, 8192, device="cuda", requires_grad=True)
+    with offload:
+        middle = x * 1
+        offload.mark(middle)
+        out = middle.sin()
+        offload.mark(out)
+        for _ in range(40):  # hundreds of milliseconds
+            weight = weight @ weight
+            weight /= weight.norm()
+        busy = torch.cuda.Event()
+        busy.record()
+        last = out.cos()
+    first = offload._states.offload._leaving[0]()
+    first.ticket._event.synchronize()
+    assert not busy.query()  # the copy of `middle` is there while the device still computes
+    last.sum().backward()
+    assert torch.allclose(x.grad, -x.sin().sin() * x.cos(), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.t(), lambda x: x[:, 8:200]])
+def test_views_and_dtypes_come_back(view, dtype):
+    offload = CheckpointHiddenStatesOffload(keep_last_count=0, max_fwd_stash_count=0)
+    x = torch.randn(256, 256, device="cuda", dtype=dtype, requires_grad=True)
+    (wanted,) = torch.autograd.grad(view(x * 1).square().abs().sum(), x)
+    with offload:
+        middle = view(x * 1)
+        offload.mark(middle)
+        out = middle.square().abs().sum()
+    (found,) = torch.autograd.grad(out, x)
+    assert offload.stats.restored_tensors == 1
+    assert torch.equal(wanted, found)
+
+
+def test_a_step_that_is_given_up_leaves_nothing():
+    offload = CheckpointHiddenStatesOffload(keep_last_count=1)
+    x = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    with offload:
+        out = x * 1
+        for _ in range(4):
+            offload.mark(out)
+            out = torch_checkpoint(torch.sin, out, use_reentrant=False)
+    del out
+    gc.collect()
+    offload.reset()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+    assert (offload._states.offload.pool.in_use, offload._states.offload.pool.unused) == (0, 0)
 
 
 def test_profile_times_the_device(capsys):

@@ -21,6 +21,8 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.arena import Arena, Slot
 from deepspeed.runtime.activation_checkpointing.axis import ModelAxis
+from deepspeed.runtime.activation_checkpointing.lane import on_device
+from deepspeed.runtime.activation_checkpointing.offload import Offload, Parked, Turn
 from deepspeed.runtime.activation_checkpointing.saved import AsIs, Form, flattened, is_expanded
 from deepspeed.runtime.activation_checkpointing.settings import Settings
 
@@ -50,9 +52,8 @@ def shard_numel(numel: int, ranks: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    flat: torch.Tensor  # [numel], or [shard_numel] of it
+    flat: torch.Tensor | Parked  # [numel], or [shard_numel] of it
     slot: Slot[int] | None
-    device: torch.device
     form: Form
 
 
@@ -64,6 +65,7 @@ class Keeper:
         self._shards = axis.size if settings.partition_activations else 1
         # Where the accelerator is the CPU, inputs are in host memory already.
         self._to_host = settings.cpu_checkpointing and get_accelerator().device_name() != "cpu"
+        self._offload = Offload()
         self.arena: Arena | None = None
         if settings.contiguous_memory_optimization and settings.number_checkpoints:
             self.arena = Arena(settings.number_checkpoints, self._empty)
@@ -77,12 +79,12 @@ class Keeper:
         """The context for one checkpointed call; see [Note: saved inputs]."""
         if not self.active:
             return nullcontext()
-        positions = itertools.count()
-        return saved_tensors_hooks(lambda tensor: self.keep(next(positions), tensor), self.give_back)
+        positions, turn = itertools.count(), Turn()
+        return saved_tensors_hooks(lambda tensor: self.keep(next(positions), tensor, turn), self.give_back)
 
-    def keep(self, position: int, tensor: torch.Tensor) -> AsIs | _Waiting:
-        """What waits for backward instead of the tensor at this position among a call's tensors."""
-        moves = self._to_host and tensor.device != _HOST
+    def keep(self, position: int, tensor: torch.Tensor, turn: Turn) -> AsIs | _Waiting:
+        """What waits for backward instead of the tensor at this position among the tensors of a call."""
+        moves = self._to_host and on_device(tensor)
         if not is_activation(tensor) or not (self._shards > 1 or moves or self.arena is not None):
             return AsIs.of(tensor)
         with torch.no_grad():
@@ -93,19 +95,19 @@ class Keeper:
             part = pad(part, (0, size - part.numel())) if part.numel() < size else part
             home = _HOST if moves else tensor.device
             slot = None if self.arena is None else self.arena.take(position, size, tensor.dtype, home)
+            if moves:
+                return _Waiting(self._offload.park(part, tensor.shape, turn, slot), slot, form)
             kept = self._empty(size, tensor.dtype, home) if slot is None else slot.tensor
-            kept.copy_(part, non_blocking=True)  # ordered by the current stream, as is all that touches `kept`
-        return _Waiting(kept, slot, tensor.device, form)
+            kept.copy_(part)
+        return _Waiting(kept, slot, form)
 
     def give_back(self, kept: AsIs | _Waiting) -> torch.Tensor:
         """The tensor that `keep` was given, by value."""
         if isinstance(kept, AsIs):
             return kept.get()
         with torch.no_grad():
-            flat = kept.flat
-            if flat.device != kept.device:
-                flat = flat.to(kept.device, non_blocking=True)
-            elif self._shards == 1:
+            flat = self._offload.give_back(kept.flat) if isinstance(kept.flat, Parked) else kept.flat
+            if flat is kept.flat and self._shards == 1:
                 flat = flat.clone()  # the slot may be taken by the next step while this tensor is still in use
             if self._shards > 1:
                 whole = torch.empty(self._shards * flat.numel(), dtype=flat.dtype, device=flat.device)

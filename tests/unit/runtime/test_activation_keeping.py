@@ -13,6 +13,7 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.runtime.activation_checkpointing.arena import Arena
 from deepspeed.runtime.activation_checkpointing.axis import ALONE
 from deepspeed.runtime.activation_checkpointing.keeping import SMALLEST, Keeper, is_activation, shard_numel
+from deepspeed.runtime.activation_checkpointing.offload import Turn
 from deepspeed.runtime.activation_checkpointing.settings import Settings
 from deepspeed.runtime.activation_checkpointing.structure import CheckpointingError
 
@@ -54,7 +55,7 @@ def test_without_settings_nothing_is_active():
 def test_values_and_strides_come_back(dims):
     keeper = contiguous()
     tensor = torch.randn(8, 16, 24).permute(dims)
-    back = keeper.give_back(keeper.keep(0, tensor))
+    back = keeper.give_back(keeper.keep(0, tensor, Turn()))
     assert torch.equal(back, tensor)
     assert back.stride() == tensor.stride()
     assert back.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
@@ -63,13 +64,13 @@ def test_values_and_strides_come_back(dims):
 def test_a_slice_comes_back_by_value():
     keeper = contiguous()
     tensor = torch.randn(64, 64)[:, 3:40]
-    assert torch.equal(keeper.give_back(keeper.keep(0, tensor)), tensor)
+    assert torch.equal(keeper.give_back(keeper.keep(0, tensor, Turn())), tensor)
 
 
 def test_a_change_in_place_is_found():
     keeper = contiguous()
     small = torch.ones(3)
-    kept = keeper.keep(0, small)
+    kept = keeper.keep(0, small, Turn())
     assert keeper.give_back(kept) is small
     small.add_(1)
     with pytest.raises(CheckpointingError, match=r"shape \[3\], is at version 1 but was given at version 0"):
