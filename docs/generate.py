@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+from pydantic import WithJsonSchema
+
 from deepspeed.config.features import UNBUILT
 from deepspeed.config.idle import IDLE
 from deepspeed.config.json_schema import json_schema
@@ -16,6 +18,7 @@ from deepspeed.config.renamed import REMOVED, RENAMED
 from deepspeed.config.schema import Schema
 from deepspeed.config.shape import Key, keys_of
 
+_JSON_TYPES = {"integer": "integer", "string": "text"}
 HERE = Path(__file__).resolve().parent
 OUT = HERE / "generated"
 
@@ -97,7 +100,9 @@ def kind(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " or ".join(dict.fromkeys(kind(item) for item in arguments))
     if origin is Annotated:
-        return kind(arguments[0])
+        told = next((one.json_schema for one in arguments[1:] if isinstance(one, WithJsonSchema)), None) or {}
+        types_told = [_JSON_TYPES[option["type"]] for option in told.get("anyOf", ())]
+        return " or ".join(types_told) or kind(arguments[0])
     if origin in (list, tuple):
         return "list"
     if origin is dict or annotation is dict:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed.config.clean import Problem
+from deepspeed.config.memory import MemoryConfig
 from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.schema import Schema
 from deepspeed.errors import FeatureUnavailable
@@ -37,6 +38,7 @@ def data_techniques(schema: Schema) -> bool:
 
 
 UNBUILT: tuple[Feature, ...] = (
+    Feature("memory", "budgets of memory", lambda c: c.memory != MemoryConfig()),
     Feature("zero_optimization.zenflow", "ZenFlow", lambda c: c.zero_optimization.zenflow is not None),
     Feature(
         "zero_optimization.zero_hpz_partition_size", "hpZ", lambda c: c.zero_optimization.zero_hpz_partition_size > 1

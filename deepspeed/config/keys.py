@@ -19,6 +19,7 @@ from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayer
 from .elasticity import ElasticityConfig
 from .expert import ExpertParallelConfig
 from .inference import HybridEngineConfig, WeightQuantConfig
+from .memory import MemoryConfig
 from .model import DeepSpeedConfigModel, Elements, Foreign, ForeignOptions, PositiveCount
 from .monitor import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from .optimizer import OptimizerConfig, SchedulerConfig
@@ -127,6 +128,9 @@ class Keys(DeepSpeedConfigModel):
     # Memory
     zero_optimization: DeepSpeedZeroConfig = Field(
         default_factory=DeepSpeedZeroConfig, description="Sharding over the data-parallel ranks, and offload."
+    )
+    memory: MemoryConfig = Field(
+        default_factory=MemoryConfig, description="How much of each tier of memory model states may take."
     )
     aio: AioConfig = Field(default_factory=AioConfig, description="File access for state on NVMe.")
     activation_checkpointing: ActivationCheckpointingConfig = Field(
