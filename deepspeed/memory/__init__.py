@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from deepspeed.memory.budget import Budget, Part, Plan, Unit, budgets_of, place
 from deepspeed.memory.estimate import (
     estimate_zero1_model_states_mem_needs,
     estimate_zero1_model_states_mem_needs_all_cold,
@@ -13,12 +14,18 @@ from deepspeed.memory.estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
+from deepspeed.memory.plan_table import show
 from deepspeed.memory.states import ModelStates, Spread, Widths, model_states
 
 __all__ = [
+    "Budget",
     "ModelStates",
+    "Part",
+    "Plan",
     "Spread",
+    "Unit",
     "Widths",
+    "budgets_of",
     "estimate_zero1_model_states_mem_needs",
     "estimate_zero1_model_states_mem_needs_all_cold",
     "estimate_zero1_model_states_mem_needs_all_live",
@@ -29,4 +36,6 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "model_states",
+    "place",
+    "show",
 ]
