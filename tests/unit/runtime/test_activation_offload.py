@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import deque
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.accelerator import reset_accelerator, set_accelerator
+from deepspeed.accelerator import get_accelerator, reset_accelerator, set_accelerator
 from deepspeed.accelerator.cpu import CPU_Accelerator
+from deepspeed.runtime.activation_checkpointing import lane
 from deepspeed.runtime.activation_checkpointing.host_pool import HostPool, size_class
-from deepspeed.runtime.activation_checkpointing.lane import Direct, lane_for
+from deepspeed.runtime.activation_checkpointing.lane import DeviceLane, Direct, lane_for
 from deepspeed.runtime.activation_checkpointing.offload import Offload, OffloadLimits, Turn
 from deepspeed.runtime.activation_checkpointing.structure import CheckpointingError
 
@@ -63,8 +65,8 @@ class LateTicket:
 
 def late(**limits):
     """(offload, its lane)."""
-    lane = LateLane()
-    return Offload(OffloadLimits(**limits), lane=lambda device: lane), lane
+    made = LateLane()
+    return Offload(OffloadLimits(**limits), lane=lambda device: made), made
 
 
 def forget(memory):
@@ -200,6 +202,74 @@ def test_where_there_are_no_streams_copies_are_made_at_once():
     parked = saved(offload, 3)
     assert offload.on_device == 0
     assert offload.give_back(parked).eq(3).all()
+
+
+class Streams(CPU_Accelerator):
+    """A device with streams, which tells in which order it was asked for what."""
+
+    def __init__(self):
+        super().__init__()
+        self.told = []
+        self.on = "computing"
+
+    @property
+    def Stream(self):
+        return object
+
+    def device(self, device_index=None):
+        self.told.append(f"device {device_index}")
+        return nullcontext()
+
+    def current_stream(self, device_index=None):
+        return self.on
+
+
+class Beside:
+    """As the one of the package, for a device that is the host."""
+
+    def __init__(self, device):
+        self.told = get_accelerator().told
+
+    def __enter__(self):
+        self.told.append("beside")
+
+    def __exit__(self, *exc):
+        self.told.append("back")
+
+    def record(self):
+        return Event(self.told)
+
+
+class Event:
+    def __init__(self, told):
+        self.told = told
+        self.told.append("record")
+
+    def query(self):
+        return False
+
+    def wait(self, stream):
+        self.told.append(f"wait on {stream}")
+
+    def synchronize(self):
+        self.told.append("synchronize")
+
+
+def test_a_device_copies_on_its_second_stream(monkeypatch):
+    accelerator = Streams()
+    set_accelerator(accelerator)
+    monkeypatch.setattr(lane, "Beside", Beside)
+    made = lane_for(torch.device("cpu", 0))
+    assert isinstance(made, DeviceLane)
+    made.synchronize()  # nothing was copied yet
+    into = torch.zeros(2)
+    ticket = made.copy(into, torch.ones(2))
+    assert into.eq(1).all()
+    assert not ticket.done()
+    ticket.join()
+    made.synchronize()
+    asked = ["device 0", "device 0", "beside", "back", "record", "device 0", "wait on computing", "synchronize"]
+    assert accelerator.told == asked
 
 
 # ---- host buffers
