@@ -16,6 +16,7 @@ from deepspeed.memory.estimate import (
 )
 from deepspeed.memory.plan_table import show
 from deepspeed.memory.states import ModelStates, Spread, Widths, model_states
+from deepspeed.memory.tiers import plan_states
 
 __all__ = [
     "Budget",
@@ -37,5 +38,6 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_live",
     "model_states",
     "place",
+    "plan_states",
     "show",
 ]

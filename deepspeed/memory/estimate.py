@@ -15,8 +15,10 @@ stage 3   none               4·L + 18·P/G       4·L·g with zero.Init, else 4
 
 L are the parameters of the largest layer. The formula of stage 1 follows from its definition: what stage 2 counts as 18
 are 2 of gradients, 4 of their fp32 copy, 4 of masters and 8 of moments; stage 1 shards all of these but the gradients,
-which are whole on every GPU until the step, also if the optimizer is offloaded. These are estimates for planning;
-`model_states` is exact.
+which are whole on every GPU until the step, also if the optimizer is offloaded. With several
+nodes the published CPU number of stages 1 and 2 with an offloaded optimizer counts the processes of all of them, which
+is more than a node needs. These are estimates for planning; `model_states` is exact, and `plan_states` says in which
+tier its bytes find place.
 """
 
 from __future__ import annotations
