@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from deepspeed.config.activation import ActivationCheckpointingConfig
 from deepspeed.parallel import LayoutMpu, ParallelLayout
-from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.activation_checkpointing import checkpointing, keeping
 from deepspeed.runtime.activation_checkpointing.keeping import _Waiting
 from deepspeed.runtime.activation_checkpointing.state import CONFIGURATION
 from tests.harness import ranks
@@ -122,6 +122,31 @@ def test_bit_equal_to_the_plain_model():
             wanted = trained(plainly, mpu, dtype=dtype)
             for variant, run in VARIANTS.items():
                 equal(wanted, trained(run, mpu, dtype=dtype), (variant, dtype, partition, cpu, contiguous))
+
+
+@ranks(2)
+def test_shards_leave_for_the_host_and_come_back():
+    """As on a device, where inputs are not in host memory already."""
+    keeping.on_device = lambda tensor: True
+    with ParallelLayout.build(tp=2) as layout:
+        mpu = LayoutMpu(layout)
+        for contiguous in (False, True):
+            checkpointing.configure(
+                mpu,
+                partition_activations=True,
+                checkpoint_in_cpu=True,
+                contiguous_checkpointing=contiguous,
+                num_checkpoints=LAYERS,
+            )
+            keeper = CONFIGURATION.plan.keeper
+            keeper._to_host = True
+            wanted = trained(plainly, mpu)
+            for variant, run in VARIANTS.items():
+                equal(wanted, trained(run, mpu), (variant, contiguous))
+            stats = keeper._offload.stats
+            steps = len(VARIANTS) * 2
+            assert stats.offloaded_tensors == stats.restored_tensors == steps * (2 * LAYERS - 1)
+            assert stats.offloaded_bytes == stats.offloaded_tensors * 4 * -(-31 * 67 // 2)  # shards of two ranks
 
 
 @ranks(4)
