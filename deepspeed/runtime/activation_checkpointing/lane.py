@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.zero.gradients.beside import Beside
+from deepspeed.accelerator.beside import Beside
 
 __all__ = ["DeviceLane", "Direct", "Lane", "Ticket", "lane_for", "on_device"]
 

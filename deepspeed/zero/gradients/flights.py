@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.accelerator.beside import Beside
 from deepspeed.comm import Pending
-from deepspeed.memory.beside import Beside
 from deepspeed.zero.gradients.bucket import Bucket
 
 __all__ = ["Flights"]

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.accelerator.beside import Beside
 from deepspeed.comm import Pending
-from deepspeed.memory.beside import Beside
 from deepspeed.memory.host import Slabs, host_empty
 from deepspeed.memory.swap import SwapFile
 from deepspeed.ops.aio import FileEngine, Ticket

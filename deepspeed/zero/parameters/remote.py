@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from deepspeed.accelerator.beside import Beside
 from deepspeed.comm import Pending
 from deepspeed.comm.pending import EventWait
-from deepspeed.memory.beside import Beside
 from deepspeed.memory.host import Slabs
 
 if TYPE_CHECKING:

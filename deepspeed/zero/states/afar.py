@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.memory.beside import Beside
+from deepspeed.accelerator.beside import Beside
 from deepspeed.memory.host import host_empty
 from deepspeed.memory.store import Store, through
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
