@@ -17,7 +17,6 @@ import os
 import shutil
 import tempfile
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,19 +25,10 @@ from torch import Tensor
 
 from deepspeed.errors import FileError
 
-__all__ = ["Region", "SwapFile"]
+__all__ = ["SwapFile"]
 
 _PAGE = 4096
 _UNNAMED = getattr(os, "O_TMPFILE", 0)
-
-
-@dataclass(frozen=True)
-class Region:
-    """A part of a swap file."""
-
-    offset: int
-    tensor: Tensor
-    """Its elements, through the page cache."""
 
 
 class SwapFile:
@@ -56,8 +46,8 @@ class SwapFile:
         self._storage: Any = torch.UntypedStorage.from_file(self.path, True, self._capacity)
         self._end = weakref.finalize(self, os.close, self._descriptor)
 
-    def take(self, numel: int, dtype: torch.dtype) -> Region:
-        """A region of its own, whose space on the disk is there from now on."""
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A region, through the page cache; its space on the disk is there from now on."""
         size = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         offset = self._taken
         if offset + size > self._capacity:
@@ -67,8 +57,7 @@ class SwapFile:
         if size:
             self._allocate(offset, size)
         self._taken += size
-        tensor = torch.empty(0, dtype=dtype).set_(self._storage, offset // dtype.itemsize, (numel,), (1,))
-        return Region(offset, tensor)
+        return torch.empty(0, dtype=dtype).set_(self._storage, offset // dtype.itemsize, (numel,), (1,))
 
     def holds(self, tensor: Tensor) -> bool:
         """True if a tensor lies in the file."""

@@ -27,7 +27,7 @@ class Homes:
     """Host memory that the device reads and writes is page-locked."""
     share: float = 1.0
     """Of the elements that live there; the first ones of the model stay on the device."""
-    tile: int = 1 << 25
+    tile: int = 1 << 24
     """Elements that are updated at a time."""
     swap: SwapFile | None = None
     """Of the tier DISK."""

@@ -144,7 +144,8 @@ class MomentKeeper(torch.optim.Optimizer):
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         if self.moment_bits is not None:
-            return _HELD_IN[self.moment_bits]
+            # on a device, where an engine keeps a few, rules compute with the moments themselves
+            return torch.float32 if self.moment_bits == 8 and param.device.type != "cpu" else _HELD_IN[self.moment_bits]
         if self.state_dtype is not None:
             return self.state_dtype
         return wide(param.dtype) if self.fp32_optimizer_states else param.dtype

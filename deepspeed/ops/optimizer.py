@@ -67,6 +67,9 @@ class BatchOptimizer(MomentKeeper):
     host_step: HostStep | None = None
     """What the next steps do besides; set and cleared by whoever takes them."""
 
+    mixed: bool = False
+    """One for host memory also updates parameters on a device: those of an engine that stay there."""
+
     def _update_group(self, group: Group) -> None:
         """Apply the rule to every parameter of `group` that has a gradient."""
         for batch in self._batches(group, self.moments):
@@ -110,7 +113,7 @@ class BatchOptimizer(MomentKeeper):
                         f"{type(self).__name__} updates floating-point parameters, found {param.dtype} of shape "
                         f"{tuple(param.shape)}"
                     )
-                if self.cpu_only and param.device.type != "cpu":
+                if self.cpu_only and not self.mixed and param.device.type != "cpu":
                     raise RuntimeError(
                         f"{type(self).__name__} found a parameter of shape {tuple(param.shape)} on {param.device}; it "
                         "updates parameters on the CPU. Move them there, or use the Fused class of the same name"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from deepspeed.ops.adagrad.host import cpu_adagrad_
-from deepspeed.ops.adagrad.rule import AdagradRule
+from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_
 from deepspeed.ops.moments import moment_width
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters
 from deepspeed.ops.registry import op
@@ -50,4 +50,7 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
         return self._step(closure)
 
     def _apply(self, group: Group, batch: Batch) -> None:
-        cpu_adagrad_(batch, AdagradRule.of(group))
+        step = (
+            cpu_adagrad_ if batch.params[0].device.type == "cpu" else adagrad_
+        )  # an engine may keep some on its device
+        step(batch, AdagradRule.of(group))

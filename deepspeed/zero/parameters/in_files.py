@@ -53,7 +53,7 @@ class InFiles:
         if chunk.numel() <= self._room:
             self._room -= chunk.numel()
             return self._slabs.take(chunk.numel(), chunk.dtype).copy_(chunk)
-        return self._swap.take(chunk.numel(), chunk.dtype).tensor.copy_(chunk)
+        return self._swap.take(chunk.numel(), chunk.dtype).copy_(chunk)
 
     def rests(self, chunk: Tensor) -> bool:
         """True if a chunk lies in the file."""

@@ -7,10 +7,8 @@ updated. Whoever needs a parameter, a state or the memory of a gradient waits fo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from threading import Event
 from typing import Any
 
 import torch
@@ -28,9 +26,11 @@ from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.zero.states.pace import Pace
 from deepspeed.zero.states.piece import Piece
-from deepspeed.zero.states.tiles import Tile
+from deepspeed.zero.states.streaming import Streamer, can_stream
+from deepspeed.zero.states.tiles import Tile, choose, twin
+from deepspeed.zero.states.turn import Turn, Turns
 
-__all__ = ["Afar", "Turn", "in_one_pass"]
+__all__ = ["Afar", "in_one_pass"]
 
 _ALIGNMENT = 64  # bytes; where the weights of a piece begin in a buffer
 
@@ -38,32 +38,6 @@ _ALIGNMENT = 64  # bytes; where the weights of a piece begin in a buffer
 def in_one_pass(optimizer: Optimizer) -> bool:
     """True for optimizers that unscale, clip, update and round in one pass over host memory."""
     return isinstance(optimizer, (DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad))
-
-
-class Turn:
-    """The update of one tile in one step; `wait` returns when its weights are, or are queued, where they are used."""
-
-    def __init__(self, tile: Tile) -> None:
-        self.tile = tile
-        self.pieces = [piece for piece in tile.pieces if piece.gradient is not None]
-        self.grads = [piece.gradient for piece in self.pieces if piece.gradient is not None]
-        self._done = Event()
-        self._error: BaseException | None = None
-        self.sent: Any = None
-        """The device's event behind the copy of the new weights."""
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """Let those who wait go on, or fail."""
-        self._error = error
-        self._done.set()
-
-    def wait(self) -> None:
-        """See the class."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
-        if self.sent is not None:
-            self.sent.wait()
 
 
 class Afar:
@@ -75,23 +49,32 @@ class Afar:
         self._events: list[Any] = []
         """Behind the copy out of each buffer."""
         self._beside: Beside | None = None
-        self._worker: ThreadPoolExecutor | None = None
+        self._streamer: Streamer | None = None
+        self._workers: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
+        self._turns: list[Turn] = []
 
     def begin(self, tiles: Sequence[Tile], optimizer: Optimizer, factor: float, *, late: bool) -> list[Turn]:
         """Update tiles with their gradients times `factor`; if it may be `late`, while the caller goes on."""
-        turns = [Turn(tile) for tile in tiles]
-        device = next((piece.source.device for turn in turns for piece in turn.pieces), torch.device("cpu"))
+        turns = self._turns = [Turn(tile) for tile in tiles]
+        device = next((piece.param.device for turn in turns for piece in turn.pieces), torch.device("cpu"))
         if self._beside is None and device.type != "cpu":
             self._beside = Beside(device)
         if self._beside is not None:
             with self._beside:  # weights that are in use until now are not overwritten before
                 pass
-        if not late:
+        if can_stream(turns, optimizer, device):
+            self._streamer = self._streamer or Streamer(device)
+            self._streamer.begin()
+        else:
+            self._streamer = None
+        if self._workers is None and (late or self._streamer is not None):
+            self._workers = ThreadPoolExecutor(2, thread_name_prefix="deepspeed-host-step")
+        if late:
+            assert self._workers is not None, "made above"
+            self._running = self._workers.submit(self._run_beside, turns, twin(optimizer), factor, device)
+        else:
             self._run(turns, optimizer, factor)
-            return turns
-        self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="deepspeed-host-step")
-        self._running = self._worker.submit(self._run_beside, turns, _twin(optimizer), factor, device)
         return turns
 
     def settle(self) -> None:
@@ -99,15 +82,15 @@ class Afar:
         if self._running is not None:
             running, self._running = self._running, None
             running.result()
-        for event in self._events:
-            if event is not None:
-                event.wait()
+        turns, self._turns = self._turns, []
+        for turn in turns:
+            turn.settle()
 
     def close(self) -> None:
-        """End the worker; what it does is finished."""
-        if self._worker is not None:
-            self._worker.shutdown(wait=True)
-            self._worker = None
+        """End the workers; what they do is finished."""
+        if self._workers is not None:
+            self._workers.shutdown(wait=True)
+            self._workers = None
 
     # ---- the step
 
@@ -122,20 +105,35 @@ class Afar:
             raise
 
     def _run(self, turns: Sequence[Turn], optimizer: Optimizer, factor: float) -> None:
-        waiting = {id(turn.tile): turn for turn in turns}
+        if self._streamer is not None and self._workers is not None:
+            left = Turns(turns)
+            beside = self._workers.submit(self._stream, left, twin(optimizer), factor)
+            for turn in iter(left.first, None):
+                self._step(turn, optimizer, factor)
+            beside.result()
+            return
+        by_tile = {id(turn.tile): turn for turn in turns}
 
         def work(tile: Tile) -> None:
-            turn = waiting[id(tile)]
-            for options, chosen in zip(optimizer.param_groups, tile.params, strict=True):
-                options["params"] = chosen
-            self._step(turn, optimizer, factor)
-            turn.finish()
+            self._step(by_tile[id(tile)], optimizer, factor)
 
         tiles = [turn.tile for turn in turns]
         through(tiles, self._store, work, ahead=self._pace.ahead, behind=self._pace.behind)
 
+    def _stream(self, left: Turns, optimizer: Optimizer, factor: float) -> None:
+        """Let the device update from the other end."""
+        streamer = self._streamer
+        assert streamer is not None, "only then there is something to stream"
+        streamer.ready()
+        for turn in iter(left.last, None):
+            choose(optimizer, turn.tile)
+            streamer.step(turn, optimizer, factor)
+            turn.finish()
+            streamer.ready()
+
     @torch.no_grad()
     def _step(self, turn: Turn, optimizer: Optimizer, factor: float) -> None:
+        choose(optimizer, turn.tile)
         outs = self._outs(turn.pieces)
         if in_one_pass(optimizer):
             masters = [piece.master for piece in turn.pieces]
@@ -149,6 +147,7 @@ class Afar:
         else:
             _step_plainly(turn, outs, optimizer, factor)
         self._send(turn, outs)
+        turn.finish()
 
     # ---- back to the device
 
@@ -195,16 +194,6 @@ def _step_plainly(turn: Turn, outs: Sequence[Tensor], optimizer: Optimizer, fact
     for piece, out in zip(turn.pieces, outs, strict=True):
         piece.master.grad = None
         out.copy_(piece.master)
-
-
-def _twin(optimizer: Optimizer) -> Optimizer:
-    """An optimizer that steps like this one does now, with the same states and groups of its own."""
-    twin = copy.copy(optimizer)
-    twin.param_groups = [
-        {key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items()}
-        for options in optimizer.param_groups
-    ]
-    return twin
 
 
 def _aligned(size: int) -> int:

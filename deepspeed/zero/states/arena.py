@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from deepspeed.memory.host import host_empty
-from deepspeed.memory.swap import Region, SwapFile
+from deepspeed.memory.swap import SwapFile
 from deepspeed.memory.tier import Tier
 from deepspeed.zero.states.late import Update
 from deepspeed.zero.states.piece import Piece
@@ -17,7 +18,9 @@ from deepspeed.zero.states.piece import Piece
 if TYPE_CHECKING:
     from deepspeed.zero.states.group import Dtypes
 
-__all__ = ["Arena", "move_out"]
+__all__ = ["MASTER", "Arena", "move_out", "state_of"]
+
+MASTER = "master"
 
 
 class Arena:
@@ -32,14 +35,12 @@ class Arena:
         self.turn: Update | None = None
         """The last step's update, of which nobody knows yet whether it is done."""
         self.swap: SwapFile | None = homes.swap
-        self.regions: dict[str, Region] = {}
-        """Where each kind of state rests on the disk; "master" and the optimizer's keys."""
-        if self.swap is not None:
-            master = self.room("master", dtypes.master, self.numel)
-        else:  # only gradients cross to the device and back: what nobody copies need not be locked
-            master = host_empty(self.numel, dtypes.master, pinned=False)
-        gradients = host_empty(self.numel, dtypes.accumulate, pinned=homes.pinned).zero_()
-        for piece, wide, home in zip(pieces, self.split(master), gradients.split(self.sizes), strict=True):
+        self._pinned = homes.pinned
+        self.rooms: dict[str, Tensor] = {}
+        """Each kind of state where it rests: MASTER and the optimizer's keys."""
+        self.gradients = host_empty(self.numel, dtypes.accumulate, pinned=homes.pinned).zero_()
+        master = self.room(MASTER, dtypes.master, self.numel)
+        for piece, wide, home in zip(pieces, self.split(master), self.gradients.split(self.sizes), strict=True):
             wide.copy_(piece.source.detach())
             piece.leave(self, wide, home)
 
@@ -47,7 +48,7 @@ class Arena:
         """The memory of masters, moments and gradients is not in use any more."""
         if self.turn is not None:
             turn, self.turn = self.turn, None
-            turn.wait()
+            turn.settle()
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor of the arena as those of its pieces, each of the shape of its master."""
@@ -55,12 +56,42 @@ class Arena:
         return [part.view(piece.source.shape) for piece, part in zip(self.pieces, parts, strict=True)]
 
     def room(self, kind: str, dtype: torch.dtype, numel: int) -> Tensor:
-        """Memory on the disk for a kind of state; the same as long as its dtype and its size are."""
-        assert self.swap is not None, "only an arena on the disk has regions"
-        known = self.regions.get(kind)
-        if known is None or (known.tensor.dtype, known.tensor.numel()) != (dtype, numel):
-            known = self.regions[kind] = self.swap.take(numel, dtype)
-        return known.tensor
+        """Memory of the tier for a kind of state; the same as long as its dtype and its size are."""
+        known = self.rooms.get(kind)
+        if known is None or (known.dtype, known.numel()) != (dtype, numel):
+            if self.swap is not None:
+                known = self.swap.take(numel, dtype)
+            else:
+                known = host_empty(numel, dtype, pinned=self._pinned).zero_()
+            self.rooms[kind] = known
+        return known
+
+    def lies_in(self, value: Tensor, kind: str) -> bool:
+        """True if a state tensor lies in the room of its kind."""
+        room = self.rooms[kind]
+        return room.data_ptr() <= value.data_ptr() < room.data_ptr() + room.nbytes
+
+    def show(self, optimizer: Optimizer, kind: str, flat: Tensor) -> None:
+        """Let masters, or a kind of state, lie in `flat`, piece after piece."""
+        at = 0
+        for piece in self.pieces:
+            value = state_of(optimizer, piece, kind)
+            if value is None:
+                continue
+            part = flat[at : at + value.numel()].view(value.shape)
+            at += value.numel()
+            if kind == MASTER:
+                piece.master.data = part
+            else:
+                optimizer.state[piece.master][kind] = part
+
+
+def state_of(optimizer: Optimizer, piece: Piece, kind: str) -> Tensor | None:
+    """The master of a piece, or what the optimizer keeps of it under that key."""
+    if kind == MASTER:
+        return piece.master
+    found: Any = optimizer.state.get(piece.master, {}).get(kind)
+    return found if isinstance(found, Tensor) else None
 
 
 def move_out(pieces: Sequence[Piece], dtypes: Dtypes) -> None:

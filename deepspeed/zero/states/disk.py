@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +12,10 @@ from deepspeed.comm import Pending
 from deepspeed.comm.pending import AllOf
 from deepspeed.memory.host import host_empty
 from deepspeed.ops.aio import FileEngine
-from deepspeed.zero.states.arena import Arena
-from deepspeed.zero.states.piece import Piece
+from deepspeed.zero.states.arena import MASTER, Arena, state_of
 from deepspeed.zero.states.tiles import Tile
 
-__all__ = ["MASTER", "DiskStore", "kinds_of"]
-
-MASTER = "master"
+__all__ = ["DiskStore", "kinds_of"]
 
 
 class DiskStore:
@@ -37,15 +33,13 @@ class DiskStore:
         arena = tile.arena
         if arena is None or arena.swap is None:
             return Pending(None)
-        held = {kind: self._buffer(region.tensor) for kind, region in arena.regions.items()}
-        reads = [
-            self._engine.read(arena.swap.path, buffer, arena.regions[kind].offset) for kind, buffer in held.items()
-        ]
+        swap, held = arena.swap, {kind: self._buffer(room) for kind, room in arena.rooms.items()}
+        reads = [self._engine.read(swap.path, held[kind], swap.offset_of(room)) for kind, room in arena.rooms.items()]
 
         def enter(_: None) -> None:
             self._held[arena] = held
             for kind, buffer in held.items():
-                _show(self._optimizer, arena, kind, buffer)
+                arena.show(self._optimizer, kind, buffer)
 
         return Pending(None, AllOf(reads), enter)
 
@@ -62,11 +56,11 @@ class DiskStore:
             if buffer is None or (buffer.numel(), buffer.dtype) != (resting.numel(), dtype):
                 buffer = held[kind] = self._buffer(resting)
             for piece, part in zip(arena.pieces, buffer.split(sizes), strict=True):
-                value = _state(self._optimizer, piece, kind)
+                value = state_of(self._optimizer, piece, kind)
                 if value is not None and value.data_ptr() != part.data_ptr():  # made, or replaced, by the step
                     part.copy_(value.detach().reshape(-1))
-            writes.append(self._engine.write(arena.swap.path, buffer, arena.regions[kind].offset))
-            _show(self._optimizer, arena, kind, resting)
+            writes.append(self._engine.write(arena.swap.path, buffer, arena.swap.offset_of(resting)))
+            arena.show(self._optimizer, kind, resting)
 
         def free(_: None) -> None:
             self._buffers += [buffer.view(torch.uint8) for buffer in held.values()]
@@ -95,27 +89,5 @@ def kinds_of(optimizer: Optimizer, arena: Arena) -> Iterator[tuple[str, list[int
                 first.setdefault(kind, value)
     yield MASTER, arena.sizes, arena.pieces[0].master.dtype
     for kind, example in first.items():
-        values = [_state(optimizer, piece, kind) for piece in arena.pieces]
+        values = [state_of(optimizer, piece, kind) for piece in arena.pieces]
         yield kind, [0 if value is None else value.numel() for value in values], example.dtype
-
-
-def _state(optimizer: Optimizer, piece: Piece, kind: str) -> Tensor | None:
-    if kind == MASTER:
-        return piece.master
-    found: Any = optimizer.state.get(piece.master, {}).get(kind)
-    return found if isinstance(found, Tensor) else None
-
-
-def _show(optimizer: Optimizer, arena: Arena, kind: str, flat: Tensor) -> None:
-    """Let masters, or a kind of state, lie in `flat`, piece after piece."""
-    at = 0
-    for piece in arena.pieces:
-        value = _state(optimizer, piece, kind)
-        if value is None:
-            continue
-        part = flat[at : at + value.numel()].view(value.shape)
-        at += value.numel()
-        if kind == MASTER:
-            piece.master.data = part
-        else:
-            optimizer.state[piece.master][kind] = part

@@ -32,6 +32,9 @@ class Update(Protocol):
     def wait(self) -> None:
         """Return when the new values are where the parameter is used, or queued there."""
 
+    def settle(self) -> None:
+        """As `wait`; and nobody uses the memory of states and gradients any more."""
+
 
 class LateParameter:
     """Base of the classes that parameters have while their update is on its way."""

@@ -140,8 +140,7 @@ def hand_over(pieces: Sequence[Piece], lines: dict[Hashable, Tensor]) -> None:
         line = lines.get(key)
         if line is None:
             line = lines[key] = grad.new_empty(0).set_(storage).to(wanted)
-        if grad.dtype == wanted:
-            piece.master.grad = grad
-        else:
+        if grad.dtype != wanted:
             at = int(grad.storage_offset())
-            piece.master.grad = line[at : at + grad.numel()]
+            grad = line[at : at + grad.numel()]
+        piece.master.grad = grad.view(piece.master.shape)

@@ -11,16 +11,18 @@ from torch.optim import Optimizer
 
 from deepspeed.errors import UsageError
 from deepspeed.memory.store import AtHome, Store
+from deepspeed.ops.moments import MomentKeeper
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.states.afar import Afar, Turn
+from deepspeed.zero.states.afar import Afar
 from deepspeed.zero.states.group import ShardGroup
 from deepspeed.zero.states.late import arrive
 from deepspeed.zero.states.lookup import ParameterState
 from deepspeed.zero.states.norm import Line, Measure, total_norm
 from deepspeed.zero.states.pace import Pace
 from deepspeed.zero.states.piece import Piece
-from deepspeed.zero.states.tiles import Tile, empty_tile, tile, tiles_well
+from deepspeed.zero.states.tiles import Tile, choose, empty_tile, tile, tiles_well
+from deepspeed.zero.states.turn import Turn
 
 __all__ = ["States"]
 
@@ -60,6 +62,9 @@ class States:
         self.away: dict[int, Piece] = {}
         """Pieces whose states live in another tier than the parameter, by the id of their masters."""
         self._take_groups()
+        if self.away and isinstance(optimizer, MomentKeeper):
+            optimizer.new_state = self._new_state
+            optimizer.mixed = True  # type: ignore[attr-defined]  # some of what it updates stays on the device
         self.reducer: ShardReducer | None = None
 
     @property
@@ -148,8 +153,7 @@ class States:
         try:
             # without parameters it steps, too: schedules and hooks look at that
             for each in [each for each in tiles if not each.away] or [empty_tile(optimizer)] * late:
-                for options, chosen in zip(optimizer.param_groups, each.params, strict=True):
-                    options["params"] = chosen
+                choose(optimizer, each)
                 optimizer.step()
             for group in self.groups:
                 group.round()
@@ -164,6 +168,36 @@ class States:
             self._afar.settle()
         for group in self.groups:
             group.spread()
+
+    def room(self, master: Tensor, kind: str, dtype: torch.dtype, numel: int) -> Tensor | None:
+        """Where a state of what the optimizer updates is to lie, flat; None: anywhere."""
+        piece = self.away.get(id(master))
+        if piece is None or piece.arena is None:
+            return None
+        arena = piece.arena
+        sizes = [self._numel(other, kind, numel if other is piece else None) for other in arena.pieces]
+        at = sum(sizes[: arena.pieces.index(piece)])
+        return arena.room(kind, dtype, sum(sizes))[at : at + numel]
+
+    def _numel(self, piece: Piece, kind: str, known: int | None) -> int:
+        if known is not None or not isinstance(self._optimizer, MomentKeeper):
+            return piece.master.numel() if known is None else known
+        entries = {name: numel for name, _, numel in self._optimizer.state_layout(piece.master)}
+        return entries.get(kind, piece.master.numel())
+
+    def _new_state(self, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+        """See `MomentKeeper.new_state`: zeros in the arena, or where the parameter is."""
+        numel = next(size for entry, _, size in self._layout_of(param) if entry == name)
+        piece = self.away.get(id(param))
+        if piece is None or piece.arena is None or piece.arena.swap is not None:
+            return torch.zeros(numel, dtype=dtype, device=param.device)
+        found = self.room(param, name, dtype, numel)
+        assert found is not None, "what is away has an arena"
+        return found
+
+    def _layout_of(self, param: Tensor) -> list[tuple[str, torch.dtype, int]]:
+        assert isinstance(self._optimizer, MomentKeeper), "only such an optimizer asks"
+        return self._optimizer.state_layout(param)
 
     def _postpone(self, turn: Turn) -> None:
         """Let whoever needs what a turn updates wait for it."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from deepspeed.zero.states.arena import Arena
 from deepspeed.zero.states.piece import Piece
 
-__all__ = ["Tile", "empty_tile", "tile", "tiles_well"]
+__all__ = ["Tile", "choose", "empty_tile", "tile", "tiles_well", "twin"]
+
+
+# What an engine sets on an optimizer of this library, and a copy of it does not have by itself.
+_SHARED = ("new_state", "mixed")
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,25 @@ def tile(optimizer: Optimizer, away: Mapping[int, Piece], limit: int) -> list[Ti
 def empty_tile(optimizer: Optimizer) -> Tile:
     """A tile without parameters."""
     return _tile([], len(optimizer.param_groups))
+
+
+def choose(optimizer: Optimizer, tile: Tile) -> None:
+    """Let the next step update the parameters of a tile alone."""
+    for options, chosen in zip(optimizer.param_groups, tile.params, strict=True):
+        options["params"] = chosen
+
+
+def twin(optimizer: Optimizer) -> Optimizer:
+    """An optimizer that steps like this one does now, with the same states and groups of its own."""
+    other = copy.copy(optimizer)
+    other.param_groups = [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in options.items()}
+        for options in optimizer.param_groups
+    ]
+    for name in _SHARED:
+        if name in vars(optimizer):
+            setattr(other, name, vars(optimizer)[name])
+    return other
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,135 @@
+"""Tiles whose states live in host memory and are updated by the device: they come, and go back, over the bus.
+
+The bus and the memory of the host have room while the host updates other tiles, so that both together are faster than
+either. Two tiles are on the device at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.zero.states.arena import Arena
+from deepspeed.zero.states.turn import Turn
+
+__all__ = ["Streamer", "can_stream"]
+
+_SLOTS = 2
+_MARGIN = 0.05  # of the device's memory that stays free
+_GRADIENT = "gradient"
+
+
+def can_stream(turns: Sequence[Turn], optimizer: Optimizer, device: torch.device) -> bool:
+    """True if every state of these tiles lies in an arena, wide enough to be updated where torch's kernels run."""
+    if device.type != "cuda" or getattr(optimizer, "moment_bits", None) == 8:
+        return False
+    arenas = [turn.tile.arena for turn in turns]
+    if any(arena is None or arena.swap is not None or not _complete(arena, optimizer) for arena in arenas):
+        return False
+    needed = _SLOTS * max(_size(arena) for arena in arenas if arena is not None)
+    total = torch.cuda.get_device_properties(device).total_memory
+    return torch.cuda.max_memory_reserved(device) + needed < (1 - _MARGIN) * total
+
+
+def _size(arena: Arena) -> int:
+    return sum(room.nbytes for room in arena.rooms.values()) + arena.gradients.nbytes
+
+
+def _complete(arena: Arena, optimizer: Optimizer) -> bool:
+    """True if all states of an arena's pieces lie in its rooms."""
+    for piece in arena.pieces:
+        state = optimizer.state.get(piece.master)
+        if not state:
+            return False
+        tensors = {kind: value for kind, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+        if set(tensors) != set(arena.rooms) - {"master"}:
+            return False
+        if any(not arena.lies_in(value, kind) for kind, value in tensors.items()):
+            return False
+    return True
+
+
+@dataclass
+class _Slot:
+    """Memory of the device for one tile."""
+
+    memory: dict[str, Tensor] = field(default_factory=dict)
+    kept: Any = None
+    """The event behind the copy of what was in it to the host."""
+
+    def like(self, kind: str, host: Tensor, device: torch.device) -> Tensor:
+        found = self.memory.get(kind)
+        if found is None or found.numel() < host.numel() or found.dtype != host.dtype:
+            found = self.memory[kind] = torch.empty(host.numel(), dtype=host.dtype, device=device)
+        return found[: host.numel()]
+
+
+class Streamer:
+    """Updates tiles on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._slots = [_Slot() for _ in range(_SLOTS)]
+        accelerator = get_accelerator()
+        self._comes, self._works, self._goes = (accelerator.Stream() for _ in range(3))
+
+    def begin(self) -> None:
+        """What is queued now may still use the parameters that are about to be written."""
+        self._works.wait_stream(get_accelerator().current_stream())
+
+    def ready(self) -> None:
+        """Wait until another tile may be taken: the host must not take more than the bus can carry."""
+        if self._slots[0].kept is not None:
+            self._slots[0].kept.synchronize()
+
+    @torch.no_grad()
+    def step(self, turn: Turn, optimizer: Optimizer, factor: float) -> None:
+        """Queue the update of a tile; the turn tells when its weights are there and when its states are back."""
+        arena = turn.tile.arena
+        assert arena is not None, "what streams has an arena"
+        slot = self._slots.pop(0)
+        self._slots.append(slot)
+        accelerator = get_accelerator()
+        host = {**arena.rooms, _GRADIENT: arena.gradients}
+        with accelerator.stream(self._comes):
+            here = {kind: slot.like(kind, flat, self._device) for kind, flat in host.items()}
+            self._comes.wait_stream(self._works)  # the last update in this slot; its way back was waited for
+            for kind, flat in host.items():
+                here[kind].copy_(flat, non_blocking=True)
+        with accelerator.stream(self._works):
+            self._works.wait_stream(self._comes)
+            self._update(turn, arena, here, optimizer, factor)
+            turn.sent = _event(self._works)
+        with accelerator.stream(self._goes):
+            self._goes.wait_stream(self._works)
+            for kind, flat in arena.rooms.items():
+                flat.copy_(here[kind], non_blocking=True)
+            turn.kept = slot.kept = _event(self._goes)
+
+    def _update(self, turn: Turn, arena: Arena, here: dict[str, Tensor], optimizer: Optimizer, factor: float) -> None:
+        gradient = here[_GRADIENT].to(here["master"].dtype)
+        if factor != 1.0:
+            gradient.mul_(factor)
+        chosen = {id(piece) for piece in turn.pieces}
+        for kind in arena.rooms:
+            arena.show(optimizer, kind, here[kind])
+        for piece, grad in zip(arena.pieces, arena.split(gradient), strict=True):
+            piece.master.grad = grad if id(piece) in chosen else None
+        optimizer.step()
+        torch._foreach_copy_([piece.source for piece in turn.pieces], [piece.master for piece in turn.pieces])
+        for piece in arena.pieces:
+            piece.master.grad = None
+        for kind, flat in arena.rooms.items():
+            arena.show(optimizer, kind, flat)
+
+
+def _event(stream: Any) -> Any:
+    event = get_accelerator().Event()
+    event.record(stream)
+    return event

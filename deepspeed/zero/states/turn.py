@@ -1,0 +1,64 @@
+"""`Turn`: the update of one tile in one step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from threading import Event, Lock
+from typing import Any
+
+from deepspeed.zero.states.tiles import Tile
+
+__all__ = ["Turn", "Turns"]
+
+
+class Turn:
+    """A tile with the gradients of a step. `wait` returns when its weights are, or are queued, where they are used."""
+
+    def __init__(self, tile: Tile) -> None:
+        self.tile = tile
+        self.pieces = [piece for piece in tile.pieces if piece.gradient is not None]
+        self.grads = [piece.gradient for piece in self.pieces if piece.gradient is not None]
+        self._done = Event()
+        self._error: BaseException | None = None
+        self.sent: Any = None
+        """The device's event behind the copy of the new weights."""
+        self.kept: Any = None
+        """The device's event behind the copy of the states, if they were on the device."""
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Let those who wait go on, or fail."""
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """See the class."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        if self.sent is not None:
+            self.sent.wait()
+
+    def settle(self) -> None:
+        """As `wait`; and the memory of states and gradients is the host's again."""
+        self.wait()
+        if self.kept is not None:
+            self.kept.synchronize()
+
+
+class Turns:
+    """Turns that two take from both ends until none is left."""
+
+    def __init__(self, turns: Iterable[Turn]) -> None:
+        self._left = deque(turns)
+        self._lock = Lock()
+
+    def first(self) -> Turn | None:
+        """The next one in order."""
+        with self._lock:
+            return self._left.popleft() if self._left else None
+
+    def last(self) -> Turn | None:
+        """The one that is needed last."""
+        with self._lock:
+            return self._left.pop() if self._left else None
