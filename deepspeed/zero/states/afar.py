@@ -33,6 +33,7 @@ from deepspeed.zero.states.turn import Turn, Turns
 __all__ = ["Afar", "in_one_pass"]
 
 _ALIGNMENT = 64  # bytes; where the weights of a piece begin in a buffer
+_BUFFERS = 6  # through which weights return: the bus may be busy with other tiles for a while
 
 
 def in_one_pass(optimizer: Optimizer) -> bool:
@@ -163,8 +164,8 @@ class Afar:
         ]
 
     def _buffer(self, size: int) -> Tensor:
-        """The older of two buffers, once its last content is on the device."""
-        if len(self._buffers) < 2:
+        """The oldest buffer, once its last content is on the device."""
+        if len(self._buffers) < _BUFFERS:
             self._buffers.append(torch.empty(0, dtype=torch.uint8))
             self._events.append(None)
         else:

@@ -95,16 +95,27 @@ def state_of(optimizer: Optimizer, piece: Piece, kind: str) -> Tensor | None:
 
 
 def move_out(pieces: Sequence[Piece], dtypes: Dtypes) -> None:
-    """Give pieces their homes off the device, and those that stay their masters on it.
+    """Give pieces their homes off the device, and those that stay their masters and gradients on it.
 
     Where only a share leaves, the first ones stay: their gradients come last.
     """
     homes = dtypes.homes
     leaving = _leaving(pieces, homes.share) if homes.tier is not Tier.DEVICE else []
-    for piece in pieces[: len(pieces) - len(leaving)]:
+    staying = pieces[: len(pieces) - len(leaving)]
+    for piece in staying:
         piece.widen(dtypes.master, piece.param.device)
+    if staying:
+        give_homes(staying, dtypes.accumulate)
     for run in _runs(leaving, homes.tile):
         Arena(run, dtypes)
+
+
+def give_homes(pieces: Sequence[Piece], dtype: torch.dtype) -> None:
+    """Let gradients lie side by side on the device for good: nothing is allocated while backward runs."""
+    sizes = [piece.source.numel() for piece in pieces]
+    homes = torch.zeros(sum(sizes), dtype=dtype, device=pieces[0].param.device).split(sizes)
+    for piece, home in zip(pieces, homes, strict=True):
+        piece.home = home
 
 
 def _leaving(pieces: Sequence[Piece], share: float) -> list[Piece]:

@@ -122,7 +122,10 @@ class Streamer:
         for piece, grad in zip(arena.pieces, arena.split(gradient), strict=True):
             piece.master.grad = grad if id(piece) in chosen else None
         optimizer.step()
-        torch._foreach_copy_([piece.source for piece in turn.pieces], [piece.master for piece in turn.pieces])
+        sources, masters = [piece.source for piece in turn.pieces], [piece.master.detach() for piece in turn.pieces]
+        if sources and sources[0].device != masters[0].device:  # rounded here, so that half as much goes
+            masters = [master.to(source.dtype) for source, master in zip(sources, masters, strict=True)]
+        torch._foreach_copy_(sources, masters, non_blocking=True)
         for piece in arena.pieces:
             piece.master.grad = None
         for kind, flat in arena.rooms.items():

@@ -56,16 +56,6 @@ class StripedGroup(ShardGroup):
         # The states of what stays whole on the device stay there, too: it is small, and all ranks meet for it.
         move_out([piece for piece in self.pieces if id(piece.param) in lasting], replace(dtypes, homes=AT_HOME))
         move_out([piece for piece in self.pieces if id(piece.param) not in lasting], dtypes)
-        self._make_homes()
-
-    def _make_homes(self) -> None:
-        """Gradients of this rank lie side by side for good: nothing is allocated while backward runs."""
-        pieces = [piece for piece in self.pieces if not piece.away]
-        sizes = [piece.master.numel() for piece in pieces]
-        device = self.shards[0].device
-        homes = torch.zeros(sum(sizes), dtype=self.dtypes.accumulate, device=device).split(sizes)
-        for piece, home in zip(pieces, homes, strict=True):
-            piece.home = home
 
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
