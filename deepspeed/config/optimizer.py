@@ -42,14 +42,14 @@ ONE_BIT_OPTIMIZERS = frozenset({"OneBitAdam", "ZeroOneAdam", "OneBitLamb"})
 _ADAM = frozenset(
     {
         *("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "set_grad_none"),
-        *("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
+        *("torch_adam", "adam_w_mode", "fp32_optimizer_states", "moment_bits"),
         # These reach torch.optim.Adam and AdamW when torch_adam is true.
         *("foreach", "fused", "maximize", "capturable", "differentiable"),
     }
 )
 _ADAGRAD = frozenset(
     {
-        *("lr", "eps", "weight_decay", "amsgrad", "fp32_optimizer_states"),
+        *("lr", "eps", "weight_decay", "amsgrad", "fp32_optimizer_states", "moment_bits"),
         # These reach torch.optim.Adagrad when the optimizer is not offloaded.
         *("lr_decay", "initial_accumulator_value", "foreach", "fused", "maximize", "differentiable"),
     }
@@ -60,7 +60,7 @@ _LAMB = frozenset(
         *("max_coeff", "min_coeff"),
     }
 )
-_LION = frozenset({"lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states"})
+_LION = frozenset({"lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states", "moment_bits"})
 _MUON = frozenset(
     {
         *("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method"),

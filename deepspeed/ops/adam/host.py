@@ -11,6 +11,9 @@ from deepspeed.ops.registry import op
 
 __all__ = ["cpu_adam_"]
 
+# A smaller learning rate changes no float32, and its inverse is none.
+_NO_RATE = 1e-30
+
 
 def cpu_adam_(batch: Batch, rule: AdamRule) -> None:
     """Update parameters and moments (exp_avg, exp_avg_sq) in place; `batch.step` counts from 1."""
@@ -21,8 +24,10 @@ def _numbers(batch: Batch, rule: AdamRule) -> tuple[float, ...]:
     first, second = rule.corrections(batch.step)
     keep = 1 - rule.lr * rule.weight_decay if rule.decoupled else 1.0
     l2 = 0.0 if rule.decoupled else rule.weight_decay
-    moments = (1 - rule.beta1, rule.beta2, 1 - rule.beta2)
-    return (keep, l2, *moments, rule.lr / first, 1 / math.sqrt(second), rule.eps)
+    rate = rule.lr / first
+    # The kernel divides by the rate before it divides; none at all is a division by infinity.
+    divisor = (1 / (math.sqrt(second) * rate), rule.eps / rate) if abs(rate) > _NO_RATE else (0.0, math.inf)
+    return (keep, l2, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, *divisor)
 
 
 register(

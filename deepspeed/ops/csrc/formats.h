@@ -30,10 +30,26 @@ inline void widen_bf16(const uint16_t* __restrict from, float* __restrict to, in
     for (int i = 0; i < n; i++) to[i] = from_bits(uint32_t(from[i]) << 16);
 }
 
+// To nearest, ties to even, as torch rounds.
 inline void narrow_bf16(const float* __restrict from, uint16_t* __restrict to, int n) {
-    for (int i = 0; i < n; i++) {
+    int i = 0;
+#if defined(__aarch64__)
+    for (; i + 8 <= n; i += 8) {
+        uint32x4_t word[2], number[2], rounding[2];
+        for (int k = 0; k < 2; k++) {
+            const float32x4_t value = vld1q_f32(from + i + 4 * k);
+            word[k] = vreinterpretq_u32_f32(value);
+            number[k] = vceqq_f32(value, value);
+            rounding[k] = vaddq_u32(vandq_u32(vshrq_n_u32(word[k], 16), vdupq_n_u32(1)), vdupq_n_u32(0x7FFF));
+        }
+        const uint16x8_t high = vaddhn_high_u32(vaddhn_u32(word[0], rounding[0]), word[1], rounding[1]);
+        const uint16x8_t valid = vuzp1q_u16(vreinterpretq_u16_u32(number[0]), vreinterpretq_u16_u32(number[1]));
+        vst1q_u16(to + i, vbslq_u16(valid, high, vdupq_n_u16(0x7FC0)));
+    }
+#endif
+    for (; i < n; i++) {
         const uint32_t word = bits(from[i]);
-        const uint32_t rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16;  // to nearest, ties to even
+        const uint32_t rounded = (word + 0x7FFF + ((word >> 16) & 1)) >> 16;
         to[i] = uint16_t((word & 0x7FFFFFFF) > 0x7F800000 ? 0x7FC0 : rounded);
     }
 }

@@ -10,6 +10,10 @@
 #include "formats.h"
 #include "pool.h"
 
+#if defined(__aarch64__)
+#include "adam_neon.h"
+#endif
+
 using formats::Format;
 
 namespace {
@@ -53,24 +57,39 @@ struct Call {
 
 namespace {
 
-// keep: what decoupled decay leaves of a parameter; l2: what is added of it to its gradient.
+// keep: what decoupled decay leaves of a parameter; l2: what is added of it to its gradient. The learning rate is in
+// `inverse` and `eps`: both are divided by it.
 struct Adam {
     static constexpr int moments = 2;
     static constexpr bool is_signed[2] = {true, false};
-    float keep, l2, weight1, beta2, weight2, rate, inverse, eps;
+    float keep, l2, beta1, weight1, beta2, weight2, inverse, eps;
 
     explicit Adam(const float* x)
-        : keep(x[0]), l2(x[1]), weight1(x[2]), beta2(x[3]), weight2(x[4]), rate(x[5]), inverse(x[6]), eps(x[7]) {}
+        : keep(x[0]), l2(x[1]), beta1(x[2]), weight1(x[3]), beta2(x[4]), weight2(x[5]), inverse(x[6]), eps(x[7]) {}
 
+#if defined(__aarch64__)
+    void operator()(float* p, const float* g, float* m, float* v, float factor, int n) const {
+        const neon::Numbers x{keep, l2, beta1, weight1, beta2, __builtin_sqrtf(weight2), inverse, eps, factor};
+        l2 == 0 ? run(neon::Adam<false>(x), p, g, m, v, n) : run(neon::Adam<true>(x), p, g, m, v, n);
+    }
+
+    template <class Kernel>
+    static void run(const Kernel& kernel, float* p, const float* g, float* m, float* v, int n) {
+        const int whole = n - n % neon::width;
+        if (whole) kernel.run(p, g, m, v, whole);
+        if (whole < n) kernel.run_rest(p + whole, g + whole, m + whole, v + whole, n - whole);
+    }
+#else
     void operator()(float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
                     float factor, int n) const {
         for (int i = 0; i < n; i++) {
             const float gradient = fma_(l2, p[i], g[i] * factor);
-            m[i] = lerp(m[i], gradient, weight1);
+            m[i] = fma_(weight1, gradient, beta1 * m[i]);
             v[i] = fma_(weight2 * gradient, gradient, beta2 * v[i]);
-            p[i] = p[i] * keep - rate * m[i] / fma_(__builtin_sqrtf(v[i]), inverse, eps);
+            p[i] = p[i] * keep - m[i] / fma_(__builtin_sqrtf(v[i]), inverse, eps);
         }
     }
+#endif
 };
 
 struct Lion {
