@@ -127,14 +127,13 @@ def measure(job: Job) -> dict[str, float]:
     source, target = torch.randn(ELEMENTS), torch.empty(ELEMENTS)
     act()
     target.copy_(source)
-    pairs = [(seconds(act), seconds(lambda: target.copy_(source))) for _ in range(PAIRS)]
-    best, copy = min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
+    times = [(seconds(act), seconds(lambda: target.copy_(source))) for _ in range(PAIRS)]
+    best, copy = (min(column) for column in zip(*times, strict=True))
     bits, device = job.parameters["bits"], job.parameters["device"]
     # parameter read and written, gradient read, moments read and written, a parameter that leaves
     moved = 8 + (2 + 2 if device else 4) + MOMENTS[job.parameters["rule"]] * 2 * bits / 8
-    bandwidth = 8 * ELEMENTS / copy
     return {
-        "share": 100 * moved * ELEMENTS / best / bandwidth,
+        "share": 100 * moved / best / (8 / copy),
         "step_ms": best * 1e3,
-        "copy": bandwidth / 1e9,
+        "copy": 8 * ELEMENTS / copy / 1e9,
     }
