@@ -27,8 +27,10 @@ class Homes:
     """Host memory that the device reads and writes is page-locked."""
     share: float = 1.0
     """Of the elements that live there; the first ones of the model stay on the device."""
-    tile: int = 1 << 24
+    tile: int = 1 << 25
     """Elements that are updated at a time."""
+    once: bool = False
+    """A gradient comes once a step, as far as the config says."""
     swap: SwapFile | None = None
     """Of the tier DISK."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed
@@ -13,6 +14,14 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _world():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
 
 OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}
 BOTH = {**OPTIMIZER, "offload_param": {"device": "cpu"}}

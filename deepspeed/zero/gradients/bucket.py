@@ -124,22 +124,26 @@ class Bucket:
             return
         if self._line:  # all of it came; what others own goes
             mine = torch.cat([mine[start:stop] for start, stop in self._places])
+        staying = [cut for cut in self.cuts if cut.piece.arena is None]
+        leaving = [(cut.piece, mine[cut.start : cut.stop]) for cut in self.cuts if cut.piece.arena is not None]
+        if staying:
+            self._add(staying, mine)
+        if leaving:
+            _carry(leaving, self.accumulate)
+
+    def _add(self, cuts: Sequence[Cut], mine: Tensor) -> None:
+        """To pieces whose gradients stay where their parameters are."""
         if mine.dtype != self.accumulate:
             mine = mine.to(self.accumulate)
-        if self.cuts[0].piece.home is None and mine.untyped_storage().nbytes() > mine.nbytes:
+        if cuts[0].piece.home is None and mine.untyped_storage().nbytes() > mine.nbytes:
             mine = mine.clone()  # a slice of what was sent; the rest of it is not needed any more
         olds: list[Tensor] = []
         added: list[Tensor] = []
         homes: list[Tensor] = []
         moved: list[Tensor] = []
-        leaving: list[tuple[Piece, Tensor]] = []
-        for cut in self.cuts:
+        for cut in cuts:
             part, piece = mine[cut.start : cut.stop], cut.piece
-            if piece.arena is not None:
-                piece.arena.settle()
-            if piece.home is not None and piece.home.device != part.device:
-                leaving.append((piece, part))
-            elif piece.gradient is not None:
+            if piece.gradient is not None:
                 olds.append(piece.gradient)
                 added.append(part)
             elif piece.home is None:
@@ -152,8 +156,6 @@ class Bucket:
             torch._foreach_copy_(homes, moved)
         if added:
             torch._foreach_add_(olds, added)
-        if leaving:
-            _carry(leaving)
 
     @property
     def leaves(self) -> bool:
@@ -208,19 +210,25 @@ class Bucket:
             begin += parcel.numel
 
 
-def _carry(leaving: Sequence[tuple[Piece, Tensor]]) -> None:
+def _carry(leaving: Sequence[tuple[Piece, Tensor]], accumulate: torch.dtype) -> None:
     """Off the device, added to what came before, and measured on the way; all of it queued, none of it waited for.
 
     The device adds: what came before travels to it and back beside the backward, in both directions at once, while a
     sum in host memory would wait for the copy first.
     """
-    totals = [
-        part if piece.gradient is None else part + piece.gradient.to(part.device, non_blocking=True)
-        for piece, part in leaving
-    ]
+    totals: list[Tensor] = []
+    for piece, part in leaving:
+        assert piece.arena is not None, "only such pieces leave"
+        piece.arena.settle()
+        if piece.gradient is not None:
+            piece.arena.widen(accumulate)
+            part = piece.gradient.to(part.device, accumulate, non_blocking=True).add_(part)
+        totals.append(part)
     homes = [piece.home for piece, _ in leaving if piece.home is not None]
     torch._foreach_copy_(homes, totals, non_blocking=True)
-    for (piece, _), norm in zip(leaving, torch._foreach_norm(totals, 2, torch.float32), strict=True):
+    afar = homes[0].device != totals[0].device
+    norms = torch._foreach_norm(totals, 2, torch.float32) if afar else [None] * len(totals)
+    for (piece, _), norm in zip(leaving, norms, strict=True):
         piece.gradient, piece.norm = piece.home, norm
 
 

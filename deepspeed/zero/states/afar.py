@@ -33,7 +33,7 @@ from deepspeed.zero.states.turn import Turn, Turns
 __all__ = ["Afar", "in_one_pass"]
 
 _ALIGNMENT = 64  # bytes; where the weights of a piece begin in a buffer
-_BUFFERS = 6  # through which weights return: the bus may be busy with other tiles for a while
+_BUFFERS = 4  # through which weights return: the bus may be busy with other tiles for a while
 
 
 def in_one_pass(optimizer: Optimizer) -> bool:

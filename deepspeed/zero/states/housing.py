@@ -31,14 +31,21 @@ def homes_of(schema: Schema, module: nn.Module, stack: ExitStack) -> Homes:
     zero, offload = schema.zero_optimization, schema.zero_optimization.offload_optimizer
     if offload is None or not zero.offloads_optimizer:
         return AT_HOME
-    tile = {"tile": max(int(zero.sub_group_size), 1)} if "sub_group_size" in zero.model_fields_set else {}
+    tile = max(int(zero.sub_group_size), 1) if "sub_group_size" in zero.model_fields_set else AT_HOME.tile
     swap = None
     if _TIERS[offload.device.value] is Tier.DISK:
         assert offload.nvme_path is not None, "the config requires it"
         capacity = _MOST * sum(numel_of(param) for param in module.parameters()) + (1 << 24)
         swap = SwapFile(offload.nvme_path, capacity, "zero_optimization.offload_optimizer.nvme_path")
         stack.callback(swap.close)
-    return Homes(_TIERS[offload.device.value], pinned=offload.pin_memory, share=float(offload.ratio), swap=swap, **tile)
+    return Homes(
+        _TIERS[offload.device.value],
+        pinned=offload.pin_memory,
+        share=float(offload.ratio),
+        tile=tile,
+        once=(schema.gradient_accumulation_steps or 1) == 1,
+        swap=swap,
+    )
 
 
 def store_of(schema: Schema, homes: Homes, optimizer: Optimizer, stack: ExitStack) -> Store[Tile]:
