@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ def _world():
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    gc.collect()
 
 
 OPTIMIZER = {"offload_optimizer": {"device": "cpu"}}

@@ -64,11 +64,12 @@ class Afar:
         if self._beside is not None:
             with self._beside:  # weights that are in use until now are not overwritten before
                 pass
-        if can_stream(turns, optimizer, device):
-            self._streamer = self._streamer or Streamer(device)
-            self._streamer.begin()
-        else:
+        stay = can_stream(turns, optimizer, device)
+        if stay is None:
             self._streamer = None
+        else:
+            self._streamer = self._streamer or Streamer(device, stay)
+            self._streamer.begin()
         if self._workers is None and (late or self._streamer is not None):
             self._workers = ThreadPoolExecutor(2, thread_name_prefix="deepspeed-host-step")
         if late:
@@ -135,6 +136,8 @@ class Afar:
     @torch.no_grad()
     def _step(self, turn: Turn, optimizer: Optimizer, factor: float) -> None:
         choose(optimizer, turn.tile)
+        if turn.tile.arena is not None:
+            turn.tile.arena.mirrored = False
         outs = self._outs(turn.pieces)
         if in_one_pass(optimizer):
             masters = [piece.master for piece in turn.pieces]

@@ -36,6 +36,8 @@ class Arena:
         self.numel = sum(self.sizes)
         self.turn: Update | None = None
         """The last step's update, of which nobody knows yet whether it is done."""
+        self.mirrored = False
+        """What lies in the rooms lies on the device, too; whoever writes into them says that it does not."""
         self.swap: SwapFile | None = homes.swap
         self._pinned = homes.pinned
         self.rooms: dict[str, Tensor] = {}

@@ -93,6 +93,8 @@ class Piece:
     @torch.no_grad()
     def adopt(self) -> None:
         """Take over what somebody wrote into the parameter since the last step."""
+        if self.arena is not None:
+            self.arena.mirrored = False
         if self.separate:
             self.master.copy_(self.source)
 

@@ -96,6 +96,7 @@ class States:
     def held(self, param: nn.Parameter) -> ParameterState | None:
         """What this rank holds of a parameter; None if the optimizer does not train it."""
         self.settle()
+        self._unmirror()  # whoever asks may write
         group, place = self._places.get(id(param), (None, 0))
         return None if group is None else group.held(place, self.reducer)
 
@@ -213,6 +214,11 @@ class States:
             for piece in self.away.values():
                 arrive(piece.param)
 
+    def _unmirror(self) -> None:
+        for piece in self.away.values():
+            if piece.arena is not None:
+                piece.arena.mirrored = False
+
     def close(self) -> None:
         """As `settle`, for good."""
         try:
@@ -223,6 +229,7 @@ class States:
     def publish(self) -> None:
         """Bring masters that were changed otherwise than by `update` into the parameters."""
         self.settle()
+        self._unmirror()
         for group in self.groups:
             group.round()
             group.bring_back()

@@ -1,7 +1,8 @@
 """Tiles whose states live in host memory and are updated by the device: they come, and go back, over the bus.
 
 The bus and the memory of the host have room while the host updates other tiles, so that both together are faster than
-either. Two tiles are on the device at a time.
+either. Two tiles are on their way at a time. Where the device has memory to spare, a few others stay there as well:
+only their gradients come, and what became of them goes to the host while the next forward runs.
 """
 
 from __future__ import annotations
@@ -21,20 +22,25 @@ from deepspeed.zero.states.turn import Turn
 __all__ = ["Streamer", "can_stream"]
 
 _SLOTS = 2
-_MARGIN = 0.05  # of the device's memory that stays free
+_SPARE = 0.10  # of the device's memory that stays free
+_CACHE = 0.05  # of the device's memory for tiles that stay
 _GRADIENT = "gradient"
 
 
-def can_stream(turns: Sequence[Turn], optimizer: Optimizer, device: torch.device) -> bool:
-    """True if every state of these tiles lies in an arena, wide enough to be updated where torch's kernels run."""
+def can_stream(turns: Sequence[Turn], optimizer: Optimizer, device: torch.device) -> int | None:
+    """How many tiles may stay on the device; None if the device cannot update these.
+
+    Every state has to lie in an arena, wide enough to be updated where torch's kernels run.
+    """
     if device.type != "cuda" or getattr(optimizer, "moment_bits", None) == 8:
-        return False
+        return None
     arenas = [turn.tile.arena for turn in turns]
     if any(arena is None or arena.swap is not None or not _complete(arena, optimizer) for arena in arenas):
-        return False
-    needed = _SLOTS * max(_size(arena) for arena in arenas if arena is not None)
+        return None
+    size = max((_size(arena) for arena in arenas if arena is not None), default=1)
     total = torch.cuda.get_device_properties(device).total_memory
-    return torch.cuda.max_memory_reserved(device) + needed < (1 - _MARGIN) * total
+    free = int((1 - _SPARE) * total) - torch.cuda.max_memory_reserved(device) - _SLOTS * size
+    return None if free < 0 else int(min(free, _CACHE * total)) // size
 
 
 def _size(arena: Arena) -> int:
@@ -73,9 +79,12 @@ class _Slot:
 class Streamer:
     """Updates tiles on the device."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, stay: int) -> None:
+        """`stay` tiles have memory of the device for good: those that come first."""
         self._device = device
         self._slots = [_Slot() for _ in range(_SLOTS)]
+        self._stay = stay
+        self._staying: dict[Arena, _Slot] = {}
         accelerator = get_accelerator()
         self._comes, self._works, self._goes = (accelerator.Stream() for _ in range(3))
 
@@ -93,15 +102,15 @@ class Streamer:
         """Queue the update of a tile; the turn tells when its weights are there and when its states are back."""
         arena = turn.tile.arena
         assert arena is not None, "what streams has an arena"
-        slot = self._slots.pop(0)
-        self._slots.append(slot)
+        slot, known = self._slot(arena)
         accelerator = get_accelerator()
         host = {**arena.rooms, _GRADIENT: arena.gradients}
         with accelerator.stream(self._comes):
             here = {kind: slot.like(kind, flat, self._device) for kind, flat in host.items()}
             self._comes.wait_stream(self._works)  # the last update in this slot; its way back was waited for
             for kind, flat in host.items():
-                here[kind].copy_(flat, non_blocking=True)
+                if not known or kind == _GRADIENT:
+                    here[kind].copy_(flat, non_blocking=True)
         with accelerator.stream(self._works):
             self._works.wait_stream(self._comes)
             self._update(turn, arena, here, optimizer, factor)
@@ -111,6 +120,18 @@ class Streamer:
             for kind, flat in arena.rooms.items():
                 flat.copy_(here[kind], non_blocking=True)
             turn.kept = slot.kept = _event(self._goes)
+        arena.mirrored = arena in self._staying
+
+    def _slot(self, arena: Arena) -> tuple[_Slot, bool]:
+        """Memory for a tile, and whether its states are there already."""
+        if arena not in self._staying and len(self._staying) < self._stay:
+            self._staying[arena] = _Slot()
+            arena.mirrored = False
+        if arena in self._staying:
+            return self._staying[arena], arena.mirrored
+        slot = self._slots.pop(0)
+        self._slots.append(slot)
+        return slot, False
 
     def _update(self, turn: Turn, arena: Arena, here: dict[str, Tensor], optimizer: Optimizer, factor: float) -> None:
         gradient = here[_GRADIENT].to(here["master"].dtype)
