@@ -93,6 +93,7 @@ def held_by(run, around=nullcontext()):
     """(MiB that forward leaves on the device, peak of both passes) of layers whose outputs have 64 MiB."""
     gc.collect()
     gc.disable()  # inputs go at once, not when the collector comes along
+    torch.manual_seed(0)
     first = torch.randn(64 * MIB // 4, device="cuda", requires_grad=True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -195,6 +196,7 @@ def test_views_and_dtypes_come_back(view, dtype):
 def test_a_step_that_is_given_up_leaves_nothing():
     offload = CheckpointHiddenStatesOffload(keep_last_count=1)
     x = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+    gc.collect()
     before = torch.cuda.memory_allocated()
     with offload:
         out = x * 1

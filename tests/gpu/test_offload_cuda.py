@@ -105,5 +105,5 @@ def peak_of(zero, width=2048, depth=8):
 
 def test_the_device_holds_less():
     assert peak_of({"stage": 2}) > 14  # weights, gradients, masters, moments
-    assert peak_of({"stage": 2, **OPTIMIZER}) < 6  # weights and a few buckets
+    assert peak_of({"stage": 2, **OPTIMIZER}) < 8  # weights and a few buckets
     assert peak_of({"stage": 3, **BOTH}) < 4  # a few layers of eight
