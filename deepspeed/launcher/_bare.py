@@ -1,7 +1,7 @@
-"""Starts the guard in an interpreter that never imports torch: run by path, with the guard's end of the pipe.
+"""Starts the guard, or another program that only waits, in an interpreter that never imports torch: run by path.
 
 `python -m deepspeed.launcher.guard` would execute `deepspeed/__init__.py`, which imports torch: seconds, and hundreds
-of megabytes, for a process that only waits. Here an empty module stands for the package, and only finds its files.
+of megabytes, for a process that only waits. Here empty modules stand for the packages, and only find their files.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import signal
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 
 def _die(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
@@ -20,15 +21,16 @@ def _die(kind: type[BaseException], error: BaseException, trace: types.Traceback
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _start() -> int:
-    sys.excepthook = _die
-    package = types.ModuleType("deepspeed")
-    package.__path__ = [str(Path(__file__).resolve().parents[1])]
-    sys.modules["deepspeed"] = package
-    status: int = importlib.import_module("deepspeed.launcher.guard").main(int(sys.argv[1]))
-    return status
+def load(name: str) -> Any:
+    """A module of `deepspeed.launcher`, which imports none that need torch."""
+    root = Path(__file__).resolve().parents[1]
+    for package, folder in (("deepspeed", root), ("deepspeed.comm", root / "comm")):
+        sys.modules[package] = hollow = types.ModuleType(package)
+        hollow.__path__ = [str(folder)]
+    return importlib.import_module(f"deepspeed.launcher.{name}")
 
 
 if __name__ == "__main__":
+    sys.excepthook = _die
     # Not sys.exit: it would answer with a status of its own where stderr is closed, and wait for threads that write.
-    os._exit(_start())
+    os._exit(load(sys.argv[1]).main(int(sys.argv[2])))

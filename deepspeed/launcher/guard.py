@@ -25,14 +25,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
-from deepspeed.launcher import processes
+from deepspeed.launcher import messages, processes
+from deepspeed.launcher.folding import labelled
+from deepspeed.launcher.frames import receive
 from deepspeed.launcher.output import Channel, last_lines
 from deepspeed.launcher.plan import Plan, RankPlan
 from deepspeed.launcher.verdict import Ending, failure, rank_list
+from deepspeed.launcher.wakeups import STOPPING, waking
 from deepspeed.log import logger, set_log_level_from_string
 
 __all__ = ["FAILURE_GRACE", "SIGNAL_GRACE", "Guard", "main"]
@@ -42,8 +47,6 @@ SIGNAL_GRACE = 30.0  # seconds that ranks get to end after a signal of the user,
 _CHILDREN_GRACE = 2.0  # seconds that processes which ranks left behind get to end by themselves
 _KILL_WAIT = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
 _TICK = 0.05  # seconds between looks at processes that are not our children
-
-_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
@@ -88,12 +91,13 @@ class Guard:
         self._selector = selectors.DefaultSelector()
         self._stop_read, self._stop_write = os.pipe()
         self._locks = {1: threading.Lock(), 2: threading.Lock()}
+        self._relayed = messages.Relayed.parse(plan.relay)
 
     def run(self) -> int:
         """Start the ranks, wait for all, and return the exit status of the job."""
         processes.adopt_orphans()
         self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
-        with self._own_signals():
+        with waking(self._selector, self._on_own_signal):
             trouble = self._start()
             if trouble is not None:
                 self._kill()
@@ -132,7 +136,10 @@ class Guard:
             inlets = (out, out)
         else:
             targets = (1,) if os.path.sameopenfile(1, 2) else (1, 2)
-            channels = [Channel(target, self._stop_read, self._locks[target]) for target in targets]
+            shape = None
+            if self._relayed is not None and self._relayed.labels:
+                shape = partial(labelled, label=f"[{plan.rank}] ".encode())
+            channels = [Channel(target, self._stop_read, self._locks[target], shape) for target in targets]
             inlets = (channels[0].inlet, channels[-1].inlet)
 
         def prepare() -> None:
@@ -217,27 +224,10 @@ class Guard:
 
     # ---- signals
 
-    @contextmanager
-    def _own_signals(self) -> Iterator[None]:
-        """Signals sent to the guard itself wake it; one that stops counts as if the launcher had passed it on."""
-        read, write = os.pipe()
-        os.set_blocking(read, False)
-        os.set_blocking(write, False)
-        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        # A signal for all processes of a job reaches the ranks and the launcher as well: here it must not be fatal.
-        for number in (signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2, *_STOPPING):
-            signal.signal(number, lambda *_: None)
-
-        def woken() -> None:
-            for number in os.read(read, 4096):
-                if self._signal is None and number in _STOPPING:
-                    self._on_stop(number)
-
-        self._selector.register(read, selectors.EVENT_READ, woken)
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(-1)
+    def _on_own_signal(self, number: int) -> None:
+        """A signal sent to the guard itself counts as if the launcher had passed it on."""
+        if self._signal is None:
+            self._on_stop(number)
 
     def _on_control(self) -> None:
         numbers = os.read(self._control, 4096)
@@ -253,7 +243,7 @@ class Guard:
             self._kill()
 
     def _on_signal(self, number: int) -> None:
-        if number in _STOPPING:
+        if number in STOPPING:
             self._on_stop(number)
         elif number == signal.SIGWINCH:
             for rank in self._ranks:
@@ -297,6 +287,7 @@ class Guard:
 
     def _stop_others(self, first: _Rank) -> None:
         self._stopping = True
+        self._tell(first, kind="failed", code=first.code)
         if others := [rank.plan.rank for rank in self._running()]:
             what = processes.described(first.code or 0)
             logger.error("rank %d %s: ending %s", first.plan.rank, what, rank_list(others))
@@ -325,6 +316,16 @@ class Guard:
             rank.code, rank.told = -signal.SIGKILL, True
         self._stuck = True
 
+    def _tell(self, rank: _Rank, **message: Any) -> bool:
+        """Tell the launcher that reads along; False if there is none. See [Note: messages] in messages.py."""
+        if self._relayed is None:
+            return False
+        number = rank.plan.rank
+        lines = messages.encode(self._relayed.token, number, {"rank": number, "host": self._plan.host, **message})
+        with self._locks[1 if os.path.sameopenfile(1, 2) else 2], suppress(OSError):  # nobody reads any more
+            os.write(2, lines)
+        return True
+
     def _drain(self) -> None:
         """Pass on all output that there is, unless the user is in a hurry."""
         os.close(self._stop_write)
@@ -336,10 +337,13 @@ class Guard:
         if self._first is not None:
             first = self._first.ending()
             others = [ending for ending in endings if ending.plan.rank != first.plan.rank]
-            logger.error("%s", failure(first, others, self._plan.host))
+            text = failure(first, others, self._plan.host)
+            if not self._tell(self._first, kind="story", text=text):
+                logger.error("%s", text)
             return processes.status(first.code)
         if self._signal is not None and any(ending.code != 0 for ending in endings):
-            logger.error("the job was stopped by %s", signal.Signals(self._signal).name)
+            if self._relayed is None:
+                logger.error("the job was stopped by %s", signal.Signals(self._signal).name)
             return 128 + self._signal
         return max((processes.status(ending.code) for ending in endings), default=0)
 
@@ -347,22 +351,10 @@ class Guard:
 def main(control: int) -> int:
     """Read the plan from the launcher's pipe and run it."""
     os.set_inheritable(control, False)
-    length = int.from_bytes(_exactly(control, 8), "big")
-    line = _exactly(control, length)
+    line = receive(control)
     if not line:
         return 1  # the launcher was killed before it could say what to start
     plan = Plan.loads(line.decode("ascii"))
     set_log_level_from_string(plan.log_level)
     logging.raiseExceptions = False  # stderr may be closed; there is nobody to tell
     return Guard(plan, control).run()
-
-
-def _exactly(descriptor: int, count: int) -> bytes:
-    """So many bytes, or none if the other end is closed before."""
-    data = b""
-    while len(data) < count:
-        more = os.read(descriptor, count - len(data))
-        if not more:
-            return b""
-        data += more
-    return data

@@ -13,8 +13,7 @@ import shlex
 import shutil
 import socket
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -22,9 +21,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.launcher.binding import Binding, bind
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.masking import without_secrets
+from deepspeed.launcher.messages import VARIABLE
 from deepspeed.launcher.pidfile import pid_file
 from deepspeed.launcher.plan import Plan, RankPlan
 from deepspeed.launcher.ports import DEFAULT_PORT, claimed
+from deepspeed.launcher.rank_logs import log_files
 from deepspeed.launcher.resources import Slots, decode_world_info
 from deepspeed.launcher.supervise import supervise
 from deepspeed.log import log_levels, logger, set_log_level_from_string
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     host = list(world)[args.node_rank]
     if not world[host]:
         raise LaunchError(f"host {host!r} has no slots in --world_info; leave it out or give it some")
+    relay = os.environ.pop(VARIABLE, "")
     environment = dict(os.environ)
     get_accelerator().set_visible_devices_envs(environment, world[host])
     with ExitStack() as stack:
@@ -98,8 +100,9 @@ def run(args: argparse.Namespace) -> int:
             log_level=level,
             pid_file=None if saved is None else str(saved),
             forward_to_groups=args.no_python,
+            relay=relay,
         )
-        return supervise(plan, environment)
+        return supervise(plan, environment, hangs_on_stdin=bool(relay))
 
 
 def rank_environments(world: Slots, host: str, master_addr: str, master_port: int) -> list[dict[str, str]]:
@@ -128,7 +131,7 @@ def _ranks(args: argparse.Namespace, world: Slots, host: str) -> Iterator[RankPl
     bindings: list[Binding] | None = None
     if args.bind_cores_to_rank or args.bind_core_list:
         bindings = bind(len(environments), args.bind_core_list)
-    logs = _log_files(args.enable_each_rank_log, [environment["RANK"] for environment in environments])
+    logs = log_files(args.enable_each_rank_log, [int(environment["RANK"]) for environment in environments])
     for local_rank, environment in enumerate(environments):
         command = _command(args, local_rank)
         cores: tuple[int, ...] = ()
@@ -146,7 +149,7 @@ def _ranks(args: argparse.Namespace, world: Slots, host: str) -> Iterator[RankPl
             shown=shlex.join(without_secrets(command)),
             environment=environment,
             cores=cores,
-            log=logs.get(environment["RANK"]),
+            log=logs.get(int(environment["RANK"])),
         )
 
 
@@ -176,20 +179,6 @@ def _check_program(args: argparse.Namespace) -> None:
             f"there is no script {script!r} in {os.getcwd()}. Options of the launcher come before the script; "
             "a module needs --module, a program that is not Python --no_python."
         )
-
-
-def _log_files(folder: str, ranks: Sequence[str]) -> Mapping[str, str]:
-    """Rank → the file for its output; empty if it is not asked for."""
-    if folder == "None":
-        return {}
-    path = Path(folder).resolve()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise LaunchError(f"--enable_each_rank_log {folder}: the folder cannot be made: {error}") from error
-    stamp = time.strftime("%Y%m%d%H%M%S")
-    logger.info("the output of each rank is in %s", path / f"{stamp}_rank*.log")
-    return {rank: str(path / f"{stamp}_rank{rank}.log") for rank in ranks}
 
 
 if __name__ == "__main__":

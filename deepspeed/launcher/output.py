@@ -19,14 +19,16 @@ import termios
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["LINES", "Channel", "Tail", "last_lines"]
+__all__ = ["LINES", "Channel", "Tail", "last_lines", "write_all"]
 
 LINES = 20  # remembered per channel
 _LINE_BYTES = 2000  # of a line that is remembered
 _PATIENCE = 0.02  # seconds that the beginning of a line waits for its rest
+_SHAPED_PATIENCE = 0.5  # the same, where what is written has to be whole lines
 _CHUNK = 2**16
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 
@@ -74,14 +76,21 @@ def last_lines(path: str, start: int = 0) -> list[str]:
 
 
 class Channel:
-    """One way from a rank to a file descriptor of ours: give `inlet` to the rank, then `start`."""
+    """One way from a rank to a file descriptor of ours: give `inlet` to the rank, then `start`.
 
-    def __init__(self, target: int, stop: int, lock: threading.Lock) -> None:
+    `shape` gets what would be written, whole lines as far as patience goes, and says what is written instead.
+    """
+
+    def __init__(
+        self, target: int, stop: int, lock: threading.Lock, shape: Callable[[bytes], bytes] | None = None
+    ) -> None:
         self.target = target
+        self._shape = shape
+        self._patience = _PATIENCE if shape is None else _SHAPED_PATIENCE
         self.tail = Tail()
         self._stop = stop
         self._lock = lock
-        self.terminal = os.isatty(target)
+        self.terminal = shape is None and os.isatty(target)
         self._source, self.inlet = os.openpty() if self.terminal else os.pipe()
         os.set_blocking(self._source, False)
         if self.terminal:
@@ -133,7 +142,7 @@ class Channel:
                     self._write(pending[:cut])
                     pending, due = pending[cut:], math.inf
                 if pending:
-                    due = min(due, time.monotonic() + _PATIENCE)
+                    due = min(due, time.monotonic() + self._patience)
             ended = chunk == b"" or (chunk is None and self._stop in ready)
             if pending and (ended or time.monotonic() >= due):
                 self._write(pending)
@@ -153,13 +162,18 @@ class Channel:
             raise
 
     def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        with self._lock:
-            while view:
-                try:
-                    view = view[os.write(self.target, view) :]
-                except BlockingIOError:  # somebody made the shared descriptor non-blocking
-                    select.select([], [self.target], [])
+        write_all(self.target, data if self._shape is None else self._shape(data), self._lock)
+
+
+def write_all(target: int, data: bytes, lock: threading.Lock) -> None:
+    """Write everything, and nothing of others in between."""
+    view = memoryview(data)
+    with lock:
+        while view:
+            try:
+                view = view[os.write(target, view) :]
+            except BlockingIOError:  # somebody made the shared descriptor non-blocking
+                select.select([], [target], [])
 
 
 def _leave_bytes_alone(terminal: int) -> None:

@@ -24,13 +24,17 @@ class RankPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """All ranks of one node; `forward_to_groups` passes signals on to a rank's children too."""
+    """All ranks of one node; `forward_to_groups` passes signals on to a rank's children too.
+
+    `relay` is the value of `messages.VARIABLE`: who failed first of all nodes is told by a launcher that reads along.
+    """
 
     host: str
     ranks: tuple[RankPlan, ...]
     log_level: str = "info"
     pid_file: str | None = None
     forward_to_groups: bool = False
+    relay: str = ""
 
     def dumps(self) -> str:
         """One line of ASCII; names that are not text survive as lone surrogates."""

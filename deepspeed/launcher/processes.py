@@ -37,14 +37,14 @@ def adopt_orphans(wanted: bool = True) -> bool:
     return LINUX
 
 
-def end_with_parent() -> Callable[[], None]:
-    """A function to call in a new child: the kernel then kills the child when this process dies (Linux only)."""
+def end_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
+    """A function to call in a new child: the kernel then sends it this signal when this process dies (Linux only)."""
     parent = os.getpid()
     control = _prctl() if LINUX else None  # loads the library, which a child must not do between fork and exec
 
     def arm() -> None:
         if control is not None:
-            control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            control(_PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:  # it died before the line above
             os._exit(1)
 

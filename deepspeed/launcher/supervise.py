@@ -1,11 +1,13 @@
 """The launcher's side of a running job: start the guard, pass signals to it, wait, and clean up if it dies.
 
-See [Note: the guard] in guard.py.
+See [Note: the guard] in guard.py. Where the launcher itself was started from another host, its stdin is the line that
+it hangs on: bytes there are signals, and its end means that the other side is gone.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -15,20 +17,35 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
 
 from deepspeed.launcher import processes
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.plan import Plan
+from deepspeed.launcher.frames import framed
 from deepspeed.log import logger
 
-__all__ = ["supervise"]
+__all__ = ["BEAT", "SILENCE", "supervise"]
+
+BEAT = 0  # the byte that says that the other side still lives
+SILENCE = 90.0  # seconds without a beat, after the first one, until the other side counts as gone
 
 _BARE = Path(__file__).with_name("_bare.py")
 _CLEANUP = 10.0  # seconds until processes that do not die of SIGKILL are given up
+_FAREWELL = 5.0  # seconds that ranks get to end once the other side is gone
 
 
-def supervise(plan: Plan, environment: Mapping[str, str]) -> int:
-    """Run the ranks of a plan, and return the exit status of the job; no process is left when it returns."""
+class Sendable(Protocol):
+    """What can be handed to a program of this folder as text."""
+
+    def dumps(self) -> str:
+        """One line of ASCII."""
+        ...
+
+
+def supervise(
+    plan: Sendable, environment: Mapping[str, str], *, program: str = "guard", hangs_on_stdin: bool = False
+) -> int:
+    """Run a plan, and return the exit status of the job; no process is left when it returns."""
     if os.name != "posix":
         raise LaunchError("the launcher needs Linux or another POSIX system; on Windows start one process per rank")
     _open_standard_streams()
@@ -37,13 +54,16 @@ def supervise(plan: Plan, environment: Mapping[str, str]) -> int:
     processes.adopt_orphans()
     try:
         guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_BARE), str(control)],
+            [sys.executable, "-I", "-S", str(_BARE), program, str(control)],
             pass_fds=(control,),
             env=dict(environment),
+            stdin=subprocess.DEVNULL if hangs_on_stdin else None,
             start_new_session=True,
         )
         os.close(control)
         _send(ours, plan)
+        if hangs_on_stdin:
+            threading.Thread(target=_hang_on, args=(sys.stdin.fileno(), ours), daemon=True).start()
         with _passing_on(ours):
             code = guard.wait()
         if code < 0:
@@ -62,9 +82,25 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _send(pipe: int, plan: Plan) -> None:
-    data = plan.dumps().encode("ascii")
-    view = memoryview(len(data).to_bytes(8, "big") + data)
+def _hang_on(line: int, pipe: int) -> None:
+    """Pass on what the other side says, and end everything when it is gone; see [Note: beats] in relay.py."""
+    heard, limit = True, None
+    while heard:
+        ready, _, _ = select.select([line], [], [], limit)
+        numbers = os.read(line, 4096) if ready else b""
+        heard = bool(numbers)
+        if BEAT in numbers:
+            limit = SILENCE
+        with suppress(OSError):  # the guard has just ended
+            os.write(pipe, bytes(number for number in numbers if number != BEAT))
+    with suppress(OSError):
+        os.write(pipe, bytes([signal.SIGTERM]))
+    time.sleep(_FAREWELL)
+    os.kill(os.getpid(), signal.SIGKILL)  # which the guard notices, and kills whatever is left
+
+
+def _send(pipe: int, plan: Sendable) -> None:
+    view = memoryview(framed(plan.dumps()))
     with suppress(BrokenPipeError):  # the guard is dead: its exit status will tell
         while view:
             view = view[os.write(pipe, view) :]

@@ -5,11 +5,14 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from deepspeed.launcher.plan import RankPlan
 from deepspeed.launcher.processes import described
 
-__all__ = ["Ending", "failure", "rank_list"]
+__all__ = ["Ending", "Loss", "failure", "lost", "rank_list"]
+
+_SSH_FAILED = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,16 @@ class Ending:
     at: float
     told: bool
     source: str  # which output `lines` are from
+    lines: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """How a program that reaches other hosts ended while no rank told of a failure; no `host`: it reaches several."""
+
+    host: str
+    command: Sequence[str]
+    code: int
     lines: Sequence[str] = ()
 
 
@@ -65,3 +78,15 @@ def _hint(code: int) -> str | None:
     if code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGABRT):
         return "native code crashed; PYTHONFAULTHANDLER=1 shows the Python line it was called from"
     return None
+
+
+def lost(loss: Loss) -> str:
+    """The report about hosts that could not be reached, or whose ranks never came to start."""
+    program = Path(loss.command[0]).name
+    what = f"host {loss.host}" if loss.host else program
+    text = [f"{what}: {program} {described(loss.code)}, and no rank there told of a failure"]
+    if program == "ssh" and loss.code == _SSH_FAILED:
+        text.append(f"  hint:    the host was not reached, or the connection broke; try: ssh {loss.host} true")
+    if loss.lines:
+        text += ["  its last lines (stderr):", *(f"    | {line}" for line in loss.lines)]
+    return "\n".join(text)

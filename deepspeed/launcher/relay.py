@@ -1,0 +1,342 @@
+"""The relay: runs the programs that reach other hosts, reads what the ranks tell, and stops all hosts when one fails.
+
+[Note: the relay] It stands to the launcher as the guard does, see [Note: the guard] in guard.py: a small process that
+reads a pipe of signals and ends everything when the launcher is gone. Below it run one ssh for each host, or one pdsh,
+mpirun or srun. On each host a guard supervises the ranks there, and tells of a failure at once; see [Note: messages].
+The first message decides which rank failed first, because hosts take different times to end after it.
+
+[Note: beats] The far end of an ssh notices by the end of its stdin that the relay is gone. Where the network is cut
+instead, nothing ends; so a byte goes there now and then, and silence means the same. ssh does so in our direction.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from deepspeed.launcher import processes
+from deepspeed.launcher.frames import receive
+from deepspeed.launcher.guard import FAILURE_GRACE, SIGNAL_GRACE
+from deepspeed.launcher.messages import Reader
+from deepspeed.launcher.output import Channel
+from deepspeed.launcher.relay_output import Printer
+from deepspeed.launcher.relay_plan import Link, RelayPlan
+from deepspeed.launcher.supervise import BEAT
+from deepspeed.launcher.verdict import Loss, lost
+from deepspeed.launcher.wakeups import STOPPING, waking
+from deepspeed.log import logger, set_log_level_from_string
+
+__all__ = ["Relay", "main"]
+
+_BEAT_EVERY = 15.0
+_SLACK = 5.0  # seconds that a host gets beyond what its own guard takes
+_DRAIN = 2.0  # seconds until the output of a program that has ended counts as read
+_ORPHAN_GRACE = 3.0  # seconds that programs get to end after the launcher was killed
+_TICK = 0.05
+
+
+@dataclass
+class _Running:
+    """A started link; `code` is None while it runs, `failed` means that a rank's failure came through it."""
+
+    link: Link
+    process: subprocess.Popen[bytes]
+    channels: list[Channel]
+    waiting: bytearray  # for its stdin
+    code: int | None = None
+    at: float = 0.0
+    judged: bool = False
+    failed: bool = False
+
+    def drained(self) -> bool:
+        """Whether everything that it wrote was read; something below it may keep the pipes open."""
+        return not any(channel.busy() for channel in self.channels) or time.monotonic() > self.at + _DRAIN
+
+
+@dataclass
+class _Told:
+    """What ranks told about themselves."""
+
+    failed: list[dict[str, Any]] = field(default_factory=list)  # in the order of arrival
+    stories: dict[int, str] = field(default_factory=dict)
+
+
+class Relay:
+    """Runs a plan; `control` is the reading end of the launcher's pipe."""
+
+    def __init__(self, plan: RelayPlan, control: int) -> None:
+        self._plan = plan
+        self._control = control
+        self._links: list[_Running] = []
+        self._told = _Told()
+        self._lost: Loss | None = None  # a link that ended badly, and no rank said why
+        self._signal: int | None = None
+        self._stopping = self._killed = False
+        self._agenda: list[tuple[float, Callable[[], None]]] = []
+        self._selector = selectors.DefaultSelector()
+        self._stop_read, self._stop_write = os.pipe()
+        self._wake_read, self._wake_write = os.pipe()
+        self._inbox: deque[tuple[_Running, dict[str, Any]]] = deque()
+        self._printer = Printer(plan)
+        self._next_beat = time.monotonic() + _BEAT_EVERY
+
+    def run(self) -> int:
+        """Start the links, wait for all, and return the exit status of the job."""
+        processes.adopt_orphans()
+        self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
+        self._selector.register(self._wake_read, selectors.EVENT_READ, lambda: os.read(self._wake_read, 4096))
+        with waking(self._selector, self._on_stop):
+            trouble = self._start()
+            if trouble is not None:
+                self._kill()
+            while any(not each.judged for each in self._links):
+                self._turn()
+            os.close(self._stop_write)
+            self._printer.close()
+        processes.send(signal.SIGKILL, processes.below(os.getpid()))  # what a program left on this host
+        if trouble is not None:
+            logger.error("%s", trouble)
+            return 127
+        return self._verdict()
+
+    # ---- starting
+
+    def _start(self) -> str | None:
+        """Start every link; what went wrong if one could not be started."""
+        arm = processes.end_with_parent(signal.SIGTERM)
+        for link in self._plan.links:
+            try:
+                self._links.append(self._spawn(link, arm))
+            except (OSError, subprocess.SubprocessError) as error:
+                return f"{link.name}: {link.command[0]} could not be started: {error}"
+        for each in self._links:  # threads come after all forks
+            for channel in each.channels:
+                channel.start()
+        return None
+
+    def _spawn(self, link: Link, arm: Callable[[], None]) -> _Running:
+        reader = Reader(self._plan.token)
+        running: list[_Running] = []
+
+        def shape(target: int, data: bytes) -> bytes:
+            kept, messages = reader.split(data)
+            self._inbox.extend((running[0], message) for message in messages)
+            if messages:
+                os.write(self._wake_write, b".")
+            return self._printer.shaped(link, target, kept)
+
+        channels = [
+            Channel(target, self._stop_read, self._printer.locks[target], partial(shape, target)) for target in (1, 2)
+        ]
+        process = subprocess.Popen(
+            list(link.command),
+            stdin=subprocess.PIPE if link.opening else subprocess.DEVNULL,
+            stdout=channels[0].inlet,
+            stderr=channels[1].inlet,
+            start_new_session=True,
+            preexec_fn=arm,
+        )
+        running.append(_Running(link, process, channels, bytearray()))
+        if link.opening:
+            assert process.stdin is not None, "it was asked for"
+            os.set_blocking(process.stdin.fileno(), False)
+            self._say(running[0], link.opening)
+        return running[0]
+
+    # ---- talking to the far ends
+
+    def _say(self, each: _Running, data: bytes) -> None:
+        """Write to a link's stdin, later if it does not take it now."""
+        stdin = each.process.stdin
+        if stdin is None or stdin.closed:
+            return
+        if not each.waiting:
+            self._selector.register(stdin, selectors.EVENT_WRITE, partial(self._write, each))
+        each.waiting += data
+
+    def _write(self, each: _Running) -> None:
+        assert each.process.stdin is not None, "only those are registered"
+        try:
+            done = os.write(each.process.stdin.fileno(), each.waiting)
+            del each.waiting[:done]
+        except BlockingIOError:
+            return
+        except OSError:  # it has ended: its exit status will tell
+            each.waiting.clear()
+        if not each.waiting:
+            self._selector.unregister(each.process.stdin)
+
+    def _hang_up(self, each: _Running) -> None:
+        """Let a link end: the far end notices that its stdin is closed, or the program is told."""
+        stdin = each.process.stdin
+        if stdin is None:
+            processes.send(signal.SIGTERM, [each.process.pid])
+        elif not stdin.closed:
+            if each.waiting:
+                self._selector.unregister(stdin)
+                each.waiting.clear()
+            stdin.close()
+
+    # ---- waiting
+
+    def _running(self) -> list[_Running]:
+        return [each for each in self._links if each.code is None]
+
+    def _turn(self) -> None:
+        """Wait for something to happen, and deal with it."""
+        now = time.monotonic()
+        if now >= self._next_beat:
+            self._next_beat = now + _BEAT_EVERY
+            for each in self._running():
+                self._say(each, bytes([BEAT]))
+        dues = [self._next_beat, *(due for due, _ in self._agenda[:1])]
+        ended = any(each.code is not None and not each.judged for each in self._links)
+        wait = _TICK if ended else max(0.0, min(dues) - now)
+        for key, _ in self._selector.select(wait):
+            key.data()
+        for each in self._running():
+            code = each.process.poll()
+            if code is not None:
+                each.code, each.at = code, time.monotonic()
+        while self._inbox:
+            self._on_message(*self._inbox.popleft())
+        for each in self._links:
+            if each.code is not None and not each.judged and each.drained() and not self._inbox:
+                self._judge(each, each.code)
+        if self._agenda and time.monotonic() >= self._agenda[0][0]:
+            self._agenda.pop(0)[1]()
+
+    def _on_message(self, each: _Running, message: dict[str, Any]) -> None:
+        rank = int(message["rank"])
+        if message["kind"] == "story":
+            self._told.stories[rank] = str(message["text"])
+            if self._told.failed and self._told.failed[0]["rank"] == rank and not each.link.opening:
+                self._plan_end(0.0, self._end)  # nothing more is to be expected of it
+            return
+        each.failed = True
+        self._told.failed.append({**message, "told": self._stopping or self._signal is not None})
+        self._fail(each)
+
+    def _judge(self, each: _Running, code: int) -> None:
+        """A link has ended, and all its output was read."""
+        each.judged = True
+        self._hang_up(each)
+        told = self._stopping or self._signal is not None
+        if code != 0 and not each.failed and not told and self._lost is None:
+            self._lost = Loss(each.link.host, tuple(each.link.command), code, each.channels[1].tail.lines())
+            self._fail(each)
+
+    def _fail(self, culprit: _Running) -> None:
+        if self._stopping or self._signal is not None:
+            return
+        self._stopping = True
+        for each in self._running():
+            if each is not culprit:
+                self._say(each, bytes([signal.SIGTERM]))
+        self._plan_end(FAILURE_GRACE + _SLACK, self._end)
+
+    # ---- signals
+
+    def _on_control(self) -> None:
+        numbers = os.read(self._control, 4096)
+        for number in numbers:
+            self._on_signal(number)
+        if not numbers:
+            self._selector.unregister(self._control)
+            if self._plan.pid_file is not None:
+                with suppress(OSError):
+                    os.unlink(self._plan.pid_file)
+            logger.error("the launcher was killed: ending the ranks on all hosts")
+            self._signal = self._signal or signal.SIGKILL
+            self._end(_ORPHAN_GRACE)
+
+    def _on_signal(self, number: int) -> None:
+        if number in STOPPING:
+            self._on_stop(number)
+            return
+        if number == signal.SIGWINCH:
+            return
+        for each in self._running():
+            if each.link.opening:
+                self._say(each, bytes([number]))
+            elif each.link.forwards:
+                processes.send(number, [each.process.pid])
+            else:
+                name = signal.Signals(number).name
+                logger.warning("%s is not passed on: %s cannot; --launcher ssh can", name, each.link.name)
+
+    def _on_stop(self, number: int) -> None:
+        if self._signal is None and not self._stopping:
+            self._signal = number
+            logger.warning("%s: passed on to all hosts", signal.Signals(number).name)
+            for each in self._running():
+                if each.link.opening:
+                    self._say(each, bytes([number]))
+                else:
+                    self._hang_up(each)
+            self._plan_end(SIGNAL_GRACE + _SLACK, self._end)
+        elif number == signal.SIGINT:  # the user insists
+            self._end(_ORPHAN_GRACE)
+
+    # ---- ending
+
+    def _plan_end(self, grace: float, then: Callable[[], None]) -> None:
+        self._agenda = [(time.monotonic() + grace, then)]
+
+    def _end(self, grace: float = FAILURE_GRACE + _SLACK) -> None:
+        for each in self._running():
+            self._hang_up(each)
+        self._plan_end(grace, self._kill)
+
+    def _kill(self) -> None:
+        names = ", ".join(each.link.name for each in self._running())
+        if names and not self._killed:
+            logger.warning("%s: not ending, so the connection is cut", names)
+        self._killed = True
+        processes.send(signal.SIGKILL, processes.below(os.getpid()))
+        self._plan_end(_TICK, self._kill)
+
+    def _verdict(self) -> int:
+        failed = self._told.failed
+        if failed and (self._lost is None or not failed[0]["told"]):
+            first, *others = failed
+            story = self._told.stories.get(first["rank"])
+            text = [story or f"rank {first['rank']} failed first: it {processes.described(first['code'])}"]
+            text += [
+                f"  then, on host {each['host']}, rank {each['rank']} {processes.described(each['code'])}"
+                for each in others
+                if not each["told"]
+            ]
+            if self._signal is None:
+                logger.error("%s", "\n".join(text))
+                return processes.status(first["code"])
+        if self._lost is not None:
+            logger.error("%s", lost(self._lost))
+            return processes.status(self._lost.code)
+        codes = [each.code or 0 for each in self._links]
+        if self._signal is not None and any(codes):
+            logger.error("the job was stopped by %s", signal.Signals(self._signal).name)
+            return 128 + self._signal
+        return max((processes.status(code) for code in codes), default=0)
+
+
+def main(control: int) -> int:
+    """Read the plan from the launcher's pipe and run it."""
+    os.set_inheritable(control, False)
+    line = receive(control)
+    if not line:
+        return 1  # the launcher was killed before it could say what to start
+    plan = RelayPlan.loads(line.decode("ascii"))
+    set_log_level_from_string(plan.log_level)
+    logging.raiseExceptions = False  # stderr may be closed; there is nobody to tell
+    return Relay(plan, control).run()
