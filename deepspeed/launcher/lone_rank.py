@@ -1,0 +1,86 @@
+"""One rank that mpirun or srun starts: its variables under the names that scripts know, and a guard around it.
+
+The guard is what tells the launcher who failed first, with which code: mpirun and srun answer with the largest code,
+or with that of a rank which they killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import socket
+import sys
+from collections.abc import Sequence
+
+from deepspeed.comm.discover import discover
+from deepspeed.errors import DeepSpeedError
+from deepspeed.launcher.errors import MISTAKE
+from deepspeed.launcher.guard import Guard
+from deepspeed.launcher.masking import without_secrets
+from deepspeed.launcher.messages import VARIABLE
+from deepspeed.launcher.plan import Plan, RankPlan
+from deepspeed.launcher.ports import DEFAULT_PORT
+from deepspeed.launcher.rank_logs import log_files
+from deepspeed.log import log_levels, set_log_level_from_string
+
+__all__ = ["main"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Run the rank and return its exit status."""
+    args = _parse(words)
+    set_log_level_from_string(args.log_level)
+    relay = os.environ.pop(VARIABLE, "")
+    try:
+        plan = _plan(args, relay)
+    except DeepSpeedError as error:
+        sys.stderr.write(f"{args.launcher}: error: {error}\n")
+        sys.stderr.flush()
+        return MISTAKE
+    # mpirun and srun end this process themselves; no byte ever comes through this pipe.
+    control, _held = os.pipe()
+    return Guard(plan, control).run()
+
+
+def _parse(words: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="launcher_helper", allow_abbrev=False)
+    add = parser.add_argument
+    add("--launcher", required=True, help="the program that started this one")
+    add("--module", action="store_true", help="run the script as a module, like python -m")
+    add("--no_python", action="store_true", help="run the script itself, not with Python")
+    add("--enable_each_rank_log", default="None", help="folder for one file with the output of each rank")
+    add("--log_level", choices=list(log_levels), default="info", help="what the launcher itself tells")
+    add("script", help="the script, module or program to start")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    return parser.parse_args(words)
+
+
+def _plan(args: argparse.Namespace, relay: str) -> Plan:
+    facts = discover(os.environ, port=DEFAULT_PORT)
+    known = {
+        "RANK": facts.rank,
+        "WORLD_SIZE": facts.world_size,
+        "LOCAL_RANK": facts.local_rank,
+        "LOCAL_SIZE": facts.local_size,
+        "LOCAL_WORLD_SIZE": facts.local_size,
+        "MASTER_ADDR": facts.master_addr,
+        "MASTER_PORT": facts.master_port,
+    }
+    python = [] if args.no_python else [sys.executable, "-u", *(["-m"] if args.module else [])]
+    command = (*python, args.script, *args.arguments)
+    rank = RankPlan(
+        rank=facts.rank,
+        local_rank=facts.local_rank or 0,
+        command=command,
+        shown=shlex.join(without_secrets(command)),
+        environment={name: str(value) for name, value in known.items() if value is not None},
+        log=log_files(args.enable_each_rank_log, [facts.rank]).get(facts.rank),
+    )
+    return Plan(
+        host=socket.gethostname(),
+        ranks=(rank,),
+        log_level=args.log_level,
+        forward_to_groups=args.no_python,
+        relay=relay,
+    )
