@@ -9,14 +9,15 @@ from typing import Any
 from deepspeed.launcher.ports import DEFAULT_PORT
 from deepspeed.log import log_levels
 
-__all__ = ["DEFAULT_HOSTFILE", "LAUNCHERS", "parse_args"]
+__all__ = ["DEFAULT_HOSTFILE", "LAUNCHERS", "STYLES", "parse_args"]
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-LAUNCHERS = ("pdsh", "openmpi", "mpich", "impi", "slurm", "mvapich")
+LAUNCHERS = ("pdsh", "ssh", "openmpi", "mpich", "impi", "slurm", "mvapich")
+STYLES = ("plain", "rank", "fold")
 
 
-class _StorePort(argparse.Action):
-    """Stores the port, and that the user chose it: only the default gives way to a free one."""
+class _StoreChoice(argparse.Action):
+    """Stores the value, and that the user chose it: only a default gives way, to a free port or to ssh."""
 
     def __call__(
         self,
@@ -26,7 +27,7 @@ class _StorePort(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         setattr(namespace, self.dest, values)
-        namespace.master_port_chosen = True
+        setattr(namespace, f"{self.dest}_chosen", True)
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -43,7 +44,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     _add_elastic(parser)
     parser.add_argument("user_script", help="the script to start, followed by its own arguments")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
-    parser.set_defaults(master_port_chosen=False)
+    parser.set_defaults(master_port_chosen=False, launcher_chosen=False)
     return parser.parse_args(args)
 
 
@@ -68,12 +69,23 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
         "--master_port",
         type=int,
         default=DEFAULT_PORT,
-        action=_StorePort,
+        action=_StoreChoice,
         help="port at which rank 0 waits; if it is not given, a single host takes the first free one from there on",
     )
-    add("--master_addr", default="", help="address of the host of rank 0; one host: 127.0.0.1, else the first host")
+    add(
+        "--master_addr",
+        default="",
+        help="address of rank 0's host; one host: 127.0.0.1, else what the first host answers over ssh",
+    )
     add("--node_rank", type=int, default=-1, help="number of this host, where each of several starts itself (--no_ssh)")
-    add("--launcher", type=str.lower, choices=LAUNCHERS, default="pdsh", help="what starts ranks on other hosts")
+    add(
+        "--launcher",
+        type=str.lower,
+        choices=LAUNCHERS,
+        default="pdsh",
+        action=_StoreChoice,
+        help="what starts ranks on other hosts; if it is not given and pdsh is not installed, ssh",
+    )
     add("--launcher_args", default="", help="words for that program")
     add("--no_ssh", action="store_true", help="every host runs this command itself, with its --node_rank")
     add("--no_ssh_check", action="store_true", help="do not test that the first host can be reached")
@@ -100,6 +112,13 @@ def _add_process(parser: argparse.ArgumentParser) -> None:
     add("--enable_each_rank_log", default="None", metavar="FOLDER", help="write each rank's output to a file there")
     add("--bind_cores_to_rank", action="store_true", help="give each rank an equal share of the cores")
     add("--bind_core_list", default=None, help="bind to these cores, such as 0,2-4,6, instead of all")
+    add(
+        "--output",
+        choices=STYLES,
+        default="",
+        help="lines of ranks as they come (plain, the default on one host), with their rank (rank, the default on "
+        "several), or lines that several ranks write once (fold)",
+    )
     add("--log_level", choices=list(log_levels), default="info", help="what the launcher itself tells")
     add("-q", "--quiet", action="store_true", help="the same as --log_level error")
 

@@ -1,8 +1,4 @@
-"""The `deepspeed` command: which devices of which hosts take part, and the start of the job on this one.
-
-Starting ranks on other hosts over ssh or MPI is not part of this version; a job of several hosts works where each runs
-the same command itself, with --no_ssh and its --node_rank.
-"""
+"""The `deepspeed` command: which devices of which hosts take part, and the start of the job there."""
 
 from __future__ import annotations
 
@@ -17,7 +13,9 @@ from deepspeed.errors import AcceleratorError
 from deepspeed.launcher import launch
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, parse_args
 from deepspeed.launcher.errors import LaunchError, run_program
+from deepspeed.launcher.exports import ENVIRONMENT_FILE
 from deepspeed.launcher.hostfile import fetch_hostfile
+from deepspeed.launcher.node_words import node_words
 from deepspeed.launcher.resources import (
     Slots,
     apply_num_nodes_and_gpus,
@@ -28,6 +26,7 @@ from deepspeed.launcher.resources import (
     parse_node_config_list,
     parse_resource_filter,
 )
+from deepspeed.launcher.several import run_here, run_on_hosts
 from deepspeed.log import logger, set_log_level_from_string
 
 __all__ = [
@@ -44,8 +43,7 @@ __all__ = [
     "parse_resource_filter",
 ]
 
-# File in the home or working folder whose K=V lines go to other hosts; clients append to it.
-DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+DEEPSPEED_ENVIRONMENT_NAME = ENVIRONMENT_FILE
 
 _LOOPBACK = "127.0.0.1"
 
@@ -73,10 +71,13 @@ def _run(args: argparse.Namespace) -> int:
             why = "options choose the devices" if pool is None else "the hostfile chooses the devices"
             logger.warning("%s=%s is ignored: %s", *visible, why)
         active = _chosen(args, _local_pool(args, accelerator, there) if pool is None else pool)
-    _check_reach(args, active)
+    if (len(active) > 1 or args.force_multi) and not args.no_ssh:
+        return run_on_hosts(args, active)
+    _check_node(args, active)
     node = args.node_rank if args.no_ssh else 0
     _check_devices(active, list(active)[node], accelerator, there)
-    return launch.run(launch.parse_args(_launch_arguments(args, active)))
+    words = _launch_arguments(args, active)
+    return launch.run(launch.parse_args(words)) if args.output in ("", "plain") else run_here(args, active, words)
 
 
 def _refuse(args: argparse.Namespace) -> None:
@@ -96,9 +97,6 @@ def _refuse(args: argparse.Namespace) -> None:
     for name in ("num_nodes", "num_gpus"):
         if getattr(args, name) != -1 and getattr(args, name) < 1:
             raise LaunchError(f"--{name} {getattr(args, name)} is not a number of them; give 1 or more")
-    for name in ("launcher_args", "ssh_port", "venv_script", "no_ssh_check"):
-        if getattr(args, name):
-            logger.warning("--%s has no effect: no other host is reached over ssh", name)
 
 
 def _take_visible(accelerator: DeepSpeedAccelerator) -> tuple[str, str] | None:
@@ -154,20 +152,17 @@ def _chosen(args: argparse.Namespace, pool: dict[str, int]) -> dict[str, list[in
     return active
 
 
-def _check_reach(args: argparse.Namespace, active: Slots) -> None:
+def _check_node(args: argparse.Namespace, active: Slots) -> None:
+    """What only makes sense where this host starts its own ranks, and what does not."""
+    for name in ("launcher_args", "ssh_port", "venv_script", "no_ssh_check"):
+        if getattr(args, name):
+            logger.warning("--%s has no effect: no other host is reached over ssh", name)
     hosts = list(active)
     if args.no_ssh:
         if not 0 <= args.node_rank < len(hosts):
             raise LaunchError(
                 f"--no_ssh needs --node_rank, from 0 to {len(hosts) - 1} ({', '.join(hosts)}); it is {args.node_rank}"
             )
-    elif len(hosts) > 1 or args.force_multi:
-        why = "--force_multi" if args.force_multi else f"{len(hosts)} hosts ({', '.join(hosts)})"
-        raise LaunchError(
-            f"{why}: starting ranks on other hosts with --launcher {args.launcher} is not part of this version. "
-            "Run the same command on every host with --no_ssh, --node_rank and --master_addr, or choose one host "
-            "with --include."
-        )
     elif args.node_rank not in (-1, 0):
         logger.warning("--node_rank %d is not used without --no_ssh: the only host is number 0", args.node_rank)
 
@@ -188,20 +183,13 @@ def _launch_arguments(args: argparse.Namespace, active: Slots) -> list[str]:
     address = args.master_addr or (_LOOPBACK if len(active) == 1 else next(iter(active)))
     # Several hosts must know the port before anybody can look which one is free.
     port = args.master_port if args.master_port_chosen or len(active) > 1 else 0
-    words = [f"--world_info={encode_world_info(active)}", f"--master_addr={address}", f"--master_port={port}"]
-    if args.no_ssh:
-        words.append(f"--node_rank={args.node_rank}")
-    words += [f"--{name}" for name in ("no_python", "module", "no_local_rank") if getattr(args, name)]
-    if args.save_pid:
-        words.append(f"--save_pid={os.getpid()}")
-    words.append(f"--enable_each_rank_log={args.enable_each_rank_log}")
-    if args.bind_cores_to_rank:
-        words.append("--bind_cores_to_rank")
-    if args.bind_core_list is not None:
-        words.append(f"--bind_core_list={args.bind_core_list}")
-    if args.quiet:
-        words.append("--quiet")
-    return [*words, f"--log_level={args.log_level}", args.user_script, *args.user_args]
+    return node_words(
+        args,
+        encode_world_info(active),
+        node_rank=args.node_rank if args.no_ssh else None,
+        master=(address, port),
+        save_pid=os.getpid() if args.save_pid else 0,
+    )
 
 
 if __name__ == "__main__":

@@ -79,6 +79,7 @@ DEFAULTS = {
     "autotuning": "",
     "bind_cores_to_rank": False,
     "bind_core_list": None,
+    "output": "",
     "ssh_port": None,
     "venv_script": None,
     "log_level": "info",
@@ -89,6 +90,7 @@ DEFAULTS = {
     "user_script": "s.py",
     "user_args": [],
     "master_port_chosen": False,
+    "launcher_chosen": False,
 }
 
 
@@ -179,7 +181,6 @@ def test_the_cpu_takes_any_number_of_ranks(start, monkeypatch):
         (["--include", "localhost:0", "--exclude", "localhost:1"], 4, None, "mutually exclusive"),
         (["--exclude", "localhost"], 4, None, "no slot is left"),
         (["--no_ssh"], 4, None, "--no_ssh needs --node_rank, from 0 to 0"),
-        (["--force_multi"], 4, None, "--force_multi"),
         (["--autotuning", "tune"], 4, None, "--autotuning is not part of this version"),
         (["--elastic_training"], 4, None, "--elastic_training is not part of this version"),
         (["--min_elastic_nodes", "2"], 4, None, "--elastic_training"),
@@ -227,7 +228,7 @@ def test_several_hosts_without_ssh(start, hostfile):
 @pytest.mark.parametrize(
     ("text", "words", "message"),
     [
-        ("a slots=2\nb slots=3", ["--launcher", "openmpi"], "--launcher openmpi is not part of this version"),
+        ("a slots=2\n-oProxyCommand=x slots=3", [], "is not the name or address of a host"),
         ("a slots=2\nb slots=3", ["--no_ssh", "--node_rank", "2"], "from 0 to 1 (a, b); it is 2"),
         ("a slots=2\nb slots=3", ["--num_nodes", "3"], "more than the 2 hosts"),
         ("a slots=2\na slots=3", [], "listed twice"),
