@@ -89,9 +89,9 @@ class Launched:
     def send(self, number):
         os.kill(self.pid, number)
 
-    def wait(self):
+    def wait(self, patience=TIMEOUT):
         """The exit code as in `subprocess`."""
-        assert gone(self.pidfd), "the launcher does not end; it said:\n" + self.errors()
+        assert gone(self.pidfd, patience), "the launcher does not end; it said:\n" + self.errors()
         self.status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.status
 
@@ -128,9 +128,9 @@ class Mailbox:
         return [int(line) for line in self.lines(count)]
 
 
-def gone(pidfd):
+def gone(pidfd, patience=TIMEOUT):
     """Wait until the process has ended; False if it does not."""
-    return bool(select.select([pidfd], [], [], TIMEOUT)[0])
+    return bool(select.select([pidfd], [], [], patience)[0])
 
 
 def script(folder, text, name="script.py"):
