@@ -231,6 +231,10 @@ class Relay:
         """A link has ended, and all its output was read."""
         each.judged = True
         self._hang_up(each)
+        if self._plan.independent:
+            if code != 0:
+                logger.error("%s: %s %s", each.link.name, each.link.command[0], processes.described(code))
+            return
         told = self._stopping or self._signal is not None
         if code != 0 and not each.failed and not told and self._lost is None:
             self._lost = Loss(each.link.host, tuple(each.link.command), code, each.channels[1].tail.lines())

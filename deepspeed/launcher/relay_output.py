@@ -19,6 +19,7 @@ class Printer:
     def __init__(self, plan: RelayPlan) -> None:
         self.locks = {1: threading.Lock(), 2: threading.Lock()}
         self._plain = plan.style == "plain"
+        self._by_host = plan.style == "host"
         names = "|".join(map(re.escape, plan.hosts))
         self._named = re.compile(rf"(?:{names}): ".encode()) if names else None
         self._folds: dict[int, Fold] = {}
@@ -31,10 +32,10 @@ class Printer:
         """What is written at once of whole lines that came from a link."""
         if self._plain or not data:
             return data
-        out = []
+        out: list[bytes] = []
         for line in data.split(b"\n")[: -1 if data.endswith(b"\n") else None]:
             named = self._named.match(line) if self._named is not None else None
-            rank, text = split_label(line[named.end() :] if named else line)
+            rank, text = (None, line) if self._by_host else split_label(line[named.end() :] if named else line)
             if rank is None:
                 out.append(f"{link.host}: ".encode() + line if link.host else line)
             elif self._folds:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 __all__ = ["Link", "RelayPlan", "Style"]
 
-Style = str  # plain: lines as they come; rank: each with its rank; fold: equal lines of several ranks once
+# plain: lines as they come; rank: each with its rank; fold: equal lines of several ranks once; host: with the host
+Style = str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RelayPlan:
-    """All links of a job of `world` ranks; `hosts` are the names that a program puts before lines itself."""
+    """All links of a job of `world` ranks; `hosts` are the names that a program puts before lines itself.
+
+    `independent`: the links are no parts of one job, so that the others go on when one fails.
+    """
 
     links: tuple[Link, ...]
     world: int
@@ -43,6 +47,7 @@ class RelayPlan:
     hosts: tuple[str, ...] = ()
     log_level: str = "info"
     pid_file: str | None = None
+    independent: bool = False
 
     def dumps(self) -> str:
         """One line of ASCII."""

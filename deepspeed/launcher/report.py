@@ -8,7 +8,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -16,8 +17,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from deepspeed.launcher.ds_ssh import add_hosts
 from deepspeed.launcher.facts import AcceleratorFacts, Finding, Machine, Report, SharedMemory, Tool, gather, gibibytes
 from deepspeed.launcher.network import Interface
+from deepspeed.launcher.report_hosts import ask_hosts
 from deepspeed.ops.registry import Explanation, State
 
 __all__ = ["main", "render"]
@@ -27,20 +30,26 @@ _STATE_STYLE = {State.CHOSEN: "green", State.AVAILABLE: "", State.UNAVAILABLE: "
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Gather, print, and return 0 whatever was found."""
+    """Gather, print, and return 0 whatever was found; of several hosts, 1 if one did not answer."""
     arguments = _parser().parse_args(argv)
+    if arguments.hostfile:
+        return ask_hosts(arguments, _emit)
     report = gather()
     if arguments.hide_operator_status:
         report = dataclasses.replace(report, ops=())
     if arguments.hide_errors_and_warnings:
         report = _without_complaints(report)
-    text = json.dumps(dataclasses.asdict(report), indent=2) + "\n" if arguments.json else _text(report)
+    _emit(json.dumps(dataclasses.asdict(report), indent=2) + "\n" if arguments.json else _text(partial(render, report)))
+    return 0
+
+
+def _emit(what: str | Callable[[Console], None]) -> None:
+    """Write to stdout: text, or what is drawn on a console."""
     try:
-        sys.stdout.write(text)
+        sys.stdout.write(what if isinstance(what, str) else _text(what))
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -54,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
         help="leave out warnings, and the reasons why something is not available",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_hosts(parser.add_argument_group("other hosts: what differs between them, asked over ssh"), None)
     return parser
 
 
@@ -72,8 +82,8 @@ def _without_complaints(report: Report) -> Report:
     )
 
 
-def _text(report: Report) -> str:
-    """The report for where stdout goes: coloured and fitted on a terminal, plain and wide elsewhere."""
+def _text(draw: Callable[[Console], None]) -> str:
+    """What is drawn, for where stdout goes: coloured and fitted on a terminal, plain and wide elsewhere."""
     real = Console()
     encoding = sys.stdout.encoding or "utf-8"
     # The file has stdout's encoding, so that lines are drawn in ASCII and strange letters become ? in a C locale.
@@ -82,7 +92,7 @@ def _text(report: Report) -> str:
         console = Console(file=out, force_terminal=True, width=real.width, markup=False)
     else:
         console = Console(file=out, force_terminal=False, width=_PIPED_WIDTH, color_system=None, markup=False)
-    render(report, console)
+    draw(console)
     out.seek(0)
     lines = out.read().splitlines()
     return "".join((line if real.is_terminal else line.rstrip()) + "\n" for line in lines)

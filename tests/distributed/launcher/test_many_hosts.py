@@ -6,13 +6,14 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher import runner, supervise
+from deepspeed.launcher import ds_ssh, report, report_hosts, runner, supervise
 from tests.distributed.launcher.launched import Launched
 from tests.harness import ROOT, ranks
 from tests.hosts import Hosts, need, wait_for
@@ -229,6 +230,30 @@ def _command_line(pid):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
         return ""
+
+
+def tool(here, main, *words):
+    """Exit code and output of a tool that asks the hosts."""
+    (here.hosts.folder / "out").write_text("")
+    words = [f"--hostfile={here.hosts.hostfile(1, 1)}", *words]
+    with Launched(words, here.hosts.folder, main=lambda given: sys.exit(main(given)), environ=here.environment) as job:
+        return job.wait(PATIENCE), job.output(), job.errors()
+
+
+@pytest.mark.slow
+@ranks(1, init=False, timeout=240)
+def test_tools_that_ask_all_hosts(tmp_path):
+    with site(tmp_path, "ssh") as here:
+        code, out, errors = tool(here, ds_ssh.main, "hostname; test $(hostname) = node2 || exit 3;", "echo '[1] $HOME'")
+        assert code == 3, errors
+        assert sorted(out.splitlines()) == ["node1: node1", "node2: [1] $HOME", "node2: node2"]
+        assert "host node1: ssh exited with code 3" in errors
+        code, out, errors = tool(here, report.main, "--json", "--hide_operator_status")
+        assert code == 0, errors
+        told = json.loads(out)
+        assert list(told) == ["node1", "node2"]
+        assert told["node1"]["interfaces"] != []
+        assert report_hosts.differences(told) == {}
 
 
 @pytest.mark.slow
