@@ -3,6 +3,9 @@
 DeepSpeedError
 ├── DeepSpeedConfigError (ValueError)        the JSON config, or a value in it
 │   ├── BatchSizeError (AssertionError)      train = micro × accumulation × data-parallel ranks
+│   ├── ElasticityError                      batch sizes for many world sizes
+│   │   ├── ElasticityConfigError            the section, or what was planned before, does not allow it
+│   │   └── ElasticityIncompatibleWorldSize  this number of ranks is not one of the plan's
 │   └── FeatureUnavailable                   a known key whose feature is not part of this version
 ├── AcceleratorError (RuntimeError)          no such device, or none of the wanted kind
 ├── CheckpointError (RuntimeError)           files of a checkpoint: absent, damaged, not written
@@ -29,6 +32,9 @@ __all__ = [
     "CommError",
     "DeepSpeedConfigError",
     "DeepSpeedError",
+    "ElasticityConfigError",
+    "ElasticityError",
+    "ElasticityIncompatibleWorldSize",
     "FeatureUnavailable",
     "FileError",
     "LayoutError",
@@ -53,6 +59,18 @@ class DeepSpeedConfigError(DeepSpeedError, ValueError):
 
 class BatchSizeError(DeepSpeedConfigError, AssertionError):
     """The three batch keys and the number of data-parallel ranks do not fit together."""
+
+
+class ElasticityError(DeepSpeedConfigError):
+    """Base of the errors about elastic batch sizes."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The `elasticity` section is absent, wrong, or not what the job was planned with."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """The elastic batch does not run on this number of ranks."""
 
 
 class FeatureUnavailable(DeepSpeedConfigError):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from deepspeed.config.elastic_batch import elastic_sizes
+from deepspeed.config.keys import Keys
 from deepspeed.errors import BatchSizeError
 
-__all__ = ["Batch", "resolve"]
+__all__ = ["Batch", "batch_of", "resolve"]
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -53,6 +55,13 @@ def resolve(train: int | None, micro: int | None, steps: int | None, ranks: int)
             path=TRAIN,
         )
     return Batch(train, micro, steps, ranks, frozenset({TRAIN, MICRO, STEPS} - given))
+
+
+def batch_of(keys: Keys, ranks: int) -> Batch:
+    """The batch sizes that a config means on so many data-parallel ranks: those of its keys, or elastic ones."""
+    if keys.elasticity.enabled:
+        return Batch(*elastic_sizes(keys.elasticity, ranks), ranks, frozenset({TRAIN, MICRO, STEPS}))
+    return resolve(keys.train_batch_size, keys.train_micro_batch_size_per_gpu, keys.gradient_accumulation_steps, ranks)
 
 
 def _share(train: int, ranks: int, other: int, missing: str, other_key: str) -> int:

@@ -11,7 +11,8 @@ from operator import attrgetter
 from typing import Any
 
 from deepspeed.config.attributes import ATTRIBUTES
-from deepspeed.config.batch import Batch, resolve
+from deepspeed.config.batch import Batch, batch_of
+from deepspeed.config.elastic_batch import elastic_batch
 from deepspeed.config.explain import batch_values, rows, without_secrets
 from deepspeed.config.features import require
 from deepspeed.config.idle import idle
@@ -122,6 +123,8 @@ def implied_ranks(schema: Schema) -> int:
     train, part = schema.train_batch_size, math.prod(size or 0 for size in sizes)
     if schema.data_parallel_size is not None:
         return schema.data_parallel_size
+    if schema.elasticity.enabled:
+        return elastic_batch(schema.elasticity, None).valid[0]
     return train // part if train is not None and part > 0 and train > 0 and train % part == 0 else 1
 
 
@@ -153,7 +156,7 @@ def _process_count() -> int:
 
 
 def _batch(schema: Schema, ranks: int, partial: bool) -> Batch | None:
-    train, micro = schema.train_batch_size, schema.train_micro_batch_size_per_gpu
-    if partial and train is None and micro is None:
+    sizes = (schema.train_batch_size, schema.train_micro_batch_size_per_gpu)
+    if partial and sizes == (None, None) and not schema.elasticity.enabled:
         return None
-    return resolve(train, micro, schema.gradient_accumulation_steps, ranks)
+    return batch_of(schema, ranks)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.config.batch import MICRO, STEPS, TRAIN, resolve
+from deepspeed.config.batch import MICRO, STEPS, TRAIN, batch_of
 from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.shape import keys_of
 
@@ -103,9 +103,6 @@ def _derived(schema: Schema) -> dict[str, tuple[Any, str]]:
 
 def batch_values(loaded: Loaded, ranks: int) -> dict[str, int]:
     """The batch keys that were not given, resolved for that many data-parallel ranks."""
-    schema = loaded.schema
-    batch = resolve(
-        schema.train_batch_size, schema.train_micro_batch_size_per_gpu, schema.gradient_accumulation_steps, ranks
-    )
+    batch = batch_of(loaded.schema, ranks)
     values = {TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.steps}
     return {key: value for key, value in values.items() if key in batch.derived}

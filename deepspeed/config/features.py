@@ -66,7 +66,6 @@ UNBUILT: tuple[Feature, ...] = (
     ),
     Feature("autotuning", "the autotuner", lambda c: c.autotuning.enabled),
     Feature("flops_profiler", "the flops profiler", lambda c: c.flops_profiler.enabled),
-    Feature("elasticity", "elasticity", lambda c: c.elasticity.enabled),
     Feature("compression_training", "compression", lambda c: _switched_on(c.compression_training)),
     Feature("eigenvalue", "eigenvalue", lambda c: c.eigenvalue.enabled),
     Feature("quantize_training", "MoQ", lambda c: c.quantize_training.enabled),

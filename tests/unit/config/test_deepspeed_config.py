@@ -130,17 +130,6 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
 @pytest.mark.parametrize(
     ("section", "path"),
     [
-        (
-            {
-                "elasticity": {
-                    "enabled": True,
-                    "max_train_batch_size": 8,
-                    "micro_batch_sizes": [2],
-                    "ignore_non_elastic_batch_info": True,
-                }
-            },
-            "elasticity",
-        ),
         ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),

@@ -1,0 +1,99 @@
+"""The functions by which schedulers and scripts ask for elastic batch sizes."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from deepspeed.config import elastic_batch
+from deepspeed.errors import ElasticityConfigError, ElasticityError
+from deepspeed.log import logger
+
+__all__ = [
+    "compute_elastic_config",
+    "elasticity_enabled",
+    "ensure_immutable_elastic_config",
+    "get_best_candidates",
+    "get_candidate_batch_sizes",
+    "get_valid_gpus",
+]
+
+_FIRST_VERSION = (0, 3, 8)  # that knows elasticity
+
+
+def get_candidate_batch_sizes(base_list: Iterable[int], max_acceptable_batch_size: int) -> list[int]:
+    """For each base its largest multiple by a highly composite number within the limit, ascending."""
+    return elastic_batch.candidate_batch_sizes(base_list, max_acceptable_batch_size)
+
+
+def get_valid_gpus(
+    batch_size: int, micro_batches: Iterable[int], min_valid_gpus: int, max_valid_gpus: int
+) -> list[int]:
+    """The numbers of GPUs on which the batch is made of whole micro batches, ascending."""
+    return elastic_batch.valid_gpus(batch_size, micro_batches, min_valid_gpus, max_valid_gpus)
+
+
+def get_best_candidates(
+    candidate_batch_sizes: Iterable[int],
+    micro_batches: Sequence[int],
+    min_gpus: int,
+    max_gpus: int,
+    prefer_larger: bool,
+) -> tuple[int, list[int]]:
+    """The candidate with the most valid numbers of GPUs, and these; the smallest micro batch and none if none has."""
+    found = elastic_batch.best_candidate(candidate_batch_sizes, micro_batches, min_gpus, max_gpus, prefer_larger)
+    return (min(micro_batches), []) if found is None else (found.train, list(found.valid))
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Whether a config asks for elastic batch sizes."""
+    section = ds_config.get("elasticity")
+    return isinstance(section, Mapping) and bool(section.get("enabled", False))
+
+
+def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
+    """End if the section is not the one that the scheduler planned with; only warns where no scheduler did."""
+    text = os.environ.get(elastic_batch.PLANNED)
+    if text is None:
+        logger.warning("%s is not set: nobody planned with this elasticity section", elastic_batch.PLANNED)
+        return
+    elastic_batch.check_planned(elastic_batch.elastic_section(runtime_elastic_config_dict), text)
+
+
+def compute_elastic_config(
+    ds_config: Mapping[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
+) -> tuple[int, list[int]] | tuple[int, list[int], int]:
+    """Batch size and valid numbers of GPUs; with a world size or `return_microbatch`, the micro-batch size too."""
+    if not isinstance(ds_config, Mapping) or "elasticity" not in ds_config:
+        raise ElasticityConfigError("the config has no elasticity section; add one", path="elasticity")
+    section = elastic_batch.elastic_section(ds_config["elasticity"])
+    if not section.enabled:
+        raise ElasticityConfigError("elasticity.enabled is false; set it to true", path="elasticity.enabled")
+    _check_version(target_deepspeed_version)
+    gpus = world_size or _world_of_environment()
+    if not gpus and (section.version >= 0.2 or return_microbatch):
+        raise ElasticityConfigError(
+            "elasticity of version 0.2, and a micro-batch size, are for a number of GPUs: give world_size, or set "
+            "WORLD_SIZE",
+            path="elasticity.version",
+        )
+    batch = elastic_batch.elastic_batch(section, gpus or None)
+    if world_size > 0 or return_microbatch:
+        micro = elastic_batch.largest_micro(batch, section.micro_batch_sizes, world_size or gpus)
+        return batch.train, list(batch.valid), micro
+    return batch.train, list(batch.valid)
+
+
+def _world_of_environment() -> int:
+    text = os.environ.get("WORLD_SIZE", "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+
+
+def _check_version(text: str) -> None:
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", text)
+    if found is None:
+        raise ElasticityError(f"{text!r} is not a version of DeepSpeed; give one such as 0.19.6")
+    if tuple(int(part or 0) for part in found.groups()) < _FIRST_VERSION:
+        raise ElasticityError(f"DeepSpeed {text} has no elasticity; it begins with 0.3.8")
