@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
 from deepspeed.launcher.backends.ssh import check_hosts, ssh_words
-from deepspeed.launcher.errors import LaunchError, run_program
+from deepspeed.launcher.errors import LaunchError, option_words, run_program
 from deepspeed.launcher.hostfile import fetch_hostfile
 from deepspeed.launcher.messages import new_token
 from deepspeed.launcher.relay_plan import Link, RelayPlan
@@ -59,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(args: argparse.Namespace) -> int:
     line = " ".join([args.command, *args.arguments])
-    given = shlex.split(args.ssh_args)
+    given = option_words("ssh_args", args.ssh_args)
     links = tuple(Link(host=host, command=[*ssh_words(host, args.ssh_port, given), line]) for host in hosts_of(args))
     plan = RelayPlan(
         links=links, world=len(links), token=new_token(), style="host", log_level="warning", independent=True

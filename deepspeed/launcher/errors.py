@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from deepspeed.errors import DeepSpeedError
 from deepspeed.printable import printable
 
-__all__ = ["MISTAKE", "LaunchError", "run_program"]
+__all__ = ["MISTAKE", "LaunchError", "option_words", "run_program"]
 
 MISTAKE = 2  # exit status: the job was never started, as with a wrong option
 
@@ -22,6 +23,14 @@ class LaunchError(DeepSpeedError, ValueError):
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(message))
+
+
+def option_words(option: str, text: str) -> list[str]:
+    """The words that an option holds for another program, taken apart as a shell does."""
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise LaunchError(f"--{option} {text!r} are not words: {error}") from error
 
 
 def run_program(program: str, body: Callable[[], int]) -> None:

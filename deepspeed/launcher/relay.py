@@ -178,10 +178,13 @@ class Relay:
 
     def _hang_up(self, each: _Running) -> None:
         """Let a link end: the far end notices that its stdin is closed, or the program is told."""
-        stdin = each.process.stdin
-        if stdin is None:
+        if each.process.stdin is None:
             processes.send(signal.SIGTERM, [each.process.pid])
-        elif not stdin.closed:
+        self._close_stdin(each)
+
+    def _close_stdin(self, each: _Running) -> None:
+        stdin = each.process.stdin
+        if stdin is not None and not stdin.closed:
             if each.waiting:
                 self._selector.unregister(stdin)
                 each.waiting.clear()
@@ -217,20 +220,24 @@ class Relay:
             self._agenda.pop(0)[1]()
 
     def _on_message(self, each: _Running, message: dict[str, Any]) -> None:
-        rank = int(message["rank"])
-        if message["kind"] == "story":
-            self._told.stories[rank] = str(message["text"])
+        rank, kind = message.get("rank"), message.get("kind")
+        if not isinstance(rank, int) or kind not in ("failed", "story"):
+            return  # a rank that prints lines of this job's token, for fun
+        if kind == "story":
+            self._told.stories[rank] = str(message.get("text"))
             if self._told.failed and self._told.failed[0]["rank"] == rank and not each.link.opening:
                 self._plan_end(0.0, self._end)  # nothing more is to be expected of it
             return
         each.failed = True
+        code = message.get("code")
+        message = {"rank": rank, "host": message.get("host"), "code": code if isinstance(code, int) else 1}
         self._told.failed.append({**message, "told": self._stopping or self._signal is not None})
         self._fail(each)
 
     def _judge(self, each: _Running, code: int) -> None:
         """A link has ended, and all its output was read."""
         each.judged = True
-        self._hang_up(each)
+        self._close_stdin(each)
         if self._plan.independent:
             if code != 0:
                 logger.error("%s: %s %s", each.link.name, each.link.command[0], processes.described(code))
@@ -307,7 +314,8 @@ class Relay:
         if names and not self._killed:
             logger.warning("%s: not ending, so the connection is cut", names)
         self._killed = True
-        processes.send(signal.SIGKILL, processes.below(os.getpid()))
+        own = [each.process.pid for each in self._running()]
+        processes.send(signal.SIGKILL, {*own, *processes.below(os.getpid())})
         self._plan_end(_TICK, self._kill)
 
     def _verdict(self) -> int:

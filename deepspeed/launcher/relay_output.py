@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from contextlib import suppress
 from functools import partial
 
 from deepspeed.launcher.folding import WINDOW, Fold, split_label
@@ -47,10 +48,12 @@ class Printer:
     def close(self) -> None:
         """Write everything that waits."""
         self._closed.set()
-        for fold in self._folds.values():
-            fold.flush(everything=True)
+        with suppress(OSError):
+            for fold in self._folds.values():
+                fold.flush(everything=True)
 
     def _flush(self) -> None:
-        while not self._closed.wait(WINDOW / 4):
-            for fold in self._folds.values():
-                fold.flush()
+        with suppress(OSError):  # nobody reads any more: the channels notice it, too
+            while not self._closed.wait(WINDOW / 4):
+                for fold in self._folds.values():
+                    fold.flush()

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from deepspeed.launcher.backends.ssh import ssh_words
 from deepspeed.launcher.ds_ssh import hosts_of
-from deepspeed.launcher.errors import MISTAKE, LaunchError
+from deepspeed.launcher.errors import MISTAKE, LaunchError, option_words
 from deepspeed.printable import printable
 
 __all__ = ["ask_hosts", "differences", "shown_facts"]
@@ -33,12 +33,12 @@ Emit = Callable[[str | Callable[[Console], None]], None]
 def ask_hosts(args: argparse.Namespace, emit: Emit) -> int:
     """Ask every host for its report, print the comparison, and return 1 if one did not answer."""
     try:
-        hosts = hosts_of(args)
+        hosts, given = hosts_of(args), option_words("ssh_args", args.ssh_args)
     except LaunchError as error:
         sys.stderr.write(f"ds_report: error: {error}\n")
         return MISTAKE
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        answers = dict(zip(hosts, pool.map(lambda host: _ask(host, args), hosts), strict=True))
+        answers = dict(zip(hosts, pool.map(lambda host: _ask(host, args.ssh_port, given), hosts), strict=True))
     if args.json:
         emit(json.dumps({host: _plain(answer) for host, answer in answers.items()}, indent=2) + "\n")
     else:
@@ -46,11 +46,11 @@ def ask_hosts(args: argparse.Namespace, emit: Emit) -> int:
     return int(any(isinstance(answer, str) for answer in answers.values()))
 
 
-def _ask(host: str, args: argparse.Namespace) -> dict[str, Any] | str:
+def _ask(host: str, port: int | None, given: Sequence[str]) -> dict[str, Any] | str:
     """A host's report, or why there is none."""
     paths = os.pathsep.join(filter(None, (os.getcwd(), os.environ.get("PYTHONPATH"))))
     program = shlex.join([f"PYTHONPATH={paths}", sys.executable, "-m", "deepspeed.env_report", "--json"])
-    command = [*ssh_words(host, args.ssh_port, shlex.split(args.ssh_args)), f"exec env {program}"]
+    command = [*ssh_words(host, port, given), f"exec env {program}"]
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PATIENCE, check=False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import copy
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from deepspeed.launcher.backends.hydra import HELPER, IMPIRunner, MPICHRunner, M
 from deepspeed.launcher.backends.openmpi import OpenMPIRunner
 from deepspeed.launcher.backends.pdsh import PDSHRunner
 from deepspeed.launcher.backends.slurm import SlurmRunner
-from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.errors import LaunchError, option_words
 from deepspeed.launcher.exports import ENVIRONMENT_FILE, exported
 from deepspeed.launcher.node_words import node_words
 from deepspeed.launcher.pidfile import pid_file
@@ -102,7 +101,7 @@ def _settle(args: argparse.Namespace, active: Slots) -> None:
         if args.no_ssh_check:
             args.master_addr = first.rpartition("@")[2]
         else:
-            given = shlex.split(args.launcher_args) if args.launcher == "ssh" else []
+            given = option_words("launcher_args", args.launcher_args) if args.launcher == "ssh" else []
             args.master_addr = ssh.address_of(first, args.ssh_port, given)
 
 
@@ -110,7 +109,7 @@ def _ssh_links(args: argparse.Namespace, active: Slots, exports: Mapping[str, st
     info = encode_world_info(active)
     master = (args.master_addr, args.master_port)
     words = [node_words(args, info, node_rank=node, master=master) for node in range(len(active))]
-    return ssh.links(args, list(active), words, exports, shlex.split(args.launcher_args))
+    return ssh.links(args, list(active), words, exports, option_words("launcher_args", args.launcher_args))
 
 
 def _runner(args: argparse.Namespace, active: Slots, exports: Mapping[str, str]) -> MultiNodeRunner:

@@ -63,7 +63,7 @@ def supervise(
         os.close(control)
         _send(ours, plan)
         if hangs_on_stdin:
-            threading.Thread(target=_hang_on, args=(sys.stdin.fileno(), ours), daemon=True).start()
+            threading.Thread(target=_hang_on, args=(0, ours), daemon=True).start()
         with _passing_on(ours):
             code = guard.wait()
         if code < 0:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, ClassVar
 
-from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.errors import LaunchError, option_words
 from deepspeed.launcher.exports import looks_secret
 from deepspeed.launcher.resources import Slots, decode_world_info
 
@@ -81,10 +80,7 @@ class MultiNodeRunner(ABC):
 
     def launcher_words(self) -> list[str]:
         """`--launcher_args` as words."""
-        try:
-            return shlex.split(self.args.launcher_args)
-        except ValueError as error:
-            raise LaunchError(f"--launcher_args {self.args.launcher_args!r} are not words: {error}") from error
+        return option_words("launcher_args", self.args.launcher_args)
 
     def refuse_choice(self, *names: str) -> None:
         """End with what this program has no way to say."""
