@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 from torch import Tensor
 
 from deepspeed.errors import UsageError
 
-__all__ = ["bytes_of"]
+__all__ = ["bytes_of", "copy_bytes"]
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -18,3 +19,8 @@ def bytes_of(tensor: Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """As an assignment between buffers of one size, but other threads run meanwhile."""
+    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

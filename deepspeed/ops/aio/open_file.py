@@ -11,10 +11,9 @@ import mmap
 import os
 import stat
 
-import numpy as np
-
 from deepspeed.log import warn_once
 from deepspeed.ops.aio.plan import ALIGNMENT
+from deepspeed.ops.host_memory import copy_bytes
 
 __all__ = ["OpenFile", "Place", "Scratch", "describe"]
 
@@ -89,10 +88,10 @@ class OpenFile:
             part = view[done : done + _BOUNCE]
             aligned = scratch.memory[: len(part)]
             if self._write:
-                _copy(aligned, part)
+                copy_bytes(aligned, part)
             moved = self._all(descriptor, aligned, offset + done, ALIGNMENT)
             if not self._write:
-                _copy(part[:moved], aligned[:moved])
+                copy_bytes(part[:moved], aligned[:moved])
             done += moved
             if moved < len(part):
                 break
@@ -173,8 +172,3 @@ def _grow(descriptor: int, start: int, stop: int) -> None:
             return
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    """As an assignment, but other threads run meanwhile."""
-    np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -10,6 +10,7 @@ import importlib
 from typing import Any, ClassVar
 
 from deepspeed.errors import OpUnavailable
+from deepspeed.ops.capability import has_gds
 from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder
 from deepspeed.ops.registry import operations
 
@@ -167,33 +168,38 @@ class NotImplementedBuilder(_ToCome):
     feature = "nothing that is planned"
 
 
-class AsyncIOBuilder(_ToCome, CUDAOpBuilder):
+class AsyncIOBuilder(_Included, CUDAOpBuilder):
     """`aio_handle`: reads and writes of files beside the computation."""
 
     BUILD_VAR = "DS_BUILD_AIO"
     NAME = "async_io"
-    feature = "memory tiers"
-
-    def __init__(self) -> None:
-        super().__init__()
 
 
 class GDSBuilder(AsyncIOBuilder):
-    """`gds_handle`: files to and from the memory of a GPU."""
+    """`gds_handle`: files to and from the memory of a GPU, past the memory of the host."""
 
     BUILD_VAR = "DS_BUILD_GDS"
     NAME = "gds"
 
+    def is_compatible(self, verbose: bool = False) -> bool:
+        if not has_gds.holds and verbose:
+            self.warning(has_gds.verdict.reason)
+        return has_gds.holds
 
-class PinMemoryBuilder(_ToCome):
-    """`pin_handle`: host memory that a device reads directly."""
+    def jit_load(self, verbose: bool = True) -> Any:
+        if not has_gds.holds:
+            raise OpUnavailable(
+                f"op {self.NAME!r} needs GPUDirect Storage: {has_gds.verdict.reason}. aio_handle of AsyncIOBuilder "
+                f"takes tensors of a GPU too, by way of the memory of the host"
+            )
+        return super().jit_load(verbose)
+
+
+class PinMemoryBuilder(_Included):
+    """`pin_handle`: host memory that stays in place."""
 
     BUILD_VAR = "DS_BUILD_PIN_MEMORY"
     NAME = "pin_memory"
-    feature = "memory tiers"
-
-    def __init__(self) -> None:
-        super().__init__()
 
 
 class DeepCompileBuilder(_ToCome, CUDAOpBuilder):

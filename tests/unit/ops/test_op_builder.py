@@ -13,7 +13,7 @@ from deepspeed import git_version_info
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import OpUnavailable, UsageError
 from deepspeed.ops import op_builder
-from deepspeed.ops.capability import has_cxx_compiler, has_ninja
+from deepspeed.ops.capability import has_cxx_compiler, has_gds, has_ninja
 from deepspeed.ops.op_builder import builders, cuda
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.ops.op_builder.builder import (
@@ -27,7 +27,8 @@ from deepspeed.ops.op_builder.builder import (
     probe_is_compatible,
 )
 
-INCLUDED = {"cpu_adagrad", "cpu_adam", "cpu_lion", "fused_adam", "fused_lamb", "fused_lion", "utils"}
+INCLUDED = set("async_io cpu_adagrad cpu_adam cpu_lion fused_adam fused_lamb fused_lion pin_memory utils".split())
+COMES_ALONG = {*INCLUDED, "gds"}  # but not every machine can use it
 
 
 def test_every_op_is_included_or_names_what_brings_it():
@@ -37,7 +38,7 @@ def test_every_op_is_included_or_names_what_brings_it():
             assert builder.load() is sys.modules[builder.absolute_name()]
             with pytest.raises(OpUnavailable, match=rf"op '{name}' comes with the package"):
                 builder.builder()
-        else:
+        elif name not in COMES_ALONG:
             assert not builder.is_compatible()
             for act in (builder.load, builder.jit_load, builder.builder):
                 with pytest.raises(OpUnavailable, match=rf"op '{name}' .*it comes with {builder.feature}"):
@@ -49,18 +50,34 @@ def test_a_verbose_question_is_answered(caplog):
     deepspeed.logger.addHandler(caplog.handler)
     try:
         with caplog.at_level(logging.WARNING):
-            assert not op_builder.AsyncIOBuilder().is_compatible()
+            assert not op_builder.QuantizerBuilder().is_compatible()
             assert caplog.text == ""
-            assert not op_builder.AsyncIOBuilder().is_compatible(verbose=True)
+            assert not op_builder.QuantizerBuilder().is_compatible(verbose=True)
     finally:
         deepspeed.logger.removeHandler(caplog.handler)
-    assert "op async_io: this version does not have it; it comes with memory tiers" in caplog.text
+    assert "op quantizer: this version does not have it; it comes with ZeRO++" in caplog.text
 
 
 def test_the_tables_of_ops_agree():
-    here = {name: name in INCLUDED for name in ALL_OPS}
-    assert deepspeed.ops.__installed_ops__ == git_version_info.installed_ops == here
-    assert deepspeed.ops.__compatible_ops__ == git_version_info.compatible_ops == here
+    installed = {name: name in COMES_ALONG for name in ALL_OPS}
+    assert deepspeed.ops.__installed_ops__ == git_version_info.installed_ops == installed
+    usable = {name: name in INCLUDED or (name == "gds" and has_gds.holds) for name in ALL_OPS}
+    assert deepspeed.ops.__compatible_ops__ == git_version_info.compatible_ops == usable
+
+
+def test_an_op_for_another_machine_says_what_is_missing(caplog):
+    if has_gds.holds:
+        assert hasattr(op_builder.GDSBuilder().load(), "gds_handle")
+        return
+    with pytest.raises(OpUnavailable, match=r"op 'gds' needs GPUDirect Storage: .*aio_handle"):
+        op_builder.GDSBuilder().load()
+    deepspeed.logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert not op_builder.GDSBuilder().is_compatible(verbose=True)
+    finally:
+        deepspeed.logger.removeHandler(caplog.handler)
+    assert f"op gds: {has_gds.verdict.reason}" in caplog.text
 
 
 def test_the_accelerator_finds_builders():
