@@ -17,7 +17,19 @@ from pathlib import Path
 from tests.harness import ROOT
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-PROGRAMS = ("accelerate", "deepspeed", "ds_report", "make", "pip", "python", "python3", "torchrun", "pytest")
+PROGRAMS = (
+    "accelerate",
+    "deepspeed",
+    "ds_io",
+    "ds_nvme_tune",
+    "ds_report",
+    "make",
+    "pip",
+    "python",
+    "python3",
+    "torchrun",
+    "pytest",
+)
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\s*$")
 _NOTE = re.compile(r"^ *<!-- (?P<kind>tried|not tried): (?P<text>.+) -->\s*$")

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed.config.__main__ import main as look_at_config
+from deepspeed.io import ds_io, ds_nvme_tune
+from deepspeed.io.sweep import SWEEP
 from deepspeed.launcher import report, runner
 from tests.clients.server import environment
 from tests.distributed.launcher.launched import Launched
@@ -51,6 +53,7 @@ def of(*programs):
 
 def test_every_command_is_tried_by_one_of_these():
     tried = {*of("make"), *of("ds_report"), *of("deepspeed.config"), *of("deepspeed", "train.py"), *of("pytest")}
+    tried |= {*of("ds_io", "ds_nvme_tune")}
     tried |= {*of("pip"), *of("accelerate"), *of("torchrun")}
     tried |= {*of("deepspeed.checkpoint", "deepspeed.checkpoint.ds_to_universal", "out/zero_to_fp32.py")}
     assert [str(command) for command in TOOLS if command not in tried] == []
@@ -94,6 +97,19 @@ def test_pytest(command):
 def test_report(command, capsys):
     assert report.main(command.words[1:]) in (None, 0)
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", of("ds_io", "ds_nvme_tune"), ids=str)
+def test_disks(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("deepspeed.io.ds_nvme_tune.SWEEP", {key: values[:1] for key, values in SWEEP.items()})
+    try:
+        status = {"ds_io": ds_io, "ds_nvme_tune": ds_nvme_tune}[command.words[0]].main(command.words[1:])
+    except SystemExit as ended:  # of --help
+        status = ended.code
+    assert status == 0
+    assert capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} <= {"_aio_bench_logs"}
 
 
 @pytest.mark.parametrize("command", of("deepspeed.config"), ids=str)
