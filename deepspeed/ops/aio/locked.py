@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 import weakref
 
 import torch
@@ -51,7 +52,8 @@ class _Pages(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
     def __del__(self) -> None:
-        self.unlock()
+        if not sys.is_finalizing():  # after which CUDA may be gone, and the system takes everything back
+            self.unlock()
 
 
 _LOCKED: weakref.WeakValueDictionary[int, _Pages] = weakref.WeakValueDictionary()
@@ -83,7 +85,4 @@ def is_locked(tensor: Tensor) -> bool:
     """Whether a device or a disk can use the tensor's memory as it is: pinned by torch, or of `locked_tensor`."""
     if tensor.device.type != "cpu":
         return False
-    start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    if any(first <= start and stop <= first + len(pages) for first, pages in _LOCKED.items()):
-        return True
-    return on_cuda.holds and tensor.is_pinned()
+    return tensor.untyped_storage().data_ptr() in _LOCKED or (on_cuda.holds and tensor.is_pinned())

@@ -89,17 +89,21 @@ def _move(buffer: Tensor, place: Place, offset: int, write: bool, ready: torch.c
     ready.synchronize()
     alone = buffer.untyped_storage().nbytes() == buffer.nbytes
     whole = buffer if alone else buffer.clone()
-    flags = os.O_RDWR | os.O_CREAT if write else os.O_RDONLY
     path = f"/proc/self/fd/{place}" if isinstance(place, int) else os.fspath(place)
     what = f"{'write' if write else 'read'} of {buffer.nbytes} bytes at offset {offset}"
     try:
-        if not write and os.stat(path).st_size < offset + buffer.nbytes:
-            raise FileError(errno.ENODATA, f"{what}: the file has {os.stat(path).st_size} bytes", describe(place))
+        if write and not isinstance(place, int):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        size = os.stat(path).st_size
+        if not write and size < offset + buffer.nbytes:
+            raise OSError(errno.ENODATA, f"the file has {size} bytes")
         with torch.cuda.device(buffer.device):
-            file = torch.cuda.gds.GdsFile(path, flags)
+            file = torch.cuda.gds.GdsFile(path, os.O_RDWR if write else os.O_RDONLY)
             (file.save_storage if write else file.load_storage)(_storage(whole), offset)
-        if not write and not alone:
-            buffer.copy_(whole)
-            torch.cuda.current_stream(buffer.device).synchronize()
+            if not write and not alone:
+                buffer.copy_(whole)
+                torch.cuda.current_stream().synchronize()
+    except OSError as error:
+        raise FileError(error.errno or 0, f"{what}: {error.strerror}", describe(place)) from error
     except RuntimeError as error:
         raise FileError(errno.EIO, f"{what}: {error}", describe(place)) from error
