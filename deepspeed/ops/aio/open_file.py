@@ -168,7 +168,7 @@ def _grow(descriptor: int, start: int, stop: int) -> None:
     call.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
     while call(descriptor, 0, start, stop - start):
         code = ctypes.get_errno()
-        if code == errno.EOPNOTSUPP:
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS):
             return
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))

@@ -19,7 +19,8 @@ flows = st.builds(
     st.booleans(),
     st.booleans(),
 )
-SIZES = st.integers(0, 40 * ALIGNMENT) | st.integers(0, 40).map(lambda pages: pages * ALIGNMENT)
+BATCHES = st.sampled_from([2**24, 2**25 + ALIGNMENT, 3 * 2**25 + 5])
+SIZES = BATCHES | st.integers(0, 40 * ALIGNMENT) | st.integers(0, 40).map(lambda pages: pages * ALIGNMENT)
 
 
 @given(flow=flows, offset=SIZES, size=SIZES)
@@ -46,9 +47,10 @@ def test_threads_share_a_request(flow, pages):
 
 def test_a_batch_is_what_the_queue_holds():
     pairs = itertools.product((False, True), repeat=2)  # single_submit, overlap_events
-    got = [(flow.batch, flow.workers) for flow in (Flow(2**20, 8, 2, *pair) for pair in pairs)]
-    assert got == [(2**23, 2), (2**23, 4), (2**20, 2), (2**20, 16)]
-    assert Flow(1000, 3, 1).batch == 3 * ALIGNMENT  # blocks are whole pages
+    got = [(flow.batch, flow.workers) for flow in (Flow(2**20, 32, 2, *pair) for pair in pairs)]
+    assert got == [(2**25, 2), (2**25, 4), (2**20, 2), (2**20, 64)]
+    assert Flow(2**20, 2, 1).batch == 2**24  # the least
+    assert Flow(1000, 3, 1, True).batch == ALIGNMENT  # blocks are whole pages
     assert Flow(2**20, 1024, 64, True).workers == 128
 
 
