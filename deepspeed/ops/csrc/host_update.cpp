@@ -19,7 +19,8 @@ using formats::Format;
 namespace {
 
 constexpr int tile = 1024;
-constexpr int64_t claim = 32;  // tiles that a thread takes at a time
+constexpr int64_t share = 32;  // tiles for which another thread is worth its while
+constexpr int64_t most = 256;  // tiles that a thread takes at a time: long runs, for what processors fetch ahead
 
 static_assert(tile % codes::block == 0, "a tile has whole blocks");
 
@@ -132,16 +133,20 @@ class Update final : public pool::Job {
     explicit Update(const Call& call) : call_(call), rule_(call.numbers), starts_(new int64_t[call.count + 1]) {
         starts_[0] = 0;
         for (int64_t i = 0; i < call.count; i++) starts_[i + 1] = starts_[i] + (call.numel[i] + tile - 1) / tile;
+        threads = int(std::min<int64_t>(call.threads, (tiles() + share - 1) / share));
+        claim_ = std::clamp<int64_t>(tiles() / (8 * std::max(threads, 1)), 1, most);  // the last ones end together
     }
     ~Update() { delete[] starts_; }
 
     int64_t tiles() const { return starts_[call_.count]; }
 
+    int threads;  // that should work
+
     void work() override {
         for (;;) {
-            const int64_t first = next_.fetch_add(claim, std::memory_order_relaxed);
+            const int64_t first = next_.fetch_add(claim_, std::memory_order_relaxed);
             if (first >= tiles()) return;
-            const int64_t last = std::min(first + claim, tiles());
+            const int64_t last = std::min(first + claim_, tiles());
             int64_t tensor = std::upper_bound(starts_, starts_ + call_.count + 1, first) - starts_ - 1;
             for (int64_t each = first; each < last; each++) {
                 while (starts_[tensor + 1] <= each) tensor++;  // an empty tensor has no tile
@@ -208,14 +213,14 @@ class Update final : public pool::Job {
     const Call& call_;
     const Rule rule_;
     int64_t* starts_;
+    int64_t claim_;
     std::atomic<int64_t> next_{0};
 };
 
 template <class Rule>
 void run(const Call* call) {
     Update<Rule> update(*call);
-    const int64_t useful = (update.tiles() + claim - 1) / claim;
-    pool::run(&update, int(std::min<int64_t>(call->threads, useful)));
+    pool::run(&update, update.threads);
 }
 
 }  // namespace
