@@ -42,6 +42,18 @@ def _wants_data_efficiency(schema: Schema) -> bool:
     return asked and not data_techniques(schema)
 
 
+_OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
+
+
+def _device(schema: Schema, name: str) -> str:
+    block = getattr(schema.zero_optimization, name)
+    return "none" if block is None else str(getattr(block.device, "value", block.device))
+
+
+def _not_on_disk(name: str) -> Callable[[Schema], bool]:
+    return lambda schema: _device(schema, name) != "nvme"
+
+
 IDLE: tuple[Idle, ...] = (
     Idle("optimizer.legacy_fusion", "every optimizer takes the same step path"),
     Idle(
@@ -56,13 +68,32 @@ IDLE: tuple[Idle, ...] = (
     Idle("zero_optimization.memory_efficient_linear", "no layer keeps a whole weight for backward at stage 3"),
     Idle("zero_optimization.elastic_checkpoint", "every checkpoint loads at any world size"),
     Idle("zero_optimization.pipeline_loading_checkpoint", "a rank reads only its own part of the files"),
-    Idle("zero_optimization.save_muon_momentum_buffer_in_memory", "no state is kept on NVMe"),
+    Idle("zero_optimization.save_muon_momentum_buffer_in_memory", "the momentum is kept where the other states are"),
     Idle(
         "zero_optimization.mics_hierarchical_params_gather",
         "zero_optimization.mics_shard_size, which makes the groups, is not given",
         lambda c: c.zero_optimization.mics_shard_size < 1,
     ),
-    Idle("aio", "no state is kept on NVMe; the checkpoint writer has its own keys, checkpoint.writer"),
+    Idle(
+        "aio",
+        "neither offload_optimizer nor offload_param of zero_optimization has the device nvme; the checkpoint writer "
+        "has its own keys, checkpoint.writer",
+        lambda c: "nvme" not in (_device(c, "offload_optimizer"), _device(c, "offload_param")),
+    ),
+    *(
+        Idle(f"{_OPTIMIZER}.{key}", f"{_OPTIMIZER}.device is not nvme", _not_on_disk("offload_optimizer"))
+        for key in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
+    ),
+    *(
+        Idle(f"{_PARAM}.{key}", f"{_PARAM}.device is not nvme", _not_on_disk("offload_param"))
+        for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+    ),
+    Idle(f"{_OPTIMIZER}.fast_init", "moments on NVMe are written by the first step and never before"),
+    Idle(
+        f"{_OPTIMIZER}.cpuadam_cores_perc",
+        f"{_OPTIMIZER}.super_offload is off",
+        lambda c: not (c.zero_optimization.offload_optimizer and c.zero_optimization.offload_optimizer.super_offload),
+    ),
     Idle(
         "tensor_parallel",
         "tensor_parallel.autotp_size is below 2, so that layers are not split",

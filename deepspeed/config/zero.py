@@ -244,6 +244,11 @@ class DeepSpeedZeroConfig(Section):
             problems.append(
                 f"offload_optimizer.ratio below 1 ({self.offload_optimizer.ratio}) needs stage 3, found stage {stage}"
             )
+        if self.offloads_parameters and stage != 3:
+            problems.append(
+                f"offload_param.device needs stage 3, found stage {stage}: at the others parameters stay whole on the "
+                "device; set stage to 3, or remove offload_param"
+            )
         if self.zero_quantized_gradients and not self.reduce_scatter:
             problems.append("zero_quantized_gradients needs reduce_scatter, which is false")
         if self.zenflow is not None:

@@ -32,14 +32,15 @@ _UNNAMED = getattr(os, "O_TMPFILE", 0)
 
 
 class SwapFile:
-    """See [Note: no name]. `capacity` bytes can be taken from it at most; only what is taken uses the disk."""
+    """See [Note: no name]. What the disk has free now can be taken from it; only what is taken uses it."""
 
-    def __init__(self, folder: Path, capacity: int, key: str) -> None:
+    def __init__(self, folder: Path, key: str) -> None:
         """`key` is that of the config which names the folder."""
         self._folder, self._key = folder, key
         self._taken = 0
-        self._capacity = -(-max(capacity, _PAGE) // _PAGE) * _PAGE
         self._descriptor = _open(folder, key)
+        facts = os.fstatvfs(self._descriptor)
+        self._capacity = max(facts.f_bavail * facts.f_frsize // _PAGE, 1) * _PAGE
         self.path = f"/proc/self/fd/{self._descriptor}"
         """By which this process opens the file again."""
         os.ftruncate(self._descriptor, self._capacity)
@@ -50,10 +51,6 @@ class SwapFile:
         """A region, through the page cache; its space on the disk is there from now on."""
         size = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         offset = self._taken
-        if offset + size > self._capacity:
-            raise FileError(
-                errno.ENOSPC, f"{offset + size} bytes were asked for, {self._capacity} were planned", str(self._folder)
-            )
         if size:
             self._allocate(offset, size)
         self._taken += size
@@ -78,6 +75,8 @@ class SwapFile:
 
     def _allocate(self, offset: int, size: int) -> None:
         try:
+            if offset + size > self._capacity:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.posix_fallocate(self._descriptor, offset, size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

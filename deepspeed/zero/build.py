@@ -116,7 +116,7 @@ def shard(
     if zero.stage < 3:
         planner = _planner(schema, module, precision, everywhere(Placement(measure.axis)), None, stack)
         return _states(planner, module, optimizer, measure, Hosts(measure.axis), stack)
-    hosts, remote = Hosts(measure.axis), remote_of(schema, module, measure.axis.size, stack)
+    hosts, remote = Hosts(measure.axis), remote_of(schema, stack)
     fetching = _fetching(schema, module, measure.axis, hosts, remote, stack)
     coordinator, hooks = fetching
     placement = Placement(measure.axis, gradient_group=measure.axis.twin())
@@ -135,7 +135,7 @@ def _planner(
     stack: ExitStack,
 ) -> Planner:
     names = {id(param): name for name, param in module.named_parameters()}
-    homes = homes_of(schema, module, stack)
+    homes = homes_of(schema, stack)
     return Planner(schema, axis_of, precision, names, precision.reduce_dtypes(module), make, homes)
 
 

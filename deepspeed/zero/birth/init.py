@@ -24,6 +24,7 @@ from deepspeed.zero.birth.ranks import construction_axis
 from deepspeed.zero.birth.site import DeepSpeedTensorOverride, Placement, rank_device
 from deepspeed.zero.birth.touch import Touch
 from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.housing import gather_from, remote_of
 from deepspeed.zero.parameters.parameter import shard_parameter
 from deepspeed.zero.parameters.shard import Shard
 
@@ -41,7 +42,8 @@ class Init(ContextDecorator):
     Every rank constructs the same model; the values of rank 0 count. `module=` shards a model that exists. The dtype
     is that of the config's `bf16` or `fp16`, else `dtype`, else fp32; the ranks are those of
     `sequence_data_parallel_group`, `data_parallel_group` or `mpu`, else all. With `remote_device="cpu"` the model stays
-    on the hosts until `deepspeed.initialize`.
+    on the hosts until `deepspeed.initialize`, with "nvme" in files of the folder that `offload_param` names; what
+    `offload_param` says counts where nothing is given.
     """
 
     def __init__(
@@ -76,13 +78,17 @@ class Init(ContextDecorator):
             param_swapper=param_swapper is not None,
         )
         schema = _schema(config_dict_or_path, config)
-        on_hosts = _is_on_hosts(remote_device)
+        where = _where(remote_device, schema)
+        on_hosts = where == "cpu"
         comm.init_distributed()
         device = rank_device()[1]
         self._pin = pin_memory and on_hosts and device.type != "cpu"
         self._placement = _placement(schema, dtype, torch.device("cpu") if on_hosts else device, set(tensor_overrides))
         group = sequence_data_parallel_group if sequence_data_parallel_group is not None else data_parallel_group
         self._axis = construction_axis(group, mpu, on_hosts=on_hosts)
+        # The engine moves chunks to files of its own; until then these live as long as the chunks.
+        self._files = remote_of(schema, ExitStack()) if schema is not None and where == "nvme" else None
+        self._gather = None if self._files is None else gather_from(self._files, fetch.PLAIN)
         self._touch = Touch()
         self._gathers_in_apply = schema is None or schema.zero_optimization.override_module_apply
         self._strict = schema is not None and schema.zero_optimization.enable_sanity_checks
@@ -135,8 +141,8 @@ class Init(ContextDecorator):
     def _shard(self, module: nn.Module) -> None:
         """Shard every parameter below that is not sharded yet, with the values of the first rank."""
         for name, param in self._placement.put(module):
-            shard = shard_parameter(param, self._axis, f"{type(module).__name__}.{name}")
-            shard.strict = self._strict
+            shard = shard_parameter(param, self._axis, f"{type(module).__name__}.{name}", self._files)
+            shard.strict, shard.gather = self._strict, self._gather
             fetch.spread([shard])
             shard.edits = 0
             if shard.numel:
@@ -178,20 +184,23 @@ def _refuse(**asked: bool) -> None:
             raise FeatureUnavailable(f"zero.Init: {name} is not part of this version yet; leave it out", path=name)
 
 
-def _is_on_hosts(remote_device: str | None) -> bool:
-    if remote_device in (None, "none"):
-        return False
+def _where(remote_device: str | None, schema: Schema | None) -> str:
+    """Where chunks live until the engine takes them: "cpu", "nvme", or "" for the device."""
+    zero = None if schema is None else schema.zero_optimization
+    if remote_device is None and zero is not None and zero.offload_param is not None and zero.offloads_parameters:
+        remote_device = zero.offload_param.device.value
+    if remote_device in (None, "none", get_accelerator().device_name()) and remote_device != "cpu":
+        return ""
     if remote_device == "cpu":
-        return True
-    if remote_device == "nvme":
-        raise FeatureUnavailable(
-            "zero.Init: remote_device='nvme' needs parameter offload, which is not part of this version yet; use 'cpu' "
-            "or leave it out",
-            path="remote_device",
+        return "cpu"
+    if remote_device != "nvme":
+        raise UsageError(f"zero.Init: remote_device is {remote_device!r}; expected None, 'cpu' or 'nvme'")
+    if zero is None or zero.offload_param is None or zero.offload_param.nvme_path is None:
+        raise UsageError(
+            "zero.Init: remote_device is 'nvme', but no folder is named; give config_dict_or_path with "
+            "zero_optimization.offload_param.device nvme and its nvme_path"
         )
-    if remote_device == get_accelerator().device_name():
-        return False
-    raise UsageError(f"zero.Init: remote_device is {remote_device!r}; expected None or 'cpu'")
+    return "nvme"
 
 
 def _pin(shard: Shard) -> None:

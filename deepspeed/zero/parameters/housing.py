@@ -5,25 +5,20 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from torch import nn
-
 from deepspeed.memory.files import file_engine
 from deepspeed.memory.swap import SwapFile
 from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.parameters.gather import Gather
 from deepspeed.zero.parameters.in_files import FileGather, InFiles, Limits
 from deepspeed.zero.parameters.remote import HostGather, InHostMemory, Remote
-from deepspeed.zero.parameters.sharding import numel_of
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
 
 __all__ = ["gather_from", "remote_of"]
 
-_MOST = 16  # bytes per element that a swap file has room for, sparse where not used: dtypes may change
 
-
-def remote_of(schema: Schema, module: nn.Module, ranks: int, stack: ExitStack) -> Remote | None:
+def remote_of(schema: Schema, stack: ExitStack) -> Remote | None:
     """Where chunks live as `offload_param` says; None: on the device. What is opened is closed with `stack`."""
     offload = schema.zero_optimization.offload_param
     if offload is None or not schema.zero_optimization.offloads_parameters:
@@ -32,9 +27,7 @@ def remote_of(schema: Schema, module: nn.Module, ranks: int, stack: ExitStack) -
     if offload.device.value == "cpu":
         return InHostMemory(device, pinned=offload.pin_memory)
     assert offload.nvme_path is not None, "the config requires it"
-    parameters = list(module.parameters())
-    capacity = _MOST * (sum(map(numel_of, parameters)) // ranks + 4096 * len(parameters)) + (1 << 24)
-    swap = SwapFile(offload.nvme_path, capacity, "zero_optimization.offload_param.nvme_path")
+    swap = SwapFile(offload.nvme_path, "zero_optimization.offload_param.nvme_path")
     stack.callback(swap.close)
     engine = file_engine(schema.aio)
     stack.callback(engine.close)

@@ -54,6 +54,7 @@ class Afar:
         self._workers: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self._turns: list[Turn] = []
+        self._bounded = False
 
     def begin(self, tiles: Sequence[Tile], optimizer: Optimizer, factor: float, *, late: bool) -> list[Turn]:
         """Update tiles with their gradients times `factor`; if it may be `late`, while the caller goes on."""
@@ -99,6 +100,9 @@ class Afar:
     def _run_beside(self, turns: Sequence[Turn], optimizer: Optimizer, factor: float, device: torch.device) -> None:
         if device.type != "cpu":
             get_accelerator().set_device(device.index or 0)
+        if self._pace.cores < 1 and not self._bounded:
+            torch.set_num_threads(max(int(torch.get_num_threads() * self._pace.cores), 1))  # of this thread alone
+            self._bounded = True
         try:
             self._run(turns, optimizer, factor)
         except BaseException as error:

@@ -21,9 +21,11 @@ __all__ = ["DiskStore", "kinds_of"]
 class DiskStore:
     """`deepspeed.memory.store.Store` for arenas with a swap file; whatever lives elsewhere stays where it is."""
 
-    def __init__(self, optimizer: Optimizer, engine: FileEngine) -> None:
+    def __init__(self, optimizer: Optimizer, engine: FileEngine, buffers: int) -> None:
+        """At most `buffers` of host memory are kept from one tile to the next, or as many as one tile needs."""
         self._optimizer = optimizer
         self._engine = engine
+        self._most = buffers
         self._buffers: list[Tensor] = []
         """Free ones; as many tiles as are on their way at a time have some."""
         self._held: dict[Arena, dict[str, Tensor]] = {}
@@ -63,7 +65,8 @@ class DiskStore:
             arena.show(self._optimizer, kind, resting)
 
         def free(_: None) -> None:
-            self._buffers += [buffer.view(torch.uint8) for buffer in held.values()]
+            room = max(self._most, len(held)) - len(self._buffers)
+            self._buffers += [buffer.view(torch.uint8) for buffer in held.values()][: max(room, 0)]
 
         return Pending(None, AllOf(writes), free)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed.errors import DeepSpeedConfigError
@@ -13,7 +12,6 @@ from deepspeed.memory.files import file_engine
 from deepspeed.memory.store import AtHome, Store
 from deepspeed.memory.swap import SwapFile
 from deepspeed.memory.tier import AT_HOME, Homes, Tier
-from deepspeed.zero.parameters.sharding import numel_of
 from deepspeed.zero.states.disk import DiskStore
 from deepspeed.zero.states.tiles import Tile, tiles_well
 
@@ -23,10 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["homes_of", "store_of"]
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
-_MOST = 48  # bytes per element that a swap file has room for: masters and ten more floats, sparse where not used
 
 
-def homes_of(schema: Schema, module: nn.Module, stack: ExitStack) -> Homes:
+def homes_of(schema: Schema, stack: ExitStack) -> Homes:
     """Where the states of an engine live: as `offload_optimizer` says; a swap file is closed with `stack`."""
     zero, offload = schema.zero_optimization, schema.zero_optimization.offload_optimizer
     if offload is None or not zero.offloads_optimizer:
@@ -35,8 +32,7 @@ def homes_of(schema: Schema, module: nn.Module, stack: ExitStack) -> Homes:
     swap = None
     if _TIERS[offload.device.value] is Tier.DISK:
         assert offload.nvme_path is not None, "the config requires it"
-        capacity = _MOST * sum(numel_of(param) for param in module.parameters()) + (1 << 24)
-        swap = SwapFile(offload.nvme_path, capacity, "zero_optimization.offload_optimizer.nvme_path")
+        swap = SwapFile(offload.nvme_path, "zero_optimization.offload_optimizer.nvme_path")
         stack.callback(swap.close)
     return Homes(
         _TIERS[offload.device.value],
@@ -58,6 +54,9 @@ def store_of(schema: Schema, homes: Homes, optimizer: Optimizer, stack: ExitStac
             'states of all parameters at once. Use an optimizer of torch or of this library, or device "cpu".',
             path="zero_optimization.offload_optimizer.device",
         )
-    store = DiskStore(optimizer, file_engine(schema.aio))
+    offload = schema.zero_optimization.offload_optimizer
+    # of each of the tiles that are read, updated and written at a time
+    buffers = 3 * int(offload.buffer_count) if offload is not None else 0
+    store = DiskStore(optimizer, file_engine(schema.aio), buffers)
     stack.callback(store.close)
     return store

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class Pace:
     """Buffers through which weights return to the device are page-locked."""
     late: bool = False
     """The caller goes on while states in other tiers are updated."""
+    cores: float = 1.0
+    """Share of the threads that update them (`cpuadam_cores_perc` of `super_offload`)."""
 
     @classmethod
     def of(cls, schema: Schema, tile: int | None, *, pinned: bool, late: bool) -> Pace:
@@ -33,4 +35,7 @@ class Pace:
         given = set() if offload is None else offload.model_fields_set
         ahead = offload is None or "pipeline_read" not in given or offload.pipeline_read
         behind = offload is None or "pipeline_write" not in given or offload.pipeline_write
-        return cls(int(zero.sub_group_size) if tile is None else tile, int(ahead), int(behind), pinned, late)
+        made = cls(int(zero.sub_group_size) if tile is None else tile, int(ahead), int(behind), pinned, late)
+        if offload is not None and offload.super_offload:
+            return replace(made, late=True, cores=float(offload.cpuadam_cores_perc))
+        return made

@@ -187,6 +187,9 @@ def readers(folder):
     seen = record()
     for stage in range(4):
         run({"zero_optimization": {"stage": stage, "reduce_bucket_size": 100}, "bf16": {"enabled": True}}, folder)
+    run({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}}, folder)
+    disk = {"device": "nvme", "nvme_path": str(folder / "swap")}
+    run({"zero_optimization": {"stage": 3, "offload_optimizer": disk, "offload_param": disk}}, folder)
     run(WATCHED, folder)
     run({"fp16": {"enabled": True, "loss_scale": 8}, "scheduler": {"type": "WarmupLR"}}, folder)
     run({"fp16": {"enabled": True}, "checkpoint": {"writer": {}}}, folder)

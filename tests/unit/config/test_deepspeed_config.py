@@ -136,8 +136,8 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
         ({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.01}}, "progressive_layer_drop"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type"),
         (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-            "zero_optimization.offload_param",
+            {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
+            "zero_optimization.zero_quantized_gradients",
         ),
     ],
 )

@@ -50,9 +50,7 @@ def test_the_public_signature():
         {"zero_quantized_nontrainable_weights": True},
         {"zero_param_parallel_group": object()},
         {"param_swapper": object()},
-        {"remote_device": "nvme"},
         {"config_dict_or_path": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}},
-        {"config_dict_or_path": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}},
     ],
 )
 def test_features_that_are_missing_are_named(options):
@@ -64,6 +62,8 @@ def test_features_that_are_missing_are_named(options):
 def test_a_wrong_device_and_two_configs():
     with pytest.raises(UsageError, match="remote_device is 'disk'"):
         zero.Init(remote_device="disk")
+    with pytest.raises(UsageError, match="no folder is named"):
+        zero.Init(remote_device="nvme")
     with pytest.raises(UsageError, match="both given"):
         zero.Init(config={}, config_dict_or_path={})
 
