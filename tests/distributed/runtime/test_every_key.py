@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, get_args, get_origin
 from unittest.mock import MagicMock
 
+import pytest
 import torch
 import torch.distributed as dist
 from pydantic import TypeAdapter, ValidationError
@@ -35,6 +36,7 @@ from tests.models import Tiny, batches
 
 # What hands values on to users without acting on them.
 MERE_ANSWERS = ("deepspeed.config", "deepspeed.runtime.getters", "deepspeed._legacy")
+PLANS_BATCHES = ("deepspeed.config.elastic_batch", "deepspeed.config.batch")
 FOR_THE_LOADER = {
     *("strict", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     *("data_types.param_dtype", "zero_optimization.legacy_stage1"),
@@ -141,7 +143,8 @@ def record():
     def read(self, name):
         if name in type(self).model_fields:
             reader = sys._getframe(1).f_globals["__name__"]
-            if reader.startswith("deepspeed") and not reader.startswith(MERE_ANSWERS):
+            acts = reader in PLANS_BATCHES or not reader.startswith(MERE_ANSWERS)
+            if reader.startswith("deepspeed") and acts:
                 seen.add((type(self), name))
         return object.__getattribute__(self, name)
 
@@ -170,6 +173,12 @@ WATCHED = {
     **{name: {"enabled": True} for name in ("tensorboard", "csv_monitor", "wandb", "comet", "comms_logger")},
     "steps_per_print": 1,
 }
+ELASTIC = {
+    "enabled": True,
+    "max_train_batch_size": 8,
+    "micro_batch_sizes": [2],
+    "ignore_non_elastic_batch_info": True,
+}
 KEPT = {
     "partition_activations": True,
     "cpu_checkpointing": True,
@@ -190,6 +199,8 @@ def readers(folder):
     run({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}}, folder)
     disk = {"device": "nvme", "nvme_path": str(folder / "swap")}
     run({"zero_optimization": {"stage": 3, "offload_optimizer": disk, "offload_param": disk}}, folder)
+    for version in (0.1, 0.2):
+        run({"elasticity": {**ELASTIC, "version": version}}, folder)
     run(WATCHED, folder)
     run({"fp16": {"enabled": True, "loss_scale": 8}, "scheduler": {"type": "WarmupLR"}}, folder)
     run({"fp16": {"enabled": True}, "checkpoint": {"writer": {}}}, folder)
@@ -203,6 +214,9 @@ def test_no_key_is_silent(tmp_path):
     os.chdir(tmp_path)
     told = {leaf.path for leaf in leaves() if has_a_word(leaf)}
     checked = {leaf.path for leaf in leaves() if leaf.path in FOR_THE_LOADER and is_checked(leaf)}
+    with pytest.raises(DeepSpeedConfigError, match=r"elasticity\.ignore_non_elastic_batch_info to true"):
+        DeepSpeedConfig({**BATCH, "elasticity": {**ELASTIC, "ignore_non_elastic_batch_info": False}}, world_size=1)
+    checked.add("elasticity.ignore_non_elastic_batch_info")
     read = readers(tmp_path)
     silent = [leaf.path for leaf in leaves() if leaf.path not in told | checked | read]
     assert silent == [], "each of these needs a reader, a row in config/features.py, or one in config/idle.py"

@@ -136,7 +136,10 @@ def test_offload_devices():
         assert "nvme_path is not given" in refused(model, device="nvme")
         assert model(device="nvme", nvme_path="/disk").nvme_path == Path("/disk")
     assert DeepSpeedZeroConfig(offload_optimizer=CPU).offloads_optimizer
-    assert DeepSpeedZeroConfig(offload_param=CPU).offloads_parameters
+    assert DeepSpeedZeroConfig(stage=3, offload_param=CPU).offloads_parameters
+    assert "offload_param.device needs stage 3, found stage 2" in refused(
+        DeepSpeedZeroConfig, stage=2, offload_param=CPU
+    )
 
 
 def test_the_derived_pipeline_flag():
