@@ -7,6 +7,8 @@ import gc
 import os
 import pickle
 import stat
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -246,6 +248,20 @@ def test_a_tensor_that_nobody_holds_is_written_whole(engine, tmp_path):
     ticket = engine.write(tmp_path / "file", torch.frombuffer(bytearray(expected), dtype=torch.uint8).clone())
     ticket.wait()
     assert (tmp_path / "file").read_bytes() == expected
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_finishes_what_it_began(tmp_path):
+    code = f"""
+import torch
+from deepspeed.ops.aio import FileEngine
+engine = FileEngine(block_size=2**20, queue_depth=1, threads=1)
+for n in range(4):
+    engine.write({str(tmp_path / "file")!r}, torch.full((2**22,), n, dtype=torch.uint8), n * 2**22)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    content = (tmp_path / "file").read_bytes()
+    assert content == b"".join(bytes([n]) * 2**22 for n in range(4))
 
 
 def test_a_forked_process_is_told_and_ends(engine, tmp_path):
