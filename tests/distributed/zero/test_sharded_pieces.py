@@ -47,7 +47,7 @@ def groups_of(stage, module, options, dtypes=DTYPES):
         for shard in shards:
             if shard.local.numel():
                 group.pieces.append(Piece(shard.name, shard.param, shard.shape, shard.interval, shard.local))
-                group.pieces[-1].widen(dtypes.master)
+                group.pieces[-1].widen(dtypes.master, shard.device)
         return group
     return ResidentGroup(members, Placement(axis), dtypes, options, gather_limit=1 << 20)
 
