@@ -38,7 +38,7 @@ def test_the_shape_is_the_one_of_the_target():
 def test_both_files_agree_on_the_mark_and_the_fields():
     assert gpu_llama.MARK == llama_child.MARK
     options = parser().parse_args([])
-    sent = {"shape", "device", "steps", "warm_up", "threshold", "deepspeed_path"}
+    sent = {"shape", "device", "steps", "warm_up", "accumulation", "threshold", "deepspeed_path"}
     assert sent | {"contender", "profile"} == set(Task.__dataclass_fields__)
     assert sent <= set(vars(options))
 
@@ -46,6 +46,9 @@ def test_both_files_agree_on_the_mark_and_the_fields():
 def test_a_contender_has_a_kind_and_a_stage():
     assert (Task("ours:3").kind, Task("ours:3").stage) == ("ours", 3)
     assert (Task("plain").kind, Task("plain").stage) == ("plain", 0)
+    assert Task("ours:2-cpu").stage == 2
+    assert set(Task("ours:2-cpu").offload) == {"offload_optimizer"}
+    assert set(Task("deepspeed:3-both").offload) == {"offload_optimizer", "offload_param"}
 
 
 @pytest.mark.parametrize(
