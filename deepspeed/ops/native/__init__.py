@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.ops.native.library import library
+from deepspeed.ops.native.load import library
 
 __all__ = ["library"]

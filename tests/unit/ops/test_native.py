@@ -15,7 +15,7 @@ from deepspeed.errors import OpUnavailable
 from deepspeed.ops import capability
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.native import cache, library, recipe
-from deepspeed.ops.native.library import _outcome
+from deepspeed.ops.native.load import _outcome
 from deepspeed.ops.registry import operations
 
 SCRIPT = """#!/bin/sh
