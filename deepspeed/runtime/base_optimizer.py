@@ -163,11 +163,13 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
         self._stepper.reducer.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer inside and of the loss scale."""
+        """The state of the optimizer inside and of the loss scale; what a step left behind is done first."""
+        self._stepper.states.settle()
         return {"optimizer_state_dict": self.optimizer.state_dict(), "loss_scaler": self._scale.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what `state_dict` gave."""
+        self._stepper.states.settle()
         reload(self.optimizer, state_dict["optimizer_state_dict"])
         self._scale.load_state_dict(state_dict["loss_scaler"])
 

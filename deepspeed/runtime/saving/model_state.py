@@ -153,6 +153,7 @@ class _Loading:
             return
         opened = [shard for shard in shards if not shard.whole]
         for shard in opened:  # only this rank's chunk of what was there is needed: nothing is sent
+            shard.settle()
             shard.allocate()
             start = shard.axis.rank * shard.chunk
             shard.flat[start : start + shard.chunk].copy_(shard.data)

@@ -52,6 +52,7 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
 
             view = views.find(name)
             if view is not None:
+                self._stepper.states.settle()
                 return view(self._stepper.states, self.optimizer)
         return super().__getattr__(name)
 

@@ -249,7 +249,11 @@ class ShardReducer:
     def rescale(self, factor: float) -> None:
         """Multiply every gradient that is held, whole or in pieces."""
         self.land()
-        held = [piece.gradient for group in self._groups() for piece in group.pieces]
+        pieces = [piece for group in self._groups() for piece in group.pieces]
+        held = [piece.gradient for piece in pieces]
+        for piece in pieces:
+            if piece.norm is not None:
+                piece.norm = piece.norm * abs(factor)
         whole = [grad for group in self._groups() for grad in group.whole_gradients()]
         scale_([grad for grad in (*held, *whole) if grad is not None], factor)
 
