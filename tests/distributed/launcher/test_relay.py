@@ -81,7 +81,7 @@ def test_a_failure_without_a_story(tmp_path):
 def test_a_link_that_breaks(tmp_path):
     """As ssh to a host that is not there; the other host hears SIGTERM as a byte."""
     box = Mailbox(tmp_path)
-    other = f"sys.stdin.read(1); open({str(box.path)!r}, 'w').write(str(sys.stdin.buffer.read(1)[0]) + chr(10))"
+    other = f"open({str(box.path)!r}, 'w').write(str(sys.stdin.buffer.read(2)[1]) + chr(10))"
     broken = program("print('no route', file=sys.stderr); sys.exit(255)", host="a")
     with relay(tmp_path, broken, program(other, host="b", opening=b"x")) as job:
         assert job.wait() == 255
