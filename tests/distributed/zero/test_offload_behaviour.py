@@ -196,3 +196,49 @@ def test_a_killed_job_leaves_no_swap_file(tmp_path):
         job.send_signal(signal.SIGKILL)
         job.wait()
     assert list(swap.iterdir()) == []
+
+
+class Half(torch.nn.Module):
+    """Only one of its layers is used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.used(x).square().mean()
+
+
+@pytest.mark.parametrize("late", [False, True])
+@ranks(1, 2)
+def test_two_groups_and_a_layer_that_nobody_uses(late, tmp_path):
+    torch.manual_seed(1)
+    data, found = torch.randn(3, 4, 8), []
+    for zero in homes(tmp_path):
+        model = Half()
+        groups = [
+            {"params": [p for p in model.parameters() if p.dim() > 1], "weight_decay": 0.5},
+            {"params": [p for p in model.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage3_param_persistence_threshold": 0, "sub_group_size": 30, **zero},
+        }
+        with late_updates() if late else nullcontext():
+            engine = deepspeed.initialize(model=model, model_parameters=groups, config=config)[0]
+        engine.eval()(data[0])  # a forward without gradients, before and between steps
+        engine.train()
+        for batch in data:
+            engine.backward(engine(batch))
+            engine.step()
+            engine.eval()(batch)
+            engine.train()
+        found.append(whole(engine))
+        engine.destroy()
+    fresh = dict(Half().named_parameters())
+    for each in found:
+        for name, value in found[0].items():
+            torch.testing.assert_close(each[name], value, rtol=1e-5, atol=1e-6)
+        assert torch.equal(each["unused.weight"], fresh["unused.weight"])  # not even decayed
