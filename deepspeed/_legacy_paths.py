@@ -212,6 +212,9 @@ SPLIT: dict[str, dict[str, str]] = {
         "DeepSpeedZeroOffloadParamConfig": "deepspeed.config.offload",
         "ZeroStageEnum": "deepspeed.config.zero",
     },
+    "deepspeed.runtime.zero.offload_states": {
+        "get_state_devices": "deepspeed.runtime.moving",
+    },
     "deepspeed.runtime.zero.parameter_offload": {
         "DeepSpeedZeRoOffload": "deepspeed.zero.public.rehook:ParameterOffload",
         "ZeROOrderedDict": "deepspeed.zero.parameters.external:WatchedParameters",

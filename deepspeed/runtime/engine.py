@@ -16,6 +16,7 @@ from deepspeed.events import OverflowFound, Phase, StepFinished
 from deepspeed.log import warn_once
 from deepspeed.runtime import getters, news
 from deepspeed.runtime.model_methods import ModelMethods
+from deepspeed.runtime.moving import MovingMethods
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.phases import phase
 from deepspeed.runtime.saving.checkpoints import Checkpoints
@@ -25,7 +26,7 @@ from deepspeed.runtime.step.stepper import Outcome
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
+class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module):
     """A module that trains as its config says.
 
     `engine(batch)`, `engine.backward(loss)` and `engine.step()` after every micro batch; a plain `loss.backward()` in
@@ -67,6 +68,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's output."""
         parts = self._parts
+        if parts.moved:
+            self._must_be_here("engine.forward()", trains=torch.is_grad_enabled())
         if not torch.is_grad_enabled():
             return parts.forward(*inputs, **kwargs)
         if not self.training:
@@ -85,6 +88,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
         Returns the loss that was used, without the loss scale.
         """
         parts = self._parts
+        if parts.moved:
+            self._must_be_here("engine.backward()", trains=True)
         with phase(self.events, Phase.BACKWARD, parts.accumulation):
             used = parts.backward.run(loss, retain_graph=retain_graph, divide=scale_wrt_gas)
         if self.events.wants(StepFinished):
@@ -100,6 +105,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, nn.Module):
                 "are not reduced yet; leave the context first"
             )
         self._applied = False
+        if parts.moved:
+            self._must_be_here("engine.step()", trains=True, steps=True)
         if parts.accumulation.at_boundary:
             self._checkpoints.must_be_whole("engine.step()")
             with phase(self.events, Phase.STEP, parts.accumulation):

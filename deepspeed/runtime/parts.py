@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.offload import OffloadStateTypeEnum
 from deepspeed.events import EventStream
+from deepspeed.memory.parking import Parking
 from deepspeed.parallel import ParallelLayout
 from deepspeed.precision.policy import Precision
 from deepspeed.precision.scale import LossScale
@@ -58,3 +60,7 @@ class Parts:
     monitor: Any = None
     timers: Any = None
     tput_timer: Any = None
+    parking: Parking = field(default_factory=Parking)
+    """What `engine.offload_states` moved to host memory, for a while."""
+    moved: set[OffloadStateTypeEnum] = field(default_factory=set)
+    """The kinds of it."""

@@ -107,3 +107,33 @@ def test_the_device_holds_less():
     assert peak_of({"stage": 2}) > 14  # weights, gradients, masters, moments
     assert peak_of({"stage": 2, **OPTIMIZER}) < 8  # weights and a few buckets
     assert peak_of({"stage": 3, **BOTH}) < 4  # a few layers of eight
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("blocking", [False, True])
+def test_states_that_leave_for_a_while_free_the_device(stage, blocking):
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage},
+    }
+    found = []
+    for moves in (False, True):
+        torch.manual_seed(0)
+        engine, *_ = deepspeed.initialize(model=nn.Linear(2048, 2048), config=config)
+        batch = torch.randn(4, 2048, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
+        for _ in range(3):
+            engine.backward(engine(batch).float().square().mean())
+            engine.step()
+            if moves:
+                before = torch.cuda.memory_allocated()
+                engine.offload_states(non_blocking=not blocking)
+                # two moments and a master of 4 bytes, a parameter of 2
+                assert before - torch.cuda.memory_allocated() >= 14 * 2048 * 2048
+                engine.reload_states(non_blocking=not blocking)
+                assert torch.cuda.memory_allocated() <= before
+        found.append([param.detach().clone() for param in engine.module.parameters()])
+        engine.destroy()
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -183,8 +183,8 @@ class Shard:
     def settle(self) -> None:
         """The chunk is what the last step made of it."""
         if self.late is not None:
-            late, self.late = self.late, None
-            late.wait()
+            self.late.wait()
+            self.late = None
 
     def allocate(self) -> None:
         """Give the whole parameter its memory back; what is in it is undefined."""

@@ -66,6 +66,8 @@ class States:
             optimizer.new_state = self._new_state
             optimizer.mixed = True  # type: ignore[attr-defined]  # some of what it updates stays on the device
         self.reducer: ShardReducer | None = None
+        self.absent = ""
+        """What to say to whoever needs states that are elsewhere for a while."""
 
     @property
     def copies(self) -> bool:
@@ -209,6 +211,8 @@ class States:
 
     def settle(self) -> None:
         """What a step left behind is done: states, gradients and parameters are those after it."""
+        if self.absent:
+            raise UsageError(self.absent)
         if self.away:
             self._afar.settle()
             for piece in self.away.values():
