@@ -32,7 +32,8 @@ from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import Stepper
 from deepspeed.zero.birth.site import rank_device
-from deepspeed.zero.build import Sharded, hold_whole, house, shard
+from deepspeed.zero.budgeting import budget, parameters_leave
+from deepspeed.zero.build import Sharded, hold_whole, house, quarters_of, shard
 from deepspeed.zero.parameters.hooks import ModuleHooks
 from deepspeed.zero.parameters.sharding import keep_whole
 from deepspeed.zero.states.norm import Measure
@@ -73,7 +74,8 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
-    remote = schema.zero_optimization.offloads_parameters
+    spills = parameters_leave(schema, module, precision, layout["dp", "sp"])
+    remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)
     replicate(module, layout["dp", "sp"], remote=remote)
     log_dist(f"precision: {precision.describe()}")
@@ -179,14 +181,15 @@ def _states(
     zero = schema.zero_optimization
     model_group = model.group if model.size > 1 else None
     measure = Measure(axis, model_group, is_split, all_used=not zero.ignore_unused_parameters)
+    quarters = quarters_of(schema, budget(schema, module, precision, basic, axis), stack)
     spreads = axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None))
-    if spreads or zero.offloads_parameters:
-        sharded = shard(schema, module, precision, basic, measure, stack)
+    if spreads or quarters.remotes is not None:
+        sharded = shard(schema, module, precision, basic, measure, quarters)
         return sharded.states, sharded.reducer, sharded
     if zero.stage == 3:
         keep_whole(module, axis)
-    if basic is not None and zero.offloads_optimizer:
-        sharded = house(schema, module, precision, basic, measure, layout.alone, stack)
+    if basic is not None and (quarters.homes.away or zero.offloads_optimizer):
+        sharded = house(schema, module, precision, basic, measure, layout.alone, quarters)
         return sharded.states, sharded.reducer, sharded
     states = None if basic is None else hold_whole(module, precision, basic, measure, layout.alone)
     return states, build_reducer(schema, module, axis, precision, states), None

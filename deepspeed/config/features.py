@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed.config.clean import Problem
-from deepspeed.config.memory import MemoryConfig
 from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.schema import Schema
 from deepspeed.errors import FeatureUnavailable
@@ -38,7 +37,6 @@ def data_techniques(schema: Schema) -> bool:
 
 
 UNBUILT: tuple[Feature, ...] = (
-    Feature("memory", "budgets of memory", lambda c: c.memory != MemoryConfig()),
     Feature("aio.use_gds", "GPUDirect Storage", lambda c: c.aio.use_gds),
     Feature("zero_optimization.zenflow", "ZenFlow", lambda c: c.zero_optimization.zenflow is not None),
     Feature(

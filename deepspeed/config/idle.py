@@ -54,6 +54,10 @@ def _not_on_disk(name: str) -> Callable[[Schema], bool]:
     return lambda schema: _device(schema, name) != "nvme"
 
 
+def _no_limit(schema: Schema) -> bool:
+    return schema.memory.device is None
+
+
 IDLE: tuple[Idle, ...] = (
     Idle("optimizer.legacy_fusion", "every optimizer takes the same step path"),
     Idle(
@@ -76,9 +80,13 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(
         "aio",
-        "neither offload_optimizer nor offload_param of zero_optimization has the device nvme; the checkpoint writer "
-        "has its own keys, checkpoint.writer",
-        lambda c: "nvme" not in (_device(c, "offload_optimizer"), _device(c, "offload_param")),
+        "neither offload_optimizer nor offload_param of zero_optimization has the device nvme, and memory.disk is not "
+        "given; the checkpoint writer has its own keys, checkpoint.writer",
+        lambda c: not c.memory.disk and "nvme" not in (_device(c, "offload_optimizer"), _device(c, "offload_param")),
+    ),
+    *(
+        Idle(f"memory.{key}", "memory.device is not given, so that all states are on the device", _no_limit)
+        for key in ("host", "disk", "path")
     ),
     *(
         Idle(f"{_OPTIMIZER}.{key}", f"{_OPTIMIZER}.device is not nvme", _not_on_disk("offload_optimizer"))

@@ -36,6 +36,17 @@ def amp_alone(config: Keys) -> None:
         _refuse("amp.enabled", f"Apex AMP does not work with {', '.join(found)}; use one of them")
 
 
+def one_answer_to_where_states_live(config: Keys) -> None:
+    zero = config.zero_optimization
+    others = {
+        "zero_optimization.offload_optimizer": zero.offloads_optimizer,
+        "zero_optimization.offload_param": zero.offloads_parameters,
+    }
+    found = [name for name, on in others.items() if on]
+    if found and config.memory.device is not None:
+        _refuse("memory.device", f"{' and '.join(found)} says where states live, too; give one of them")
+
+
 def low_precision_masters_need_zero(config: Keys) -> None:
     keys = {
         "fp16.fp16_master_weights_and_grads": config.fp16.fp16_master_weights_and_grads,
@@ -259,6 +270,7 @@ def quantized_weights_in_the_step(config: Keys) -> None:
 RULES: tuple[Callable[[Keys], None], ...] = (
     one_precision,
     amp_alone,
+    one_answer_to_where_states_live,
     low_precision_masters_need_zero,
     wide_moments_of_low_precision_masters,
     parameters_have_the_expected_dtype,

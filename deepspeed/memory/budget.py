@@ -10,7 +10,9 @@ its parts say so by kind. Units are given in the order in which they should get 
 every micro step uses twice, before optimizer states, which a step uses once. Each tier takes the next units for as long
 as they fit, so that a tier holds one run of that order: with more of a budget no unit moves to a slower tier.
 
-A budget may keep a window back: bytes that a tier needs, once anything lies in a slower one, for what is on its way.
+A part may have tiers of its own: gradients of what is on the disk wait in host memory, and a master that is the
+parameter itself takes memory only where the parameter is not. A budget may keep a window back: bytes that a tier needs,
+once anything lies in a slower one, for what is on its way.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ __all__ = ["DEVICE", "DISK", "HOST", "Budget", "Part", "Plan", "Row", "Unit", "b
 DEVICE, HOST, DISK = "device", "host", "disk"
 """Names of the tiers, which are the keys of the config's `memory` section."""
 
+_ORDER = (DEVICE, HOST, DISK)
+
 _NO_WINDOWS: Mapping[str, int] = MappingProxyType({})
 
 
@@ -41,6 +45,10 @@ class Part:
     elements: int
     width: float
     """Bytes per element; moments of 8 bits with their scales have a fraction."""
+    fastest: str = DEVICE
+    """In faster tiers than this one it takes no memory."""
+    slowest: str = DISK
+    """In slower tiers than this one it does not lie: it stays in this one."""
 
     def __post_init__(self) -> None:
         if self.elements < 0 or not 0 <= self.width < math.inf:
@@ -50,6 +58,12 @@ class Part:
     def nbytes(self) -> int:
         """Whole bytes."""
         return math.ceil(self.elements * self.width)
+
+    def lies_in(self, tier: str) -> str | None:
+        """Where it is if its unit is in `tier`; None: it takes no memory then."""
+        if _ORDER.index(tier) < _ORDER.index(self.fastest):
+            return None
+        return min(tier, self.slowest, key=_ORDER.index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +78,10 @@ class Unit:
         """Bytes of all parts."""
         return sum(part.nbytes for part in self.parts)
 
+    def takes(self, tier: str, unit_in: str) -> int:
+        """Bytes that it takes in `tier` if it is in `unit_in`."""
+        return sum(part.nbytes for part in self.parts if part.lies_in(unit_in) == tier)
+
 
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -74,12 +92,6 @@ class Budget:
     """Bytes; None is no limit."""
     window: int = 0
     """Bytes of it that are kept back if anything lies in a slower tier."""
-
-    def room(self, wanted: int, *, slower: bool) -> int:
-        """Bytes for units, of which `wanted` are left to place; `slower`: whether there is a slower tier."""
-        if self.limit is None or wanted <= self.limit:
-            return wanted
-        return max(0, self.limit - self.window) if slower else self.limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +117,18 @@ class Plan:
     @cached_property
     def used(self) -> dict[str, int]:
         """Bytes of units in every tier."""
-        used = {budget.tier: 0 for budget in self.budgets}
+        return {budget.tier: sum(part.nbytes for part in self._parts_in(budget.tier)) for budget in self.budgets}
+
+    def elements(self, kind: str) -> dict[str, int]:
+        """How many of a kind belong to the units of every tier."""
+        found = {budget.tier: 0 for budget in self.budgets}
         for unit, tier in zip(self.units, self.tiers, strict=True):
-            used[tier] += unit.nbytes
-        return used
+            found[tier] += sum(part.elements for part in unit.parts if part.kind == kind)
+        return found
+
+    def _parts_in(self, tier: str) -> list[Part]:
+        placed = zip(self.units, self.tiers, strict=True)
+        return [part for unit, at in placed for part in unit.parts if part.lies_in(at) == tier]
 
     @property
     def rows(self) -> list[Row]:
@@ -116,11 +136,10 @@ class Plan:
         found: list[Row] = []
         for at, budget in enumerate(self.budgets):
             kinds: dict[str, tuple[int, int]] = {}
-            for unit, tier in zip(self.units, self.tiers, strict=True):
-                for part in unit.parts if tier == budget.tier else ():
-                    elements, nbytes = kinds.get(part.kind, (0, 0))
-                    kinds[part.kind] = (elements + part.elements, nbytes + part.nbytes)
-            if budget.window and any(self.used[slower.tier] for slower in self.budgets[at + 1 :]):
+            for part in self._parts_in(budget.tier):
+                elements, nbytes = kinds.get(part.kind, (0, 0))
+                kinds[part.kind] = (elements + part.elements, nbytes + part.nbytes)
+            if budget.window and any(slower.tier in self.tiers for slower in self.budgets[at + 1 :]):
                 kinds["on the way"] = (0, budget.window)
             for kind, (elements, nbytes) in kinds.items():
                 found.append(Row(budget.tier, kind, elements, nbytes, _share(nbytes, budget.limit)))
@@ -145,18 +164,23 @@ def budgets_of(
 def place(units: Sequence[Unit], budgets: Sequence[Budget]) -> Plan:
     """Units in the fastest tiers that hold them, in their order; an error where some find no place."""
     tiers: list[str] = []
-    left = sum(unit.nbytes for unit in units)
     for at, budget in enumerate(budgets):
-        slower = at + 1 < len(budgets)
-        room = budget.room(left, slower=slower)
-        while len(tiers) < len(units) and units[len(tiers)].nbytes <= room:
-            nbytes = units[len(tiers)].nbytes
+        rest = units[len(tiers) :]
+        sizes = [unit.takes(budget.tier, budget.tier) for unit in rest]
+        if budget.limit is None or sum(sizes) <= budget.limit:
+            tiers += [budget.tier] * len(rest)
+            break
+        room, stay = budget.limit, [0] * len(rest)
+        if at + 1 < len(budgets):  # what does not fit here leaves some parts here all the same
+            stay = [unit.takes(budget.tier, budgets[at + 1].tier) for unit in rest]
+            room -= budget.window + sum(stay)
+        if room < 0:
+            raise _too_small(budget, sum(stay))
+        for size, part in zip(sizes, stay, strict=True):
+            room -= size - part
+            if room < 0:
+                break
             tiers.append(budget.tier)
-            room -= nbytes
-            left -= nbytes
-        spills = slower and len(tiers) < len(units)
-        if spills and budget.limit is not None and budget.window > budget.limit:
-            raise _too_small_for_its_window(budget)
     if len(tiers) < len(units):
         raise _no_place(units, units[len(tiers) :], budgets)
     return Plan(tuple(units), tuple(budgets), tuple(tiers))
@@ -168,11 +192,12 @@ def _share(nbytes: int, limit: int | None) -> float | None:
     return nbytes / limit if limit else 0.0
 
 
-def _too_small_for_its_window(budget: Budget) -> DeepSpeedConfigError:
+def _too_small(budget: Budget, stays: int) -> DeepSpeedConfigError:
     key = f"memory.{budget.tier}"
+    needs = [f"{size_text(budget.window)} there for what is on its way to and from slower memory"] * bool(budget.window)
+    needs += [f"{size_text(stays)} there for what cannot lie in slower memory"] * bool(stays)
     return DeepSpeedConfigError(
-        f"{key}: a rank may use {size_text(budget.limit or 0)} of it, but needs {size_text(budget.window)} there for "
-        f"what is on its way to and from slower memory. Raise {key}.",
+        f"{key}: a rank may use {size_text(budget.limit or 0)} of it, but needs {' and '.join(needs)}. Raise {key}.",
         path=key,
     )
 

@@ -13,6 +13,7 @@ has the most (unless `gap` leaves holes). On one rank every stage is stage 0.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -20,7 +21,7 @@ from itertools import chain
 from deepspeed.errors import UsageError
 from deepspeed.fragments import Block, FlatLayout, Striped
 
-__all__ = ["ModelStates", "Spread", "Widths", "model_states"]
+__all__ = ["ModelStates", "Spread", "Widths", "fragments", "model_states"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Widths:
     grad: int = 4
     master: int = 4
     """0 where the optimizer updates the parameters themselves."""
-    optimizer: int = 8
+    optimizer: float = 8
     """All states of the optimizer together: two fp32 moments take 8."""
 
 
@@ -92,14 +93,26 @@ def model_states(
         else:
             masters = sum(layout.shard_numel for layout in layouts)
             params = masters * spread.world + sum(frozen)
-    return ModelStates(params * widths.param, grads * widths.grad, masters * widths.master, states * widths.optimizer)
+    moments = math.ceil(states * widths.optimizer)
+    return ModelStates(params * widths.param, grads * widths.grad, masters * widths.master, moments)
 
 
 def _layout(numels: tuple[int, ...], spread: Spread) -> FlatLayout:
     return Striped(numels, spread.world) if spread.stage == 3 else Block(numels, spread.world, gap=spread.gap)
 
 
+def fragments(group: Sequence[int], spread: Spread) -> list[int]:
+    """Elements that a rank updates of each parameter of an optimizer group."""
+    if spread.stage == 0 or spread.world == 1:
+        return list(group)
+    return _intervals(_layout(tuple(group), spread), spread.rank)
+
+
 def _held(layout: FlatLayout, rank: int) -> int:
     """Elements of the rank's fragments."""
+    return sum(_intervals(layout, rank))
+
+
+def _intervals(layout: FlatLayout, rank: int) -> list[int]:
     intervals = (layout.interval(param, rank) for param in range(len(layout.numels)))
-    return sum(stop - start for start, stop in intervals)
+    return [stop - start for start, stop in intervals]

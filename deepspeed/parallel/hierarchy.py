@@ -19,6 +19,7 @@ __all__ = [
     "Split",
     "all_to_all_split",
     "hpz_split",
+    "local_ranks",
     "mics_gather_split",
     "mics_split",
     "node_split",
@@ -45,6 +46,12 @@ def ranks_per_node(world: int, given: int | None = None, environ: Mapping[str, s
             f"Run the same number of ranks on every node, or give the ranks per node of this job."
         )
     return count
+
+
+def local_ranks(unknown: int = 1) -> int:
+    """Ranks on this machine, as whoever started them says; `unknown` where nobody does."""
+    found = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
+    return int(found) if found.isdigit() and int(found) else unknown
 
 
 def split(axis: Axis, size: int) -> Split:

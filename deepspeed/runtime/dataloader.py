@@ -13,6 +13,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import FeatureUnavailable, LayoutError
 from deepspeed.log import logger, warn_once
+from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.runtime.sampling import GivenOrder, HasEpoch, RankOrder, RankStream, TakesEpoch
 
 __all__ = [
@@ -343,9 +344,7 @@ def default_workers(streams: bool = False) -> int:
     if streams or get_accelerator().device_name() == "cpu":
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    neighbours = os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or ""
-    share = cores // max(1, int(neighbours) if neighbours.isdigit() else 1)
-    return max(0, min(_MOST_WORKERS, share - 1))
+    return max(0, min(_MOST_WORKERS, cores // local_ranks() - 1))
 
 
 def _check(batch_size: Any, config: Mapping[str, Any] | None) -> None:

@@ -12,20 +12,22 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed.config.schema import Schema
+from deepspeed.memory.tier import Homes
 from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.agreement import Hosts
 from deepspeed.zero.birth.site import rank_device
+from deepspeed.zero.budgeting import Budgeted
 from deepspeed.zero.gradients.council import Council
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.parameters.coordinator import Coordinator
 from deepspeed.zero.parameters.gather import Gather, PlainGather, gather
 from deepspeed.zero.parameters.hooks import ModuleHooks
-from deepspeed.zero.parameters.housing import gather_from, remote_of
+from deepspeed.zero.parameters.housing import gather_from, remotes_of
 from deepspeed.zero.parameters.passes import Passes
 from deepspeed.zero.parameters.plan import Limits
-from deepspeed.zero.parameters.remote import Remote
+from deepspeed.zero.parameters.remote import Remote, Remotes
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.parameters.sharding import persist, shard_module, shard_parameter
 from deepspeed.zero.parameters.uses import blocks_of
@@ -45,9 +47,23 @@ from deepspeed.zero.states.states import States
 from deepspeed.zero.states.striped import StripedGroup
 from deepspeed.zero.states.whole import WholePlanner
 
-__all__ = ["Sharded", "hold_whole", "house", "shard"]
+__all__ = ["Quarters", "Sharded", "hold_whole", "house", "quarters_of", "shard"]
 
 _WORTHWHILE = 1 << 17  # elements that each rank sends in a gather ahead of small modules
+
+
+@dataclass(frozen=True)
+class Quarters:
+    """Where states live, and the chunks of stage 3; what they need is closed with the stack."""
+
+    homes: Homes
+    remotes: Remotes | None
+    stack: ExitStack
+
+
+def quarters_of(schema: Schema, budgeted: Budgeted | None, stack: ExitStack) -> Quarters:
+    """As the config says: by its offload sections, or by its budgets."""
+    return Quarters(homes_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack), stack)
 
 
 @dataclass(frozen=True)
@@ -85,12 +101,12 @@ def house(
     optimizer: Optimizer,
     measure: Measure,
     alone: AxisGroup,
-    stack: ExitStack,
+    quarters: Quarters,
 ) -> Sharded:
     """States that nobody shares, in another tier; `alone` is an axis on which this rank has no other."""
     placement = everywhere(Placement(alone, replicate=measure.axis))
-    planner = _planner(schema, module, precision, placement, HousedGroup, stack)
-    return _states(planner, module, optimizer, measure, Hosts(measure.axis), stack)
+    planner = _planner(schema, module, precision, placement, HousedGroup, quarters)
+    return _states(planner, module, optimizer, measure, Hosts(measure.axis), quarters.stack)
 
 
 def hold_whole(
@@ -109,21 +125,21 @@ def shard(
     precision: Precision,
     optimizer: Optimizer | None,
     measure: Measure,
-    stack: ExitStack,
+    quarters: Quarters,
 ) -> Sharded:
     """Spread `module` and the states of its optimizer as the config's stage says."""
     zero = schema.zero_optimization
     if zero.stage < 3:
-        planner = _planner(schema, module, precision, everywhere(Placement(measure.axis)), None, stack)
-        return _states(planner, module, optimizer, measure, Hosts(measure.axis), stack)
-    hosts, remote = Hosts(measure.axis), remote_of(schema, stack)
-    fetching = _fetching(schema, module, measure.axis, hosts, remote, stack)
+        planner = _planner(schema, module, precision, everywhere(Placement(measure.axis)), None, quarters)
+        return _states(planner, module, optimizer, measure, Hosts(measure.axis), quarters.stack)
+    hosts = Hosts(measure.axis)
+    fetching = _fetching(schema, module, measure.axis, hosts, quarters)
     coordinator, hooks = fetching
     placement = Placement(measure.axis, gradient_group=measure.axis.twin())
     make = partial(_striped, coordinator.gradient_arrived if hooks.handles else None)
-    planner = _planner(schema, module, precision, everywhere(placement), make, stack)
-    sharded = _states(planner, module, optimizer, measure, hosts, stack, fetching)
-    return replace(sharded, remote=remote)
+    planner = _planner(schema, module, precision, everywhere(placement), make, quarters)
+    sharded = _states(planner, module, optimizer, measure, hosts, quarters.stack, fetching)
+    return replace(sharded, remote=quarters.remotes.remote if quarters.remotes is not None else None)
 
 
 def _planner(
@@ -132,11 +148,10 @@ def _planner(
     precision: Precision,
     axis_of: AxisOf,
     make: Callable[[Sequence[Named], Placement, Dtypes, dict[str, Any]], ShardGroup] | None,
-    stack: ExitStack,
+    quarters: Quarters,
 ) -> Planner:
     names = {id(param): name for name, param in module.named_parameters()}
-    homes = homes_of(schema, stack)
-    return Planner(schema, axis_of, precision, names, precision.reduce_dtypes(module), make, homes)
+    return Planner(schema, axis_of, precision, names, precision.reduce_dtypes(module), make, quarters.homes)
 
 
 def _states(
@@ -189,22 +204,22 @@ def _striped(
 
 
 def _fetching(
-    schema: Schema, module: nn.Module, axis: AxisGroup, hosts: Hosts, remote: Remote | None, stack: ExitStack
+    schema: Schema, module: nn.Module, axis: AxisGroup, hosts: Hosts, quarters: Quarters
 ) -> tuple[Coordinator, ModuleHooks]:
     """Cut the parameters, and have modules gather what they need."""
     zero = schema.zero_optimization
     apply_zero_leaf_module_config(module, zero.leaf_module)
-    shards = shard_module(module, axis, remote)
+    remotes, stack = quarters.remotes, quarters.stack
+    shards = shard_module(module, axis, remotes)
     for each in shards:
         each.strict = zero.enable_sanity_checks
     if zero.module_granularity_threshold > 0:
         for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
             set_z3_leaf_module(unit, True)
     way: Gather = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
-    if remote is not None:
-        way = gather_from(remote, way)
+    far = way if remotes is None else gather_from(remotes.remote, way)
     for each in shards:
-        each.gather = way
+        each.gather = way if each.remote is None else far
     total = int(zero.model_persistence_threshold) // axis.size
     gather(persist(shards, int(zero.param_persistence_threshold), total))
     passes = Passes(

@@ -28,7 +28,8 @@ def choose_optimizer(
     module: nn.Module,
 ) -> Optimizer | None:
     """The client's optimizer, else the one of the config, else None."""
-    section, offloaded = schema.optimizer, schema.zero_optimization.offloads_optimizer
+    section = schema.optimizer
+    offloaded = schema.zero_optimization.offloads_optimizer or schema.memory.device is not None
     if isinstance(given, Optimizer):
         return _fit_for_host(schema, given)
     if parameters is None:

@@ -187,6 +187,8 @@ def _refuse(**asked: bool) -> None:
 def _where(remote_device: str | None, schema: Schema | None) -> str:
     """Where chunks live until the engine takes them: "cpu", "nvme", or "" for the device."""
     zero = None if schema is None else schema.zero_optimization
+    if remote_device is None and schema is not None and schema.memory.device is not None:
+        return "cpu" if schema.memory.path is None else "nvme"  # what fits comes to the device with the engine
     if remote_device is None and zero is not None and zero.offload_param is not None and zero.offloads_parameters:
         remote_device = zero.offload_param.device.value
     if remote_device in (None, "none", get_accelerator().device_name()) and remote_device != "cpu":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -12,12 +13,13 @@ from deepspeed.accelerator.beside import Beside
 from deepspeed.comm import Pending
 from deepspeed.comm.pending import EventWait
 from deepspeed.memory.host import Slabs
+from deepspeed.memory.tier import EVERYTHING_AWAY, Rooms, Tier
 
 if TYPE_CHECKING:
     from deepspeed.zero.parameters.gather import Gather
     from deepspeed.zero.parameters.shard import Shard
 
-__all__ = ["HostGather", "InHostMemory", "Remote"]
+__all__ = ["HostGather", "InHostMemory", "Remote", "Remotes"]
 
 
 class Remote(Protocol):
@@ -28,6 +30,18 @@ class Remote(Protocol):
 
     def keep(self, chunk: Tensor) -> Tensor:
         """A tensor of that tier with these values."""
+
+
+@dataclass(frozen=True)
+class Remotes:
+    """Where the chunks of a model live that leave the device."""
+
+    remote: Remote
+    rooms: Rooms = EVERYTHING_AWAY
+
+    def choose(self, chunk: int) -> Remote | None:
+        """Where the next chunk lives, of so many elements; None: on the device."""
+        return None if self.rooms.place([chunk]) == [Tier.DEVICE] else self.remote
 
 
 class InHostMemory:

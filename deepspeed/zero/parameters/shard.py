@@ -124,6 +124,13 @@ class Shard:
         self.refit(self.dtype)
 
     @torch.no_grad()
+    def come_home(self) -> None:
+        """Let the chunk live on the device from now on; only while the parameter is not whole."""
+        self.data = torch.empty_like(self.data, device=self.device).copy_(self.data)
+        self.remote, self.alone = None, self.axis.size == 1
+        self.refit(self.dtype)
+
+    @torch.no_grad()
     def copy(self, param: nn.Parameter) -> Shard:
         """A shard of its own with the same values, for an empty parameter; whole if this one is."""
         other = Shard(param, self.axis, self.name, self.remote)

@@ -10,38 +10,49 @@ from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.parameter import shard_parameter, spread_class
-from deepspeed.zero.parameters.remote import Remote
+from deepspeed.zero.parameters.remote import Remote, Remotes
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
 
 __all__ = ["convert_shards", "keep_whole", "numel_of", "persist", "put_away", "shard_module", "shard_parameter"]
 
 
-def shard_module(module: nn.Module, axis: AxisGroup, remote: Remote | None = None) -> list[Shard]:
+def shard_module(module: nn.Module, axis: AxisGroup, remotes: Remotes | None = None) -> list[Shard]:
     """Cut every parameter that is not cut yet; returns all shards in the order of the model.
 
-    Those that are cut already, by `zero.Init` for instance, are used over this axis from now on. With `remote` chunks
-    live there, and the first rank's values count: one parameter at a time is whole on the device.
+    Those that are cut already, by `zero.Init` for instance, are used over this axis from now on. With `remotes` chunks
+    live where these say, and the first rank's values count: one parameter at a time is whole on the device.
     """
     shards = []
     for name, param in module.named_parameters():
+        remote = None if remotes is None else remotes.choose(-(-numel_of(param) // axis.size))
         shard = shard_of(param)
         if shard is None:
+            if remotes is not None:
+                param.data = param.data.to(remotes.remote.device)
             shard = shard_parameter(param, axis, name, remote)
-            if remote is not None:
+            if remotes is not None:
                 fetch.spread([shard])
                 shard.edits = 0
             if shard.numel and not shard.alone:
                 shard.release()
         elif shard.axis is not axis:
             _rehome(name, shard, axis)
-        if remote is not None and shard.remote is not remote:
-            if shard.whole and shard.numel:
-                shard.release()
-            shard.leave(remote)
-            spread_class(param)
+        if shard.remote is not remote or (remotes is not None and shard.data.device != shard.device):
+            _move(shard, remote)
         shard.name = name
         shards.append(shard)
     return shards
+
+
+def _move(shard: Shard, remote: Remote | None) -> None:
+    """Let a chunk live elsewhere, or on the device."""
+    if shard.whole and shard.numel:
+        shard.release()
+    if remote is None:
+        shard.come_home()
+    else:
+        shard.leave(remote)
+        spread_class(shard.param)
 
 
 def put_away(module: nn.Module) -> None:

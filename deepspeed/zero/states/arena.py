@@ -29,7 +29,7 @@ class Arena:
     """Neighbouring pieces; in the order of the pieces, each kind of state of theirs is one flat tensor."""
 
     @torch.no_grad()
-    def __init__(self, pieces: Sequence[Piece], dtypes: Dtypes) -> None:
+    def __init__(self, pieces: Sequence[Piece], dtypes: Dtypes, swap: SwapFile | None = None) -> None:
         homes = dtypes.homes
         self.pieces = list(pieces)
         self.sizes = [piece.source.numel() for piece in pieces]
@@ -38,7 +38,7 @@ class Arena:
         """The last step's update, of which nobody knows yet whether it is done."""
         self.mirrored = False
         """What lies in the rooms lies on the device, too; whoever writes into them says that it does not."""
-        self.swap: SwapFile | None = homes.swap
+        self.swap = swap
         self._pinned = homes.pinned
         self.rooms: dict[str, Tensor] = {}
         """Each kind of state where it rests: MASTER and the optimizer's keys."""
@@ -115,19 +115,20 @@ def state_of(optimizer: Optimizer, piece: Piece, kind: str) -> Tensor | None:
 
 
 def move_out(pieces: Sequence[Piece], dtypes: Dtypes) -> None:
-    """Give pieces their homes off the device, and those that stay their masters and gradients on it.
-
-    Where only a share leaves, the first ones stay: their gradients come last.
-    """
+    """Give pieces their homes off the device, and those that stay their masters and gradients on it."""
     homes = dtypes.homes
-    leaving = _leaving(pieces, homes.share) if homes.tier is not Tier.DEVICE else []
-    staying = pieces[: len(pieces) - len(leaving)]
+    tiers = homes.rooms.place([piece.source.numel() for piece in pieces])
+    by_tier: dict[Tier, list[Piece]] = {}
+    for piece, tier in zip(pieces, tiers, strict=True):
+        by_tier.setdefault(tier, []).append(piece)
+    staying = by_tier.pop(Tier.DEVICE, [])
     for piece in staying:
         piece.widen(dtypes.master, piece.param.device)
     if staying:
         give_homes(staying, dtypes.accumulate)
-    for run in _runs(leaving, homes.tile):
-        Arena(run, dtypes)
+    for tier, leaving in by_tier.items():
+        for run in _runs(leaving, homes.tile):
+            Arena(run, dtypes, homes.swap if tier is Tier.DISK else None)
 
 
 def give_homes(pieces: Sequence[Piece], dtype: torch.dtype) -> None:
@@ -136,17 +137,6 @@ def give_homes(pieces: Sequence[Piece], dtype: torch.dtype) -> None:
     homes = torch.zeros(sum(sizes), dtype=dtype, device=pieces[0].param.device).split(sizes)
     for piece, home in zip(pieces, homes, strict=True):
         piece.home = home
-
-
-def _leaving(pieces: Sequence[Piece], share: float) -> list[Piece]:
-    """The last ones, with at least that share of the elements; their gradients are the first to come."""
-    total = sum(piece.source.numel() for piece in pieces)
-    stays, kept = total - share * total, 0
-    for place, piece in enumerate(pieces):
-        kept += piece.source.numel()
-        if kept > stays:
-            return list(pieces[place:])
-    return []
 
 
 def _runs(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch.optim import Optimizer
@@ -11,7 +12,8 @@ from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.memory.files import file_engine
 from deepspeed.memory.store import AtHome, Store
 from deepspeed.memory.swap import SwapFile
-from deepspeed.memory.tier import AT_HOME, Homes, Tier
+from deepspeed.memory.tier import AT_HOME, Allotted, Homes, Share, Tier
+from deepspeed.zero.budgeting import Budgeted, tile_of
 from deepspeed.zero.states.disk import DiskStore
 from deepspeed.zero.states.tiles import Tile, tiles_well
 
@@ -20,28 +22,37 @@ if TYPE_CHECKING:
 
 __all__ = ["homes_of", "store_of"]
 
+_BUFFERS = 4  # as many as the states of AdamW and one more
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
-def homes_of(schema: Schema, stack: ExitStack) -> Homes:
-    """Where the states of an engine live: as `offload_optimizer` says; a swap file is closed with `stack`."""
+def homes_of(schema: Schema, budgeted: Budgeted | None, stack: ExitStack) -> Homes:
+    """Where the states of an engine live: as `offload_optimizer` or `memory` says; files are closed with `stack`."""
     zero, offload = schema.zero_optimization, schema.zero_optimization.offload_optimizer
+    once = (schema.gradient_accumulation_steps or 1) == 1
+    if budgeted is not None:
+        swap = _swap(schema.memory.path, "memory.path", stack) if budgeted.states.get(Tier.DISK) else None
+        return Homes(Allotted(budgeted.states), away=True, tile=tile_of(schema), once=once, swap=swap)
     if offload is None or not zero.offloads_optimizer:
         return AT_HOME
-    tile = max(int(zero.sub_group_size), 1) if "sub_group_size" in zero.model_fields_set else AT_HOME.tile
-    swap = None
-    if _TIERS[offload.device.value] is Tier.DISK:
-        assert offload.nvme_path is not None, "the config requires it"
-        swap = SwapFile(offload.nvme_path, "zero_optimization.offload_optimizer.nvme_path")
-        stack.callback(swap.close)
+    tier, swap = _TIERS[offload.device.value], None
+    if tier is Tier.DISK:
+        swap = _swap(offload.nvme_path, "zero_optimization.offload_optimizer.nvme_path", stack)
     return Homes(
-        _TIERS[offload.device.value],
+        Share(tier, float(offload.ratio)),
+        away=offload.ratio > 0,
         pinned=offload.pin_memory,
-        share=float(offload.ratio),
-        tile=tile,
-        once=(schema.gradient_accumulation_steps or 1) == 1,
+        tile=tile_of(schema),
+        once=once,
         swap=swap,
     )
+
+
+def _swap(folder: Path | None, key: str, stack: ExitStack) -> SwapFile:
+    assert folder is not None, "the config requires it"
+    swap = SwapFile(folder, key)
+    stack.callback(swap.close)
+    return swap
 
 
 def store_of(schema: Schema, homes: Homes, optimizer: Optimizer, stack: ExitStack) -> Store[Tile]:
@@ -49,14 +60,15 @@ def store_of(schema: Schema, homes: Homes, optimizer: Optimizer, stack: ExitStac
     if homes.swap is None:
         return AtHome()
     if not tiles_well(optimizer):
+        key = "memory.disk" if schema.memory.disk else "zero_optimization.offload_optimizer.device"
         raise DeepSpeedConfigError(
-            f"zero_optimization.offload_optimizer.device is nvme, but a step of {type(optimizer).__name__} needs the "
-            'states of all parameters at once. Use an optimizer of torch or of this library, or device "cpu".',
-            path="zero_optimization.offload_optimizer.device",
+            f"{key}: states are to live on the disk, but a step of {type(optimizer).__name__} needs those of all "
+            "parameters at once. Use an optimizer of torch or of this library, or host memory.",
+            path=key,
         )
     offload = schema.zero_optimization.offload_optimizer
     # of each of the tiles that are read, updated and written at a time
-    buffers = 3 * int(offload.buffer_count) if offload is not None else 0
+    buffers = 3 * (int(offload.buffer_count) if offload is not None else _BUFFERS)
     store = DiskStore(optimizer, file_engine(schema.aio), buffers)
     stack.callback(store.close)
     return store

@@ -199,6 +199,8 @@ def readers(folder):
     run({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}}, folder)
     disk = {"device": "nvme", "nvme_path": str(folder / "swap")}
     run({"zero_optimization": {"stage": 3, "offload_optimizer": disk, "offload_param": disk}}, folder)
+    budgets = {"device": 100, "host": "1GB", "disk": "1GB", "path": str(folder / "swap")}
+    run({"zero_optimization": {"stage": 3}, "memory": budgets}, folder)
     for version in (0.1, 0.2):
         run({"elasticity": {**ELASTIC, "version": version}}, folder)
     run(WATCHED, folder)

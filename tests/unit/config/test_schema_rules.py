@@ -21,6 +21,12 @@ CASES = [
     ("amp_alone", {"amp": ON, **zero(1)}, "amp.enabled: ", {"amp": ON}),
     ("amp_alone", {"amp": ON, "bf16": ON}, "amp.enabled: ", {"bf16": ON}),
     (
+        "one_answer_to_where_states_live",
+        {"memory": {"device": "1GB"}, **zero(3, offload_param={"device": "cpu"})},
+        "memory.device: zero_optimization.offload_param says",
+        {"memory": {"device": "1GB"}, **zero(3)},
+    ),
+    (
         "low_precision_masters_need_zero",
         {"fp16": {"fp16_master_weights_and_grads": True}},
         "fp16.fp16_master_weights_and_grads: ",

@@ -17,7 +17,14 @@ from deepspeed.memory.plan_table import plan_lines, show
 TIERS = ("device", "host", "disk")
 KINDS = ("parameters", "masters", "moments", "gradients")
 
-parts = st.builds(Part, st.sampled_from(KINDS), st.integers(0, 1000), st.sampled_from((1, 2, 4, 8, 1.0625)))
+parts = st.builds(
+    Part,
+    st.sampled_from(KINDS),
+    st.integers(0, 1000),
+    st.sampled_from((1, 2, 4, 8, 1.0625)),
+    fastest=st.sampled_from(TIERS[:2]),
+    slowest=st.sampled_from(TIERS[1:]),
+)
 unit_lists = st.lists(st.lists(parts, max_size=3), max_size=12).map(
     lambda found: [Unit(f"tile {at}", tuple(some)) for at, some in enumerate(found)]
 )
@@ -44,7 +51,8 @@ def tried(units, budgets):
 def test_a_plan_keeps_to_its_budgets(units, budgets):
     plan = tried(units, budgets)
     if plan is None:
-        if any(budget.limit is not None and budget.window > budget.limit for budget in budgets[:-1]):
+        stays = sum(part.nbytes for unit in units for part in unit.parts if part.slowest == "host")
+        if any(each.limit is not None and each.window + stays > each.limit for each in budgets[:-1]):
             return
         # Then there is too little: the budgets, less what is kept back and what no unit fits into, are below the sum.
         slack = sum(budget.window for budget in budgets) + len(budgets) * max(unit.nbytes for unit in units)
@@ -53,10 +61,11 @@ def test_a_plan_keeps_to_its_budgets(units, budgets):
         return
     held = Counter()
     for each, tier in zip(units, plan.tiers, strict=True):
-        held[tier] += each.nbytes
+        for part in each.parts:
+            held[part.lies_in(tier)] += part.nbytes
     assert plan.used == {budget.tier: held[budget.tier] for budget in budgets}
     for at, budget in enumerate(budgets):
-        spills = any(held[slower.tier] for slower in budgets[at + 1 :])
+        spills = any(slower.tier in plan.tiers for slower in budgets[at + 1 :])
         assert budget.limit is None or held[budget.tier] + spills * budget.window <= budget.limit
 
 
@@ -73,8 +82,11 @@ def test_every_unit_has_one_place_and_tiers_hold_runs_of_the_order(units, budget
             elements[row.kind] += row.elements
             nbytes[row.kind] += row.nbytes
         for kind in KINDS:
-            assert elements[kind] == sum(p.elements for u in units for p in u.parts if p.kind == kind)
-            assert nbytes[kind] == sum(p.nbytes for u in units for p in u.parts if p.kind == kind)
+            placed = [(p, p.lies_in(at)) for u, at in zip(units, plan.tiers, strict=True) for p in u.parts]
+            there = [part for part, tier in placed if tier is not None and part.kind == kind]
+            assert elements[kind] == sum(part.elements for part in there)
+            assert nbytes[kind] == sum(part.nbytes for part in there)
+            assert sum(plan.elements(kind).values()) == sum(p.elements for p, _ in placed if p.kind == kind)
 
 
 @given(unit_lists, budget_lists(), st.integers(0, 2), st.integers(0, 5000))
@@ -91,7 +103,7 @@ def test_with_more_of_a_budget_nothing_becomes_slower(units, budgets, which, mor
 
 @given(unit_lists, st.integers(0, 20_000))
 def test_what_is_told_to_be_missing_is_enough(units, limit):
-    sizes = [each.nbytes for each in units]
+    sizes = [each.takes("host", "host") for each in units]
     plan = tried(units, [Budget("host", limit)])
     assert (plan is None) == (sum(sizes) > limit)
     if plan is None:
