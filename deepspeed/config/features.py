@@ -38,7 +38,6 @@ def data_techniques(schema: Schema) -> bool:
 
 UNBUILT: tuple[Feature, ...] = (
     Feature("aio.use_gds", "GPUDirect Storage", lambda c: c.aio.use_gds),
-    Feature("zero_optimization.zenflow", "ZenFlow", lambda c: c.zero_optimization.zenflow is not None),
     Feature(
         "zero_optimization.zero_hpz_partition_size", "hpZ", lambda c: c.zero_optimization.zero_hpz_partition_size > 1
     ),

@@ -29,7 +29,7 @@ class ZenFlowConfig(Section):
         "auto", description="Number of steps between two applications of the deferred gradients."
     )
     overlap_step: bool = Field(
-        False, description="Whether the CPU update runs in a process of its own, beside the training."
+        False, description="Whether the CPU update goes on while the script does, on a CPU as well."
     )
     offload: bool = Field(
         False,
@@ -41,7 +41,7 @@ class ZenFlowConfig(Section):
     )
     full_warm_up_rounds: Count = Field(0, description="Number of first steps that update every column.")
     pt_reserved_cores_perc: Share = Field(
-        0.5, description="Share of the CPU cores kept for the training threads (0 to 1)."
+        0.5, description="Share of the CPU threads kept for the training while that update goes on (0 to 1)."
     )
     steps_per_epoch: Count | None = Field(
         None, description="Number of steps in an epoch; null takes the length of the data loader."

@@ -252,7 +252,7 @@ class DeepSpeedZeroConfig(Section):
         if self.zero_quantized_gradients and not self.reduce_scatter:
             problems.append("zero_quantized_gradients needs reduce_scatter, which is false")
         if self.zenflow is not None:
-            if stage in (1, 2) and not self.offloads_optimizer:
+            if not self.offloads_optimizer:
                 problems.append(f"zenflow at stage {stage} needs offload_optimizer.device cpu or nvme, found none")
             if self.zenflow.offload and not self.overlap_comm:
                 problems.append("zenflow.offload needs overlap_comm, which is off; set overlap_comm to true")

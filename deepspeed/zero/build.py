@@ -35,6 +35,7 @@ from deepspeed.zero.placement import AxisOf, Placement, everywhere
 from deepspeed.zero.public.export import meet_state_dicts
 from deepspeed.zero.public.granularity import units_by_granularity
 from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
+from deepspeed.zero.states.deferral import Deferral
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.housed import HousedGroup
 from deepspeed.zero.states.housing import homes_of, store_of
@@ -171,7 +172,9 @@ def _states(
             planner.schema, 0 if coordinator is None else None, pinned=planner.homes.pinned, late=device.type != "cpu"
         )
         store = store_of(planner.schema, planner.homes, optimizer, stack)
-        states = States(optimizer, planner.groups, measure, pace=pace, store=store)
+        zenflow = planner.schema.zero_optimization.zenflow
+        deferral = None if zenflow is None else Deferral(zenflow, optimizer)
+        states = States(optimizer, planner.groups, measure, pace=pace, store=store, deferral=deferral)
         stack.callback(states.close)
         if states.away:
             stack.callback(wait_in_modules(module))

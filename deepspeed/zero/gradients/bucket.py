@@ -228,8 +228,10 @@ def _carry(leaving: Sequence[tuple[Piece, Tensor]], accumulate: torch.dtype) -> 
     torch._foreach_copy_(homes, totals, non_blocking=True)
     afar = homes[0].device != totals[0].device
     norms = torch._foreach_norm(totals, 2, torch.float32) if afar else [None] * len(totals)
-    for (piece, _), norm in zip(leaving, norms, strict=True):
+    for (piece, _), total, norm in zip(leaving, totals, norms, strict=True):
         piece.gradient, piece.norm = piece.home, norm
+        if piece.chosen is not None:
+            piece.picked = total.view(-1)[piece.chosen]
 
 
 def _interval(parcel: Parcel, owner: int) -> tuple[int, int]:

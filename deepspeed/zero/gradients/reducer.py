@@ -254,6 +254,8 @@ class ShardReducer:
         for piece in pieces:
             if piece.norm is not None:
                 piece.norm = piece.norm * abs(factor)
+            if piece.picked is not None:
+                piece.picked = piece.picked * factor
         whole = [grad for group in self._groups() for grad in group.whole_gradients()]
         scale_([grad for grad in (*held, *whole) if grad is not None], factor)
 
@@ -270,7 +272,7 @@ class ShardReducer:
         self._flights.drop()
         for group in self._groups():
             for piece in group.pieces:
-                piece.gradient = None
+                piece.gradient = piece.picked = None
 
     def close(self) -> None:
         """Remove every hook."""

@@ -56,16 +56,16 @@ class Afar:
         self._turns: list[Turn] = []
         self._bounded = False
 
-    def begin(self, tiles: Sequence[Tile], optimizer: Optimizer, factor: float, *, late: bool) -> list[Turn]:
+    def begin(self, turns: Sequence[Turn], optimizer: Optimizer, factor: float, *, late: bool) -> None:
         """Update tiles with their gradients times `factor`; if it may be `late`, while the caller goes on."""
-        turns = self._turns = [Turn(tile) for tile in tiles]
+        self._turns = list(turns)
         device = next((piece.param.device for turn in turns for piece in turn.pieces), torch.device("cpu"))
         if self._beside is None and device.type != "cpu":
             self._beside = Beside(device)
         if self._beside is not None:
             with self._beside:  # weights that are in use until now are not overwritten before
                 pass
-        stay = can_stream(turns, optimizer, device)
+        stay = None if any(turn.before for turn in turns) else can_stream(turns, optimizer, device)
         if stay is None:
             self._streamer = None
         else:
@@ -78,7 +78,6 @@ class Afar:
             self._running = self._workers.submit(self._run_beside, turns, twin(optimizer), factor, device)
         else:
             self._run(turns, optimizer, factor)
-        return turns
 
     def settle(self) -> None:
         """Nothing is on its way any more."""
@@ -118,12 +117,17 @@ class Afar:
                 self._step(turn, optimizer, factor)
             beside.result()
             return
-        by_tile = {id(turn.tile): turn for turn in turns}
+        for turn in turns:
+            if turn.before is not None:
+                turn.before()
+            if turn.only_before:  # nothing has to be fetched for that
+                turn.finish()
+        by_tile = {id(turn.tile): turn for turn in turns if not turn.only_before}
 
         def work(tile: Tile) -> None:
             self._step(by_tile[id(tile)], optimizer, factor)
 
-        tiles = [turn.tile for turn in turns]
+        tiles = [turn.tile for turn in turns if not turn.only_before]
         through(tiles, self._store, work, ahead=self._pace.ahead, behind=self._pace.behind)
 
     def _stream(self, left: Turns, optimizer: Optimizer, factor: float) -> None:
@@ -140,6 +144,7 @@ class Afar:
     @torch.no_grad()
     def _step(self, turn: Turn, optimizer: Optimizer, factor: float) -> None:
         choose(optimizer, turn.tile)
+        factor = factor if turn.factor is None else turn.factor
         if turn.tile.arena is not None:
             turn.tile.arena.mirrored = False
         outs = self._outs(turn.pieces)
@@ -154,6 +159,8 @@ class Afar:
                 optimizer.host_step = None  # type: ignore[attr-defined]
         else:
             _step_plainly(turn, outs, optimizer, factor)
+        if turn.after is not None:
+            turn.after(outs)
         self._send(turn, outs)
         turn.finish()
 

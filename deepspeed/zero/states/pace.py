@@ -38,4 +38,7 @@ class Pace:
         made = cls(int(zero.sub_group_size) if tile is None else tile, int(ahead), int(behind), pinned, late)
         if offload is not None and offload.super_offload:
             return replace(made, late=True, cores=float(offload.cpuadam_cores_perc))
+        if zero.zenflow is not None:
+            cores = 1.0 - float(zero.zenflow.pt_reserved_cores_perc)
+            return replace(made, late=late or zero.zenflow.overlap_step, cores=cores)
         return made

@@ -22,7 +22,9 @@ class Piece:
     """
 
     __slots__ = (
+        "adopted",
         "arena",
+        "chosen",
         "gradient",
         "home",
         "interval",
@@ -30,6 +32,7 @@ class Piece:
         "name",
         "norm",
         "param",
+        "picked",
         "shape",
         "source",
         "version",
@@ -61,6 +64,12 @@ class Piece:
         self.norm: Tensor | None = None
         """Of a gradient that left the device, as the device saw it; None where it has to be measured at home."""
         self.version = param._version
+        self.adopted = 0
+        """How often somebody else's values were taken over."""
+        self.chosen: Tensor | None = None
+        """Places whose gradients are looked at before they leave the device; see [Note: deferred gradients]."""
+        self.picked: Tensor | None = None
+        """The gradient at these places."""
 
     @property
     def away(self) -> bool:
@@ -95,6 +104,7 @@ class Piece:
         """Take over what somebody wrote into the parameter since the last step."""
         if self.arena is not None:
             self.arena.mirrored = False
+        self.adopted += 1
         if self.separate:
             self.master.copy_(self.source)
 
@@ -116,7 +126,7 @@ class Piece:
         if self.gradient is None:
             self.gradient = self.home if self.home is not None else torch.empty_like(values, dtype=dtype)
         self.gradient.copy_(values)
-        self.norm = None
+        self.norm = self.picked = None
 
 
 @torch.no_grad()

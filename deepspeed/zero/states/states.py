@@ -15,6 +15,7 @@ from deepspeed.ops.moments import MomentKeeper
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.afar import Afar
+from deepspeed.zero.states.deferral import Deferral
 from deepspeed.zero.states.group import ShardGroup
 from deepspeed.zero.states.late import arrive
 from deepspeed.zero.states.lookup import ParameterState
@@ -43,11 +44,13 @@ class States:
         waits: Callable[[nn.Parameter], bool] | None = None,
         pace: Pace = Pace(),
         store: Store[Tile] = AtHome(),
+        deferral: Deferral | None = None,
     ) -> None:
         """`waits` tells the frozen parameters that enter when they are unfrozen: all of them, if None.
 
-        `store` brings states that are in no memory.
+        `store` brings states that are in no memory; `deferral` decides what the host does of a step, and when.
         """
+        self.deferral = deferral
         self._pace = pace
         self._afar = Afar(pace, store)
         self._optimizer = optimizer
@@ -110,14 +113,17 @@ class States:
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
         self.settle()
+        self._adopt_edits()
+
+    def _adopt_edits(self) -> None:
         for group in self.groups:
             group.adopt_edits()
 
     @torch.no_grad()
     def take_gradients(self) -> None:
         """Hand the reduced gradients to what the optimizer updates, and measure them."""
-        self.settle()
-        self.adopt_edits()
+        self._finish()
+        self._adopt_edits()
         placements = {id(group.placement): group.placement for group in self.groups}
         filled = []
         for placement in placements.values():
@@ -160,7 +166,11 @@ class States:
                 optimizer.step()
             for group in self.groups:
                 group.round()
-            turns = self._afar.begin(there, optimizer, factor, late=late) if there else []
+            turns = [Turn(each) for each in there]
+            if self.deferral is not None:
+                self.deferral.direct(turns, factor)
+            if turns:
+                self._afar.begin(turns, optimizer, factor, late=late)
         finally:
             for options, chosen in zip(optimizer.param_groups, everything, strict=True):
                 options["params"] = chosen
@@ -207,10 +217,17 @@ class States:
         for piece in turn.tile.pieces:
             assert piece.arena is not None, "pieces of a turn are away"
             piece.arena.turn = turn
+            if turn.only_before:
+                continue
             self._places[id(piece.param)][0].await_update(piece, turn)
 
     def settle(self) -> None:
         """What a step left behind is done: states, gradients and parameters are those after it."""
+        self._finish()
+        if self.deferral is not None:
+            self.deferral.give_back()
+
+    def _finish(self) -> None:
         if self.absent:
             raise UsageError(self.absent)
         if self.away:
@@ -226,13 +243,15 @@ class States:
     def close(self) -> None:
         """As `settle`, for good."""
         try:
-            self.settle()
+            self._finish()
         finally:
             self._afar.close()
 
     def publish(self) -> None:
         """Bring masters that were changed otherwise than by `update` into the parameters."""
-        self.settle()
+        self._finish()
+        if self.deferral is not None:
+            self.deferral.forget()
         self._unmirror()
         for group in self.groups:
             group.round()

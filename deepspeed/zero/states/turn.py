@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Event, Lock
 from typing import Any
+
+from torch import Tensor
 
 from deepspeed.zero.states.tiles import Tile
 
@@ -19,6 +21,14 @@ class Turn:
         self.tile = tile
         self.pieces = [piece for piece in tile.pieces if piece.gradient is not None]
         self.grads = [piece.gradient for piece in self.pieces if piece.gradient is not None]
+        self.factor: float | None = None
+        """By which the host multiplies the gradients; None: by that of the step."""
+        self.before: Callable[[], None] | None = None
+        """What the host does first."""
+        self.only_before = False
+        """And nothing else: the weights stay."""
+        self.after: Callable[[Sequence[Tensor]], None] | None = None
+        """What is done with the new weights before they return to the device."""
         self._done = Event()
         self._error: BaseException | None = None
         self.sent: Any = None

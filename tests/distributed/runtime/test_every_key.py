@@ -199,6 +199,10 @@ def readers(folder):
     run({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}}, folder)
     disk = {"device": "nvme", "nvme_path": str(folder / "swap")}
     run({"zero_optimization": {"stage": 3, "offload_optimizer": disk, "offload_param": disk}}, folder)
+    flow = {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "cpu"}, "zenflow": {"offload": True}}
+    run({"zero_optimization": flow}, folder)
+    flow["zenflow"] = {"select_strategy": "step", "select_interval": 4, "update_interval": 2}
+    run({"zero_optimization": flow}, folder)
     budgets = {"device": 100, "host": "1GB", "disk": "1GB", "path": str(folder / "swap")}
     run({"zero_optimization": {"stage": 3}, "memory": budgets}, folder)
     for version in (0.1, 0.2):
