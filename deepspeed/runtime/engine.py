@@ -361,6 +361,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
             torch._dynamo.config.compiled_autograd = True
         self.module.compile(**options)
         self._compiled = True
+        if self._parts.states is not None:
+            self._parts.states.compiled = True
 
     @property
     def is_compiled(self) -> bool:

@@ -39,7 +39,7 @@ from deepspeed.zero.states.deferral import Deferral
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.housed import HousedGroup
 from deepspeed.zero.states.housing import homes_of, store_of
-from deepspeed.zero.states.late import wait_in_modules
+from deepspeed.zero.states.late import runs_compiled, wait_in_modules
 from deepspeed.zero.states.matrices import ShardedMatrices
 from deepspeed.zero.states.norm import Measure
 from deepspeed.zero.states.pace import Pace
@@ -178,6 +178,7 @@ def _states(
         stack.callback(states.close)
         if states.away:
             stack.callback(wait_in_modules(module))
+            states.compiled = runs_compiled(module)
         if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
             optimizer.whole = ShardedMatrices(states.groups)
     reducer = ShardReducer(

@@ -244,10 +244,16 @@ class Restoring:
             dtype = parts[0].values.dtype if parts else held.master.dtype
             old = optimizer.state.get(held.master, {}).get(kind)
             if not isinstance(old, Tensor) or (old.shape, old.dtype) != (shape, dtype) or not old.is_contiguous():
-                old = torch.empty(shape, dtype=dtype, device=held.master.device)
+                old = self._room(held.master, kind, shape, dtype)
             self._reads.add(parts, old.view(-1))  # memory that is there costs less than new
             state[kind] = old
         return state
+
+    def _room(self, master: Tensor, kind: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """Memory for a state that there is not yet: in the tier where it lives, or beside its master."""
+        states = self._parts.states
+        room = None if states is None else states.room(master, kind, dtype, shape.numel())
+        return torch.empty(shape, dtype=dtype, device=master.device) if room is None else room.view(shape)
 
     def _settings(self, options: dict[str, Any]) -> dict[str, Any]:
         """The hyperparameters of a group: those on which all saved groups agree that its parameters come from."""

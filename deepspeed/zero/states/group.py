@@ -79,6 +79,11 @@ class ShardGroup:
         """True if its parameters can wait for an update until they are used: ranks need not meet for it."""
         return not any(piece.away for piece in self.pieces)
 
+    @property
+    def marks(self) -> bool:
+        """True if parameters that wait for an update are marked, and whoever uses one looks."""
+        return False
+
     def await_update(self, piece: Piece, turn: Update) -> None:
         """Let whoever needs a parameter that is away wait for its update."""
         raise TypeError(f"{type(self).__name__} publishes at once")

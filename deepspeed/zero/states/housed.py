@@ -46,6 +46,11 @@ class HousedGroup(ShardGroup):
         """See `ShardGroup`."""
         return True
 
+    @property
+    def marks(self) -> bool:
+        """See `ShardGroup`."""
+        return True
+
     def await_update(self, piece: Piece, turn: Update) -> None:
         """See `ShardGroup`."""
         postpone(piece.param, turn)

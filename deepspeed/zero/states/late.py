@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-__all__ = ["LateParameter", "Update", "arrive", "is_late", "postpone", "wait_in_modules"]
+__all__ = ["LateParameter", "Update", "arrive", "is_late", "postpone", "runs_compiled", "wait_in_modules"]
 
 # Attributes of a tensor that give access to its values; all others only describe it.
 _READS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -95,6 +95,14 @@ def wait_in_modules(root: nn.Module) -> Callable[[], None]:
             handle.remove()
 
     return undo
+
+
+def runs_compiled(root: nn.Module) -> bool:
+    """True if torch compiles a module in it: what is compiled does not look for late parameters."""
+    return any(
+        module._compiled_call_impl is not None or isinstance(module, torch._dynamo.OptimizedModule)
+        for module in root.modules()
+    )
 
 
 def _arrive_before(module: nn.Module, _: object) -> None:

@@ -69,6 +69,8 @@ class States:
             optimizer.new_state = self._new_state
             optimizer.mixed = True  # type: ignore[attr-defined]  # some of what it updates stays on the device
         self.reducer: ShardReducer | None = None
+        self.compiled = False
+        """The model runs compiled, where nobody looks whether a parameter is late."""
         self.absent = ""
         """What to say to whoever needs states that are elsewhere for a while."""
 
@@ -158,7 +160,7 @@ class States:
         everything = [options["params"] for options in optimizer.param_groups]
         tiles = tile(optimizer, self.away, self._pace.tile)
         there = [each for each in tiles if each.away]
-        late = self._pace.late and tiles_well(optimizer) and all(group.patient for group in self.groups)
+        late = self._pace.late and tiles_well(optimizer) and all(self._can_wait(group) for group in self.groups)
         try:
             # without parameters it steps, too: schedules and hooks look at that
             for each in [each for each in tiles if not each.away] or [empty_tile(optimizer)] * late:
@@ -181,6 +183,9 @@ class States:
             self._afar.settle()
         for group in self.groups:
             group.spread()
+
+    def _can_wait(self, group: ShardGroup) -> bool:
+        return group.patient and not (self.compiled and group.marks)
 
     def room(self, master: Tensor, kind: str, dtype: torch.dtype, numel: int) -> Tensor | None:
         """Where a state of what the optimizer updates is to lie, flat; None: anywhere."""

@@ -22,6 +22,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
 )
+from deepspeed.zero.states.late import is_late
 from tests.distributed.zero.test_offload_parity import late_updates
 from tests.harness import ranks
 from tests.models import batches, make
@@ -242,3 +243,48 @@ def test_two_groups_and_a_layer_that_nobody_uses(late, tmp_path):
         for name, value in found[0].items():
             torch.testing.assert_close(each[name], value, rtol=1e-5, atol=1e-6)
         assert torch.equal(each["unused.weight"], fresh["unused.weight"])  # not even decayed
+
+
+@pytest.mark.parametrize("own", [False, True])
+@ranks(1)
+def test_a_compiled_model_does_not_run_ahead_of_the_step(own):
+    found = []
+    for compiled in (False, True):
+        model = make()
+        if compiled and own:
+            model.up.compile(backend="eager")  # one layer of it, before the engine knows
+        with late_updates():
+            engine = deepspeed.initialize(
+                model=model,
+                config={
+                    "train_micro_batch_size_per_gpu": 2,
+                    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+                    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+                },
+            )[0]
+        if compiled and not own:
+            engine.compile(backend="eager")
+        late = []
+        for batch in batches(3, 2):
+            engine.backward(engine(*batch))
+            engine.step()
+            late.append(any(is_late(param) for param in engine.module.parameters()))
+        assert any(late) != compiled
+        found.append(whole(engine))
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)
+
+
+@ranks(1, 2)
+def test_loaded_states_lie_where_they_live(tmp_path):
+    first = build({"stage": 2})
+    step(first, batches(1, 2))
+    first.save_checkpoint(tmp_path)
+    for zero in homes(tmp_path / "swap"):
+        engine = build(zero)
+        engine.load_checkpoint(tmp_path)
+        for piece in engine._parts.states.away.values():
+            state = engine.basic_optimizer.state[piece.master]
+            for kind in ("exp_avg", "exp_avg_sq"):
+                assert piece.arena.lies_in(state[kind], kind), (zero, kind)
+        engine.destroy()
