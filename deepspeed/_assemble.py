@@ -31,6 +31,7 @@ from deepspeed.runtime.step.optimizers import hold_states, require_tested
 from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import Stepper
+from deepspeed.zero.agreement import Hosts
 from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.budgeting import budget, parameters_leave
 from deepspeed.zero.build import Sharded, hold_whole, house, quarters_of, shard
@@ -183,7 +184,8 @@ def _states(
     zero = schema.zero_optimization
     model_group = model.group if model.size > 1 else None
     measure = Measure(axis, model_group, is_split, all_used=not zero.ignore_unused_parameters)
-    quarters = quarters_of(schema, budget(schema, module, precision, basic, axis), stack)
+    hosts = Hosts(axis)
+    quarters = quarters_of(schema, budget(schema, module, precision, basic, axis, hosts), hosts, stack)
     spreads = axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None))
     if spreads or quarters.remotes is not None:
         sharded = shard(schema, module, precision, basic, measure, quarters)

@@ -17,6 +17,7 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,12 @@ class SwapFile:
             self._allocate(offset, size)
         self._taken += size
         return torch.empty(0, dtype=dtype).set_(self._storage, offset // dtype.itemsize, (numel,), (1,))
+
+    def reserve(self, sizes: Iterable[int]) -> None:
+        """Make sure of space for regions of so many bytes, to be taken later."""
+        size = sum(-(-each // _PAGE) * _PAGE for each in sizes)
+        if size:
+            self._allocate(self._taken, size)
 
     def holds(self, tensor: Tensor) -> bool:
         """True if a tensor lies in the file."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import zlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm.agreement import gather_words, unite
-from deepspeed.errors import CommError
+from deepspeed.errors import CommError, FileError
 from deepspeed.parallel import AxisGroup
 
 __all__ = ["DONE", "STEP", "Hosts", "begin_code", "digest"]
+
+T = TypeVar("T")
 
 DONE = 0
 """This rank's pass is over; it serves the others until theirs are."""
@@ -43,9 +46,16 @@ class Hosts:
         self._axis = axis
         self.alone = axis.size == 1 or dist.get_backend(axis.group) == "fake"
         """Nobody answers but this process."""
-        self._group: Any = None if self.alone else axis.twin("gloo")
+        self._made: Any = None
         self.exchanges = 0
         """How many there have been: each costs `deepspeed.comm.agreement.rounds` messages one after the other."""
+
+    @property
+    def _group(self) -> Any:
+        """Made by the first exchange, in which all ranks are."""
+        if self._made is None:
+            self._made = self._axis.twin("gloo")
+        return self._made
 
     def exchange(self, words: Sequence[int], what: str) -> Tensor:
         """[ranks, words]: what every rank says, in the order of the ranks."""
@@ -78,6 +88,23 @@ class Hosts:
             comm.broadcast(told, src=self._axis.ranks[0], group=self._group)
         return [int(number) for number in told.tolist()]
 
+    def together(self, action: Callable[[], T], what: str, *, needed: bool = True) -> T:
+        """Do what may fail on one rank alone, for want of space on its disk: then it fails on all of them."""
+        if not needed:
+            return action()
+        error: FileError | None = None
+        try:
+            result = action()
+        except FileError as caught:
+            error = caught
+        failed = self.exchange([int(error is not None)], what)[:, 0].nonzero().view(-1).tolist()
+        if error is not None:
+            raise error
+        if failed:
+            ranks = ", ".join(str(self._axis.ranks[place]) for place in failed[:8]) + _more(failed)
+            raise FileError(errno.ENOSPC, f"{what} failed on rank {ranks}, whose own error says why", "")
+        return result
+
     def refuse(self, where: str) -> CommError:
         """The error of ranks that cannot go on together: each tells where it is."""
         told: list[Any] = [where] if self.alone else [None] * self._axis.size
@@ -103,5 +130,5 @@ def _brief(lines: list[str]) -> list[str]:
     ]
 
 
-def _more(ranks: list[str]) -> str:
+def _more(ranks: Sequence[object]) -> str:
     return f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""

@@ -24,7 +24,7 @@ from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.parameters.coordinator import Coordinator
 from deepspeed.zero.parameters.gather import Gather, PlainGather, gather
 from deepspeed.zero.parameters.hooks import ModuleHooks
-from deepspeed.zero.parameters.housing import gather_from, remotes_of
+from deepspeed.zero.parameters.housing import gather_from, remotes_of, reserve, uses_disk
 from deepspeed.zero.parameters.passes import Passes
 from deepspeed.zero.parameters.plan import Limits
 from deepspeed.zero.parameters.remote import Remote, Remotes
@@ -59,12 +59,18 @@ class Quarters:
 
     homes: Homes
     remotes: Remotes | None
+    hosts: Hosts
     stack: ExitStack
 
 
-def quarters_of(schema: Schema, budgeted: Budgeted | None, stack: ExitStack) -> Quarters:
+def quarters_of(schema: Schema, budgeted: Budgeted | None, hosts: Hosts, stack: ExitStack) -> Quarters:
     """As the config says: by its offload sections, or by its budgets."""
-    return Quarters(homes_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack), stack)
+    homes, remotes = hosts.together(
+        lambda: (homes_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
+        "opening swap files",
+        needed=uses_disk(schema),
+    )
+    return Quarters(homes, remotes, hosts, stack)
 
 
 @dataclass(frozen=True)
@@ -107,7 +113,7 @@ def house(
     """States that nobody shares, in another tier; `alone` is an axis on which this rank has no other."""
     placement = everywhere(Placement(alone, replicate=measure.axis))
     planner = _planner(schema, module, precision, placement, HousedGroup, quarters)
-    return _states(planner, module, optimizer, measure, Hosts(measure.axis), quarters.stack)
+    return _states(planner, module, optimizer, measure, quarters)
 
 
 def hold_whole(
@@ -132,14 +138,13 @@ def shard(
     zero = schema.zero_optimization
     if zero.stage < 3:
         planner = _planner(schema, module, precision, everywhere(Placement(measure.axis)), None, quarters)
-        return _states(planner, module, optimizer, measure, Hosts(measure.axis), quarters.stack)
-    hosts = Hosts(measure.axis)
-    fetching = _fetching(schema, module, measure.axis, hosts, quarters)
+        return _states(planner, module, optimizer, measure, quarters)
+    fetching = _fetching(schema, module, measure.axis, quarters)
     coordinator, hooks = fetching
     placement = Placement(measure.axis, gradient_group=measure.axis.twin())
     make = partial(_striped, coordinator.gradient_arrived if hooks.handles else None)
     planner = _planner(schema, module, precision, everywhere(placement), make, quarters)
-    sharded = _states(planner, module, optimizer, measure, hosts, quarters.stack, fetching)
+    sharded = _states(planner, module, optimizer, measure, quarters, fetching)
     return replace(sharded, remote=quarters.remotes.remote if quarters.remotes is not None else None)
 
 
@@ -160,11 +165,11 @@ def _states(
     module: nn.Module,
     optimizer: Optimizer | None,
     measure: Measure,
-    hosts: Hosts,
-    stack: ExitStack,
+    quarters: Quarters,
     fetching: tuple[Coordinator, ModuleHooks] | None = None,
 ) -> Sharded:
     coordinator, hooks = fetching or (None, None)
+    hosts, stack = quarters.hosts, quarters.stack
     states = None
     if optimizer is not None:
         device = rank_device()[1]
@@ -174,7 +179,11 @@ def _states(
         store = store_of(planner.schema, planner.homes, optimizer, stack)
         zenflow = planner.schema.zero_optimization.zenflow
         deferral = None if zenflow is None else Deferral(zenflow, optimizer)
-        states = States(optimizer, planner.groups, measure, pace=pace, store=store, deferral=deferral)
+        states = hosts.together(
+            lambda: States(optimizer, planner.groups, measure, pace=pace, store=store, deferral=deferral),
+            "taking space on the disk for the optimizer's states",
+            needed=planner.homes.swap is not None,
+        )
         stack.callback(states.close)
         if states.away:
             stack.callback(wait_in_modules(module))
@@ -208,12 +217,17 @@ def _striped(
 
 
 def _fetching(
-    schema: Schema, module: nn.Module, axis: AxisGroup, hosts: Hosts, quarters: Quarters
+    schema: Schema, module: nn.Module, axis: AxisGroup, quarters: Quarters
 ) -> tuple[Coordinator, ModuleHooks]:
     """Cut the parameters, and have modules gather what they need."""
     zero = schema.zero_optimization
     apply_zero_leaf_module_config(module, zero.leaf_module)
     remotes, stack = quarters.remotes, quarters.stack
+    hosts = quarters.hosts
+    if remotes is not None:
+        hosts.together(
+            lambda: reserve(remotes, module, axis), "taking space on the disk for parameters", needed=uses_disk(schema)
+        )
     shards = shard_module(module, axis, remotes)
     for each in shards:
         each.strict = zero.enable_sanity_checks

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from deepspeed.config.offload import DeepSpeedZeroOffloadParamConfig
 from deepspeed.memory.files import file_engine
 from deepspeed.memory.swap import SwapFile
 from deepspeed.memory.tier import Allotted, Tier
+from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.parameters.gather import Gather
 from deepspeed.zero.parameters.in_files import FileGather, InFiles, Limits
 from deepspeed.zero.parameters.remote import HostGather, InHostMemory, Remote, Remotes
+from deepspeed.zero.parameters.sharding import numel_of
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
     from deepspeed.zero.budgeting import Budgeted
 
-__all__ = ["gather_from", "remote_of", "remotes_of"]
+__all__ = ["gather_from", "remote_of", "remotes_of", "reserve", "uses_disk"]
 
 _WIDEST = 4  # bytes of an element of a parameter, at most
 _ANY = 1 << 62
@@ -48,6 +53,21 @@ def remote_of(schema: Schema, stack: ExitStack) -> Remote | None:
         return None
     limits = Limits(int(offload.max_in_cpu), int(offload.buffer_count), int(offload.buffer_size), offload.pin_memory)
     return _remote(schema, offload.nvme_path if offload.device.value == "nvme" else None, limits, stack)
+
+
+def uses_disk(schema: Schema) -> bool:
+    """True if states or parameters may lie in files."""
+    zero = schema.zero_optimization
+    sections = (zero.offload_optimizer, zero.offload_param)
+    return bool(schema.memory.disk) or any(each is not None and each.device.value == "nvme" for each in sections)
+
+
+def reserve(remotes: Remotes, module: nn.Module, axis: AxisGroup) -> None:
+    """Make sure of space for all chunks of a model that will lie in files."""
+    remote, foreseen = remotes.remote, copy.deepcopy(remotes.rooms)
+    if isinstance(remote, InFiles):
+        chunks = [(-(-numel_of(param) // axis.size), param.dtype) for param in module.parameters()]
+        remote.reserve(each for each in chunks if foreseen.place([each[0]]) != [Tier.DEVICE])
 
 
 def _within(in_memory: int) -> Limits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,16 @@ class InFiles:
             self._room -= chunk.numel()
             return self._slabs.take(chunk.numel(), chunk.dtype).copy_(chunk)
         return self._swap.take(chunk.numel(), chunk.dtype).copy_(chunk)
+
+    def reserve(self, chunks: Iterable[tuple[int, torch.dtype]]) -> None:
+        """Make sure of space for chunks that will be kept in this order, by elements and dtype."""
+        room, resting = self._room, []
+        for numel, dtype in chunks:
+            if numel <= room:
+                room -= numel
+            else:
+                resting.append(numel * dtype.itemsize)
+        self._swap.reserve(resting)
 
     def rests(self, chunk: Tensor) -> bool:
         """True if a chunk lies in the file."""

@@ -68,6 +68,7 @@ class States:
         if self.away and isinstance(optimizer, MomentKeeper):
             optimizer.new_state = self._new_state
             optimizer.mixed = True  # type: ignore[attr-defined]  # some of what it updates stays on the device
+            self._take_disk(optimizer)
         self.reducer: ShardReducer | None = None
         self.compiled = False
         """The model runs compiled, where nobody looks whether a parameter is late."""
@@ -212,6 +213,13 @@ class States:
         found = self.room(param, name, dtype, numel)
         assert found is not None, "what is away has an arena"
         return found
+
+    def _take_disk(self, optimizer: MomentKeeper) -> None:
+        """Give moments their space on the disk now, or fail now: a step is no time for that."""
+        for piece in self.away.values():
+            if piece.arena is not None and piece.arena.swap is not None:
+                for name, dtype, numel in optimizer.state_layout(piece.master):
+                    self.room(piece.master, name, dtype, numel)
 
     def _layout_of(self, param: Tensor) -> list[tuple[str, torch.dtype, int]]:
         assert isinstance(self._optimizer, MomentKeeper), "only such an optimizer asks"

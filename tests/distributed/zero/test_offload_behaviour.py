@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -169,6 +171,29 @@ def test_a_disk_that_is_full_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match=r"nvme_path: no file can be made in this folder"):
         SwapFile(tmp_path / "file", "zero_optimization.offload_param.nvme_path")
+
+
+@pytest.mark.parametrize("what", ["open", "states", "parameters"])
+@ranks(2)
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(what, tmp_path):
+    mine, rank = tmp_path / "mine", deepspeed.comm.get_rank()
+    disk = {"device": "nvme", "nvme_path": str(mine)}
+    zero = {"stage": 2, "offload_optimizer": disk}
+    if what == "parameters":
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {**disk, "max_in_cpu": 0}}
+    deepspeed.comm.barrier()
+    if rank == 1 and what == "open":
+        disk["nvme_path"] = str(tmp_path / "file")
+        (tmp_path / "file").write_text("")
+    full = mock.patch("os.posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    with full if rank == 1 and what != "open" else nullcontext(), pytest.raises(FileError) as caught:
+        build(zero)
+    text = str(caught.value)
+    if rank == 1:
+        assert ("no file can be made" if what == "open" else "GiB more were needed") in text
+    else:
+        assert "failed on rank 1, whose own error says why" in text
+    build({"stage": 2, "offload_optimizer": {**disk, "nvme_path": str(mine)}})  # and nothing hangs afterwards
 
 
 KILLED = """
