@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from deepspeed.memory.swap import SwapFile
 from deepspeed.memory.tier import Tier
 from deepspeed.zero.states.late import Update
 from deepspeed.zero.states.piece import Piece
+from deepspeed.zero.states.runs import runs
 
 if TYPE_CHECKING:
     from deepspeed.zero.states.group import Dtypes
@@ -127,7 +128,7 @@ def move_out(pieces: Sequence[Piece], dtypes: Dtypes) -> None:
     if staying:
         give_homes(staying, dtypes.accumulate)
     for tier, leaving in by_tier.items():
-        for run in _runs(leaving, homes.tile):
+        for run in runs(leaving, lambda piece: piece.source.numel(), homes.tile):
             Arena(run, dtypes, homes.swap if tier is Tier.DISK else None)
 
 
@@ -137,17 +138,3 @@ def give_homes(pieces: Sequence[Piece], dtype: torch.dtype) -> None:
     homes = torch.zeros(sum(sizes), dtype=dtype, device=pieces[0].param.device).split(sizes)
     for piece, home in zip(pieces, homes, strict=True):
         piece.home = home
-
-
-def _runs(pieces: Sequence[Piece], limit: int) -> Iterator[list[Piece]]:
-    """Neighbours of about `limit` elements together."""
-    run: list[Piece] = []
-    filled = 0
-    for piece in pieces:
-        if run and filled + piece.source.numel() > limit:
-            yield run
-            run, filled = [], 0
-        run.append(piece)
-        filled += piece.source.numel()
-    if run:
-        yield run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from deepspeed.zero.states.arena import Arena
 from deepspeed.zero.states.piece import Piece
+from deepspeed.zero.states.runs import runs
 
 __all__ = ["Tile", "choose", "empty_tile", "tile", "tiles_well", "twin"]
 
@@ -64,7 +65,8 @@ def tile(optimizer: Optimizer, away: Mapping[int, Piece], limit: int) -> list[Ti
     for row in rows:
         if row.piece is not None and row.piece.arena is not None:
             arenas.setdefault(row.piece.arena, []).append(row)
-    tiles = [_tile(run, count) for run in _cut([row for row in rows if row.piece is None], limit)]
+    here = [row for row in rows if row.piece is None]
+    tiles = [_tile(run, count) for run in runs(here, lambda row: row.master.numel(), limit)]
     tiles += [replace(_tile(run, count), arena=arena) for arena, run in arenas.items()]
     return tiles or [_tile([], count)]  # an optimizer without parameters steps, too
 
@@ -106,19 +108,6 @@ def _tile(rows: Sequence[_Row], count: int) -> Tile:
     for row in rows:
         params[row.place].append(row.master)
     return Tile(params, [row.piece for row in rows if row.piece is not None])
-
-
-def _cut(rows: Sequence[_Row], limit: int) -> Iterator[list[_Row]]:
-    run: list[_Row] = []
-    filled = 0
-    for row in rows:
-        if run and limit and filled + row.master.numel() > limit:
-            yield run
-            run, filled = [], 0
-        run.append(row)
-        filled += row.master.numel()
-    if run:
-        yield run
 
 
 def _mixes(optimizer: Optimizer) -> bool:
