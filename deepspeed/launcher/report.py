@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import io
 import json
-import os
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from deepspeed.launcher.console import emit, plain_table
 from deepspeed.launcher.ds_ssh import add_hosts
 from deepspeed.launcher.facts import AcceleratorFacts, Finding, Machine, Report, SharedMemory, Tool, gather, gibibytes
 from deepspeed.launcher.network import Interface
@@ -25,7 +22,6 @@ from deepspeed.ops.registry import Explanation, State
 
 __all__ = ["main", "render"]
 
-_PIPED_WIDTH = 160
 _STATE_STYLE = {State.CHOSEN: "green", State.AVAILABLE: "", State.UNAVAILABLE: "dim", State.FAILED: "yellow"}
 
 
@@ -33,23 +29,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Gather, print, and return 0 whatever was found; of several hosts, 1 if one did not answer."""
     arguments = _parser().parse_args(argv)
     if arguments.hostfile:
-        return ask_hosts(arguments, _emit)
+        return ask_hosts(arguments)
     report = gather()
     if arguments.hide_operator_status:
         report = dataclasses.replace(report, ops=())
     if arguments.hide_errors_and_warnings:
         report = _without_complaints(report)
-    _emit(json.dumps(dataclasses.asdict(report), indent=2) + "\n" if arguments.json else _text(partial(render, report)))
+    emit(json.dumps(dataclasses.asdict(report), indent=2) + "\n" if arguments.json else partial(render, report))
     return 0
-
-
-def _emit(what: str | Callable[[Console], None]) -> None:
-    """Write to stdout: text, or what is drawn on a console."""
-    try:
-        sys.stdout.write(what if isinstance(what, str) else _text(what))
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -80,22 +67,6 @@ def _without_complaints(report: Report) -> Report:
         accelerator=accelerator,
         machine=dataclasses.replace(report.machine, storage=quiet(report.machine.storage)),
     )
-
-
-def _text(draw: Callable[[Console], None]) -> str:
-    """What is drawn, for where stdout goes: coloured and fitted on a terminal, plain and wide elsewhere."""
-    real = Console()
-    encoding = sys.stdout.encoding or "utf-8"
-    # The file has stdout's encoding, so that lines are drawn in ASCII and strange letters become ? in a C locale.
-    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace")
-    if real.is_terminal:
-        console = Console(file=out, force_terminal=True, width=real.width, markup=False)
-    else:
-        console = Console(file=out, force_terminal=False, width=_PIPED_WIDTH, color_system=None, markup=False)
-    draw(console)
-    out.seek(0)
-    lines = out.read().splitlines()
-    return "".join((line if real.is_terminal else line.rstrip()) + "\n" for line in lines)
 
 
 def render(report: Report, console: Console) -> None:
@@ -129,13 +100,6 @@ def _pairs(facts: Mapping[str, str | None]) -> Table:
     return table
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False, safe_box=True)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
 def _machine(machine: Machine, shared: SharedMemory | None) -> Table:
     size = None if shared is None else f"{shared.path}: {gibibytes(shared.total)}, {gibibytes(shared.free)} free"
     return _pairs(
@@ -162,14 +126,14 @@ def _accelerator(found: AcceleratorFacts) -> RenderableType:
     else:
         parts = [Text(f"{found.name} is used, with {found.communication_backend} between ranks", style="green")]
     if found.devices:
-        table = _table("device", "name", "memory", "compute capability")
+        table = plain_table("device", "name", "memory", "compute capability")
         for device in found.devices:
             memory = "-" if device.memory is None else gibibytes(device.memory)
             table.add_row(str(device.index), device.name, memory, device.compute_capability or "-")
         parts.extend(["", table])
     others = [each for each in found.candidates if each.name != found.name]
     if others:
-        table = _table("others", "available", "reason")
+        table = plain_table("others", "available", "reason")
         for each in others:
             table.add_row(each.name, _yes(each.available), Text(each.reason, style="dim"))
         parts.extend(["", table])
@@ -183,7 +147,7 @@ def _yes(answer: bool | None) -> Text:
 
 
 def _ops(lines: Iterable[Explanation]) -> Table:
-    table = _table("op", "implementation", "state", "reason")
+    table = plain_table("op", "implementation", "state", "reason")
     last = None
     for line in lines:
         state = Text(line.state.value, style=_STATE_STYLE[line.state])
@@ -193,7 +157,7 @@ def _ops(lines: Iterable[Explanation]) -> Table:
 
 
 def _tools(tools: Iterable[Tool]) -> Table:
-    table = _table("program", "found at", "version")
+    table = plain_table("program", "found at", "version")
     for tool in tools:
         table.add_row(tool.name, tool.path or Text("not found", style="dim"), tool.version or "")
     return table
@@ -202,7 +166,7 @@ def _tools(tools: Iterable[Tool]) -> Table:
 def _network(found: Sequence[Interface], suggested: str | None) -> RenderableType:
     if not found:
         return Text("no interface was found")
-    table = _table("interface", "up", "speed", "addresses")
+    table = plain_table("interface", "up", "speed", "addresses")
     for each in found:
         speed = "-" if each.speed_mbit is None else f"{each.speed_mbit / 1000:g} Gb/s"
         table.add_row(each.name, _yes(each.up), speed, "\n".join(each.addresses) or "-")

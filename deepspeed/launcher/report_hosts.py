@@ -8,16 +8,15 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from deepspeed.launcher.backends.ssh import ssh_words
+from deepspeed.launcher.console import emit, plain_table
 from deepspeed.launcher.ds_ssh import hosts_of
 from deepspeed.launcher.errors import MISTAKE, LaunchError, option_words
 from deepspeed.printable import printable
@@ -27,10 +26,8 @@ __all__ = ["ask_hosts", "differences", "shown_facts"]
 _PATIENCE = 120  # seconds for a host to answer
 _AT_ONCE = 64
 
-Emit = Callable[[str | Callable[[Console], None]], None]
 
-
-def ask_hosts(args: argparse.Namespace, emit: Emit) -> int:
+def ask_hosts(args: argparse.Namespace) -> int:
     """Ask every host for its report, print the comparison, and return 1 if one did not answer."""
     try:
         hosts, given = hosts_of(args), option_words("ssh_args", args.ssh_args)
@@ -117,9 +114,7 @@ def _draw(answers: Mapping[str, dict[str, Any] | str], console: Console) -> None
     reports = {host: answer for host, answer in answers.items() if not isinstance(answer, str)}
     found = differences(reports)
     silent = {host: answer for host, answer in answers.items() if isinstance(answer, str)}
-    table = Table(box=box.SIMPLE_HEAD, header_style="dim", pad_edge=False, show_edge=False, safe_box=True)
-    for column in ("fact", "value", "hosts"):
-        table.add_column(column, overflow="fold")
+    table = plain_table("fact", "value", "hosts")
     for name, values in found.items():
         for number, (value, hosts) in enumerate(sorted(values.items(), key=lambda each: -len(each[1]))):
             table.add_row("" if number else printable(name), printable(value), _few(hosts))
