@@ -19,10 +19,12 @@ from deepspeed.comm.nodelist import first_host
 from deepspeed.comm.variables import Found, as_count, number, problem, show
 from deepspeed.errors import RendezvousError
 
-__all__ = ["RankFacts", "discover", "from_arguments", "mpi_found", "slurm_found"]
+__all__ = ["ALONE", "RankFacts", "discover", "from_arguments", "mpi_found", "slurm_found"]
 
 Probe = Callable[[], "RankFacts"]
 LOOPBACK = "127.0.0.1"
+ALONE = "single process"
+"""The source of facts where there is no launcher at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +261,7 @@ def _single(env: Mapping[str, str], port: int) -> RankFacts:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
     if any(env.get(name, "").strip() for name in names):
         raise _partial(env, _own(env), env.get("MASTER_ADDR"))
-    alone, doubts = _hinted(env, Found("single process", rank=0, world_size=1, local_rank=0, local_size=1))
+    alone, doubts = _hinted(env, Found(ALONE, rank=0, world_size=1, local_rank=0, local_size=1))
     return _facts(alone, LOOPBACK, number(env, "MASTER_PORT") or port, doubts)
 
 

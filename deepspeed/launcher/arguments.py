@@ -30,10 +30,10 @@ class _StoreChoice(argparse.Action):
         setattr(namespace, f"{self.dest}_chosen", True)
 
 
-def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """The parsed command line; everything after the script belongs to the script."""
+def parse_args(args: Sequence[str] | None = None, prog: str = "deepspeed") -> argparse.Namespace:
+    """The parsed command line; everything after the script belongs to the script. `prog` is who complains."""
     parser = argparse.ArgumentParser(
-        prog="deepspeed",
+        prog=prog,
         description="Starts one process per device, here or on several hosts, and waits for all of them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -1,0 +1,129 @@
+"""The operations that are measured: the tensors of each, the call, and what its bytes mean on the wires.
+
+The size of an operation is that of its largest tensor: what an all-gather ends with, what a reduce-scatter begins with.
+Algorithm bandwidth is that size by the time. Bus bandwidth is what each rank sends in the best algorithm for one link
+per rank, by the time: it does not depend on the number of ranks, and can be held against the speed of the links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from deepspeed import comm
+
+__all__ = ["OPERATIONS", "Call", "Operation", "Room"]
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where an operation runs: its ranks, the kind of its tensors, and whose functions are called."""
+
+    group: ProcessGroup | None
+    world: int
+    rank: int
+    """Within the group."""
+    dtype: torch.dtype
+    device: torch.device
+    library: ModuleType = comm
+    """`deepspeed.comm` or `torch.distributed`, which have the same calls."""
+    asynchronous: bool = False
+
+    def tensor(self, elements: int) -> torch.Tensor:
+        """One that nobody has written to yet but with zeros, so that sums stay finite."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+    def member(self, place: int) -> int:
+        """The global rank at this place of the group."""
+        return comm.get_global_rank(self.group, place) if self.group is not None else place
+
+    def elements(self, nbytes: int) -> int:
+        """So many elements of a tensor that every rank has an equal part of, for at least so many bytes."""
+        part = -(-nbytes // (self.dtype.itemsize * self.world))
+        return max(1, part) * self.world
+
+
+Call = Callable[[], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One kind of exchange."""
+
+    name: str
+    bus: Callable[[int], float]
+    """Bus bandwidth by algorithm bandwidth, for so many ranks."""
+    prepare: Callable[[Room, int], Call]
+    """Tensors of so many elements, and the call that moves them; it returns what can be waited for, or None."""
+    about: str
+
+
+def _all_reduce(room: Room, elements: int) -> Call:
+    tensor = room.tensor(elements)
+    return lambda: room.library.all_reduce(tensor, group=room.group, async_op=room.asynchronous)
+
+
+def _all_gather(room: Room, elements: int) -> Call:
+    whole, part = room.tensor(elements), room.tensor(elements // room.world)
+    gather = room.library.all_gather_into_tensor
+    return lambda: gather(whole, part, group=room.group, async_op=room.asynchronous)
+
+
+def _reduce_scatter(room: Room, elements: int) -> Call:
+    whole, part = room.tensor(elements), room.tensor(elements // room.world)
+    scatter = room.library.reduce_scatter_tensor
+    return lambda: scatter(part, whole, group=room.group, async_op=room.asynchronous)
+
+
+def _all_to_all(room: Room, elements: int) -> Call:
+    sent, received = room.tensor(elements), room.tensor(elements)
+    exchange = room.library.all_to_all_single
+    return lambda: exchange(received, sent, group=room.group, async_op=room.asynchronous)
+
+
+def _broadcast(room: Room, elements: int) -> Call:
+    tensor, source = room.tensor(elements), room.member(0)
+    return lambda: room.library.broadcast(tensor, source, group=room.group, async_op=room.asynchronous)
+
+
+def _reduce(room: Room, elements: int) -> Call:
+    tensor, target = room.tensor(elements), room.member(0)
+    return lambda: room.library.reduce(tensor, target, group=room.group, async_op=room.asynchronous)
+
+
+def _pt2pt(room: Room, elements: int) -> Call:
+    """Rank 2k sends to rank 2k + 1, all pairs at once; the last of an odd number of ranks has nobody."""
+    partner = room.rank ^ 1
+    if partner >= room.world:
+        return lambda: None
+    tensor, other = room.tensor(elements), room.member(partner)
+    begin = room.library.isend if room.rank % 2 == 0 else room.library.irecv
+    # A message that is not waited for by its receiver has not arrived, so that there is no other way to time it.
+    return lambda: begin(tensor, other, group=room.group)
+
+
+def _ring(world: int) -> float:
+    return (world - 1) / world
+
+
+def _once(world: int) -> float:
+    return 1.0
+
+
+OPERATIONS: Mapping[str, Operation] = {
+    each.name: each
+    for each in (
+        Operation("all_reduce", lambda world: 2 * _ring(world), _all_reduce, "sums of all ranks, on all ranks"),
+        Operation("all_gather", _ring, _all_gather, "every rank's part, on all ranks"),
+        Operation("reduce_scatter", _ring, _reduce_scatter, "sums of all ranks, a part of them on each"),
+        Operation("all_to_all", _ring, _all_to_all, "a part of every rank for every rank"),
+        Operation("broadcast", _once, _broadcast, "from the first rank to all"),
+        Operation("reduce", _once, _reduce, "sums of all ranks, on the first"),
+        Operation("pt2pt", _once, _pt2pt, "from rank 2k to rank 2k + 1, all pairs at once"),
+    )
+}
