@@ -99,6 +99,13 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
     add("--module", action="store_true", help="run the script as a module, like python -m")
     add("--no_python", action="store_true", help="run the script itself, not with Python")
     add("--no_local_rank", action="store_true", help="do not give the script --local_rank=N")
+    add("--preflight", action="store_true", help="start the ranks, check what a job needs, and train nothing")
+    add(
+        "--preflight_args",
+        default="",
+        metavar="WORDS",
+        help="options of the preflight: --preflight_args='--params 7B --json'",
+    )
     add("--autotuning", choices=("tune", "run"), default="", help="search a fast configuration (not in this version)")
 
 

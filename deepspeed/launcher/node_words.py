@@ -1,11 +1,16 @@
-"""The options of `deepspeed.launcher.launch` for one node of a job, as `deepspeed` and pdsh hand them over."""
+"""What the ranks of a job run: the options of `deepspeed.launcher.launch`, and a preflight in the place of a script."""
 
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Sequence
 
-__all__ = ["node_words"]
+from deepspeed.launcher.errors import LaunchError, option_words
+
+__all__ = ["node_words", "preflight_of"]
+
+_PREFLIGHT = "deepspeed.preflight"
 
 
 def node_words(
@@ -34,3 +39,14 @@ def node_words(
         words.append("--quiet")
     words.append(f"--log_level={args.log_level}")
     return [*words, *([args.user_script, *args.user_args] if script is None else script)]
+
+
+def preflight_of(args: argparse.Namespace) -> argparse.Namespace:
+    """The same job with the preflight in the place of the script, which it gets as its arguments."""
+    if args.module and args.no_python:
+        raise LaunchError("--module and --no_python contradict each other: a module is run by Python; give one of them")
+    job = copy.copy(args)
+    kind = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
+    job.user_args = [*option_words("preflight_args", args.preflight_args), *kind, args.user_script, *args.user_args]
+    job.user_script, job.module, job.no_python = _PREFLIGHT, True, False
+    return job

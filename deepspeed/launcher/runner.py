@@ -15,7 +15,7 @@ from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, parse_args
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.exports import ENVIRONMENT_FILE
 from deepspeed.launcher.hostfile import fetch_hostfile
-from deepspeed.launcher.node_words import node_words
+from deepspeed.launcher.node_words import node_words, preflight_of
 from deepspeed.launcher.resources import (
     Slots,
     apply_num_nodes_and_gpus,
@@ -56,6 +56,7 @@ def main(args: Sequence[str] | None = None) -> None:
 def _run(args: argparse.Namespace) -> int:
     set_log_level_from_string("error" if args.quiet else args.log_level)
     _refuse(args)
+    args = preflight_of(args) if args.preflight else args
     accelerator = get_accelerator()
     asked = bool(args.include or args.exclude or args.num_gpus > 0 or args.num_nodes > 0)
     visible = _take_visible(accelerator)
@@ -90,6 +91,8 @@ def _refuse(args: argparse.Namespace) -> None:
         raise LaunchError(
             "--min_elastic_nodes and --max_elastic_nodes belong to --elastic_training, not part of this version"
         )
+    if args.preflight_args and not args.preflight:
+        raise LaunchError("--preflight_args are options of --preflight, which is not given")
     chosen = [name for name in ("include", "exclude") if getattr(args, name)]
     counted = [name for name in ("num_nodes", "num_gpus") if getattr(args, name) > 0]
     if chosen and counted:

@@ -77,6 +77,8 @@ DEFAULTS = {
     "save_pid": False,
     "enable_each_rank_log": "None",
     "autotuning": "",
+    "preflight": False,
+    "preflight_args": "",
     "bind_cores_to_rank": False,
     "bind_core_list": None,
     "output": "",

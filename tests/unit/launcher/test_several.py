@@ -188,3 +188,30 @@ def test_the_address_is_the_first_one(monkeypatch):
 def test_names_of_links():
     assert Link(host="h1", command=["ssh"]).name == "host h1"
     assert Link(host="", command=["/usr/bin/srun"]).name == "srun"
+
+
+PREFLIGHT = ["deepspeed.preflight", "--params", "7B", "--no_python", "train.sh", "--lr", "a b"]
+
+
+@pytest.mark.parametrize("name", ["ssh", "pdsh", "openmpi", "slurm"])
+def test_a_preflight_takes_the_place_of_the_script(start, name):
+    options = ("--launcher", name, "--preflight", "--preflight_args", "--params 7B", "--no_python")
+    plan, _ = start(*options, script=("train.sh", "--lr", "a b"))
+    if name == "ssh":
+        args = launch_args(job(plan.links[0])["arguments"])
+        assert (args.module, args.no_python) == (True, False)
+        assert [args.training_script, *args.training_script_args] == PREFLIGHT
+        return
+    words = plan.links[0].command
+    line = " ".join(words)
+    assert "--module" in line
+    assert line.endswith("--params 7B --no_python train.sh --lr 'a b'" if name == "pdsh" else " ".join(PREFLIGHT))
+
+
+def test_options_of_a_preflight_need_one(start, capsys):
+    start("--preflight_args=--json", status=2)
+    assert "--preflight_args are options of --preflight, which is not given" in capsys.readouterr().err
+    start("--preflight", "--module", "--no_python", status=2)
+    assert "--module and --no_python contradict each other" in capsys.readouterr().err
+    start("--preflight", "--preflight_args", "'open", status=2)
+    assert "--preflight_args" in capsys.readouterr().err

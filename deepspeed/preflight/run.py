@@ -1,0 +1,210 @@
+"""One rank of a preflight: meet, look, compare, judge; rank 0 has the last word, and all end with its verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as td
+from torch._C._distributed_c10d import PrefixStore
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.comm.discover import RankFacts, discover
+from deepspeed.comm.init import DEFAULT_PORT
+from deepspeed.config import Loaded, load
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.log import logger
+from deepspeed.preflight.arguments import Options
+from deepspeed.preflight.check import Check, Company, Here
+from deepspeed.preflight.finding import Finding, Level, Told, counted, ranges
+from deepspeed.preflight.meeting import Meeting, absent_words
+from deepspeed.preflight.program import Program
+from deepspeed.preflight.verdict import Verdict
+
+__all__ = ["judge_all", "run"]
+
+_NODE = ("CROSS_RANK", "GROUP_RANK")  # number of the host, as our launcher and torchrun say it
+# What looking at a machine can raise; anything else is a mistake in a check and is shown as such.
+_FAILURES = (OSError, RuntimeError, ValueError, DeepSpeedError)
+
+Gathered = dict[str, dict[str, Any]]
+"""Check → {"fact": its fields} or {"error": why there is none}."""
+
+
+def run(
+    options: Options,
+    program: Program,
+    checks: Sequence[Check[Any]],
+    report: Callable[[Verdict], None],
+    now: Callable[[], int] = time.time_ns,
+) -> int:
+    """Do this rank's part and return the exit status of all; rank 0 hands the verdict to `report`."""
+    logger.setLevel(max(logger.level, logging.WARNING))  # the table tells what the library would
+    environ = dict(os.environ)
+    facts = discover(environ, port=DEFAULT_PORT)
+    began = time.monotonic()
+    meeting = Meeting(facts, options.timeout)
+    here = Here(
+        rank=facts.rank,
+        world=facts.world_size,
+        local_rank=facts.local_rank or 0,
+        options=options,
+        program=program,
+        config=_config(options, program),
+        environ=environ,
+        now=now,
+    )
+    wanted = [check for check in checks if check.name not in options.skip]
+    alone = [check for check in wanted if not check.together]
+    together = [check for check in wanted if check.together and facts.world_size > 1]
+    meeting.say("alone", {"host": socket.gethostname(), "node": _node(), "facts": _gather(alone, here)})
+    if facts.rank != 0:
+        return _follow(meeting, together, here, facts)
+    said = meeting.hear_all("alone")
+    hosts = _host_names(said)
+    absent = sorted(set(range(facts.world_size)) - set(said))
+    meeting.decide("together", None if absent or not together else [hosts[rank] for rank in range(facts.world_size)])
+    gathered: dict[int, Gathered] = {rank: words["facts"] for rank, words in said.items()}
+    findings: dict[str, list[Finding]] = {"ranks": [_presence(absent, hosts, options.timeout, facts.world_size)]}
+    company = len(said)
+    if together and not absent:
+        meeting.say("together", _gather_together(together, here, list(hosts.values()), meeting, facts))
+        answers = meeting.hear_all("together")
+        company = len(answers)
+        for rank, own in answers.items():
+            gathered[rank] = {**gathered[rank], **own}
+        lost = sorted(set(said) - set(answers))
+        if lost:
+            findings["ranks"].append(_lost(lost, options.timeout))
+    shown = [*alone, *together] if not absent else alone
+    findings |= judge_all(shown, gathered, hosts)
+    verdict = Verdict(facts.world_size, tuple(dict.fromkeys(hosts.values())), findings, time.monotonic() - began)
+    report(verdict)  # before anybody ends: a launcher ends the other ranks as soon as one fails
+    meeting.decide("verdict", verdict.status)
+    meeting.part(company)
+    return verdict.status
+
+
+def _follow(meeting: Meeting, together: Sequence[Check[Any]], here: Here, facts: RankFacts) -> int:
+    """The part of every rank but the first."""
+    hosts = meeting.decided("together")
+    if hosts is not None:
+        meeting.say("together", _gather_together(together, here, hosts, meeting, facts))
+    status = int(meeting.decided("verdict"))
+    meeting.follow_out(status)
+    return status
+
+
+def _config(options: Options, program: Program) -> Loaded | str | None:
+    source = options.config or program.config
+    if source is None:
+        return None
+    try:
+        return load(source, partial=True)
+    except DeepSpeedConfigError as error:
+        return str(error)
+
+
+def _node() -> str:
+    return next((os.environ[name] for name in _NODE if os.environ.get(name)), "")
+
+
+def _host_names(said: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
+    """Rank → host; hosts of one name are told apart by their number, as those of containers may be."""
+    nodes: dict[str, set[str]] = {}
+    for words in said.values():
+        nodes.setdefault(words["host"], set()).add(words["node"])
+    return {
+        rank: words["host"] if len(nodes[words["host"]]) == 1 else f"{words['host']} (node {words['node']})"
+        for rank, words in sorted(said.items())
+    }
+
+
+def _gather(checks: Sequence[Check[Any]], here: Here) -> Gathered:
+    found: Gathered = {}
+    for check in checks:
+        try:
+            found[check.name] = {"fact": dataclasses.asdict(check.gather(here))}
+        except _FAILURES as error:
+            found[check.name] = {"error": f"{type(error).__name__}: {error}"[:1000]}
+    return found
+
+
+def _gather_together(
+    checks: Sequence[Check[Any]], here: Here, hosts: Sequence[str], meeting: Meeting, facts: RankFacts
+) -> Gathered:
+    """Join as the job would, and gather; an error on the way is told for each check that it prevented."""
+    try:
+        company = _join(here, hosts, meeting)
+    except _FAILURES as error:
+        return {check.name: {"error": f"no process group: {error}"[:1000]} for check in checks}
+    found: Gathered = {}
+    for check in checks:
+        found |= _gather([check], dataclasses.replace(here, company=company))
+        if "error" in found[check.name]:
+            # The others wait for this rank, which cannot know how far they are.
+            rest = checks[len(found) :]
+            return found | {other.name: {"error": f"not made, since {check.name} failed"} for other in rest}
+    return found
+
+
+def _join(here: Here, hosts: Sequence[str], meeting: Meeting) -> Company:
+    accelerator = get_accelerator()
+    backend = accelerator.communication_backend_name() or "gloo"
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(here.local_rank)
+    limit = timedelta(seconds=here.options.timeout)
+    store = PrefixStore("group", meeting.store)
+    td.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=limit)
+    messages = td.group.WORLD if backend == "gloo" else td.new_group(backend="gloo", timeout=limit)
+    assert messages is not None, "the group was just made"
+    return Company(comm.group_device(), tuple(hosts), messages)
+
+
+def _presence(absent: Sequence[int], hosts: Mapping[int, str], timeout: float, world: int) -> Finding:
+    if not absent:
+        count = len(set(hosts.values()))
+        return Finding(Level.OK, f"{counted(world, 'rank')} on {counted(count, 'host')}")
+    verb = "has" if len(absent) == 1 else "have"
+    what = f"{_ranks(absent)} {verb} not come within {timeout:.0f} s{absent_words(absent, hosts)}"
+    advice = "look whether they were started, and whether their hosts reach rank 0's; --timeout waits longer"
+    return Finding(Level.PROBLEM, what, tuple(absent), advice)
+
+
+def _lost(lost: Sequence[int], timeout: float) -> Finding:
+    what = f"{_ranks(lost)} came, and said nothing more within {timeout:.0f} s"
+    return Finding(Level.PROBLEM, what, tuple(lost), "look at what they wrote last, and at their hosts")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+
+
+def judge_all(
+    checks: Sequence[Check[Any]], gathered: Mapping[int, Gathered], hosts: Mapping[int, str]
+) -> dict[str, list[Finding]]:
+    """Check → its findings, from the facts of all ranks; ranks that have none are told with the reason."""
+    findings: dict[str, list[Finding]] = {}
+    for check in checks:
+        told: list[Told[Any]] = []
+        errors: dict[str, list[int]] = {}
+        for rank, own in sorted(gathered.items()):
+            words = own.get(check.name, {"error": "it was not told"})
+            if "error" in words:
+                errors.setdefault(words["error"], []).append(rank)
+            else:
+                told.append(Told(rank, hosts[rank], check.fact(**words["fact"])))
+        findings[check.name] = [
+            Finding(Level.PROBLEM, f"{_ranks(ranks)}: {error}", tuple(ranks), "mend this first")
+            for error, ranks in errors.items()
+        ]
+        if told and not errors:
+            findings[check.name] += check.judge(told)
+    return findings
