@@ -16,6 +16,7 @@ from deepspeed.preflight.checks.folder import Folder
 from deepspeed.preflight.checks.memory import Memory
 from deepspeed.preflight.checks.offload import Offload
 from deepspeed.preflight.checks.ops import Ops
+from deepspeed.preflight.checks.shared_folder import SharedFolder
 from deepspeed.preflight.checks.shared_memory import SharedMemoryCheck
 from deepspeed.preflight.checks.versions import Versions
 
@@ -33,6 +34,7 @@ CHECKS: tuple[Check[Any], ...] = (
     Offload(),
     Ops(),
     Clock(),
+    SharedFolder(),
     Compute(),
     Bandwidth(),
 )

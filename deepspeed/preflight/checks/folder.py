@@ -14,7 +14,7 @@ from deepspeed.preflight.check import Check, Here
 from deepspeed.preflight.finding import Finding, Level, Told, who
 from deepspeed.preflight.program import FOLDER_OPTIONS, option_of
 
-__all__ = ["Folder", "FolderFact", "folder_of"]
+__all__ = ["Folder", "FolderFact", "folder_of", "nearest"]
 
 _WHOLE_STATE = 16  # bytes of a parameter in a checkpoint of 16-bit training with Adam, and some more
 _LITTLE = 10 * 10**9
@@ -47,7 +47,7 @@ class Folder(Check[FolderFact]):
             return FolderFact(looked=False)
         name, origin = folder_of(here.options.checkpoint, here.program.arguments)
         needed = None if here.options.params is None else here.options.params * _WHOLE_STATE
-        place = _nearest(Path(name).absolute())
+        place = nearest(Path(name).absolute())
         try:
             room = os.statvfs(place)
             free = room.f_bavail * room.f_frsize
@@ -96,7 +96,7 @@ def folder_of(option: str | None, arguments: Sequence[str]) -> tuple[str, str]:
     return os.getcwd(), "the working folder; --checkpoint names another"
 
 
-def _nearest(path: Path) -> Path:
+def nearest(path: Path) -> Path:
     """The folder itself, or the one in which it would be made."""
     return next((level for level in (path, *path.parents) if level.exists()), path)
 

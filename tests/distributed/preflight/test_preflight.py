@@ -175,6 +175,8 @@ def test_a_clock_that_is_an_hour_ahead(tmp_path):
     codes, output, _ = Job(tmp_path, 3).run("--json", "--skip", SPEEDS, before=skewed)
     told = json.loads(output)
     (finding,) = told["checks"]["clock"]
+    (folder,) = told["checks"]["shared_folder"]  # every rank has its own here
+    assert (folder["level"], folder["ranks"]) == ("warning", [1, 2])
     assert codes == [1, 1, 1]
     assert told["hosts"] == ["host0", "host1", "host2"]
     assert (finding["level"], finding["ranks"]) == ("problem", [2])

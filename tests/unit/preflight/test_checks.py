@@ -19,6 +19,7 @@ from deepspeed.preflight.checks.environment import Environment, EnvironmentFact
 from deepspeed.preflight.checks.folder import Folder, FolderFact, folder_of
 from deepspeed.preflight.checks.memory import Memory, MemoryFact
 from deepspeed.preflight.checks.ops import Ops, OpsFact
+from deepspeed.preflight.checks.shared_folder import SharedFolder, SharedFolderFact
 from deepspeed.preflight.checks.shared_memory import SharedMemoryCheck, ShmFact
 from deepspeed.preflight.checks.versions import VersionFact, Versions, driver_version
 from deepspeed.preflight.finding import Level
@@ -256,6 +257,20 @@ def test_which_folder():
     assert folder_of(None, ["--lr", "1", "--output_dir=/b"])[0] == "/b"
     assert folder_of(None, ["--save_dir", "/c"])[0] == "/c"
     assert folder_of(None, ["--save_dir"])[1].startswith("the working folder")
+
+
+def test_a_folder_that_is_not_shared():
+    def fact(rank):
+        return SharedFolderFact(True if rank % 8 == 0 else None)
+
+    assert good(SharedFolder().judge(job(fact, 800)))
+    finding = only(SharedFolder().judge(job(fact, 24, {16: SharedFolderFact(False)})))
+    assert (finding.level, finding.ranks) == (Level.WARNING, (16,))
+    assert finding.what == "rank 16 on host h2 does not see what rank 0 writes to the folder"
+    own = job(lambda rank: SharedFolderFact(rank == 0 if rank % 8 == 0 else None, local=True), 24)
+    assert good(SharedFolder().judge(own))
+    assert good(SharedFolder().judge(job(lambda rank: SharedFolderFact(), 8)))
+    assert good(SharedFolder().judge(job(fact, 8)))
 
 
 # ---- clock, compute, ops, environment
