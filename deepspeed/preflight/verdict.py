@@ -70,11 +70,11 @@ class Verdict:
                 table.add_row("", "", f"… and {len(ordered) - _MOST} more; --json has them")
         console.print(table, highlight=False)
         acts: dict[str, Level] = {}
-        for own in self.findings.values():
+        for name, own in self.findings.items():
             for finding in own:
                 if finding.advice and finding.level is not Level.OK:
-                    worse = acts.get(finding.advice) is Level.PROBLEM or finding.level is Level.PROBLEM
-                    acts[finding.advice] = Level.PROBLEM if worse else Level.WARNING
+                    act = f"{name}: {finding.advice}"
+                    acts[act] = Level.PROBLEM if Level.PROBLEM in (acts.get(act), finding.level) else Level.WARNING
         if acts:
             console.print()
             console.print(Text("What to do", style="bold cyan"))
@@ -82,8 +82,8 @@ class Verdict:
             grid.show_header = False
             grid.add_column()
             grid.add_column(overflow="fold")
-            for advice, level in sorted(acts.items(), key=lambda act: act[1] is not Level.PROBLEM):
-                grid.add_row(Text("!" if level is Level.PROBLEM else "-", style=_STYLES[level]), printable(advice))
+            for act, level in sorted(acts.items(), key=lambda item: item[1] is not Level.PROBLEM):
+                grid.add_row(Text("!" if level is Level.PROBLEM else "-", style=_STYLES[level]), printable(act))
             console.print(grid, highlight=False)
         console.print()
         console.print(Text(self.line, style=_STYLES[Level.PROBLEM if self.status else Level.OK]))

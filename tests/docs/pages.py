@@ -20,6 +20,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in
 PROGRAMS = (
     "accelerate",
     "deepspeed",
+    "ds_bench",
     "ds_io",
     "ds_nvme_tune",
     "ds_report",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed.bench import ds_bench
 from deepspeed.config.__main__ import main as look_at_config
 from deepspeed.io import ds_io, ds_nvme_tune
 from deepspeed.io.sweep import SWEEP
@@ -51,9 +52,12 @@ def of(*programs):
     return [command for command in TOOLS if runs(command) in programs]
 
 
+LAUNCHES = of("deepspeed", "train.py", "torchrun")
+
+
 def test_every_command_is_tried_by_one_of_these():
     tried = {*of("make"), *of("ds_report"), *of("deepspeed.config"), *of("deepspeed", "train.py"), *of("pytest")}
-    tried |= {*of("ds_io", "ds_nvme_tune")}
+    tried |= {*of("ds_io", "ds_nvme_tune", "ds_bench", "deepspeed.preflight")}
     tried |= {*of("pip"), *of("accelerate"), *of("torchrun")}
     tried |= {*of("deepspeed.checkpoint", "deepspeed.checkpoint.ds_to_universal", "out/zero_to_fp32.py")}
     assert [str(command) for command in TOOLS if command not in tried] == []
@@ -125,7 +129,40 @@ def test_config(command, tmp_path, monkeypatch, capsys):
     assert command.output in said.out + said.err
 
 
-@pytest.mark.parametrize("command", of("deepspeed", "train.py", "torchrun"), ids=str)
+PREFLIGHTS = [each for each in TOOLS if {"--preflight", "deepspeed.preflight"} & {*each.words}]
+
+
+@pytest.mark.parametrize("command", PREFLIGHTS, ids=str)
+@ranks(1, init=False)
+def test_preflight(command, tmp_path):
+    """What it says of this machine is not known; it says something, and does not run the script."""
+    folder = Path(tmp_path)
+    prepare_folder(folder)
+    if command.words[0] == "deepspeed":
+        with Launched(command.words[1:], folder, main=runner.main) as job:
+            status, output = job.wait(120), job.output()
+    else:
+        module = ["-m", "torch.distributed.run"] if command.words[0] == "torchrun" else []
+        words = [sys.executable, *module, *command.words[1:]]
+        ran = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+        status, output = ran.returncode, ran.stdout
+    assert status in (0, 1), output
+    assert any(word in output for word in (["usage"] if "--help" in command.words else ["READY", '"ready"']))
+    assert not list(folder.glob("ran.*"))
+
+
+@pytest.mark.parametrize("command", of("ds_bench"), ids=str)
+@ranks(1, init=False)
+def test_bench(command, tmp_path):
+    if "--plot" in command.words:
+        pytest.importorskip("matplotlib")
+    short = ["--min-size", "1K", "--max-size", "2K", "--trials", "1", "--warmups", "1"]
+    with Launched([*command.words[1:], *short], tmp_path, main=ds_bench.main) as job:
+        assert job.wait(120) == 0, job.errors()
+    assert "all_reduce" in job.output()
+
+
+@pytest.mark.parametrize("command", [each for each in LAUNCHES if each not in PREFLIGHTS], ids=str)
 @ranks(1, init=False)
 def test_launch(command, tmp_path):
     """A script of the reader's, on a machine that takes four ranks."""

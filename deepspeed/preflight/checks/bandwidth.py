@@ -152,7 +152,8 @@ def _slow_ranks(told: Sequence[Told[BandwidthFact]]) -> Iterator[Finding]:
     if not slow or len(told) < 3:  # of two, each is as slow as the other
         return
     worst = min(slow.values())
-    what = f"{who(among(told, slow))} exchange messages at {worst:.0%} of the usual speed with every neighbour"
+    verb = "exchanges" if len(slow) == 1 else "exchange"
+    what = f"{who(among(told, slow))} {verb} messages at {worst:.0%} of the usual speed with every neighbour"
     advice = "look at the network and at other processes there; leave the host out if it stays slow"
     yield Finding(level_of(slow), what, tuple(slow), advice)
 

@@ -55,6 +55,7 @@ class Compute(Check[ComputeFact]):
             least = min(each.fact.speed for each in told)
             return [Finding(Level.OK, f"every rank computes at {least / 1e12:.3g} TFLOP/s or more")]
         worst = min(slow.values())
-        what = f"{who(among(told, slow))} compute at {worst:.0%} of the usual speed"
+        verb = "computes" if len(slow) == 1 else "compute"
+        what = f"{who(among(told, slow))} {verb} at {worst:.0%} of the usual speed"
         advice = "look for other processes, heat or a power limit there; leave the host out if it stays slow"
         return [Finding(level_of(slow), what, tuple(slow), advice)]

@@ -75,7 +75,8 @@ class Folder(Check[FolderFact]):
         slow = [each for each in good if each.fact.speed is not None and each.fact.speed < _SLOW]
         if slow:
             worst = min(each.fact.speed or 0.0 for each in slow)
-            what = f"{who(slow)} write only {worst / 1e6:.1f} MB/s to {slow[0].fact.folder}"
+            verb = "writes" if len(slow) == 1 else "write"
+            what = f"{who(slow)} {verb} only {worst / 1e6:.1f} MB/s to {slow[0].fact.folder}"
             advice = "save to a faster disk, or in the background: checkpoint.writer.decoupled in the config"
             found.append(Finding(Level.WARNING, what, tuple(each.rank for each in slow), advice))
         if found:
