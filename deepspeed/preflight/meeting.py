@@ -20,7 +20,7 @@ from deepspeed.errors import RendezvousError
 
 __all__ = ["Meeting", "absent_words"]
 
-_GRACE = 30.0  # seconds more than rank 0 needs to decide, for those who wait for its word
+_PATIENCE = 3600.0  # seconds for rank 0 to speak; where it ends instead, its store does, too, and the wait is over
 _FAREWELL = 1.0
 _LOOK = 0.02
 
@@ -31,6 +31,7 @@ class Meeting:
     def __init__(self, facts: RankFacts, timeout: float) -> None:
         self.rank, self.world = facts.rank, facts.world_size
         self.timeout = timeout
+        self.heard = 0
         self.store = PrefixStore(_prefix(os.environ), _open(facts, timeout))
 
     def say(self, subject: str, words: Any) -> None:
@@ -44,7 +45,9 @@ class Meeting:
         while int(self.store.add(f"{subject}/came", 0)) < self.world and time.monotonic() < deadline:
             time.sleep(_LOOK)
         keys = {rank: f"{subject}/{rank}" for rank in range(self.world)}
-        return {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+        found = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
+        self.heard = len(found)
+        return found
 
     def decide(self, subject: str, words: Any) -> None:
         """What rank 0 tells all."""
@@ -54,19 +57,17 @@ class Meeting:
         """What rank 0 tells; an error if it does not."""
         key = f"{subject}/decided"
         try:
-            self.store.wait([key], timedelta(seconds=self.timeout + _GRACE))
+            self.store.wait([key], timedelta(seconds=_PATIENCE))
             return json.loads(self.store.get(key))
         except RuntimeError as error:
             raise RendezvousError(
-                f"rank {self.rank}: rank 0 was there, but said nothing about {subject!r} within "
-                f"{self.timeout + _GRACE:.0f} s; look at what it wrote last"
+                f"rank {self.rank}: rank 0 has ended without a word; look at what it wrote"
             ) from error
 
-    def part(self, company: int) -> None:
-        """Rank 0, which keeps the store, leaves after `company` ranks, itself among them, have heard all."""
-        self.store.add("parted", 1)
-        deadline = time.monotonic() + min(_GRACE, self.timeout)
-        while int(self.store.add("parted", 0)) < company and time.monotonic() < deadline:
+    def part(self) -> None:
+        """Rank 0, which keeps the store, leaves when those who answered last have heard the end."""
+        deadline = time.monotonic() + self.timeout
+        while int(self.store.add("parted", 0)) < self.heard - 1 and time.monotonic() < deadline:
             time.sleep(_LOOK)
 
     def follow_out(self, status: int) -> None:

@@ -16,14 +16,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.comm.discover import RankFacts, discover
+from deepspeed.comm.discover import discover
 from deepspeed.comm.init import DEFAULT_PORT
 from deepspeed.config import Loaded, load
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.log import logger
 from deepspeed.preflight.arguments import Options
 from deepspeed.preflight.check import Check, Company, Here
-from deepspeed.preflight.finding import Finding, Level, Told, counted, ranges
+from deepspeed.preflight.finding import Finding, Level, Told, counted, ranges, who
 from deepspeed.preflight.meeting import Meeting, absent_words
 from deepspeed.preflight.program import Program
 from deepspeed.preflight.verdict import Verdict
@@ -64,39 +64,46 @@ def run(
     wanted = [check for check in checks if check.name not in options.skip]
     alone = [check for check in wanted if not check.together]
     together = [check for check in wanted if check.together and facts.world_size > 1]
-    meeting.say("alone", {"host": socket.gethostname(), "node": _node(), "facts": _gather(alone, here)})
+    meeting.say("here", {"host": socket.gethostname(), "node": _node()})
+    meeting.say("alone", _gather(alone, here))
     if facts.rank != 0:
-        return _follow(meeting, together, here, facts)
-    said = meeting.hear_all("alone")
-    hosts = _host_names(said)
-    absent = sorted(set(range(facts.world_size)) - set(said))
-    meeting.decide("together", None if absent or not together else [hosts[rank] for rank in range(facts.world_size)])
-    gathered: dict[int, Gathered] = {rank: words["facts"] for rank, words in said.items()}
-    findings: dict[str, list[Finding]] = {"ranks": [_presence(absent, hosts, options.timeout, facts.world_size)]}
-    company = len(said)
-    if together and not absent:
-        meeting.say("together", _gather_together(together, here, list(hosts.values()), meeting, facts))
-        answers = meeting.hear_all("together")
-        company = len(answers)
-        for rank, own in answers.items():
-            gathered[rank] = {**gathered[rank], **own}
-        lost = sorted(set(said) - set(answers))
-        if lost:
-            findings["ranks"].append(_lost(lost, options.timeout))
-    shown = [*alone, *together] if not absent else alone
-    findings |= judge_all(shown, gathered, hosts)
-    verdict = Verdict(facts.world_size, tuple(dict.fromkeys(hosts.values())), findings, time.monotonic() - began)
+        return _follow(meeting, together, here)
+    verdict = _lead(meeting, alone, together, here)
+    verdict = dataclasses.replace(verdict, seconds=time.monotonic() - began)
     report(verdict)  # before anybody ends: a launcher ends the other ranks as soon as one fails
     meeting.decide("verdict", verdict.status)
-    meeting.part(company)
+    meeting.part()
     return verdict.status
 
 
-def _follow(meeting: Meeting, together: Sequence[Check[Any]], here: Here, facts: RankFacts) -> int:
+def _lead(meeting: Meeting, alone: Sequence[Check[Any]], together: Sequence[Check[Any]], here: Here) -> Verdict:
+    """The part of rank 0: hear all, decide whether to go on, judge."""
+    hosts = _host_names(meeting.hear_all("here"))
+    absent = sorted(set(range(here.world)) - set(hosts))
+    gathered: dict[int, Gathered] = meeting.hear_all("alone")
+    findings = {"ranks": [_presence(absent, hosts, here.options.timeout, here.world)]}
+    silent = sorted(set(hosts) - set(gathered))
+    complete = not absent and not silent
+    meeting.decide("together", list(hosts.values()) if complete and together else None)
+    made = [*alone, *(together if complete else ())]
+    if complete and together:
+        meeting.say("together", _gather_together(together, here, list(hosts.values()), meeting))
+        answers = meeting.hear_all("together")
+        silent = sorted(set(hosts) - set(answers))
+        for rank, own in answers.items():
+            gathered[rank] = {**gathered[rank], **own}
+    if silent:
+        findings["ranks"].append(_silent(silent, hosts, here.options.timeout))
+    told = {rank: own for rank, own in gathered.items() if rank not in silent}
+    findings |= judge_all(made, told, hosts)
+    return Verdict(here.world, tuple(dict.fromkeys(hosts.values())), findings)
+
+
+def _follow(meeting: Meeting, together: Sequence[Check[Any]], here: Here) -> int:
     """The part of every rank but the first."""
     hosts = meeting.decided("together")
     if hosts is not None:
-        meeting.say("together", _gather_together(together, here, hosts, meeting, facts))
+        meeting.say("together", _gather_together(together, here, hosts, meeting))
     status = int(meeting.decided("verdict"))
     meeting.follow_out(status)
     return status
@@ -137,9 +144,7 @@ def _gather(checks: Sequence[Check[Any]], here: Here) -> Gathered:
     return found
 
 
-def _gather_together(
-    checks: Sequence[Check[Any]], here: Here, hosts: Sequence[str], meeting: Meeting, facts: RankFacts
-) -> Gathered:
+def _gather_together(checks: Sequence[Check[Any]], here: Here, hosts: Sequence[str], meeting: Meeting) -> Gathered:
     """Join as the job would, and gather; an error on the way is told for each check that it prevented."""
     try:
         company = _join(here, hosts, meeting)
@@ -178,9 +183,10 @@ def _presence(absent: Sequence[int], hosts: Mapping[int, str], timeout: float, w
     return Finding(Level.PROBLEM, what, tuple(absent), advice)
 
 
-def _lost(lost: Sequence[int], timeout: float) -> Finding:
-    what = f"{_ranks(lost)} came, and said nothing more within {timeout:.0f} s"
-    return Finding(Level.PROBLEM, what, tuple(lost), "look at what they wrote last, and at their hosts")
+def _silent(silent: Sequence[int], hosts: Mapping[int, str], timeout: float) -> Finding:
+    place = who([Told(rank, hosts[rank], None) for rank in silent])
+    what = f"{place} came, and said nothing more within {timeout:.0f} s"
+    return Finding(Level.PROBLEM, what, tuple(silent), "look at what they wrote last, and at their hosts")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -28,7 +28,7 @@ class Verdict:
     hosts: tuple[str, ...]
     findings: Mapping[str, Sequence[Finding]]
     """Check → what it says."""
-    seconds: float
+    seconds: float = 0.0
 
     def count(self, level: Level) -> int:
         """How many findings have this level."""

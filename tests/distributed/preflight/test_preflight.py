@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -14,7 +15,7 @@ import pytest
 from deepspeed.launcher import runner
 from deepspeed.preflight import __main__ as program
 from deepspeed.preflight import run as preflight_run
-from deepspeed.preflight.checks import CHECKS, bandwidth, compute
+from deepspeed.preflight.checks import CHECKS, bandwidth, compute, folder
 from tests.distributed.launcher.launched import Launched
 from tests.harness import ranks
 
@@ -43,14 +44,14 @@ class Job:
     def of(self, rank):
         return self.folder / f"rank{rank}"
 
-    def run(self, *words, only=None, main=program.main, before=lambda rank: None):
+    def run(self, *words, only=None, before=lambda rank: None, stuck=()):
         """The exit codes of the ranks, and what rank 0 printed; `before` runs in the process of each rank."""
         words = [*words, "--write-size", "64K", "--size", "64K", "train.py", "--deepspeed_config", "ds.json"]
 
         def begin(rank):
             def act(arguments):
                 before(rank)
-                sys.exit(main(arguments))
+                sys.exit(program.main(arguments))
 
             return act
 
@@ -59,7 +60,7 @@ class Job:
                 stack.enter_context(Launched(words, self.of(rank), main=begin(rank), environ=self.place(rank)))
                 for rank in (range(self.world) if only is None else only)
             ]
-            codes = [each.wait(PATIENCE) for each in started]
+            codes = [each.wait(PATIENCE) for rank, each in enumerate(started) if rank not in stuck]
         return codes, started[0].output(), started[0].errors()
 
     def place(self, rank):
@@ -136,6 +137,22 @@ def test_rank_0_that_never_comes_is_told_by_the_others(tmp_path):
     assert "rank 0 was not started" in errors
 
 
+def hang(rank):
+    """Rank 1 comes, and then its disk does not answer."""
+    if rank == 1:
+        folder.Folder.gather = lambda *_: signal.pause()
+
+
+@ranks(1, init=False)
+def test_a_rank_that_comes_and_hangs_is_named(tmp_path):
+    codes, output, _ = Job(tmp_path, 3).run("--json", "--timeout", "8", "--skip", SPEEDS, before=hang, stuck=[1])
+    found = json.loads(output)["checks"]["ranks"]
+    assert codes == [1, 1]
+    assert [each["level"] for each in found] == ["ok", "problem"]
+    assert found[1]["ranks"] == [1]
+    assert "came, and said nothing more within 8 s" in found[1]["what"]
+
+
 def slow_down(rank):
     """Rank 2 takes a second for everything that is measured, which is measured once."""
     for module in (bandwidth, compute):
@@ -175,8 +192,8 @@ def test_a_clock_that_is_an_hour_ahead(tmp_path):
     codes, output, _ = Job(tmp_path, 3).run("--json", "--skip", SPEEDS, before=skewed)
     told = json.loads(output)
     (finding,) = told["checks"]["clock"]
-    (folder,) = told["checks"]["shared_folder"]  # every rank has its own here
-    assert (folder["level"], folder["ranks"]) == ("warning", [1, 2])
+    (shared,) = told["checks"]["shared_folder"]  # every rank has its own here
+    assert (shared["level"], shared["ranks"]) == ("warning", [1, 2])
     assert codes == [1, 1, 1]
     assert told["hosts"] == ["host0", "host1", "host2"]
     assert (finding["level"], finding["ranks"]) == ("problem", [2])
