@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-__all__ = ["Finding", "Level", "Told", "among", "by_host", "counted", "odd_ones", "ranges", "who"]
+from deepspeed.launcher.binding import ranges
+
+__all__ = ["Finding", "Level", "Told", "among", "by_host", "counted", "few", "odd_ones", "who"]
 
 F = TypeVar("F")
 _MOST_RANGES = 6
@@ -42,17 +44,11 @@ class Told(Generic[F]):
     fact: F
 
 
-def ranges(numbers: Iterable[int]) -> str:
+def few(numbers: Collection[int]) -> str:
     """`0-3, 7`; where there are many runs, the first of them and how many numbers there are."""
-    ordered = sorted(set(numbers))
-    runs: list[tuple[int, int]] = []
-    for number in ordered:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1] = (runs[-1][0], number)
-        else:
-            runs.append((number, number))
-    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MOST_RANGES]]
-    return ", ".join(shown) + (f", … ({len(ordered)} in all)" if len(runs) > _MOST_RANGES else "")
+    runs = ranges(numbers).split(",")
+    more = f", … ({len(numbers)} in all)" if len(runs) > _MOST_RANGES else ""
+    return ", ".join(runs[:_MOST_RANGES]) + more
 
 
 def who(told: Sequence[Told[F]]) -> str:
@@ -60,7 +56,7 @@ def who(told: Sequence[Told[F]]) -> str:
     hosts = list(dict.fromkeys(each.host for each in told))
     ranks = {each.rank for each in told}
     place = f"{len(hosts)} hosts" if len(hosts) > _MOST_HOSTS else f"host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)} on {place}"
+    return f"rank{'s' * (len(ranks) > 1)} {few(ranks)} on {place}"
 
 
 def counted(number: int, noun: str) -> str:

@@ -23,7 +23,7 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.log import logger
 from deepspeed.preflight.arguments import Options
 from deepspeed.preflight.check import Check, Company, Here
-from deepspeed.preflight.finding import Finding, Level, Told, counted, ranges, who
+from deepspeed.preflight.finding import Finding, Level, Told, counted, few, who
 from deepspeed.preflight.meeting import Meeting, absent_words
 from deepspeed.preflight.program import Program
 from deepspeed.preflight.verdict import Verdict
@@ -190,7 +190,7 @@ def _silent(silent: Sequence[int], hosts: Mapping[int, str], timeout: float) -> 
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranges(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {few(ranks)}"
 
 
 def judge_all(

@@ -19,7 +19,7 @@ from deepspeed.config import Loaded
 from deepspeed.errors import LayoutError
 from deepspeed.parallel import ParallelLayout
 from deepspeed.preflight.check import Check, Here
-from deepspeed.preflight.finding import Finding, Level, Told, among, ranges, who
+from deepspeed.preflight.finding import Finding, Level, Told, among, few, who
 from deepspeed.preflight.slow import level_of, stragglers
 
 __all__ = ["Bandwidth", "BandwidthFact", "axes_of", "ring_rounds"]
@@ -177,6 +177,6 @@ def _slow_groups(told: Sequence[Told[BandwidthFact]]) -> Iterator[Finding]:
         slow: Mapping[int, float] = stragglers(groups)
         for first, part in slow.items():
             ranks = _members(told, axis, first)
-            what = f"ranks {ranges(ranks)} ({axis}) are at {part:.0%} of the usual speed of that axis: "
+            what = f"ranks {few(ranks)} ({axis}) are at {part:.0%} of the usual speed of that axis: "
             what += f"{groups[first] / 1e9:.3g} GB/s"
             yield Finding(level_of({first: part}), what, tuple(ranks), "look at the links between these ranks")
