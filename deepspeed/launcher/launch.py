@@ -23,14 +23,15 @@ from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.masking import without_secrets
 from deepspeed.launcher.messages import VARIABLE
 from deepspeed.launcher.pidfile import pid_file
+from deepspeed.launcher.place import Place
 from deepspeed.launcher.plan import Plan, RankPlan
 from deepspeed.launcher.ports import DEFAULT_PORT, claimed
 from deepspeed.launcher.rank_logs import log_files
-from deepspeed.launcher.resources import Slots, decode_world_info
+from deepspeed.launcher.resources import decode_world_info
 from deepspeed.launcher.supervise import supervise
 from deepspeed.log import log_levels, logger, set_log_level_from_string
 
-__all__ = ["main", "parse_args", "rank_environments", "run"]
+__all__ = ["main", "parse_args", "run"]
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -82,52 +83,35 @@ def run(args: argparse.Namespace) -> int:
     environment = dict(os.environ)
     get_accelerator().set_visible_devices_envs(environment, world[host])
     with ExitStack() as stack:
-        if args.node_rank == 0:
-            args.master_port = stack.enter_context(claimed(args.master_port))
-        ranks = tuple(_ranks(args, world, host))
         saved = None
         if args.save_pid:
             saved = stack.enter_context(pid_file(args.save_pid))
             logger.info("pid %d saved in %s", os.getpid(), saved)
-        logger.info(
-            "starting %d of %d ranks on %s (slots %s), which meet at %s:%d: %s",
-            *(len(ranks), sum(map(len, world.values())), host, ",".join(map(str, world[host]))),
-            *(args.master_addr, args.master_port, ranks[0].shown),
-        )
-        plan = Plan(
-            host=socket.gethostname(),
-            ranks=ranks,
-            log_level=level,
-            pid_file=None if saved is None else str(saved),
-            forward_to_groups=args.no_python,
-            relay=relay,
-        )
+
+        def crew(place: Place) -> Plan:
+            plan = Plan(
+                host=socket.gethostname(),
+                ranks=tuple(_ranks(args, place)),
+                log_level=level,
+                pid_file=None if saved is None else str(saved),
+                forward_to_groups=args.no_python,
+                relay=relay,
+            )
+            logger.info(
+                "starting %d of %d ranks on %s (slots %s), which meet at %s:%d: %s",
+                *(place.local, place.world, host, ",".join(map(str, world[host][: place.local]))),
+                *(*place.master, plan.ranks[0].shown),
+            )
+            return plan
+
+        if args.node_rank == 0:
+            args.master_port = stack.enter_context(claimed(args.master_port))
+        plan = crew(Place.of(world, host, (args.master_addr, args.master_port)))
         return supervise(plan, environment, hangs_on_stdin=bool(relay))
 
 
-def rank_environments(world: Slots, host: str, master_addr: str, master_port: int) -> list[dict[str, str]]:
-    """The variables of each rank of a host: ranks are numbered host by host, in the order of the slots."""
-    hosts = list(world)
-    node = hosts.index(host)
-    first = sum(len(world[before]) for before in hosts[:node])
-    local = len(world[host])
-    common = {
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": master_port,
-        "WORLD_SIZE": sum(map(len, world.values())),
-        "CROSS_RANK": node,
-        "CROSS_SIZE": len(hosts),
-        "LOCAL_SIZE": local,
-        "LOCAL_WORLD_SIZE": local,  # the same, as torch's own tools call it
-    }
-    return [
-        {name: str(value) for name, value in {**common, "RANK": first + number, "LOCAL_RANK": number}.items()}
-        for number in range(local)
-    ]
-
-
-def _ranks(args: argparse.Namespace, world: Slots, host: str) -> Iterator[RankPlan]:
-    environments = rank_environments(world, host, args.master_addr, args.master_port)
+def _ranks(args: argparse.Namespace, place: Place) -> Iterator[RankPlan]:
+    environments = place.environments()
     bindings: list[Binding] | None = None
     if args.bind_cores_to_rank or args.bind_core_list:
         bindings = bind(len(environments), args.bind_core_list)

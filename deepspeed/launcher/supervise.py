@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -24,7 +24,7 @@ from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.frames import framed
 from deepspeed.log import logger
 
-__all__ = ["BEAT", "SILENCE", "supervise"]
+__all__ = ["BEAT", "SILENCE", "Supervision", "hang_on_stdin", "passing_on", "supervise"]
 
 BEAT = 0  # the byte that says that the other side still lives
 SILENCE = 90.0  # seconds without a beat, after the first one, until the other side counts as gone
@@ -42,37 +42,80 @@ class Sendable(Protocol):
         ...
 
 
+class Supervision:
+    """A plan that a small process runs; leaving the context ends whatever of it still runs."""
+
+    def __init__(
+        self, plan: Sendable, environment: Mapping[str, str], *, program: str = "guard", without_stdin: bool = False
+    ) -> None:
+        if os.name != "posix":
+            raise LaunchError("the launcher needs Linux or another POSIX system; on Windows start one process per rank")
+        _open_standard_streams()
+        self._before = processes.below(os.getpid())
+        control, self._pipe = os.pipe()
+        processes.adopt_orphans()
+        self._open = True
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_BARE), program, str(control)],
+                pass_fds=(control,),
+                env=dict(environment),
+                stdin=subprocess.DEVNULL if without_stdin else None,
+                start_new_session=True,
+            )
+            os.close(control)
+            _send(self._pipe, plan)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Supervision:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def tell(self, number: int) -> None:
+        """Pass a signal on, by its number."""
+        with suppress(OSError):  # it has just ended
+            os.write(self._pipe, bytes([number]))
+
+    def wait(self, patience: float | None = None) -> int | None:
+        """The exit status of the job once no process of it is left; None if it still runs after so many seconds."""
+        try:
+            code = self._process.wait(patience)
+        except subprocess.TimeoutExpired:
+            return None
+        if code < 0:
+            pid, how = self._process.pid, processes.described(code)
+            logger.error("the guard of the ranks (pid %d) %s: ending the job", pid, how)
+            _kill_below(self._before)
+        return processes.status(code)
+
+    def close(self) -> None:
+        """Let go of it; if it lives, this is the sign for it to end everything."""
+        if self._open:
+            self._open = False
+            os.close(self._pipe)
+            processes.adopt_orphans(False)
+
+
 def supervise(
     plan: Sendable, environment: Mapping[str, str], *, program: str = "guard", hangs_on_stdin: bool = False
 ) -> int:
     """Run a plan, and return the exit status of the job; no process is left when it returns."""
-    if os.name != "posix":
-        raise LaunchError("the launcher needs Linux or another POSIX system; on Windows start one process per rank")
-    _open_standard_streams()
-    before = processes.below(os.getpid())
-    control, ours = os.pipe()
-    processes.adopt_orphans()
-    try:
-        guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_BARE), program, str(control)],
-            pass_fds=(control,),
-            env=dict(environment),
-            stdin=subprocess.DEVNULL if hangs_on_stdin else None,
-            start_new_session=True,
-        )
-        os.close(control)
-        _send(ours, plan)
+    with Supervision(plan, environment, program=program, without_stdin=hangs_on_stdin) as running:
         if hangs_on_stdin:
-            threading.Thread(target=_hang_on, args=(0, ours), daemon=True).start()
-        with _passing_on(ours):
-            code = guard.wait()
-        if code < 0:
-            logger.error("the guard of the ranks (pid %d) %s: ending the job", guard.pid, processes.described(code))
-            _kill_below(before)
-    finally:
-        os.close(ours)  # if the guard lives, this is the sign for it to end everything
-        processes.adopt_orphans(False)
-    return processes.status(code)
+            hang_on_stdin(running.tell)
+        with passing_on(running.tell):
+            status = running.wait()
+    assert status is not None, "it was waited for without a limit"
+    return status
+
+
+def hang_on_stdin(tell: Callable[[int], None]) -> None:
+    """From now on, pass on what the launcher on another host says, and end this process when that is gone."""
+    threading.Thread(target=_hang_on, args=(0, tell), daemon=True).start()
 
 
 def _open_standard_streams() -> None:
@@ -82,7 +125,7 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _hang_on(line: int, pipe: int) -> None:
+def _hang_on(line: int, tell: Callable[[int], None]) -> None:
     """Pass on what the other side says, and end everything when it is gone; see [Note: beats] in relay.py."""
     heard, limit = True, None
     while heard:
@@ -91,10 +134,10 @@ def _hang_on(line: int, pipe: int) -> None:
         heard = bool(numbers)
         if BEAT in numbers:
             limit = SILENCE
-        with suppress(OSError):  # the guard has just ended
-            os.write(pipe, bytes(number for number in numbers if number != BEAT))
-    with suppress(OSError):
-        os.write(pipe, bytes([signal.SIGTERM]))
+        for number in numbers:
+            if number != BEAT:
+                tell(number)
+    tell(signal.SIGTERM)
     time.sleep(_FAREWELL)
     os.kill(os.getpid(), signal.SIGKILL)  # which the guard notices, and kills whatever is left
 
@@ -107,15 +150,14 @@ def _send(pipe: int, plan: Sendable) -> None:
 
 
 @contextmanager
-def _passing_on(pipe: int) -> Iterator[None]:
-    """While open, signals go to the guard as bytes; those that were ignored (nohup) stay ignored."""
+def passing_on(tell: Callable[[int], None]) -> Iterator[None]:
+    """While open, signals of this process are told by their numbers; those that were ignored (nohup) stay ignored."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python lets only the main thread handle signals; somebody else does
         return
 
-    def tell(number: int, frame: FrameType | None = None) -> None:
-        with suppress(OSError):  # the guard has just ended
-            os.write(pipe, bytes([number]))
+    def handle(number: int, frame: FrameType | None) -> None:
+        tell(number)
 
     def pause(number: int, frame: FrameType | None) -> None:
         tell(signal.SIGTSTP)
@@ -125,7 +167,7 @@ def _passing_on(pipe: int) -> Iterator[None]:
         tell(signal.SIGCONT)
 
     numbers = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGWINCH")
-    handlers = {getattr(signal, name): tell for name in numbers}
+    handlers = {getattr(signal, name): handle for name in numbers}
     replaced = {}
     for number, handler in {**handlers, signal.SIGTSTP: pause}.items():
         if signal.getsignal(number) is not signal.SIG_IGN:

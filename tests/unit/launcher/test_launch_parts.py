@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from deepspeed.launcher import processes
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.launch import parse_args, rank_environments
+from deepspeed.launcher.launch import parse_args
 from deepspeed.launcher.output import LINES, Tail, last_lines
 from deepspeed.launcher.pidfile import pid_file, pid_folder
+from deepspeed.launcher.place import Place
 from deepspeed.launcher.plan import Plan, RankPlan
 from deepspeed.launcher.ports import claimed, free_port, is_free
 from deepspeed.launcher.resources import encode_world_info
@@ -149,7 +150,7 @@ def test_a_plan_survives_the_pipe():
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_ranks_are_numbered_host_by_host(counts):
     world = {f"h{i}": list(range(count)) for i, count in enumerate(counts)}
-    found = [each for host in world for each in rank_environments(world, host, "a", 1)]
+    found = [each for host in world for each in Place.of(world, host, ("a", 1)).environments()]
     assert [int(each["RANK"]) for each in found] == list(range(sum(counts)))
     assert [int(each["LOCAL_RANK"]) for each in found] == [slot for count in counts for slot in range(count)]
     assert [int(each["CROSS_RANK"]) for each in found] == [i for i, count in enumerate(counts) for _ in range(count)]
