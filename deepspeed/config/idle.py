@@ -108,7 +108,7 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.tensor_parallel.autotp_size < 2,
         switch="tensor_parallel.autotp_size",
     ),
-    Idle("elasticity.min_time", "jobs that change their size while they run are not part of this version"),
+    Idle("elasticity.min_time", "it is for schedulers, who decide whether a job is worth starting"),
     Idle("pipeline", _NO_PIPELINE),
     Idle("checkpoint.parallel_write", _NO_PIPELINE),
     Idle("use_data_before_expert_parallelism", "expert parallelism is not part of this version"),

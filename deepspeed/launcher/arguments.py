@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from deepspeed.launcher.elastic_options import add_counts
 from deepspeed.launcher.ports import DEFAULT_PORT
 from deepspeed.log import log_levels
 
@@ -131,7 +132,6 @@ def _add_process(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("elastic training (not in this version)").add_argument
-    add("--elastic_training", action="store_true", help="let the number of hosts change")
-    add("--min_elastic_nodes", type=int, default=-1, help="fewest hosts")
-    add("--max_elastic_nodes", type=int, default=-1, help="most hosts")
+    add = parser.add_argument_group("elastic training").add_argument
+    add("--elastic_training", action="store_true", help="start again after a failure, with the hosts there are then")
+    add_counts(add)

@@ -35,7 +35,7 @@ from deepspeed.launcher import messages, processes
 from deepspeed.launcher.folding import labelled
 from deepspeed.launcher.frames import receive
 from deepspeed.launcher.output import Channel, last_lines
-from deepspeed.launcher.plan import Plan, RankPlan
+from deepspeed.launcher.plan import RETIRE, Plan, RankPlan
 from deepspeed.launcher.verdict import Ending, failure, rank_list
 from deepspeed.launcher.wakeups import STOPPING, waking
 from deepspeed.log import logger, set_log_level_from_string
@@ -87,7 +87,7 @@ class Guard:
         self._first: _Rank | None = None
         self._signal: int | None = None  # that the user sent to stop the job
         self._agenda: list[tuple[float, Callable[[], None]]] = []  # what happens if processes do not end by then
-        self._stopping = self._killed = self._hurried = self._stuck = False
+        self._stopping = self._killed = self._hurried = self._stuck = self._retiring = False
         self._selector = selectors.DefaultSelector()
         self._stop_read, self._stop_write = os.pipe()
         self._locks = {1: threading.Lock(), 2: threading.Lock()}
@@ -245,6 +245,9 @@ class Guard:
     def _on_signal(self, number: int) -> None:
         if number in STOPPING:
             self._on_stop(number)
+        elif number == RETIRE:
+            self._retiring = True
+            self._on_stop(signal.SIGTERM)
         elif number == signal.SIGWINCH:
             for rank in self._ranks:
                 for channel in rank.channels:
@@ -259,7 +262,8 @@ class Guard:
         name = signal.Signals(number).name
         if self._signal is None and self._first is None and self._running():
             self._signal = number
-            logger.warning("%s: passed on to %s", name, rank_list([rank.plan.rank for rank in self._running()]))
+            log = logger.debug if self._retiring else logger.warning
+            log("%s: passed on to %s", name, rank_list([rank.plan.rank for rank in self._running()]))
             self._forward(number)
             self._plan_end(SIGNAL_GRACE, self._kill)
         elif number == signal.SIGINT or not self._running():  # the user insists, or only output is waited for
@@ -318,7 +322,7 @@ class Guard:
 
     def _tell(self, rank: _Rank, **message: Any) -> bool:
         """Tell the launcher that reads along; False if there is none. See [Note: messages] in messages.py."""
-        if self._relayed is None:
+        if self._relayed is None or not self._relayed.token:
             return False
         number = rank.plan.rank
         lines = messages.encode(self._relayed.token, number, {"rank": number, "host": self._plan.host, **message})
@@ -342,7 +346,7 @@ class Guard:
                 logger.error("%s", text)
             return processes.status(first.code)
         if self._signal is not None and any(ending.code != 0 for ending in endings):
-            if self._relayed is None:
+            if self._relayed is None and not self._retiring:
                 logger.error("the job was stopped by %s", signal.Signals(self._signal).name)
             return 128 + self._signal
         return max((processes.status(ending.code) for ending in endings), default=0)

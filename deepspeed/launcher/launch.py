@@ -18,16 +18,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.launcher import elastic, messages
 from deepspeed.launcher.binding import Binding, bind
+from deepspeed.launcher.elastic_options import add_counts, elastic_nodes
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.masking import without_secrets
-from deepspeed.launcher.messages import VARIABLE
 from deepspeed.launcher.pidfile import pid_file
 from deepspeed.launcher.place import Place
 from deepspeed.launcher.plan import Plan, RankPlan
 from deepspeed.launcher.ports import DEFAULT_PORT, claimed
 from deepspeed.launcher.rank_logs import log_files
-from deepspeed.launcher.resources import decode_world_info
+from deepspeed.launcher.resources import Slots, decode_world_info
 from deepspeed.launcher.supervise import supervise
 from deepspeed.log import log_levels, logger, set_log_level_from_string
 
@@ -56,6 +57,9 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--bind_core_list", default=None, help="the cores to share out, such as 0,2-4,6")
     add("--log_level", choices=list(log_levels), default="info", help="what the launcher itself tells")
     add("-q", "--quiet", action="store_true", help="the same as --log_level error")
+    add("--enable_elastic_training", action="store_true", help="meet other nodes again after a failure, and start anew")
+    add_counts(add)
+    add("--elastic_store_kept", action="store_true", help="somebody else keeps the store at which the nodes meet")
     add("training_script", help="the script, module or program to start")
     add("training_script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser.parse_args(args)
@@ -71,15 +75,9 @@ def run(args: argparse.Namespace) -> int:
     level = "error" if args.quiet else args.log_level
     set_log_level_from_string(level)
     world = decode_world_info(args.world_info)
-    if not 0 <= args.node_rank < len(world):
-        raise LaunchError(f"--node_rank {args.node_rank}: the job has {len(world)} nodes, numbered from 0")
+    host = _host(args, world)
     _check_program(args)
-    if args.master_port == 0 and len(world) > 1:
-        raise LaunchError(f"--master_port 0: the {len(world)} nodes have to be told one port; choose it")
-    host = list(world)[args.node_rank]
-    if not world[host]:
-        raise LaunchError(f"host {host!r} has no slots in --world_info; leave it out or give it some")
-    relay = os.environ.pop(VARIABLE, "")
+    relay = os.environ.pop(messages.VARIABLE, "")
     environment = dict(os.environ)
     get_accelerator().set_visible_devices_envs(environment, world[host])
     with ExitStack() as stack:
@@ -95,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
                 log_level=level,
                 pid_file=None if saved is None else str(saved),
                 forward_to_groups=args.no_python,
-                relay=relay,
+                # A failure is not the end of an elastic job, so that the relay hears of none.
+                relay=messages.labels_only(relay) if args.enable_elastic_training else relay,
             )
             logger.info(
                 "starting %d of %d ranks on %s (slots %s), which meet at %s:%d: %s",
@@ -104,10 +103,26 @@ def run(args: argparse.Namespace) -> int:
             )
             return plan
 
+        if args.enable_elastic_training:
+            nodes = elastic_nodes(args, len(world))
+            slots = len(world[host])
+            return elastic.run(args, crew, environment, nodes=nodes, slots=slots, hangs_on_stdin=bool(relay))
         if args.node_rank == 0:
             args.master_port = stack.enter_context(claimed(args.master_port))
         plan = crew(Place.of(world, host, (args.master_addr, args.master_port)))
         return supervise(plan, environment, hangs_on_stdin=bool(relay))
+
+
+def _host(args: argparse.Namespace, world: Slots) -> str:
+    """The name of this host in the world info."""
+    if not 0 <= args.node_rank < len(world):
+        raise LaunchError(f"--node_rank {args.node_rank}: the job has {len(world)} nodes, numbered from 0")
+    if args.master_port == 0 and len(world) > 1:
+        raise LaunchError(f"--master_port 0: the {len(world)} nodes have to be told one port; choose it")
+    host: str = list(world)[args.node_rank]
+    if not world[host]:
+        raise LaunchError(f"host {host!r} has no slots in --world_info; leave it out or give it some")
+    return host
 
 
 def _ranks(args: argparse.Namespace, place: Place) -> Iterator[RankPlan]:

@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["VARIABLE", "Reader", "Relayed", "encode", "new_token"]
+__all__ = ["VARIABLE", "Reader", "Relayed", "encode", "labels_only", "new_token"]
 
 VARIABLE = "DEEPSPEED_RELAY"  # in the environment of what starts ranks: that a launcher elsewhere reads along
 _MARK = b"\x1e"
@@ -21,7 +21,10 @@ _PIECE = 600
 
 
 class Relayed:
-    """The token of a job whose output is read by a launcher elsewhere, and whether lines tell their rank."""
+    """The token of a job whose output is read by a launcher elsewhere, and whether lines tell their rank.
+
+    Without a token nothing is told between the lines: whoever starts the ranks speaks for itself.
+    """
 
     def __init__(self, token: str, labels: bool) -> None:
         self.token = token
@@ -34,7 +37,13 @@ class Relayed:
     def parse(cls, value: str) -> Relayed | None:
         """From the variable; None without one."""
         token, _, style = value.partition(":")
-        return cls(token, style == "rank") if token else None
+        return cls(token, style == "rank") if value else None
+
+
+def labels_only(value: str) -> str:
+    """The variable's value for ranks that get labels as it says, and of which no launcher elsewhere is told."""
+    relayed = Relayed.parse(value)
+    return str(Relayed("", labels=True)) if relayed is not None and relayed.labels else ""
 
 
 def new_token() -> str:

@@ -6,6 +6,7 @@ import argparse
 import copy
 from collections.abc import Sequence
 
+from deepspeed.launcher.elastic_options import elastic_words
 from deepspeed.launcher.errors import LaunchError, option_words
 
 __all__ = ["node_words", "preflight_of"]
@@ -20,9 +21,13 @@ def node_words(
     node_rank: int | str | None,
     master: tuple[str, int],
     save_pid: int = 0,
+    store_kept: bool = False,
     script: Sequence[str] | None = None,
 ) -> list[str]:
-    """What follows `python -m deepspeed.launcher.launch`; `script` replaces the user's script and arguments."""
+    """What follows `python -m deepspeed.launcher.launch`; `script` replaces the user's script and arguments.
+
+    `store_kept`: the hosts of an elastic job meet at a store that no node keeps.
+    """
     words = [f"--world_info={world_info}"]
     if node_rank is not None:
         words.append(f"--node_rank={node_rank}")
@@ -38,6 +43,7 @@ def node_words(
     if args.quiet:
         words.append("--quiet")
     words.append(f"--log_level={args.log_level}")
+    words += elastic_words(args, kept=store_kept)
     return [*words, *([args.user_script, *args.user_args] if script is None else script)]
 
 
@@ -49,4 +55,5 @@ def preflight_of(args: argparse.Namespace) -> argparse.Namespace:
     kind = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
     job.user_args = [*option_words("preflight_args", args.preflight_args), *kind, args.user_script, *args.user_args]
     job.user_script, job.module, job.no_python = _PREFLIGHT, True, False
+    job.elastic_training = False  # it looks once, at all hosts
     return job

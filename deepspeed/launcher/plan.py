@@ -6,7 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = ["Plan", "RankPlan"]
+__all__ = ["RETIRE", "Plan", "RankPlan"]
+
+RETIRE = 255  # the byte, beside those of signals, that lets the ranks make way for a new start of the job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from deepspeed.accelerator.interface import DeepSpeedAccelerator
 from deepspeed.errors import AcceleratorError
 from deepspeed.launcher import launch
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, parse_args
+from deepspeed.launcher.elastic_options import elastic_nodes
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.exports import ENVIRONMENT_FILE
 from deepspeed.launcher.hostfile import fetch_hostfile
@@ -72,6 +73,8 @@ def _run(args: argparse.Namespace) -> int:
             why = "options choose the devices" if pool is None else "the hostfile chooses the devices"
             logger.warning("%s=%s is ignored: %s", *visible, why)
         active = _chosen(args, _local_pool(args, accelerator, there) if pool is None else pool)
+    if args.elastic_training:
+        elastic_nodes(args, len(active))
     if (len(active) > 1 or args.force_multi) and not args.no_ssh:
         return run_on_hosts(args, active)
     _check_node(args, active)
@@ -83,14 +86,10 @@ def _run(args: argparse.Namespace) -> int:
 
 def _refuse(args: argparse.Namespace) -> None:
     """End with what cannot be done, or cannot be meant, before anything is looked at."""
-    later = {"--autotuning": args.autotuning, "--elastic_training": args.elastic_training}
-    for flag, value in later.items():
-        if value:
-            raise LaunchError(f"{flag} is not part of this version; start the job without it")
-    if max(args.min_elastic_nodes, args.max_elastic_nodes) > 0:
-        raise LaunchError(
-            "--min_elastic_nodes and --max_elastic_nodes belong to --elastic_training, not part of this version"
-        )
+    if args.autotuning:
+        raise LaunchError("--autotuning is not part of this version; start the job without it")
+    if max(args.min_elastic_nodes, args.max_elastic_nodes) > 0 and not args.elastic_training:
+        raise LaunchError("--min_elastic_nodes and --max_elastic_nodes belong to --elastic_training; give that, too")
     if args.preflight_args and not args.preflight:
         raise LaunchError("--preflight_args are options of --preflight, which is not given")
     chosen = [name for name in ("include", "exclude") if getattr(args, name)]

@@ -14,7 +14,6 @@ FEATURES = {
     "autotuning": "the search for a config",
     "compression": "quantisation, pruning and distillation during training",
     "data efficiency": "curriculum learning, random layer token drop, progressive layer drop, variable batches",
-    "elasticity": "the agent that restarts a job at another world size",
     "experts": "mixture of experts, AutoEP",
     "flops profiler": "floating point operations by module",
     "hybrid engine": "one engine that trains and generates",

@@ -89,6 +89,7 @@ DEFAULTS = {
     "elastic_training": False,
     "min_elastic_nodes": -1,
     "max_elastic_nodes": -1,
+    "max_elastic_restarts": 100,
     "user_script": "s.py",
     "user_args": [],
     "master_port_chosen": False,
@@ -184,8 +185,11 @@ def test_the_cpu_takes_any_number_of_ranks(start, monkeypatch):
         (["--exclude", "localhost"], 4, None, "no slot is left"),
         (["--no_ssh"], 4, None, "--no_ssh needs --node_rank, from 0 to 0"),
         (["--autotuning", "tune"], 4, None, "--autotuning is not part of this version"),
-        (["--elastic_training"], 4, None, "--elastic_training is not part of this version"),
-        (["--min_elastic_nodes", "2"], 4, None, "--elastic_training"),
+        (["--min_elastic_nodes", "2"], 4, None, "belong to --elastic_training; give that, too"),
+        (["--elastic_training", "--min_elastic_nodes", "2"], 4, None, "the job has only 1 host"),
+        (["--elastic_training", "--min_elastic_nodes", "0"], 4, None, "no range of hosts"),
+        (["--elastic_training", "--min_elastic_nodes", "3", "--max_elastic_nodes", "2"], 4, None, "no range of hosts"),
+        (["--elastic_training", "--max_elastic_restarts", "-1"], 4, None, "--max_elastic_restarts -1"),
     ],
 )
 def test_mistakes(start, monkeypatch, capsys, words, count, visible, message):
@@ -195,6 +199,12 @@ def test_mistakes(start, monkeypatch, capsys, words, count, visible, message):
     told = capsys.readouterr().err.splitlines()[-1]
     assert told.startswith("deepspeed: error: ")
     assert message in told
+
+
+def test_an_elastic_job_is_told_so_to_its_node(start):
+    args = start("--elastic_training", "--max_elastic_restarts", "7")
+    assert (args.enable_elastic_training, args.max_elastic_restarts, args.elastic_store_kept) == (True, 7, False)
+    assert not start().enable_elastic_training
 
 
 # ---- hostfiles

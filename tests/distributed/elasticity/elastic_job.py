@@ -1,0 +1,132 @@
+"""A small elastic training for tests: it records who saw which samples, and a rank may kill itself on the way."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from tests.harness import ROOT
+
+STEPS, BATCH, SAMPLES, SAVED = 10, 12, 60, 3  # a checkpoint every 3 steps
+CONFIG = {
+    "elasticity": {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [1, 2], "version": 0.1},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_max_lr": 0.05}},
+}
+SCRIPT = """
+import json, os, signal, sys, time
+import torch
+import deepspeed
+from deepspeed import comm
+
+folder, deaths = sys.argv[-2], json.loads(sys.argv[-1])  # deaths: step -> rank
+torch.manual_seed(1)
+inputs = torch.randn({samples}, 4)
+wanted = inputs.sin().sum(1, keepdim=True)
+torch.manual_seed(2)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+data = torch.utils.data.TensorDataset(torch.arange({samples}), inputs, wanted)
+engine, _, loader, _ = deepspeed.initialize(model=model, training_data=data, config=folder + "/config.json")
+engine.load_checkpoint(folder + "/checkpoints")
+rank, world = comm.get_rank(), comm.get_world_size()
+
+def record(**facts):
+    line = json.dumps(dict(facts, rank=rank, world=world)) + "\\n"
+    file = os.open(folder + "/record", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    os.write(file, line.encode())
+    os.close(file)
+
+record(begin=engine.global_steps)
+seen, losses = [], []
+while engine.global_steps < {steps}:
+    for index, x, y in loader:
+        before = engine.global_steps
+        loss = torch.nn.functional.mse_loss(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        seen += index.tolist()
+        losses.append(loss.item())
+        step = engine.global_steps
+        if step == before:
+            continue
+        record(step=step, samples=seen, loss=sum(losses) / len(losses))
+        seen, losses = [], []
+        if deaths.get(str(step)) == rank:
+            try:
+                os.close(os.open(folder + "/died" + str(step), os.O_CREAT | os.O_EXCL))
+                os.kill(os.getpid(), signal.SIGKILL)
+            except FileExistsError:
+                pass
+        if step % {saved} == 0:
+            engine.save_checkpoint(folder + "/checkpoints")
+        while os.path.exists(folder + "/hold" + str(step)):
+            time.sleep(0.05)
+        if step == {steps}:
+            break
+"""
+
+
+class ElasticJob:
+    """The script and its config in a folder; `words` are its arguments, without and with ranks that die."""
+
+    def __init__(self, folder, config=None):
+        self.folder = Path(folder)
+        self.script = self.folder / "elastic.py"
+        self.script.write_text(SCRIPT.format(steps=STEPS, samples=SAMPLES, saved=SAVED))
+        self.config = self.folder / "config.json"
+        self.config.write_text(json.dumps({**CONFIG, **(config or {})}))
+
+    def words(self, deaths=None):
+        return [str(self.script), str(self.folder), json.dumps(deaths or {})]
+
+    def hold(self, step):
+        """Let all ranks wait after that step, until the returned file is removed."""
+        path = self.folder / f"hold{step}"
+        path.touch()
+        return path
+
+    def records(self):
+        path = self.folder / "record"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def lives(self):
+        """For each start of the job, its number of ranks and its steps: step → (sorted samples, loss over all)."""
+        found = []
+        for each in self.records():
+            if "begin" in each:
+                if not found or len(found[-1][2]) == found[-1][0]:
+                    found.append((each["world"], defaultdict(list), set(), each["begin"]))
+                found[-1][2].add(each["rank"])
+            else:
+                found[-1][1][each["step"]].append(each)
+        return [(world, {step: _joined(rows) for step, rows in steps.items()}) for world, steps, _, _ in found]
+
+
+def _joined(rows):
+    samples = sorted(sample for row in rows for sample in row["samples"])
+    return samples, sum(row["loss"] for row in rows) / len(rows), len(rows)
+
+
+def reference(folder, config=None):
+    """What each step of a run without any failure saw, on one rank."""
+    job = ElasticJob(folder, config)
+    environment = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "PATH": "", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, *job.words()], env=environment, check=True, capture_output=True, timeout=120)
+    ((world, steps),) = job.lives()
+    assert world == 1
+    assert sorted(steps) == list(range(1, STEPS + 1))
+    return steps
+
+
+def assert_continues(lives, wanted):
+    """Every whole step of every life saw the samples of the run without failures, and had its loss."""
+    for world, steps in lives:
+        for step, (samples, loss, count) in steps.items():
+            if count == world:
+                assert samples == wanted[step][0], (world, step)
+                assert abs(loss - wanted[step][1]) < 1e-4, (world, step)
+    last = lives[-1][1]
+    assert max(last) == STEPS
