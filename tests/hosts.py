@@ -135,7 +135,7 @@ class Hosts:
         self._keys()
         for number in range(1, self.count + 1):
             host = Host(f"node{number}", f"{tag}n{number}", str(network[number]))
-            self._plug(host, f"{tag}v{number}")
+            self._plug(host, self._cable(host))
             self.hosts.append(host)
         self._client()
         for host in self.hosts:
@@ -165,6 +165,22 @@ class Hosts:
             run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
         (self.folder / "authorized").write_text((self.folder / "user_key.pub").read_text())
         Path("/run/sshd").mkdir(exist_ok=True)
+
+    def power_off(self, host):
+        """End everything on a host, of which the others see nothing: not even the end of its connections."""
+        run("ip", "link", "set", self._cable(host), "down")
+        for pid in run("ip", "netns", "pids", host.space).stdout.split():
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+
+    def power_on(self, host):
+        """Let a host be there again, as after a start."""
+        run("ip", "link", "set", self._cable(host), "up")
+        self._serve(host)
+        wait_for(lambda: _listens(host.address, 22), f"the sshd of {host.name}")
+
+    def _cable(self, host):
+        return host.space.replace("n", "v")
 
     def _client(self):
         """An `ssh` that knows these hosts and nothing else."""

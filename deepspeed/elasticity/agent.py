@@ -56,8 +56,9 @@ class Stopped(Exception):
 class GuardedAgent(SimpleElasticAgent):
     """Runs the ranks of this host, round after round; `status` is the exit status once `run` has returned.
 
-    `crew` makes the ranks of a place, `usable` says how many ranks of so many can train together, and `keeps_store`
-    means that the others need this process until they have ended.
+    `crew` makes the ranks of a place, `usable` says how many ranks of so many can train together. `job` is a store that
+    also hosts see which are no part of the last round: it has the end of the job. `keeps_store` means that the others
+    need this process until they have ended.
     """
 
     def __init__(
@@ -67,18 +68,18 @@ class GuardedAgent(SimpleElasticAgent):
         environment: Mapping[str, str],
         *,
         usable: Callable[[int], int] = lambda ranks: ranks,
+        job: Store | None = None,
         keeps_store: bool = False,
         exit_barrier_timeout: float = 300.0,
     ) -> None:
         super().__init__(spec, exit_barrier_timeout)
         self.status = 0
         self._crew, self._environment = crew, environment
-        self._usable, self._keeps_store = usable, keeps_store
+        self._usable, self._job, self._keeps_store = usable, job, keeps_store
         self._guard: Supervision | None = None
         self._ended: int | None = None  # exit status of this round's ranks
         self._stopped: int | None = None  # the signal that ends the job
         self._meeting = False
-        self._over = False  # the job has an end that all hosts share
         self._port = ExitStack()
         self._beats: tuple[int, float] = (0, 0.0)  # of the neighbour: the last number, and when it was new
         self._next_beat = 0.0
@@ -152,9 +153,6 @@ class GuardedAgent(SimpleElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         self._port.close()
         self._stop_workers(self._worker_group)
-        if self._over:  # else this host leaves, and the others may go on
-            with suppress(RendezvousError, DistError):
-                self._worker_group.spec.rdzv_handler.shutdown()
 
     def _let_go(self) -> None:
         assert self._guard is not None, "asked before"
@@ -188,24 +186,27 @@ class GuardedAgent(SimpleElasticAgent):
         try:
             return self._rounds(self._worker_group)
         except RendezvousClosedError:  # another host has ended the job
-            return self._result(self._told_status(), shared=False)
+            status = self._told_status()
+            self._leave()
+            return self._result(status)
 
     def _rounds(self, group: WorkerGroup) -> RunResult:
         self._form(self._initialize_workers)
         while True:
             state = self._monitor_workers(group).state
             if self._stopped is not None and state is not WorkerState.HEALTHY:
-                return self._result(self._ended or 0, shared=False)
+                return self._result(self._ended or 0)  # this host leaves, and others may go on
             if state is WorkerState.FAILED:
                 if self._remaining_restarts == 0:
                     logger.error("the limit of %d restarts is reached: the job ends", group.spec.max_restarts)
-                    return self._result(self._ended or 1, shared=True)
+                    self._end_for_all(self._ended or 1)
+                    return self._result(self._ended or 1)
                 self._remaining_restarts -= 1
                 used = group.spec.max_restarts - self._remaining_restarts
                 logger.warning("restart %d of %d", used, group.spec.max_restarts)
                 self._form(self._restart_workers)
             elif state is WorkerState.SUCCEEDED and self._all_done():
-                return self._result(0, shared=True)
+                return self._result(0)
             elif (reason := self._disturbance()) is not None:
                 logger.warning("%s: the ranks end, and the hosts meet again", reason)
                 self._form(self._restart_workers)
@@ -249,33 +250,46 @@ class GuardedAgent(SimpleElasticAgent):
                 store.add("done", 1)
             if store.add("done", 0) < hosts:
                 return time.monotonic() - self._done_since > self._exit_barrier_timeout
-            store.add("left", 1)
-            until = time.monotonic() + _GOODBYE
-            while self._keeps_store and store.add("left", 0) < hosts and time.monotonic() < until:
-                time.sleep(0.02)
         except DistError:
             logger.debug("whoever keeps the store has left, as it does when all have ended")
+            return True
+        self._end_for_all(0)
         return True
 
     # ---- the end
 
-    def _result(self, status: int, *, shared: bool) -> RunResult:
-        """The end of the job for this host; `shared`: for all others, too."""
-        self.status, self._over = status, shared
-        if status == 0:
-            ranks = [worker.global_rank for worker in self._worker_group.workers]
-            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
-        if shared:
-            with suppress(DistError):
-                _store(self._worker_group).set("status", str(status))
-        return RunResult(WorkerState.FAILED)
+    def _end_for_all(self, status: int) -> None:
+        """Let every host know that the job has ended, and how; also one that is about to come."""
+        with suppress(DistError, RendezvousError):
+            if self._job is not None:
+                self._job.set("status", str(status))
+            self._worker_group.spec.rdzv_handler.shutdown()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Need the store no more; whoever keeps it gives the others a moment to do the same."""
+        store = cast("Store | None", self._worker_group.store)
+        if store is None:  # this host was never part of a round
+            return
+        hosts = _node(self._worker_group)[1]
+        until = time.monotonic() + _GOODBYE
+        with suppress(DistError):
+            store.add("left", 1)
+            while self._keeps_store and store.add("left", 0) < hosts and time.monotonic() < until:
+                time.sleep(0.02)
+
+    def _result(self, status: int) -> RunResult:
+        self.status = status
+        if status:
+            return RunResult(WorkerState.FAILED)
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
+        return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
 
     def _told_status(self) -> int:
         """The status with which another host ended the job; else that of this host's last failure."""
         with suppress(DistError):
-            store = cast("Store | None", self._worker_group.store)
-            if store is not None and store.check(["status"]):
-                return int(store.get("status"))
+            if self._job is not None and self._job.check(["status"]):
+                return int(self._job.get("status"))
         return self._ended or 1
 
 

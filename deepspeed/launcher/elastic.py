@@ -6,10 +6,11 @@ import argparse
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousError as MeetingFailed
 
@@ -23,7 +24,7 @@ from deepspeed.launcher.ports import claimed
 from deepspeed.launcher.supervise import hang_on_stdin, passing_on
 from deepspeed.log import logger
 
-__all__ = ["run", "usable_ranks"]
+__all__ = ["kept_store", "run", "usable_ranks"]
 
 _INTERVAL = 0.25  # seconds between looks at the other hosts
 _CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed")
@@ -63,17 +64,31 @@ def run(
             crew,
             variables,
             usable=usable_ranks(section),
+            job=PrefixStore(f"job.{spec.rdzv_handler.get_run_id()}", store),
             keeps_store=keep,
             exit_barrier_timeout=math.inf,
         )
         if hangs_on_stdin:  # only the main thread may be interrupted
             hang_on_stdin(lambda number: os.kill(os.getpid(), number))
-        return _run(agent, nodes[0])
+        return _run(agent, nodes, f"{args.master_addr}:{args.master_port}")
 
 
-def _run(agent: GuardedAgent, fewest: int) -> int:
+@contextmanager
+def kept_store(args: argparse.Namespace) -> Iterator[tuple[str, int]]:
+    """Keep the store of a job on other hosts, of which `args.master_addr` is one: where these find it."""
+    with claimed(args.master_port if args.master_port_chosen else 0) as port:
+        own = address_towards(args.master_addr, port)
+        store = open_store(own, port, keep=True)
+        yield own, port
+        del store  # which closes it
+
+
+def _run(agent: GuardedAgent, nodes: tuple[int, int], where: str) -> int:
+    fewest, most = nodes
     try:
         with passing_on(agent.on_signal):
+            if most > 1:
+                logger.info("%d to %d hosts meet at %s", fewest, most, where)
             agent.run()
     except Stopped as stop:
         logger.error("the job was stopped by %s", stop)

@@ -36,7 +36,7 @@ from deepspeed.launcher.verdict import Loss, lost
 from deepspeed.launcher.wakeups import STOPPING, waking
 from deepspeed.log import logger, set_log_level_from_string
 
-__all__ = ["Relay", "main"]
+__all__ = ["Relay", "Running", "main", "start"]
 
 _BEAT_EVERY = 15.0
 _SLACK = 5.0  # seconds that a host gets beyond what its own guard takes
@@ -46,7 +46,7 @@ _TICK = 0.05
 
 
 @dataclass
-class _Running:
+class Running:
     """A started link; `code` is None while it runs, `failed` means that a rank's failure came through it."""
 
     link: Link
@@ -77,7 +77,7 @@ class Relay:
     def __init__(self, plan: RelayPlan, control: int) -> None:
         self._plan = plan
         self._control = control
-        self._links: list[_Running] = []
+        self._links: list[Running] = []
         self._told = _Told()
         self._lost: Loss | None = None  # a link that ended badly, and no rank said why
         self._signal: int | None = None
@@ -86,7 +86,7 @@ class Relay:
         self._selector = selectors.DefaultSelector()
         self._stop_read, self._stop_write = os.pipe()
         self._wake_read, self._wake_write = os.pipe()
-        self._inbox: deque[tuple[_Running, dict[str, Any]]] = deque()
+        self._inbox: deque[tuple[Running, dict[str, Any]]] = deque()
         self._printer = Printer(plan)
         self._next_beat = time.monotonic() + _BEAT_EVERY
 
@@ -124,9 +124,9 @@ class Relay:
                 channel.start()
         return None
 
-    def _spawn(self, link: Link, arm: Callable[[], None]) -> _Running:
+    def _spawn(self, link: Link, arm: Callable[[], None]) -> Running:
         reader = Reader(self._plan.token)
-        running: list[_Running] = []
+        running: list[Running] = []
 
         def shape(target: int, data: bytes) -> bytes:
             kept, messages = reader.split(data)
@@ -146,7 +146,7 @@ class Relay:
             start_new_session=True,
             preexec_fn=arm,
         )
-        running.append(_Running(link, process, channels, bytearray()))
+        running.append(Running(link, process, channels, bytearray()))
         if link.opening:
             assert process.stdin is not None, "it was asked for"
             os.set_blocking(process.stdin.fileno(), False)
@@ -155,7 +155,7 @@ class Relay:
 
     # ---- talking to the far ends
 
-    def _say(self, each: _Running, data: bytes) -> None:
+    def _say(self, each: Running, data: bytes) -> None:
         """Write to a link's stdin, later if it does not take it now."""
         stdin = each.process.stdin
         if stdin is None or stdin.closed:
@@ -164,7 +164,7 @@ class Relay:
             self._selector.register(stdin, selectors.EVENT_WRITE, partial(self._write, each))
         each.waiting += data
 
-    def _write(self, each: _Running) -> None:
+    def _write(self, each: Running) -> None:
         assert each.process.stdin is not None, "only those are registered"
         try:
             done = os.write(each.process.stdin.fileno(), each.waiting)
@@ -176,13 +176,13 @@ class Relay:
         if not each.waiting:
             self._selector.unregister(each.process.stdin)
 
-    def _hang_up(self, each: _Running) -> None:
+    def _hang_up(self, each: Running) -> None:
         """Let a link end: the far end notices that its stdin is closed, or the program is told."""
         if each.process.stdin is None:
             processes.send(signal.SIGTERM, [each.process.pid])
         self._close_stdin(each)
 
-    def _close_stdin(self, each: _Running) -> None:
+    def _close_stdin(self, each: Running) -> None:
         stdin = each.process.stdin
         if stdin is not None and not stdin.closed:
             if each.waiting:
@@ -192,7 +192,7 @@ class Relay:
 
     # ---- waiting
 
-    def _running(self) -> list[_Running]:
+    def _running(self) -> list[Running]:
         return [each for each in self._links if each.code is None]
 
     def _turn(self) -> None:
@@ -202,9 +202,8 @@ class Relay:
             self._next_beat = now + _BEAT_EVERY
             for each in self._running():
                 self._say(each, bytes([BEAT]))
-        dues = [self._next_beat, *(due for due, _ in self._agenda[:1])]
         ended = any(each.code is not None and not each.judged for each in self._links)
-        wait = _TICK if ended else max(0.0, min(dues) - now)
+        wait = _TICK if ended else max(0.0, min(self._dues()) - now)
         for key, _ in self._selector.select(wait):
             key.data()
         for each in self._running():
@@ -219,7 +218,11 @@ class Relay:
         if self._agenda and time.monotonic() >= self._agenda[0][0]:
             self._agenda.pop(0)[1]()
 
-    def _on_message(self, each: _Running, message: dict[str, Any]) -> None:
+    def _dues(self) -> list[float]:
+        """When something has to be done even if nothing happens."""
+        return [self._next_beat, *(due for due, _ in self._agenda[:1])]
+
+    def _on_message(self, each: Running, message: dict[str, Any]) -> None:
         rank, kind = message.get("rank"), message.get("kind")
         if not isinstance(rank, int) or kind not in ("failed", "story"):
             return  # a rank that prints lines of this job's token, for fun
@@ -234,7 +237,7 @@ class Relay:
         self._told.failed.append({**message, "told": self._stopping or self._signal is not None})
         self._fail(each)
 
-    def _judge(self, each: _Running, code: int) -> None:
+    def _judge(self, each: Running, code: int) -> None:
         """A link has ended, and all its output was read."""
         each.judged = True
         self._close_stdin(each)
@@ -247,7 +250,7 @@ class Relay:
             self._lost = Loss(each.link.host, tuple(each.link.command), code, each.channels[1].tail.lines())
             self._fail(each)
 
-    def _fail(self, culprit: _Running) -> None:
+    def _fail(self, culprit: Running) -> None:
         if self._stopping or self._signal is not None:
             return
         self._stopping = True
@@ -342,7 +345,7 @@ class Relay:
         return max((processes.status(code) for code in codes), default=0)
 
 
-def main(control: int) -> int:
+def start(kind: type[Relay], control: int) -> int:
     """Read the plan from the launcher's pipe and run it."""
     os.set_inheritable(control, False)
     line = receive(control)
@@ -351,4 +354,9 @@ def main(control: int) -> int:
     plan = RelayPlan.loads(line.decode("ascii"))
     set_log_level_from_string(plan.log_level)
     logging.raiseExceptions = False  # stderr may be closed; there is nobody to tell
-    return Relay(plan, control).run()
+    return kind(plan, control).run()
+
+
+def main(control: int) -> int:
+    """The relay of a job that ends with its first failure."""
+    return start(Relay, control)

@@ -37,7 +37,8 @@ class Link:
 class RelayPlan:
     """All links of a job of `world` ranks; `hosts` are the names that a program puts before lines itself.
 
-    `independent`: the links are no parts of one job, so that the others go on when one fails.
+    `independent`: the links are no parts of one job, so that the others go on when one fails. `again`: seconds until
+    an elastic job tries a lost host again.
     """
 
     links: tuple[Link, ...]
@@ -48,6 +49,7 @@ class RelayPlan:
     log_level: str = "info"
     pid_file: str | None = None
     independent: bool = False
+    again: float = 15.0
 
     def dumps(self) -> str:
         """One line of ASCII."""

@@ -19,6 +19,7 @@ from deepspeed.launcher.backends.hydra import HELPER, IMPIRunner, MPICHRunner, M
 from deepspeed.launcher.backends.openmpi import OpenMPIRunner
 from deepspeed.launcher.backends.pdsh import PDSHRunner
 from deepspeed.launcher.backends.slurm import SlurmRunner
+from deepspeed.launcher.elastic import kept_store
 from deepspeed.launcher.errors import LaunchError, option_words
 from deepspeed.launcher.exports import ENVIRONMENT_FILE, exported
 from deepspeed.launcher.node_words import node_words
@@ -41,8 +42,15 @@ _BACKENDS: Mapping[str, Callable[[argparse.Namespace, str, Mapping[str, int]], M
 
 def run_on_hosts(args: argparse.Namespace, active: Slots) -> int:
     """Start the ranks on all hosts, wait for them, and return the exit status of the job."""
-    args = copy.copy(args)
+    with ExitStack() as stack:
+        return _run_on_hosts(copy.copy(args), active, stack)
+
+
+def _run_on_hosts(args: argparse.Namespace, active: Slots, stack: ExitStack) -> int:
+    kept = bool(args.elastic_training and not args.master_addr)
     _settle(args, active)
+    if kept:  # here, so that the job survives the loss of any of its hosts
+        args.master_addr, args.master_port = stack.enter_context(kept_store(args))
     token = messages.new_token()
     relayed = messages.Relayed(token, labels=args.output != "plain")
     folders = (Path.home(), Path.cwd())
@@ -50,7 +58,7 @@ def run_on_hosts(args: argparse.Namespace, active: Slots) -> int:
     exports[messages.VARIABLE] = str(relayed)
     environment = dict(os.environ)
     if args.launcher == "ssh":
-        links = _ssh_links(args, active, exports)
+        links = _ssh_links(args, active, exports, kept)
     else:
         runner = _runner(args, active, exports)  # which keeps files that its program reads
         links = (_link(runner, active, environment),)
@@ -58,18 +66,17 @@ def run_on_hosts(args: argparse.Namespace, active: Slots) -> int:
     logger.info(
         "starting %d ranks on %d hosts (%s) with %s", world, len(active), ", ".join(active), Path(links[0].command[0])
     )
-    with ExitStack() as stack:
-        saved = stack.enter_context(pid_file(os.getpid())) if args.save_pid else None
-        plan = RelayPlan(
-            links=links,
-            world=world,
-            token=token,
-            style=args.output,
-            hosts=tuple(active) if args.launcher == "pdsh" else (),
-            log_level="error" if args.quiet else args.log_level,
-            pid_file=None if saved is None else str(saved),
-        )
-        return supervise(plan, environment, program="relay")
+    saved = stack.enter_context(pid_file(os.getpid())) if args.save_pid else None
+    plan = RelayPlan(
+        links=links,
+        world=world,
+        token=token,
+        style=args.output,
+        hosts=tuple(active) if args.launcher == "pdsh" else (),
+        log_level="error" if args.quiet else args.log_level,
+        pid_file=None if saved is None else str(saved),
+    )
+    return supervise(plan, environment, program=_relay(args))
 
 
 def run_here(args: argparse.Namespace, active: Slots, words: Sequence[str]) -> int:
@@ -87,14 +94,23 @@ def run_here(args: argparse.Namespace, active: Slots, words: Sequence[str]) -> i
         style=args.output,
         log_level="error" if args.quiet else args.log_level,
     )
-    return supervise(plan, os.environ, program="relay")
+    return supervise(plan, os.environ, program=_relay(args))
+
+
+def _relay(args: argparse.Namespace) -> str:
+    return "elastic_relay" if args.elastic_training else "relay"
 
 
 def _settle(args: argparse.Namespace, active: Slots) -> None:
     """Decide what the user left open."""
     ssh.check_hosts(active)
-    if not args.launcher_chosen and shutil.which("pdsh") is None:
+    if not args.launcher_chosen and (args.elastic_training or shutil.which("pdsh") is None):
         args.launcher = "ssh"
+    if args.elastic_training and args.launcher != "ssh":
+        raise LaunchError(
+            f"--elastic_training with --launcher {args.launcher}: only ssh can lose a host and reach it again; leave "
+            "--launcher out, or start each host by itself with --no_ssh"
+        )
     args.output = args.output or "rank"
     first = next(iter(active))
     if not args.master_addr and args.launcher != "slurm":  # whose tasks know the first of their nodes
@@ -102,13 +118,14 @@ def _settle(args: argparse.Namespace, active: Slots) -> None:
             args.master_addr = first.rpartition("@")[2]
         else:
             given = option_words("launcher_args", args.launcher_args) if args.launcher == "ssh" else []
-            args.master_addr = ssh.address_of(first, args.ssh_port, given)
+            asked = list(active) if args.elastic_training else [first]  # of which some may be away
+            args.master_addr = ssh.first_address(asked, args.ssh_port, given)
 
 
-def _ssh_links(args: argparse.Namespace, active: Slots, exports: Mapping[str, str]) -> tuple[Link, ...]:
+def _ssh_links(args: argparse.Namespace, active: Slots, exports: Mapping[str, str], kept: bool) -> tuple[Link, ...]:
     info = encode_world_info(active)
     master = (args.master_addr, args.master_port)
-    words = [node_words(args, info, node_rank=node, master=master) for node in range(len(active))]
+    words = [node_words(args, info, node_rank=node, master=master, store_kept=kept) for node in range(len(active))]
     return ssh.links(args, list(active), words, exports, option_words("launcher_args", args.launcher_args))
 
 

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from deepspeed.launcher import remote
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.relay_plan import Link
+from deepspeed.log import logger
 
-__all__ = ["address_of", "check_hosts", "links", "ssh_words"]
+__all__ = ["address_of", "check_hosts", "first_address", "links", "ssh_words"]
 
 # Nothing that ssh, pdsh or mpirun would take for an option, a list, a pattern or a file of hosts.
 _HOST = re.compile(r"(?:[A-Za-z0-9_][\w.+-]*@)?[A-Za-z0-9_:][A-Za-z0-9_.:%-]*", re.ASCII)
@@ -52,6 +53,16 @@ def links(
         Link(host=host, command=[*ssh_words(host, args.ssh_port, given), start], opening=remote.job(own, environment))
         for host, own in zip(hosts, words, strict=True)
     )
+
+
+def first_address(hosts: Sequence[str], port: int | None, given: Sequence[str] = ()) -> str:
+    """The address of the first host that answers; the error of the last one if none does."""
+    for host in hosts[:-1]:
+        try:
+            return address_of(host, port, given)
+        except LaunchError as error:
+            logger.warning("%s", error)
+    return address_of(hosts[-1], port, given)
 
 
 def address_of(host: str, port: int | None, given: Sequence[str] = ()) -> str:

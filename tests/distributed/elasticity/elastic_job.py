@@ -92,6 +92,10 @@ class ElasticJob:
         path = self.folder / "record"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
+    def reached(self, step, world):
+        """Whether all ranks of a world of that size have done the step."""
+        return len([each for each in self.records() if each.get("step") == step and each["world"] == world]) >= world
+
     def lives(self):
         """For each start of the job, its number of ranks and its steps: step → (sorted samples, loss over all)."""
         found = []
