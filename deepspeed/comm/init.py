@@ -14,6 +14,7 @@ import torch.distributed as td
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import clouds
+from deepspeed.comm.attempt import kept_by_agent, store_of_agent
 from deepspeed.comm.discover import RankFacts, discover, from_arguments, mpi_found
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import is_initialized
@@ -138,6 +139,8 @@ def _join(backend: str, facts: RankFacts, timeout: timedelta, init_method: str |
     if alone:
         where = {"store": td.HashStore()}  # type: ignore[attr-defined]
     try:
+        if not alone and init_method is None and kept_by_agent():
+            where = {"store": _store_of_agent(facts, timeout)}
         td.init_process_group(backend, timeout=timeout, rank=facts.rank, world_size=facts.world_size, **where)
     except (RuntimeError, ValueError) as error:
         place = init_method or f"{facts.master_addr}:{facts.master_port}"
@@ -146,6 +149,13 @@ def _join(backend: str, facts: RankFacts, timeout: timedelta, init_method: str |
             f"with backend {backend!r} within {timeout}: {error}. Every rank must reach that address, use the same "
             "one, and be started; a port in use by another job needs another MASTER_PORT or distributed_port."
         ) from error
+
+
+def _store_of_agent(facts: RankFacts, timeout: timedelta) -> td.Store:  # type: ignore[name-defined]
+    assert facts.master_addr is not None, "it is needed where no init_method is given"
+    assert facts.master_port is not None, "the same"
+    where = (facts.master_addr, facts.master_port)
+    return store_of_agent(*where, rank=facts.rank, world=facts.world_size, timeout=timeout)
 
 
 def set_backend() -> None:
