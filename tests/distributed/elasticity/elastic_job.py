@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.harness import ROOT
@@ -32,9 +33,11 @@ data = torch.utils.data.TensorDataset(torch.arange({samples}), inputs, wanted)
 engine, _, loader, _ = deepspeed.initialize(model=model, training_data=data, config=folder + "/config.json")
 engine.load_checkpoint(folder + "/checkpoints")
 rank, world = comm.get_rank(), comm.get_world_size()
+life = torch.tensor([time.time_ns()])
+comm.broadcast(life, 0)
 
 def record(**facts):
-    line = json.dumps(dict(facts, rank=rank, world=world)) + "\\n"
+    line = json.dumps(dict(facts, rank=rank, world=world, life=life.item())) + "\\n"
     file = os.open(folder + "/record", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.write(file, line.encode())
     os.close(file)
@@ -97,21 +100,33 @@ class ElasticJob:
         return len([each for each in self.records() if each.get("step") == step and each["world"] == world]) >= world
 
     def lives(self):
-        """For each start of the job, its number of ranks and its steps: step → (sorted samples, loss over all)."""
-        found = []
+        """Every start of the job of which all ranks came to train, in order."""
+        found = {}
         for each in self.records():
-            if "begin" in each:
-                if not found or len(found[-1][2]) == found[-1][0]:
-                    found.append((each["world"], defaultdict(list), set(), each["begin"]))
-                found[-1][2].add(each["rank"])
-            else:
-                found[-1][1][each["step"]].append(each)
-        return [(world, {step: _joined(rows) for step, rows in steps.items()}) for world, steps, _, _ in found]
+            rows = found.setdefault(each["life"], ([], defaultdict(list)))
+            (rows[0] if "begin" in each else rows[1][each["step"]]).append(each)
+        return [_life(begun, steps) for begun, steps in found.values() if begun and len(begun) == begun[0]["world"]]
+
+
+@dataclass
+class Life:
+    """A start of the job: the step after which it began, and what all ranks saw in each further one."""
+
+    world: int
+    begin: int
+    steps: dict[int, tuple[list[int], float]]  # sorted samples, loss over all ranks
+
+
+def _life(begun, steps):
+    world = begun[0]["world"]
+    (begin,) = {each["begin"] for each in begun}
+    whole = {step: rows for step, rows in steps.items() if len(rows) == world}
+    return Life(world, begin, {step: _joined(rows) for step, rows in whole.items()})
 
 
 def _joined(rows):
     samples = sorted(sample for row in rows for sample in row["samples"])
-    return samples, sum(row["loss"] for row in rows) / len(rows), len(rows)
+    return samples, sum(row["loss"] for row in rows) / len(rows)
 
 
 def reference(folder, config=None):
@@ -119,18 +134,27 @@ def reference(folder, config=None):
     job = ElasticJob(folder, config)
     environment = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "PATH": "", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, *job.words()], env=environment, check=True, capture_output=True, timeout=120)
-    ((world, steps),) = job.lives()
-    assert world == 1
-    assert sorted(steps) == list(range(1, STEPS + 1))
-    return steps
+    (life,) = job.lives()
+    assert (life.world, life.begin, sorted(life.steps)) == (1, 0, list(range(1, STEPS + 1)))
+    return life.steps
 
 
 def assert_continues(lives, wanted):
-    """Every whole step of every life saw the samples of the run without failures, and had its loss."""
-    for world, steps in lives:
-        for step, (samples, loss, count) in steps.items():
-            if count == world:
-                assert samples == wanted[step][0], (world, step)
-                assert abs(loss - wanted[step][1]) < 1e-4, (world, step)
-    last = lives[-1][1]
-    assert max(last) == STEPS
+    """Every step of every life saw the samples of the run without failures, and had its loss; none was left out."""
+    done = 0
+    for life in lives:
+        assert life.begin % SAVED == 0
+        assert life.begin <= done, "it began at a checkpoint that there was"
+        assert life.begin >= done // SAVED * SAVED - SAVED, "the newest, or that before if it was not finished"
+        assert sorted(life.steps) == list(range(life.begin + 1, life.begin + 1 + len(life.steps)))
+        for step, (samples, loss) in life.steps.items():
+            assert samples == wanted[step][0], (life.world, step)
+            assert abs(loss - wanted[step][1]) < 1e-4, (life.world, step)
+        done = max([done, *life.steps])
+    assert done == STEPS
+
+
+def in_order(worlds, wanted):
+    """Whether these sizes of the job came in this order; between them a host may have been late."""
+    left = iter(worlds)
+    return all(any(world == each for each in left) for world in wanted)
