@@ -31,7 +31,11 @@ SHORT = {
     "examples/finetune/with_trainer.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/gpt/memory.py": ["--width", "32"],
 }
-ELSEWHERE = {"examples/gpt/train.py": "tests/unit/examples/test_gpt_script.py"}
+ELSEWHERE = {
+    "examples/elastic/train.py": "tests/distributed/elasticity/test_elastic_example.py",
+    "examples/gpt/train.py": "tests/unit/examples/test_gpt_script.py",
+    "examples/ray/train.py": "tests/distributed/elasticity/test_ray_train.py",
+}
 MODULES = {"deepspeed": "deepspeed.launcher.runner", "accelerate": "accelerate.commands.accelerate_cli"}
 
 
