@@ -40,6 +40,7 @@ __all__ = ["GuardedAgent", "Stopped"]
 
 SILENCE = 20.0  # seconds without a beat until a host counts as gone
 _BEAT_EVERY = 1.0
+_LOOK_PER_HOST = 0.01  # seconds between looks at the rendezvous, whose state grows with the number of hosts
 _GOODBYE = 5.0  # seconds that whoever keeps the store waits for others to have read its end
 
 Crew = Callable[[Place], Plan]
@@ -82,7 +83,7 @@ class GuardedAgent(SimpleElasticAgent):
         self._meeting = False
         self._port = ExitStack()
         self._beats: tuple[int, float] = (0, 0.0)  # of the neighbour: the last number, and when it was new
-        self._next_beat = 0.0
+        self._next_beat = self._next_look = 0.0
         self._done_since: float | None = None
 
     def on_signal(self, number: int) -> None:
@@ -222,13 +223,15 @@ class GuardedAgent(SimpleElasticAgent):
 
     def _disturbance(self) -> str | None:
         """Why the round has to end, if it has to; and the beat of this host."""
-        handler = self._worker_group.spec.rdzv_handler
-        if handler.is_closed():
-            raise RendezvousClosedError
-        if handler.num_nodes_waiting() > 0:
-            return "a host has come, or begins again"
         own, hosts = _node(self._worker_group)
         now = time.monotonic()
+        if now >= self._next_look:
+            self._next_look = now + max(_BEAT_EVERY, hosts * _LOOK_PER_HOST)
+            handler = self._worker_group.spec.rdzv_handler
+            if handler.is_closed():
+                raise RendezvousClosedError
+            if handler.num_nodes_waiting() > 0:
+                return "a host has come, or begins again"
         if hosts == 1 or now < self._next_beat:
             return None
         self._next_beat = now + _BEAT_EVERY

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from itertools import pairwise
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -24,7 +24,7 @@ from deepspeed.launcher.ports import claimed
 from deepspeed.launcher.supervise import hang_on_stdin, passing_on
 from deepspeed.log import logger
 
-__all__ = ["kept_store", "run", "usable_ranks"]
+__all__ = ["kept_store", "run", "section_of", "usable_ranks"]
 
 _INTERVAL = 0.25  # seconds between looks at the other hosts
 _CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed")
@@ -40,7 +40,7 @@ def run(
     hangs_on_stdin: bool,
 ) -> int:
     """Run the ranks of this node, round after round, and return the exit status; `nodes`: the fewest and the most."""
-    section = _section(args.training_script_args)
+    section = section_of(args.training_script_args)
     variables = dict(environment)
     if section is not None:
         variables.setdefault(PLANNED, json.dumps(section.model_dump(mode="json")))
@@ -112,14 +112,15 @@ def usable_ranks(section: ElasticityConfig | None) -> Callable[[int], int]:
     return lambda ranks: max((count for count in planned if count <= ranks), default=ranks)
 
 
-def _section(arguments: Sequence[str]) -> ElasticityConfig | None:
+def section_of(arguments: Sequence[str]) -> ElasticityConfig | None:
     """The elasticity section of the config that the script is given by its arguments, if it is."""
-    name = None
-    for at, word in enumerate(arguments):
+    given = []
+    for word, following in pairwise([*arguments, ""]):
         option, sign, value = word.partition("=")
         if option in _CONFIG_OPTIONS:
-            name = value if sign else next(iter(arguments[at + 1 :]), None)
-    if name is None or not Path(name).is_file():
+            given.append(value if sign else following)
+    name = next(filter(os.path.isfile, given), None)  # --deepspeed may also be a flag
+    if name is None:
         logger.info("the script is given no config by --deepspeed_config: every number of ranks is tried")
         return None
     config, _ = read(name)

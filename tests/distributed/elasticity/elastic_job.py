@@ -133,7 +133,7 @@ def reference(folder, config=None):
     """What each step of a run without any failure saw, on one rank."""
     job = ElasticJob(folder, config)
     environment = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "PATH": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *job.words()], env=environment, check=True, capture_output=True, timeout=120)
+    subprocess.run([sys.executable, *job.words()], env=environment, check=True, capture_output=True, timeout=200)
     (life,) = job.lives()
     assert (life.world, life.begin, sorted(life.steps)) == (1, 0, list(range(1, STEPS + 1)))
     return life.steps

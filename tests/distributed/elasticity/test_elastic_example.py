@@ -58,7 +58,7 @@ def assert_goes_on(text, wanted, world=2):
 
 
 @pytest.mark.slow
-@ranks(1, init=False, timeout=400)
+@ranks(1, init=False, timeout=600)
 def test_the_deepspeed_command(tmp_path):
     given = ["--elastic_training", "--num_gpus=2", *words(tmp_path, "--die_at=7")]
     with Launched(given, tmp_path, main=runner.main) as job:
@@ -67,7 +67,7 @@ def test_the_deepspeed_command(tmp_path):
 
 
 @pytest.mark.slow
-@ranks(1, init=False, timeout=400)
+@ranks(1, init=False, timeout=600)
 def test_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
     text = run(*torchrun, f"--master-port={free_port()}", *words(tmp_path, "--die_at=7"))
@@ -124,7 +124,7 @@ def pod(folder, index, port, *more):
 
 
 @pytest.mark.slow
-@ranks(1, init=False, timeout=400)
+@ranks(1, init=False, timeout=600)
 def test_the_command_of_the_kubernetes_job_on_two_nodes(tmp_path):
     port = free_port()
     with pod(tmp_path, 0, port, "--die_at=7") as first, pod(tmp_path, 1, port, "--die_at=7") as second:

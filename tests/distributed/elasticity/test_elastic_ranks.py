@@ -15,7 +15,7 @@ from tests.distributed.launcher.launched import Launched, Mailbox, gone, local, 
 from tests.harness import ranks
 
 ELASTIC = "--enable_elastic_training"
-PATIENCE = 120.0
+PATIENCE = 200.0  # seconds, only ever reached by a test that fails
 
 
 def elastic(count, *words):
@@ -24,7 +24,7 @@ def elastic(count, *words):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
-@ranks(1, init=False, timeout=240)
+@ranks(1, init=False, timeout=500)
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp_path, stage):
     config = {"zero_optimization": {"stage": stage}}
     (tmp_path / "plain").mkdir()

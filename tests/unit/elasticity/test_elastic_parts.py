@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from deepspeed.config.elastic_batch import elastic_section, elastic_sizes
 from deepspeed.elasticity.elastic_agent import DSElasticAgent
 from deepspeed.elasticity.meeting import address_towards, meet, open_store
 from deepspeed.errors import ElasticityError, RendezvousError
-from deepspeed.launcher.elastic import usable_ranks
+from deepspeed.launcher.elastic import section_of, usable_ranks
 from deepspeed.launcher.elastic_options import elastic_nodes, elastic_words
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.messages import Relayed, labels_only, new_token
@@ -45,6 +46,24 @@ def test_without_a_plan_and_below_every_plan_all_ranks_are_used():
     section = {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2], "min_gpus": 4, "version": 0.1}
     usable = usable_ranks(elastic_section(section))
     assert [usable(count) for count in (1, 3, 4, 5, 8)] == [1, 3, 4, 4, 8]  # the engine says what it thinks of 1 and 3
+
+
+def test_where_the_launcher_finds_the_section(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    section = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "version": 0.1}
+    (tmp_path / "a.json").write_text(json.dumps({"elasticity": section}))
+    (tmp_path / "b.json").write_text("{}")
+    for words in (
+        ["--deepspeed_config", "a.json"],
+        ["--deepspeed_config=a.json", "--deepspeed"],
+        ["--deepspeed", "--deepspeed_config", "a.json", "--lr", "1"],
+        ["--x", "--deepspeed", "a.json"],
+    ):
+        found = section_of(words)
+        assert found is not None
+        assert found.max_train_batch_size == 8
+    for words in ([], ["--deepspeed_config"], ["--deepspeed", "x" * 5000], ["--deepspeed_config=b.json"], ["a.json"]):
+        assert section_of(words) is None
 
 
 def test_model_parallel_ranks_stay_together():
