@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed._watch import watch
+from deepspeed._watch import watch, watch_hangs
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.events import EventStream
 from deepspeed.log import log_dist, set_log_level_from_string
@@ -71,6 +71,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     schema = config.schema
     if schema.log_level is not None:
         set_log_level_from_string(schema.log_level)
+    watch_hangs(schema)  # first: groups that are made from now on wait as long as it says
     layout = _layout(request, stack)
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from deepspeed import comm
 from deepspeed.config.explain import batch_values, rows
+from deepspeed.config.hangs import HangsConfig
 from deepspeed.events import OverflowFound
 from deepspeed.log import log_dist, logger, print_dist
 from deepspeed.monitor.monitor import MonitorMaster
@@ -21,9 +22,16 @@ from deepspeed.profiling.timers import NoopTimer
 from deepspeed.profiling.wall_clock import WallClock
 
 if TYPE_CHECKING:
+    from deepspeed.config.schema import Schema
     from deepspeed.runtime.parts import Parts
 
-__all__ = ["watch"]
+__all__ = ["watch", "watch_hangs"]
+
+
+def watch_hangs(schema: Schema) -> None:
+    """Watch collectives as the config says; the watch is the process's, so one that says nothing changes nothing."""
+    if schema.hangs != HangsConfig():
+        comm.watch_hangs(schema.hangs)
 
 
 def watch(parts: Parts, stack: ExitStack) -> None:

@@ -78,6 +78,7 @@ from deepspeed.comm.pending import Pending
 from deepspeed.comm.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from deepspeed.comm.records import CollectiveFinished, OperationRecord
 from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.comm.watch.configured import watch_hangs
 
 __all__ = [
     "Backend",
@@ -159,4 +160,5 @@ __all__ = [
     "send",
     "set_backend",
     "timed_op",
+    "watch_hangs",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.operations import Operation
+from deepspeed.comm.pending import AllOf
 
 __all__ = ["RADIX", "Message", "gather_words", "rounds", "schedule", "unite"]
 
@@ -48,8 +49,7 @@ def _gather(rows: Tensor, group: Any) -> None:
             tag = number * RADIX + place
             works.append(group.recv([rows[distance : distance + count]], (rank + distance) % size, tag))
             works.append(group.send([rows[:count]], (rank - distance) % size, tag))
-        for work in works:
-            work.wait()
+        AllOf(works, DEFAULT.limit).wait()
 
 
 def _unite(mask: Tensor, group: Any) -> None:
@@ -58,8 +58,7 @@ def _unite(mask: Tensor, group: Any) -> None:
     while distance < size:
         receiving = group.recv([other], (rank + distance) % size, distance)
         sending = group.send([mask], (rank - distance) % size, distance)
-        receiving.wait()
-        sending.wait()
+        AllOf((receiving, sending), DEFAULT.limit).wait()
         mask |= other
         distance *= 2
 

@@ -34,7 +34,7 @@ def _gather(output: Tensor, part: Tensor, group: Any, async_op: bool) -> AllOf |
         source, target = (rank + step) % size, (rank - step) % size
         works.append(group.recv([output.narrow(0, source * length, length)], source, tag))
         works.append(group.send([mine], target, tag))
-    done = AllOf(works)
+    done = AllOf(works, DEFAULT.limit)
     if async_op:
         return done
     done.wait()

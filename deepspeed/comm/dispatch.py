@@ -8,7 +8,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
+from datetime import timedelta
+from types import CodeType, TracebackType
 from typing import Any, TypeVar
 
 import torch.distributed as td
@@ -18,6 +19,8 @@ from deepspeed.comm.failure import FAILURES, explain
 from deepspeed.comm.operations import Operation, switched_off
 from deepspeed.comm.pending import CollectiveWork
 from deepspeed.comm.records import CollectiveFinished, Entry, GroupState, OperationRecord, outline, read, size_of
+from deepspeed.comm.watch import Watch
+from deepspeed.comm.watch.look import Finder, title_of
 from deepspeed.errors import CommError
 from deepspeed.events import EventStream, Subscription
 from deepspeed.log import warn_once
@@ -61,7 +64,7 @@ class Dispatcher:
     It is one slot for all threads: a race can only mislabel a record.
     """
 
-    __slots__ = ("_clock", "_push", "_ring", "_states", "_synchronize", "_world", "events", "label")
+    __slots__ = ("_clock", "_note", "_push", "_ring", "_states", "_synchronize", "_world", "events", "label", "watch")
 
     def __init__(
         self,
@@ -74,6 +77,8 @@ class Dispatcher:
         self._synchronize = synchronize
         self._ring: deque[Entry] = deque(maxlen=CAPACITY)
         self._push = self._ring.append
+        self._note: Callable[[Entry], None] | None = None
+        self.watch: Watch | None = None
         self._world: GroupState | None = None
         self._states: dict[int, GroupState] = {}
 
@@ -108,6 +113,8 @@ class Dispatcher:
         sequence = state.next_p2p() if p2p else state.next()
         entry = (sequence, operation, state, shape, dtype, self.label, frame.f_code, frame.f_lasti, peer)
         self._push(entry)
+        if self._note is not None:
+            self._note(entry)
         done = None
         try:
             if self.events.wanted and operation.timed:
@@ -129,17 +136,40 @@ class Dispatcher:
 
     def failed(self, entry: Entry, error: Exception, args: tuple[Any, ...] = ()) -> Exception:
         """The error to raise in place of `error`, with all that is known about the operation."""
-        return explain(entry, error, args, self.recent())
+        found = "" if self.watch is None else self.watch.explain(entry, error)
+        return explain(entry, error, args, self.recent(), found)
+
+    def watched(self) -> Watch:
+        """Let the watch tell who is at fault when an operation of this dispatcher fails; the process has one such."""
+        finders: dict[CodeType, Finder] = {
+            Dispatcher.run.__code__: lambda frame: frame.f_locals.get("entry"),
+            CollectiveWork.wait.__code__: lambda frame: frame.f_locals["self"]._entry,
+        }
+        self.watch = Watch(lambda: tuple(self._ring), finders, self._noted_by)
+        return self.watch
+
+    def _noted_by(self, note: Callable[[Entry], None] | None) -> None:
+        self._note = note
 
     def recent(self) -> list[OperationRecord]:
         """The recorded operations, oldest first, readable."""
         return [read(entry) for entry in tuple(self._ring)]
+
+    @property
+    def limit(self) -> timedelta | None:
+        """How long the config lets an operation take; None where that is the group's own affair.
+
+        Collectives are limited by their group. Messages are not: gloo lets them take what it was made with."""
+        return None if self.watch is None else self.watch.limit
 
     def forget(self, group: td.ProcessGroup | None = None) -> None:
         """Drop what is known of a group that ends, or of all of them; the ring stays for whoever asks later."""
         if group is None or group is td.GroupMember.WORLD:
             self._world = None
             self._states.clear()
+            if self.watch is not None:
+                self.watch.end()
+                self.watch.join()
         else:
             self._states.pop(id(group), None)
 
@@ -160,6 +190,7 @@ class Dispatcher:
             td.get_rank(),
             td.get_backend(real),
             switched_off(),
+            "world" if real is world else title_of(real),
         )
         # The group is known by its address as long as it lives: a strong reference would keep its sockets open.
         key = id(real)
@@ -167,6 +198,8 @@ class Dispatcher:
         weakref.finalize(real, self._gone, key, state).atexit = False
         if real is world:
             self._world = state
+        if self.watch is not None:
+            self.watch.begin(real)
         return state
 
     def _gone(self, key: int, state: GroupState) -> None:
@@ -174,6 +207,8 @@ class Dispatcher:
             del self._states[key]
         if self._world is state:
             self._world = None
+            if self.watch is not None:
+                self.watch.end()
 
     def _skip(self, operation: Operation, state: GroupState, async_op: bool) -> CollectiveWork | None:
         warn_once(
@@ -238,6 +273,7 @@ def _last_of(count: int, done: Callable[[], None]) -> Callable[[], None]:
 
 
 DEFAULT = Dispatcher()
+DEFAULT.watched()
 
 
 class labelled:

@@ -43,12 +43,18 @@ _KINDS: tuple[tuple[type[Exception], type[CommError]], ...] = (
 )
 
 
-def explain(entry: Entry, error: Exception, args: tuple[object, ...], history: Sequence[OperationRecord]) -> Exception:
-    """The error to raise instead of `error`; errors that already say enough come back unchanged."""
+def explain(
+    entry: Entry, error: Exception, args: tuple[object, ...], history: Sequence[OperationRecord], found: str = ""
+) -> Exception:
+    """The error to raise instead of `error`; errors that already say enough come back unchanged.
+
+    `found` is what the ranks together know about it, told first.
+    """
     if isinstance(error, (CommError, torch.OutOfMemoryError)) or _came_by_signal(error):
         return error
     kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), CommError)
-    return kind(_message(entry, error, args, history))
+    message = _message(entry, error, args, history)
+    return kind(f"{found}\n{message}" if found else message)
 
 
 def _came_by_signal(error: Exception) -> bool:

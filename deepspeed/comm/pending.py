@@ -27,14 +27,16 @@ class Waitable(Protocol):
 
 
 class AllOf:
-    """Several things to wait for as one."""
+    """Several things to wait for as one; for each at most `limit`, if what is waited for knows such a thing."""
 
-    __slots__ = ("_works",)
+    __slots__ = ("_limit", "_works")
 
-    def __init__(self, works: Sequence[Waitable]) -> None:
+    def __init__(self, works: Sequence[Waitable], limit: timedelta | None = None) -> None:
         self._works = works
+        self._limit = limit
 
     def wait(self, timeout: timedelta | None = None) -> None:
+        timeout = self._limit if timeout is None else timeout
         for work in self._works:
             wait: Callable[..., object] = work.wait
             wait() if timeout is None else wait(timeout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any
 
@@ -12,7 +13,17 @@ import torch
 
 from deepspeed.comm.operations import Operation
 
-__all__ = ["CollectiveFinished", "Entry", "GroupState", "OperationRecord", "Several", "outline", "read", "size_of"]
+__all__ = [
+    "CollectiveFinished",
+    "Entry",
+    "GroupState",
+    "OperationRecord",
+    "Several",
+    "outline",
+    "read",
+    "shown_path",
+    "size_of",
+]
 
 SHOWN = 8  # shapes kept of a list of tensors
 
@@ -20,10 +31,13 @@ SHOWN = 8  # shapes kept of a list of tensors
 class GroupState:
     """What the dispatcher knows of one process group; it never holds the group itself."""
 
-    __slots__ = ("backend", "name", "next", "next_p2p", "off", "rank", "ranks", "returned", "returned_p2p")
+    __slots__ = ("backend", "name", "next", "next_p2p", "off", "rank", "ranks", "returned", "returned_p2p", "title")
 
-    def __init__(self, name: str, ranks: tuple[int, ...], rank: int, backend: str, off: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, ranks: tuple[int, ...], rank: int, backend: str, off: dict[str, str], title: str = ""
+    ) -> None:
         self.name = name
+        self.title = title or name
         self.ranks = ranks
         self.rank = rank
         self.backend = backend
@@ -123,6 +137,14 @@ def size_of(message: object) -> int:
     if isinstance(message, (list, tuple)):
         return sum(size_of(item) for item in message)
     return 0
+
+
+def shown_path(file: str) -> str:
+    """A source file as people know it: relative where it lies below the current folder."""
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except (ValueError, OSError):
+        return file
 
 
 def line_of(code: CodeType, instruction: int) -> int:

@@ -18,6 +18,7 @@ from .compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingCo
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .expert import ExpertParallelConfig
+from .hangs import HangsConfig
 from .inference import HybridEngineConfig, WeightQuantConfig
 from .memory import MemoryConfig
 from .model import DeepSpeedConfigModel, Elements, Foreign, ForeignOptions, PositiveCount
@@ -232,6 +233,9 @@ class Keys(DeepSpeedConfigModel):
     wandb: WandbConfig = Field(default_factory=WandbConfig, description="Metrics sent to Weights & Biases.")
     comet: CometConfig = Field(default_factory=CometConfig, description="Metrics sent to Comet.")
     csv_monitor: CSVConfig = Field(default_factory=CSVConfig, description="One CSV file per metric.")
+    hangs: HangsConfig = Field(
+        default_factory=HangsConfig, description="What is told when a collective does not complete, and when."
+    )
     comms_logger: CommsLoggerConfig = Field(
         default_factory=CommsLoggerConfig, description="Sizes, counts, latency and bandwidth of collectives."
     )

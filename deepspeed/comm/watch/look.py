@@ -1,0 +1,204 @@
+"""This process seen by its own watcher: which threads wait in which operation, where the main thread is, all stacks.
+
+Threads are sampled (`sys._current_frames`), so that nothing is done on the way of an operation: a thread that waits in
+the backend has let go of the interpreter, and its frames say which operation it is in.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+import torch.distributed as td
+from torch.distributed import distributed_c10d as c10d
+
+from deepspeed.comm.records import Entry, shown_path
+from deepspeed.comm.watch.report import Call, call_of
+
+__all__ = [
+    "Finder",
+    "Inside",
+    "all_stacks",
+    "failed_inside",
+    "here",
+    "insides",
+    "main_place",
+    "place_in",
+    "place_of_error",
+    "positions",
+    "title_of",
+]
+
+_OURS = str(Path(__file__).parents[2]) + os.sep
+_TORCH = str(Path(torch.__file__).parent) + os.sep
+_LIBRARY = tuple(
+    {f"{path}{os.sep}" for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")) if path}
+)
+_C10D = c10d.__file__
+# Calls of torch.distributed that all ranks of a group make; messages between two are not counted by the backends.
+_COLLECTIVES = {
+    *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_gather_single"),
+    *("all_reduce", "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "monitored_barrier"),
+    *("broadcast", "broadcast_object_list", "gather", "gather_object", "scatter", "scatter_object_list"),
+    *("new_group", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
+}
+_TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output")
+
+Finder = Callable[[FrameType], "Entry | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Inside:
+    """A thread is inside this call. `key` changes whenever the thread does something else."""
+
+    key: tuple[Any, ...]
+    call: Call
+    ranks: tuple[int, ...]
+    backend: str
+    place: str
+    entry: Entry | None
+
+
+def positions() -> dict[str, int]:
+    """How many collectives this rank has begun, by process group, as the backends count."""
+    found: dict[str, int] = {}
+    groups: Any = c10d._world.pg_names  # torch has no public list of them
+    for group, name in tuple(groups.items()):
+        try:
+            found[name] = group._get_sequence_number_for_group()
+        except RuntimeError:  # a backend that does not count
+            continue
+    return found
+
+
+def insides(finders: Mapping[CodeType, Finder]) -> list[Inside]:
+    """What each thread of this process is inside of, the main thread's first; `finders` know frames of ours."""
+    main = threading.main_thread().ident
+    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    found = (_inside(ident, frame, finders) for ident, frame in frames if ident != threading.get_ident())
+    return [one for one in found if one is not None]
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _inside(ident: int, top: FrameType, finders: Mapping[CodeType, Finder]) -> Inside | None:
+    raw: FrameType | None = None
+    for frame in _outwards(top):
+        finder = finders.get(frame.f_code)
+        if finder is not None:
+            entry = finder(frame)
+            if entry is None:
+                return None
+            group = entry[2]
+            return Inside((ident, id(entry)), call_of(entry), group.ranks, group.backend, _place_of(top), entry)
+        if frame.f_code.co_filename == _C10D and frame.f_code.co_name in _COLLECTIVES:
+            raw = frame  # the outermost one is what the user called
+    return None if raw is None else _raw(ident, raw, top)
+
+
+def _raw(ident: int, frame: FrameType, top: FrameType) -> Inside | None:
+    """A call of torch.distributed itself; its number is the backend's."""
+    names = frame.f_locals
+    world = td.GroupMember.WORLD
+    group = names.get("group")
+    group = world if group is None or not isinstance(group, td.ProcessGroup) else group
+    if world is None or group is None:
+        return None
+    name = group.group_name
+    count = positions().get(name, 0)
+    tensor = next((names[one] for one in _TENSORS if isinstance(names.get(one), torch.Tensor)), None)
+    call = Call(
+        group="world" if group is world else name,
+        title="world" if group is world else title_of(group),
+        sequence=count,
+        op=f"torch.distributed.{frame.f_code.co_name}",
+        counted="backend",
+        shape="" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
+        numel=0 if tensor is None else tensor.numel(),
+        dtype=None if tensor is None else str(tensor.dtype).removeprefix("torch."),
+        place=_place_of(top),
+    )
+    ranks = tuple(td.get_process_group_ranks(group))
+    key = (ident, id(frame), frame.f_lasti, count)
+    return Inside(key, call, ranks, td.get_backend(group), call.place, None)
+
+
+def failed_inside(error: BaseException, finders: Mapping[CodeType, Finder]) -> Inside | None:
+    """The call of torch.distributed that raised this; None if there is none, or if it was made by an operation of ours.
+
+    For the thread that caught it, in which the frames of the error still are."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    raw = next((one for one in frames if one.f_code.co_filename == _C10D and one.f_code.co_name in _COLLECTIVES), None)
+    if raw is None or any(frame.f_code in finders for frame in _outwards(raw)):
+        return None
+    return _raw(threading.get_ident(), raw, raw)
+
+
+def title_of(group: Any) -> str:
+    """A group's name for people: what whoever made it called it, or torch's number."""
+    described = str(getattr(group, "group_desc", "") or "")
+    return group.group_name if described in ("", "undefined") else described
+
+
+def _is_users(file: str) -> bool:
+    library = file.startswith(_LIBRARY) and "site-packages" not in file
+    return not (file.startswith((_OURS, _TORCH, "<")) or library)
+
+
+def _place_of(top: FrameType | None) -> str:
+    return place_in((frame.f_code.co_filename, frame.f_lineno or 0) for frame in _outwards(top))
+
+
+def place_in(frames: Iterable[tuple[str, int]]) -> str:
+    """``train.py:88 `next(loader)` ``: the innermost line that is neither torch's, nor Python's, nor ours.
+
+    `frames` are files and lines, innermost first; without one of the user's it is the first.
+    """
+    known = list(frames)
+    found = next((frame for frame in known if _is_users(frame[0])), known[0] if known else None)
+    if found is None:
+        return ""
+    file, line = found
+    source = linecache.getline(file, line).strip()
+    return f"{shown_path(file)}:{line}" + (f" `{source[:100]}`" if source else "")
+
+
+def here() -> str:
+    """The user's line that the calling thread is in."""
+    return _place_of(sys._getframe(1))
+
+
+def main_place() -> str:
+    """The user's line that the main thread is in."""
+    return _place_of(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def place_of_error(error: BaseException) -> str:
+    """The user's line in which an error was raised."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return place_in(reversed(frames))
+
+
+def all_stacks() -> str:
+    """The stacks of all threads but the one that asks."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        if ident != threading.get_ident():
+            stack = "".join(traceback.format_stack(frame))
+            parts.append(f"thread {names.get(ident, ident)}, innermost call last:\n{stack}")
+    return "\n".join(parts)

@@ -1,0 +1,167 @@
+"""The other ranks of this host, seen without their help: their boxes, their processes, and their stacks by a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import mmap
+import os
+import re
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepspeed.comm.watch.box import Box, members, opened, read_calls, read_last_words
+from deepspeed.comm.watch.look import place_in
+from deepspeed.comm.watch.mailbox import Mailbox
+from deepspeed.comm.watch.report import Report
+
+__all__ = ["Neighbour", "Neighbours", "Stacks", "host_name", "supported"]
+
+_STACK_BYTES = 64 << 10
+_STACK_WAIT = 0.5  # seconds that a process gets to write its stacks
+_FILE = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in ')
+
+
+def supported() -> bool:
+    """Whether this system has memory files and tells about processes: Linux."""
+    return hasattr(os, "memfd_create") and Path("/proc/self/stat").exists()
+
+
+def host_name() -> str:
+    """This host for people."""
+    return socket.gethostname()
+
+
+def _host_key() -> str:
+    """What processes share that can see each other: kernel, processes and network."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()[:8]
+    spaces = "-".join(re.sub(r"\D", "", os.readlink(f"/proc/self/ns/{kind}")) for kind in ("pid", "net"))
+    return f"{host_name()}-{boot}-{spaces}"
+
+
+def _stat(pid: int) -> tuple[str, str] | None:
+    """State letter and start time of a process; None if there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], fields[19]
+
+
+class Stacks:
+    """A signal on which this process writes the stacks of its threads, also while no Python code can run.
+
+    It stays to the end of the process: without the handler the signal would end it.
+    """
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.fd = os.memfd_create("deepspeed-stacks")
+        wanted = signal.SIGRTMAX - 3
+        if signal.getsignal(wanted) is signal.SIG_DFL:
+            faulthandler.register(wanted, file=self.fd, all_threads=True, chain=False)
+            self.number = int(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbour:
+    """Another rank of this host."""
+
+    rank: int
+    pid: int
+    started: str
+    box: mmap.mmap
+    stacks: str
+    number: int | None
+
+    def look(self) -> str:
+        """`gone`, `stopped` or `runs`."""
+        found = _stat(self.pid)
+        if found is None or found[1] != self.started or found[0] in "ZX":
+            return "gone"
+        return "stopped" if found[0] in "Tt" else "runs"
+
+    def report(self, *, silent: bool = False) -> Report:
+        """What can be told of it from outside; with `silent` it has been asked and did not answer."""
+        groups = members(read_calls(self.box))
+        words, state, main = read_last_words(self.box), self.look(), ""
+        conditions = {
+            "gone": f"is dead: its process {self.pid} on {host_name()} was killed or crashed",
+            "stopped": f"is stopped: its process {self.pid} on {host_name()} got SIGSTOP or is being debugged",
+            "runs": "",
+        }
+        condition = conditions[state]
+        if state == "runs" and silent:
+            main = self._main()
+            condition = f"does not answer: native code holds the interpreter of its process {self.pid}"
+        return Report(
+            self.rank,
+            host_name(),
+            ended=words if state == "gone" else "",
+            condition=condition,
+            main=main,
+            groups=groups,
+        )
+
+    def _main(self) -> str:
+        """Where its main thread is, by its own signal handler."""
+        if self.number is None:
+            return ""
+        with contextlib.suppress(OSError), open(self.stacks, "rb") as file:
+            before = os.fstat(file.fileno()).st_size
+            os.kill(self.pid, self.number)
+            until, text = time.monotonic() + _STACK_WAIT, b""
+            while time.monotonic() < until and not text.endswith(b"\n"):
+                time.sleep(0.05)
+                text = os.pread(file.fileno(), _STACK_BYTES, before)
+            return _innermost(text.decode(errors="replace"))
+        return ""
+
+
+def _innermost(text: str) -> str:
+    """The user's line out of stacks that faulthandler wrote; the main thread is the one that got the signal."""
+    _, _, current = text.partition("Current thread")
+    frames = [(found["file"], int(found["line"])) for found in _FILE.finditer(current)]
+    return place_in(frames)
+
+
+class Neighbours:
+    """The ranks of this host, as they come; this rank tells where its box is."""
+
+    def __init__(self, mailbox: Mailbox, rank: int, box: Box, stacks: Stacks) -> None:
+        self._mailbox = mailbox
+        self._rank = rank
+        self._key = _host_key()
+        self._read = 0
+        self.found: dict[int, Neighbour] = {}
+        own = _stat(os.getpid())
+        assert own is not None, "this process is in /proc"
+        hello = {
+            "rank": rank, "pid": os.getpid(), "started": own[1],
+            "box": box.fd, "stacks": stacks.fd, "number": stacks.number,
+        }  # fmt: skip
+        mailbox.set(f"host/{self._key}/{mailbox.add(f'hosts/{self._key}')}", json.dumps(hello))
+
+    def look_around(self) -> None:
+        """Open the boxes of ranks that have come since."""
+        while (raw := self._mailbox.find(f"host/{self._key}/{self._read + 1}")) is not None:
+            self._read += 1
+            told = json.loads(raw)
+            if told["rank"] == self._rank:
+                continue
+            folder = f"/proc/{told['pid']}/fd"
+            with contextlib.suppress(OSError, ValueError):  # it has ended, or is not ours to look at
+                box = opened(f"{folder}/{told['box']}")
+                self.found[told["rank"]] = Neighbour(
+                    told["rank"], told["pid"], told["started"], box, f"{folder}/{told['stacks']}", told["number"]
+                )
+
+    def close(self) -> None:
+        """Let go of the boxes."""
+        for neighbour in self.found.values():
+            neighbour.box.close()
+        self.found.clear()

@@ -1,0 +1,183 @@
+"""The watch of this process: a watcher for each world, from its first operation to its end, and the ways in and out."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from types import CodeType
+from typing import Any
+
+import torch.distributed as td
+from torch.distributed import c10d_logger
+
+from deepspeed.comm.records import Entry
+from deepspeed.comm.watch.look import Finder, failed_inside, here, place_of_error
+from deepspeed.comm.watch.mailbox import suits
+from deepspeed.comm.watch.neighbours import Stacks, supported
+from deepspeed.comm.watch.report import Wait, call_of
+from deepspeed.comm.watch.settings import Settings, limit_group, limit_groups
+from deepspeed.comm.watch.watcher import Watcher
+from deepspeed.errors import CommError
+
+__all__ = ["Watch", "is_loss"]
+
+_LOSSES = ("timed out", "timeout", "time out", "connection", "closed", "reset by", "broken pipe", "socket", "aborted")
+_FAREWELL = 2.0  # seconds that the end of a world or a program waits for its last words to be told
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether an error of torch says that another rank did not come or is gone, rather than that a call is wrong."""
+    if isinstance(error, (CommError, ValueError, TypeError)) or not isinstance(error, RuntimeError):
+        return False
+    kinds = (td.DistBackendError, td.DistNetworkError, td.DistStoreError)
+    return isinstance(error, kinds) or any(word in str(error).lower() for word in _LOSSES)
+
+
+class Watch:
+    """`begin` when a world is first used, `end` with it; `explain` what failed.
+
+    `entries` are the recorded operations, oldest first; `finders` know, for frames of ours, in which one they are;
+    `noting` is given the function that writes down each operation, or None.
+    """
+
+    def __init__(
+        self,
+        entries: Callable[[], Sequence[Entry]],
+        finders: Mapping[CodeType, Finder],
+        noting: Callable[[Callable[[Entry], None] | None], None],
+    ) -> None:
+        self._entries = entries
+        self._finders = finders
+        self._noting = noting
+        self._settings = Settings()
+        self._watcher: Watcher | None = None
+        self._worlds = 0
+        self._stacks: Stacks | None = None
+        self._ending: list[Watcher] = []
+        self._foreign = _Foreign(self)
+        os.register_at_fork(after_in_child=self._forked)
+        atexit.register(self._at_exit)
+
+    @property
+    def running(self) -> bool:
+        """Whether a world is being watched."""
+        return self._watcher is not None
+
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The other ranks of this host that can be looked at from here, as far as they are known by now."""
+        return () if self._watcher is None else self._watcher.neighbours
+
+    @property
+    def limit(self) -> timedelta | None:
+        """How long the config lets operations take; None where it does not say."""
+        timeout = self._settings.timeout
+        return None if timeout is None else timedelta(seconds=timeout)
+
+    def configure(self, settings: Settings) -> None:
+        """Watch as the config says from now on."""
+        self._settings = settings
+        if not settings.enabled:
+            self.end("")
+            return
+        if td.is_available() and td.is_initialized():
+            if settings.timeout is not None:
+                limit_groups(settings.timeout)
+            if self._watcher is None:
+                self._start()
+            else:
+                self._watcher.settings = settings
+
+    def begin(self, group: Any) -> None:
+        """A group is used for the first time: the world is watched from now on, if it is not yet."""
+        if self._settings.timeout is not None:
+            limit_group(group, self._settings.timeout)
+        if self._watcher is None and self._settings.enabled:
+            self._start()
+
+    def _start(self) -> None:
+        if not suits():
+            return
+        self._worlds += 1
+        if self._stacks is None and supported():
+            self._stacks = Stacks()
+        self._watcher = Watcher(self._worlds, self._entries, self._finders, self._settings, self._stacks)
+        if self._watcher.box is not None:
+            self._noting(self._watcher.box.note)
+        c10d_logger._c10d_logger.addHandler(self._foreign)
+
+    def end(self, words: str = "has left torch.distributed (destroy_process_group)") -> None:
+        """The world ends; the others are told `words`."""
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            self._noting(None)
+            c10d_logger._c10d_logger.removeHandler(self._foreign)
+            watcher.end(words)
+            self._ending = [one for one in self._ending if one.alive]
+            self._ending.append(watcher)
+
+    def join(self) -> None:
+        """Wait for watchers that end: a thread in the middle of a call must not meet an interpreter that is gone."""
+        for watcher in self._ending:
+            watcher.join(_FAREWELL)
+
+    def explain(self, entry: Entry, error: Exception) -> str:
+        """Who kept this operation from completing, in sentences; empty if nothing says that somebody did."""
+        if self._watcher is None or not is_loss(error) or len(entry[2].ranks) < 2:
+            return ""
+        return self._watcher.explain(Wait(call_of(entry), entry[2].ranks, 0.0, here()))
+
+    def explain_foreign(self, error: BaseException) -> str:
+        """The same for a call of torch.distributed that the script made itself."""
+        if self._watcher is None or not is_loss(error):
+            return ""
+        found = failed_inside(error, self._finders)
+        if found is None or len(found.ranks) < 2:
+            return ""
+        text = self._watcher.explain(Wait(found.call, found.ranks, 0.0, found.place))
+        return f"{found.call.op} failed on rank {self._watcher.rank}: {text}\n  called at : {found.place}"
+
+    def _forked(self) -> None:
+        """A child has neither the thread nor a part in the job."""
+        self._ending = []
+        if self._watcher is not None:
+            self._watcher = None
+            self._noting(None)
+            c10d_logger._c10d_logger.removeHandler(self._foreign)
+
+    def _at_exit(self) -> None:
+        self.end(_last_words())
+        self.join()
+
+
+def _last_words() -> str:
+    """Why the program ends: torch and Python keep the error that ends it."""
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException):
+        told = str(error).strip().splitlines()
+        what = f"{type(error).__name__}: {told[0][:300]}" if told else type(error).__name__
+        return f"ended with {what}, raised at {place_of_error(error)}"
+    return "has finished its program; has its loader fewer batches, or does it leave a loop earlier?"
+
+
+class _Foreign(logging.Handler):
+    """Hears from torch's own log of failed calls, in the thread they fail in, and raises what the watch knows instead.
+
+    A call that succeeds costs nothing.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__(logging.DEBUG)
+        self._watch = watch
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Replace the error that is being handled by one that says who is at fault."""
+        error = sys.exc_info()[1]
+        if error is not None and isinstance(record.msg, dict) and "error" in record.msg:
+            text = self._watch.explain_foreign(error)
+            if text:
+                raise CommError(text) from error
