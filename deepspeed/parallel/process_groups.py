@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
 from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.init import default_timeout
+from deepspeed.comm.watch.settings import timeout_of
 from deepspeed.errors import LayoutError
 
 from .axes import Axis, Ranks
@@ -28,14 +27,17 @@ if TYPE_CHECKING:
 __all__ = ["GroupTable", "create_group", "destroy_group", "rank_and_world", "ranks_of", "world_timeout"]
 
 
-def create_group(ranks: Sequence[int], *, alone: bool = False, backend: str | None = None) -> ProcessGroup | None:
+def create_group(
+    ranks: Sequence[int], *, alone: bool = False, backend: str | None = None, name: str | None = None
+) -> ProcessGroup | None:
     """Make one process group, None on ranks outside it; the only place in this layer that does.
 
-    With `alone` only the members take part; that is no act of the world and does not count in its sequence.
+    With `alone` only the members take part; that is no act of the world and does not count in its sequence. `name` is
+    what errors call it.
     """
     if dist.get_backend() == "fake":
         backend = None  # nobody is there, whatever the backend
-    options: dict[str, Any] = {"backend": backend, "timeout": world_timeout()}
+    options: dict[str, Any] = {"backend": backend, "timeout": world_timeout(), "group_desc": name}
     if alone:
         group = dist.new_group(list(ranks), use_local_synchronization=True, **options)
     else:
@@ -45,16 +47,8 @@ def create_group(ranks: Sequence[int], *, alone: bool = False, backend: str | No
 
 def world_timeout() -> timedelta:
     """How long an operation of the world may take: its groups wait as long."""
-    world: Any = dist.group.WORLD
-    try:
-        found = world._get_backend(torch.device(_device_of(world))).options._timeout
-    except (AttributeError, RuntimeError):  # a backend without options, such as torch's fake one
-        return default_timeout(os.environ)
-    return found if isinstance(found, timedelta) else default_timeout(os.environ)
-
-
-def _device_of(world: Any) -> str:
-    return "cpu" if dist.get_backend(world) == dist.Backend.GLOO else get_accelerator().device_name()
+    found = timeout_of(dist.group.WORLD)
+    return default_timeout(os.environ) if found is None else found
 
 
 def destroy_group(group: ProcessGroup) -> None:
@@ -120,11 +114,11 @@ class GroupTable:
             return comm.get_world_group()
         if len(mine) == 1 and _can_be_made_alone():
             if mine not in self._groups:
-                self._make(mine, alone=True)
+                self._make(mine, axis.name, alone=True)
         else:
             for ranks in axis.groups:
                 if ranks not in self._groups:
-                    self._make(ranks)
+                    self._make(ranks, axis.name)
         found = self._groups[mine]
         if found is None:
             raise LayoutError(
@@ -141,7 +135,7 @@ class GroupTable:
             return self.group(axis)
         found = None
         for ranks in axis.groups:
-            group = self._create(ranks, backend=backend)
+            group = self._create(ranks, axis.name, backend=backend)
             found = group if ranks == mine else found
         if found is None:
             raise LayoutError(f"rank {self.rank} is in no group of axis {axis.name!r}.")
@@ -155,11 +149,13 @@ class GroupTable:
         for group in made:
             destroy_group(group)
 
-    def _make(self, ranks: Ranks, *, alone: bool = False) -> None:
-        self._groups[ranks] = self._create(ranks, alone=alone)
+    def _make(self, ranks: Ranks, name: str, *, alone: bool = False) -> None:
+        self._groups[ranks] = self._create(ranks, name, alone=alone)
 
-    def _create(self, ranks: Ranks, *, alone: bool = False, backend: str | None = None) -> ProcessGroup | None:
-        group = create_group(ranks, alone=alone, backend=backend)
+    def _create(
+        self, ranks: Ranks, name: str, *, alone: bool = False, backend: str | None = None
+    ) -> ProcessGroup | None:
+        group = create_group(ranks, alone=alone, backend=backend, name=name)
         if group is not None:
             self._made.append(group)
             if len(ranks) > 1 and dist.get_backend(group) == dist.Backend.GLOO:
