@@ -42,7 +42,7 @@ _TICK = 1.0
 _QUICK = 0.1  # seconds between looks into the store while a verdict is expected
 _SETTLING = 3.0  # seconds in which the ranks of this host find each other
 _BEFORE_TORCH = 10.0  # seconds before its own timeout at which a launched collective is given up
-_MORE = 2.0  # seconds that a verdict may take beyond the patience
+_MORE = 1.0  # seconds that a verdict may take beyond the patience
 _YOUNG = 60.0  # seconds for which a verdict explains later failures, beyond what an operation may take
 
 
@@ -94,6 +94,7 @@ class Watcher:
         self._silent_at = math.inf  # when neighbours that have not answered are looked at
         self._heard: dict[str, Any] | None = None
         self._used: set[str] = set()  # incidents whose verdicts this rank has raised
+        self._given = ("", 0)  # the incident that this rank decided last, and how many ranks have to hear of it
         self._mailbox: Mailbox | None = None
         self._thread = threading.Thread(target=self._live, name="deepspeed-hangs", daemon=True)
         self._thread.start()
@@ -140,6 +141,8 @@ class Watcher:
             if isinstance(job, _Failed):
                 job.text = self._explained(job.wait)
                 job.done.set()
+                with self._lost_store():
+                    self._linger()
             elif self._world() is not td.GroupMember.WORLD:
                 break  # ended behind our back
             elif self._mailbox is not None:
@@ -287,6 +290,7 @@ class Watcher:
         wait = Wait(one.call, one.ranks, age, one.place)
         if self._inquiry(hurry=True).decide(wait, over=False)["ranks"]:
             interrupt(f"{one.call} did not complete: {self._explained(wait)}")
+            self._linger()
 
     def _limit(self, one: Inside) -> float:
         return self.settings.timeout or _limit(one.call.group)
@@ -320,9 +324,9 @@ class Watcher:
             found = self._inquiry(hurry=False).decide(wait, over=True)
             mailbox.decide(incident, found)
             self._used.add(incident)
-            self._linger(incident, found["answered"])
+            self._given = (incident, found["answered"])
             return str(found["text"])
-        until = time.monotonic() + self.settings.patience + _MORE / 2
+        until = time.monotonic() + self.settings.patience + _MORE
         while (other := mailbox.verdict(incident)) is None and time.monotonic() < until:
             self._serve(wait)
             time.sleep(_QUICK / 2)
@@ -339,9 +343,12 @@ class Watcher:
         self._used.add(heard["incident"])
         return str(heard["text"])
 
-    def _linger(self, incident: str, answered: int) -> None:
-        """The rank that keeps the store stays until the others have heard: its end is the end of the store."""
-        until = time.monotonic() + 2.0
+    def _linger(self) -> None:
+        """The rank that keeps the store stays until the others have heard: its end is the end of the store.
+
+        The end of the program waits for this thread, not much longer."""
+        (incident, answered), self._given = self._given, ("", 0)
+        until = time.monotonic() + (1.5 if incident else 0.0)
         while self.rank == 0 and self._home is not None and time.monotonic() < until and self._mailbox is not None:
             self._serve()
             if int(self._mailbox.find(f"heard/{incident}") or 0) >= answered - 1:
