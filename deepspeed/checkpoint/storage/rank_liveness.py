@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any, Protocol
 
-import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from deepspeed.comm.watch.look import positions
 from deepspeed.log import logger
 
 __all__ = ["Answer", "Answering", "ask", "is_ahead", "positions"]
@@ -52,18 +52,6 @@ class Answer:
     left: int
     """The last meeting that it has left."""
     positions: dict[str, int]
-
-
-def positions() -> dict[str, int]:
-    """How many collectives this rank has begun, by process group."""
-    found: dict[str, int] = {}
-    groups: Any = dist.distributed_c10d._world.pg_names  # torch has no public list of them
-    for group, name in tuple(groups.items()):
-        try:
-            found[name] = group._get_sequence_number_for_group()
-        except RuntimeError:  # a backend that does not count
-            continue
-    return found
 
 
 def is_ahead(theirs: dict[str, int], ours: dict[str, int]) -> bool:
