@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous import RendezvousError as MeetingFailed
 
@@ -93,7 +93,7 @@ def _run(agent: GuardedAgent, nodes: tuple[int, int], where: str) -> int:
     except Stopped as stop:
         logger.error("the job was stopped by %s", stop)
         return 128 + stop.number
-    except MeetingFailed as error:
+    except (MeetingFailed, DistError) as error:
         told = f": {error}" if str(error) else ""
         logger.error(
             "the hosts of the job do not meet any more (%s%s): whoever keeps their store is gone, or fewer than %d "
