@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -25,6 +25,7 @@ import torch.distributed as td
 
 from deepspeed import comm as dist
 from deepspeed.comm.watch import Settings
+from tests.harness import store_path
 
 TIMEOUT = 2.0
 LIMIT = 100.0  # seconds after which a test has failed
@@ -46,8 +47,8 @@ class Said:
 
 def play(fault: Fault, world: int = 3, *, forever: Sequence[int] = (), settings: Settings | None = None) -> list[Said]:
     """Let `fault(rank)` run on that many ranks; those of `forever` never end by themselves and are ended."""
-    folder = Path(tempfile.mkdtemp(prefix="hanging-"))
-    known = settings or Settings(timeout=TIMEOUT, patience=LIMIT / 2, folder=folder)
+    folder = Path(tempfile.mkdtemp(prefix="hanging-", dir=Path(store_path()).parent))  # which goes with the test
+    known = replace(settings or Settings(timeout=TIMEOUT, patience=LIMIT / 2), folder=folder)
     pids = [_fork(fault, rank, world, folder, known) for rank in range(world)]
     statuses: dict[int, int] = {}
     until = time.monotonic() + LIMIT
@@ -67,7 +68,7 @@ def _fork(fault: Fault, rank: int, world: int, folder: Path, settings: Settings)
     pid = os.fork()
     if pid:
         return pid
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its test
+    die_with_parent()
     out = os.open(folder / f"out{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -85,6 +86,11 @@ def _fork(fault: Fault, rank: int, world: int, folder: Path, settings: Settings)
             atexit._run_exitfuncs()
         sys.stderr.flush()
         os._exit(status)
+
+
+def die_with_parent() -> None:
+    """No process outlives its test."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _meet(rank: int, world: int, folder: Path) -> None:

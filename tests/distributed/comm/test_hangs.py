@@ -15,7 +15,7 @@ import torch.distributed as td
 from deepspeed import comm as dist
 from deepspeed.comm.agreement import gather_words
 from deepspeed.comm.watch import Settings, launched
-from tests.hanging import TIMEOUT, linger, play
+from tests.hanging import TIMEOUT, die_with_parent, linger, play
 from tests.harness import ranks
 
 
@@ -188,6 +188,7 @@ class Stuck(torch.utils.data.Dataset):
         return 8
 
     def __getitem__(self, index):
+        die_with_parent()
         while index == 2 and os.environ["RANK"] == "1":
             signal.pause()
         return index
@@ -422,7 +423,7 @@ def again(rank):
     assert not dist.dispatcher.watch.running
     dist.barrier()
     assert not dist.dispatcher.watch.running
-    dist.watch_hangs(Settings(timeout=TIMEOUT, patience=50))
+    dist.watch_hangs(Settings(timeout=TIMEOUT, patience=50, folder=Path(os.environ["TEST_STORE"])))
     dist.barrier()
     skip(rank)
 
