@@ -77,8 +77,9 @@ class Mailbox:
         """False once the store's process has closed its end."""
         if self._sentinel is None:
             return True
-        readable, _, _ = select.select([self._sentinel], [], [], 0)
-        return not readable
+        look = select.poll()  # not `select`, which knows no descriptor beyond 1023
+        look.register(self._sentinel, select.POLLIN | select.POLLHUP)
+        return not look.poll(0)
 
     def _use(self) -> Any:
         if not self.alive():
