@@ -126,6 +126,19 @@ def test_everything_arrives_as_written_and_a_failing_rank_ends_the_job(tmp_path,
     assert found == TORTURE
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["ssh", "openmpi", "slurm"])
+@ranks(1, init=False, timeout=240)
+def test_preflight_looks_at_the_hosts_that_the_job_would_have(tmp_path, launcher):
+    with site(tmp_path, launcher) as here:
+        script = here.script("raise SystemExit('the script ran')")
+        with here.launch((1, 2), "--preflight", script) as job:
+            assert job.wait(PATIENCE) == 0, job.output() + job.errors()
+        assert "3 ranks on 2 hosts" in job.output()
+        assert "READY" in job.output()
+        assert "the script ran" not in job.output() + job.errors()
+
+
 WAITING = """
 import signal
 print("up", flush=True)
