@@ -99,7 +99,9 @@ def _parameters(
         return
     lasting = [-(-numel // spread.world) * spread.world for _, numel in everything if numel <= spread.persistent]
     if lasting:
-        yield Unit("parameters that stay whole", (Part("whole parameters", sum(lasting), widths.param),))
+        # whatever a budget says: the error that there is no room for them is about the device
+        part = Part("whole parameters", sum(lasting), widths.param, slowest=DEVICE)
+        yield Unit("parameters that stay whole", (part,))
     for name, numel in everything:
         yield Unit(name, (Part(PARAMETERS, -(-numel // spread.world), widths.param),))
 

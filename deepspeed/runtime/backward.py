@@ -27,7 +27,10 @@ from deepspeed.zero.parameters.structure import tensors_in
 __all__ = ["Backward", "Reducer"]
 
 # What autograd says where a parameter was empty when it was used, and is whole when its gradient comes.
-_EMPTY = re.compile(r"invalid gradient at index \d+ - got (\[0\] but|.* compatible with \[0\])")
+_EMPTY = re.compile(
+    r"invalid gradient at index \d+ - got (\[0\] but|.* compatible with \[0\])"
+    r"|size of tensor a \(0\) must match|must match the size of tensor b \(0\)"
+)
 
 
 class Reducer(Protocol):

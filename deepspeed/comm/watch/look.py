@@ -13,7 +13,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -54,6 +54,8 @@ _COLLECTIVES = {
 }
 _TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output")
 
+Lines = list[tuple[str, int]]
+"""Files and lines, innermost first."""
 Finder = Callable[[FrameType], "Entry | None"]
 
 
@@ -83,10 +85,22 @@ def positions() -> dict[str, int]:
 
 def insides(finders: Mapping[CodeType, Finder]) -> list[Inside]:
     """What each thread of this process is inside of, the main thread's first; `finders` know frames of ours."""
+    # Source files are read once the frames are let go of: whoever holds a frame keeps alive what was in it.
+    return [_placed(one, lines) for one, lines in _looked(finders)]
+
+
+def _looked(finders: Mapping[CodeType, Finder]) -> list[tuple[Inside, Lines]]:
     main = threading.main_thread().ident
     frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
-    found = (_inside(ident, frame, finders) for ident, frame in frames if ident != threading.get_ident())
-    return [one for one in found if one is not None]
+    found = [
+        (_inside(ident, frame, finders), _lines_of(frame)) for ident, frame in frames if ident != threading.get_ident()
+    ]
+    return [(one, lines) for one, lines in found if one is not None]
+
+
+def _placed(one: Inside, lines: Lines) -> Inside:
+    place = place_in(lines)
+    return replace(one, place=place, call=replace(one.call, place=place) if one.entry is None else one.call)
 
 
 def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
@@ -104,13 +118,13 @@ def _inside(ident: int, top: FrameType, finders: Mapping[CodeType, Finder]) -> I
             if entry is None:
                 return None
             group = entry[2]
-            return Inside((ident, id(entry)), call_of(entry), group.ranks, group.backend, _place_of(top), entry)
+            return Inside((ident, id(entry)), call_of(entry), group.ranks, group.backend, "", entry)
         if frame.f_code.co_filename == _C10D and frame.f_code.co_name in _COLLECTIVES:
             raw = frame  # the outermost one is what the user called
-    return None if raw is None else _raw(ident, raw, top)
+    return None if raw is None else _raw(ident, raw)
 
 
-def _raw(ident: int, frame: FrameType, top: FrameType) -> Inside | None:
+def _raw(ident: int, frame: FrameType) -> Inside | None:
     """A call of torch.distributed itself; its number is the backend's."""
     names = frame.f_locals
     world = td.GroupMember.WORLD
@@ -130,11 +144,10 @@ def _raw(ident: int, frame: FrameType, top: FrameType) -> Inside | None:
         shape="" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",
         numel=0 if tensor is None else tensor.numel(),
         dtype=None if tensor is None else str(tensor.dtype).removeprefix("torch."),
-        place=_place_of(top),
     )
     ranks = tuple(td.get_process_group_ranks(group))
     key = (ident, id(frame), frame.f_lasti, count)
-    return Inside(key, call, ranks, td.get_backend(group), call.place, None)
+    return Inside(key, call, ranks, td.get_backend(group), "", None)
 
 
 def failed_inside(error: BaseException, finders: Mapping[CodeType, Finder]) -> Inside | None:
@@ -145,7 +158,8 @@ def failed_inside(error: BaseException, finders: Mapping[CodeType, Finder]) -> I
     raw = next((one for one in frames if one.f_code.co_filename == _C10D and one.f_code.co_name in _COLLECTIVES), None)
     if raw is None or any(frame.f_code in finders for frame in _outwards(raw)):
         return None
-    return _raw(threading.get_ident(), raw, raw)
+    found = _raw(threading.get_ident(), raw)
+    return None if found is None else _placed(found, _lines_of(raw))
 
 
 def title_of(group: Any) -> str:
@@ -159,8 +173,8 @@ def _is_users(file: str) -> bool:
     return not (file.startswith((_OURS, _TORCH, "<")) or library)
 
 
-def _place_of(top: FrameType | None) -> str:
-    return place_in((frame.f_code.co_filename, frame.f_lineno or 0) for frame in _outwards(top))
+def _lines_of(top: FrameType | None) -> Lines:
+    return [(frame.f_code.co_filename, frame.f_lineno or 0) for frame in _outwards(top)]
 
 
 def place_in(frames: Iterable[tuple[str, int]]) -> str:
@@ -179,12 +193,12 @@ def place_in(frames: Iterable[tuple[str, int]]) -> str:
 
 def here() -> str:
     """The user's line that the calling thread is in."""
-    return _place_of(sys._getframe(1))
+    return place_in(_lines_of(sys._getframe(1)))
 
 
 def main_place() -> str:
     """The user's line that the main thread is in."""
-    return _place_of(sys._current_frames().get(threading.main_thread().ident or 0))
+    return place_in(_lines_of(sys._current_frames().get(threading.main_thread().ident or 0)))
 
 
 def place_of_error(error: BaseException) -> str:

@@ -204,7 +204,8 @@ def readers(folder):
     flow["zenflow"] = {"select_strategy": "step", "select_interval": 4, "update_interval": 2}
     run({"zero_optimization": flow}, folder)
     budgets = {"device": 100, "host": "1GB", "disk": "1GB", "path": str(folder / "swap")}
-    run({"zero_optimization": {"stage": 3}, "memory": budgets}, folder)
+    run({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "memory": budgets}, folder)
+    run({"hangs": {"patience": 2.5}}, folder)
     for version in (0.1, 0.2):
         run({"elasticity": {**ELASTIC, "version": version}}, folder)
     run(WATCHED, folder)

@@ -87,6 +87,15 @@ def test_at_stage_3_parameters_leave_too():
         plan_states(sizes, spread, small, tile=MILLION)
 
 
+def test_parameters_that_stay_whole_are_on_the_device():
+    sizes, spread = [[100] * 4, [4000]], Spread(3, 2, persistent=100)
+    plan = plan_states(sizes, spread, MemoryConfig(device=800 + 400))
+    assert ("device", "whole parameters", 400) in held(plan)
+    assert ("host", "parameters", 2000) in held(plan)
+    with pytest.raises(DeepSpeedConfigError, match=r"memory.device: .* use 700 B .* 800 B there for what cannot"):
+        plan_states(sizes, spread, MemoryConfig(device=700))
+
+
 def test_a_master_that_is_the_parameter_takes_memory_only_elsewhere():
     plan = plan_states([[100, 100]], Spread(0, 1), MemoryConfig(device=800 + 1200), widths=Widths(4, 4, 0, 8))
     assert plan.used == {"device": 800 + 1200, "host": 1600}

@@ -220,16 +220,17 @@ def test_close_finishes_what_is_on_its_way(tmp_path):
 
 
 def test_threads_and_descriptors_end_with_the_engine(tmp_path):
-    descriptors, threads = set(os.listdir("/proc/self/fd")), threads_of_engines()
+    # Threads of engines of other tests may be about to end.
+    descriptors, threads = set(os.listdir("/proc/self/fd")), set(threads_of_engines())
     engine = FileEngine(block_size=ALIGNMENT, queue_depth=2, threads=2)
-    assert threads_of_engines() == threads  # begun when there is work
+    assert set(threads_of_engines()) <= threads  # begun when there is work
     engine.write(tmp_path / "file", noise(50 * ALIGNMENT + 1)).wait()
     failure(engine.read(tmp_path / "gone", noise(50 * ALIGNMENT + 1)))
-    assert len(threads_of_engines()) > len(threads)
+    assert set(threads_of_engines()) - threads
     del engine
     gc.collect()
-    assert threads_of_engines() == threads
-    assert set(os.listdir("/proc/self/fd")) == descriptors
+    assert set(threads_of_engines()) <= threads
+    assert set(os.listdir("/proc/self/fd")) <= descriptors
 
 
 def test_a_finished_request_holds_no_memory(engine, tmp_path):
