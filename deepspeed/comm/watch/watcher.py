@@ -1,10 +1,11 @@
 """The thread that watches one world: it looks at this process, answers other ranks, asks them when something hangs.
 
-[Note: the watcher] It sleeps for a second and looks at the stacks of the threads (`look`). As long as they move, that
-is all. A thread that stays inside one call longer than `warn_after` is a reason to ask the other ranks, and to warn who
-is late. When the call fails, the thread that it fails in hands it over and waits for the verdict. One rank, the first
-that claims it, collects reports and decides; the others hear the decision. All use of the store is in this thread,
-because a store that is stopped or cut off answers never: who waits for this thread waits `patience` seconds.
+[Note: the watcher] It sleeps for a second and looks whether collectives were begun; where none was for a while, at the
+stacks of the threads (`look`). As long as they move, that is all. A thread that stays inside one call longer than
+`warn_after` is a reason to ask the other ranks, and to warn who is late. When the call fails, the thread that it fails
+in hands it over and waits for the verdict. One rank, the first that claims it, collects reports and decides; the others
+hear the decision. All use of the store is in this thread, because a store that is stopped or cut off answers never: who
+waits for this thread waits `patience` seconds.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ class Watcher:
         self._since: dict[tuple[Any, ...], float] = {}
         self._told: set[tuple[Any, ...]] = set()
         self._signature: object = None
+        self._counted: dict[str, int] = {}
+        self._counted_at = time.monotonic()
         self._began = time.monotonic()
         self._looked = 0.0
         self._alert = 0.0  # until when a verdict is expected
@@ -194,11 +197,18 @@ class Watcher:
 
     def _tick(self) -> None:
         now = time.monotonic()
-        found = insides(self._finders)
+        counted = positions()
+        if counted != self._counted:
+            self._counted, self._counted_at = counted, now
+        # Frames keep alive what is in them, and a busy machine may take the processor from this thread while it has
+        # some: threads are looked at only where nothing has begun for a while.
+        still = now - self._counted_at >= self._shortest() / 8
+        found = insides(self._finders) if still else []
         launched = last_launched(self._entries())
-        self._since = {one.key: self._since.get(one.key, now) for one in (*found, *launched)}
+        began = {one.key: self._counted_at if one in found else now for one in (*found, *launched)}
+        self._since = {key: self._since.get(key, since) for key, since in began.items()}
         self._told &= self._since.keys() | {("gave up", key) for key in self._since}
-        signature = (positions(), [one.key for one in found])
+        signature = (counted, [one.key for one in found])
         moved, self._signature = signature != self._signature, signature
         neighbours = self._witness.neighbours
         if not moved or now < self._alert or self._settling() or now - self._looked > self._shortest() / 4:
