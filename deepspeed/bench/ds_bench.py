@@ -75,8 +75,8 @@ def _run(args: argparse.Namespace) -> int:
         raise UsageError("there is one rank, which has nobody to send to; start two or more, such as --num_gpus 2")
     device = comm.group_device()
     _require_memory(args.max_size, device)
-    library = comm if args.dist == "deepspeed" else td
-    room = Room(None, world, rank, args.element, device, library, args.async_op)
+    module = comm if args.dist == "deepspeed" else td
+    room = Room(None, world, rank, args.element, device, module, args.async_op)
     setting = _setting(args, world, device)
     samples: list[Sample] = []
     absent: dict[str, str] = {}

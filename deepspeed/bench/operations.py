@@ -30,7 +30,7 @@ class Room:
     """Within the group."""
     dtype: torch.dtype
     device: torch.device
-    library: ModuleType = comm
+    module: ModuleType = comm
     """`deepspeed.comm` or `torch.distributed`, which have the same calls."""
     asynchronous: bool = False
 
@@ -65,35 +65,35 @@ class Operation:
 
 def _all_reduce(room: Room, elements: int) -> Call:
     tensor = room.tensor(elements)
-    return lambda: room.library.all_reduce(tensor, group=room.group, async_op=room.asynchronous)
+    return lambda: room.module.all_reduce(tensor, group=room.group, async_op=room.asynchronous)
 
 
 def _all_gather(room: Room, elements: int) -> Call:
     whole, part = room.tensor(elements), room.tensor(elements // room.world)
-    gather = room.library.all_gather_into_tensor
+    gather = room.module.all_gather_into_tensor
     return lambda: gather(whole, part, group=room.group, async_op=room.asynchronous)
 
 
 def _reduce_scatter(room: Room, elements: int) -> Call:
     whole, part = room.tensor(elements), room.tensor(elements // room.world)
-    scatter = room.library.reduce_scatter_tensor
+    scatter = room.module.reduce_scatter_tensor
     return lambda: scatter(part, whole, group=room.group, async_op=room.asynchronous)
 
 
 def _all_to_all(room: Room, elements: int) -> Call:
     sent, received = room.tensor(elements), room.tensor(elements)
-    exchange = room.library.all_to_all_single
+    exchange = room.module.all_to_all_single
     return lambda: exchange(received, sent, group=room.group, async_op=room.asynchronous)
 
 
 def _broadcast(room: Room, elements: int) -> Call:
     tensor, source = room.tensor(elements), room.member(0)
-    return lambda: room.library.broadcast(tensor, source, group=room.group, async_op=room.asynchronous)
+    return lambda: room.module.broadcast(tensor, source, group=room.group, async_op=room.asynchronous)
 
 
 def _reduce(room: Room, elements: int) -> Call:
     tensor, target = room.tensor(elements), room.member(0)
-    return lambda: room.library.reduce(tensor, target, group=room.group, async_op=room.asynchronous)
+    return lambda: room.module.reduce(tensor, target, group=room.group, async_op=room.asynchronous)
 
 
 def _pt2pt(room: Room, elements: int) -> Call:
@@ -102,7 +102,7 @@ def _pt2pt(room: Room, elements: int) -> Call:
     if partner >= room.world:
         return lambda: None
     tensor, other = room.tensor(elements), room.member(partner)
-    begin = room.library.isend if room.rank % 2 == 0 else room.library.irecv
+    begin = room.module.isend if room.rank % 2 == 0 else room.module.irecv
     # A message that is not waited for by its receiver has not arrived, so that there is no other way to time it.
     return lambda: begin(tensor, other, group=room.group)
 

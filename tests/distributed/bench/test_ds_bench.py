@@ -72,7 +72,7 @@ def test_a_sweep_has_every_size_of_every_operation():
 @ranks(2)
 def test_the_functions_of_torch_may_be_measured(asynchronous):
     found = list(
-        sweep(["all_reduce"], [64], room(library=torch.distributed, asynchronous=asynchronous), trials=1, warmups=1)
+        sweep(["all_reduce"], [64], room(module=torch.distributed, asynchronous=asynchronous), trials=1, warmups=1)
     )
     assert [type(each) for each in found] == [Sample]
 
