@@ -47,7 +47,17 @@ def own_folder(parent: str) -> Iterator[str]:
     try:
         yield made
     finally:
-        shutil.rmtree(made)
+        _remove(made)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder of ours, in which a request that nobody waits for any more may still make its file."""
+    while True:
+        try:
+            return shutil.rmtree(folder)
+        except OSError as error:  # the last of those requests makes the last file
+            if error.errno != errno.ENOTEMPTY:
+                raise
 
 
 @contextlib.contextmanager

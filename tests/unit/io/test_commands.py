@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -126,6 +127,21 @@ def test_a_folder_of_its_own_is_private_and_goes(tmp_path):
     with pytest.raises(KeyError), runs.own_folder(str(tmp_path)) as made:
         assert stat.S_IMODE(os.stat(made).st_mode) == 0o700
         raise KeyError
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_goes_with_what_a_late_request_makes_in_it(tmp_path, monkeypatch):
+    late, remove = ["1.bin", "2.bin"], os.rmdir
+
+    def rmdir(path, **options):
+        if late:
+            (made / late.pop()).write_text("")
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    with runs.own_folder(str(tmp_path)) as folder:
+        made = Path(folder)
+    assert late == []
     assert list(tmp_path.iterdir()) == []
 
 
