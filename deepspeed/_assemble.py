@@ -156,15 +156,16 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
 
 
 def _layout(request: Request, stack: ExitStack) -> ParallelLayout:
-    """The layout of the mpu, of the mesh, or all ranks data-parallel."""
+    """The layout of the mpu, of the mesh, or of the sizes in the config."""
+    sizes = request.config.schema.axis_sizes
     if request.mpu is not None:
         layout = layout_from_mpu(request.mpu)
     elif request.mesh is not None:
         layout = ParallelLayout.from_mesh(request.mesh)
     else:
-        layout = ParallelLayout.build()
+        layout = ParallelLayout.build(**sizes)
     stack.callback(layout.close)
-    if request.mpu is not None or request.mesh is not None:
+    if request.mpu is not None or request.mesh is not None or max(sizes.values()) > 1:
         current_layout.set(layout)
         stack.callback(current_layout.forget, layout)
     layout.create_groups("dp", "sp", ("dp", "sp"), "tp", ("pp", "tp"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 
@@ -49,7 +50,7 @@ def _world_size(loaded: Loaded, given: int | None) -> int:
     """The number of processes: as told, else as many as the config itself speaks of."""
     if given is not None and given < 1:
         raise DeepSpeedConfigError(f"--world-size is {given}; it must be at least 1")
-    return given or implied_ranks(loaded.schema) * (loaded.schema.sequence_parallel_size or 1)
+    return given or implied_ranks(loaded.schema) * math.prod(loaded.schema.axis_sizes.values())
 
 
 def _check(given: argparse.Namespace) -> int:

@@ -112,9 +112,9 @@ def data_parallel_ranks(schema: Schema, mpu: Any, mesh_device: Any, world_size: 
         return _divide(world, int(mpu.get_sequence_parallel_world_size()), "the mpu's sequence-parallel size")
     if mesh_device is not None:
         return int(mesh_device["data_parallel"].size())
-    if schema.sequence_parallel_size:
-        return _divide(world, schema.sequence_parallel_size, "sequence_parallel_size")
-    return world
+    sizes = schema.axis_sizes
+    ranks = _divide(world, sizes["sp"], "sequence_parallel_size")
+    return _divide(ranks, sizes["tp"], "tensor_parallel.autotp_size")
 
 
 def implied_ranks(schema: Schema) -> int:
@@ -142,7 +142,7 @@ def _divide(world: int, size: int, what: str) -> int:
     if world % size:
         raise DeepSpeedConfigError(
             f"world size {world} is not divisible by {what} {size}. Use a multiple of {size} processes.",
-            path="sequence_parallel_size",
+            path=what if "." in what else "sequence_parallel_size",
         )
     return world // size
 

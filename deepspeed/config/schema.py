@@ -30,6 +30,11 @@ class Schema(Keys):
         """What concerns the recording of communication."""
         return CommsConfig(comms_logger=self.comms_logger)
 
+    @property
+    def axis_sizes(self) -> dict[str, int]:
+        """Ranks along the axes of the layout that the config names."""
+        return {"sp": self.sequence_parallel_size or 1, "tp": max(1, self.tensor_parallel.autotp_size)}
+
     @model_validator(mode="after")
     def _rules_between_sections(self) -> Schema:
         raise_together(violations(self))

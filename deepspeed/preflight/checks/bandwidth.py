@@ -102,8 +102,7 @@ def ring_rounds(world: int) -> list[list[tuple[int, int]]]:
 def _sizes(config: Loaded | str | None) -> dict[str, int]:
     if config is None or isinstance(config, str):
         return {}
-    schema = config.schema
-    return {"sp": schema.sequence_parallel_size or 1, "tp": max(1, schema.tensor_parallel.autotp_size)}
+    return config.schema.axis_sizes
 
 
 def _along(ranks: Sequence[int], here: Here) -> float:
