@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
 __all__ = [
@@ -99,7 +99,25 @@ def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logg
         logger.log(level, text)
 
 
-@functools.lru_cache(None)
+class _Once:
+    """Calls a function once for the same arguments, also where several threads come with them at once."""
+
+    def __init__(self, tell: Callable[..., None]) -> None:
+        functools.update_wrapper(self, tell)
+        self._tell = tell
+        self._told: dict[tuple[object, ...], object] = {}
+
+    def __call__(self, *said: object) -> None:
+        mine = object()
+        if self._told.setdefault(said, mine) is mine:
+            self._tell(*said)
+
+    def cache_clear(self) -> None:
+        """Forget what was told."""
+        self._told.clear()
+
+
+@_Once
 def _log_dist_once(message: str, ranks: tuple[int, ...] | None, level: int) -> None:
     log_dist(message, ranks, level)
 
@@ -109,7 +127,7 @@ def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int =
     _log_dist_once(message, None if ranks is None else tuple(ranks), level)
 
 
-@functools.lru_cache(None)
+@_Once
 def warn_once(message: str) -> None:
     """Warn; the same message is told only once by this process."""
     logger.warning(message)

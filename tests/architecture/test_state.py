@@ -110,7 +110,7 @@ def memos_of(path: Path) -> Iterator[str]:
     """Functions whose results are kept; a property that an object caches is that object's."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.FunctionDef) and any(
-            re.search(r"\b(lru_)?cache\b", ast.unparse(decorator)) for decorator in node.decorator_list
+            re.search(r"\b((lru_)?cache|_Once)\b", ast.unparse(decorator)) for decorator in node.decorator_list
         ):
             yield place(path, node.name)
 
