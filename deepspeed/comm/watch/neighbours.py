@@ -94,14 +94,15 @@ class Neighbour:
             "stopped": f"is stopped: its process {self.pid} on {host_name()} got SIGSTOP or is being debugged",
             "runs": "",
         }
-        condition = conditions[state]
-        if state == "runs" and silent:
+        # One that said how it ends has ended, also while its process is on its way out: connections break before that.
+        condition = "" if words else conditions[state]
+        if state == "runs" and silent and not words:
             main = self._main()
             condition = f"does not answer: native code holds the interpreter of its process {self.pid}"
         return Report(
             self.rank,
             host_name(),
-            ended=words if state == "gone" else "",
+            ended=words,
             condition=condition,
             main=main,
             groups=groups,
