@@ -8,7 +8,11 @@ import math
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import torch
+
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.peaks import peak_flops
 from deepspeed.config.explain import batch_values, rows
 from deepspeed.config.hangs import HangsConfig
 from deepspeed.events import OverflowFound
@@ -23,6 +27,7 @@ from deepspeed.profiling.wall_clock import WallClock
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
+    from deepspeed.profiling.flops_profiler.report import Facts
     from deepspeed.runtime.parts import Parts
 
 __all__ = ["watch", "watch_hangs"]
@@ -40,10 +45,16 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     comm.comms_logger.join(parts.config)  # the logger is the process's: other engines and the script use it, too
     times = None
     parts.timers = NoopTimer()
-    if schema.wall_clock_breakdown:
+    if schema.wall_clock_breakdown or schema.flops_profiler.enabled:
         times = WallClock().attach(events)
         parts.timers = times.timers
         stack.callback(times.close)
+    if schema.flops_profiler.enabled and times is not None and comm.get_rank() == 0:
+        from deepspeed.profiling.flops_profiler.subscriber import StepProfile  # torch's formulas are slow to import
+
+        profile = StepProfile(parts.module, schema.flops_profiler, lambda: _facts(parts)).attach(events, times)
+        parts.flops_profiler = profile.profiler
+        stack.callback(profile.close)
     if schema.memory_breakdown:
         stack.callback(MemoryBreakdown().attach(events).close)
     shown = schema.steps_per_print is not None and math.isfinite(schema.steps_per_print)
@@ -74,6 +85,24 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     if schema.disable_python_gc:
         stack.callback(_PYTHON_GC.release)
         _PYTHON_GC.hold()
+
+
+def _facts(parts: Parts) -> Facts:
+    """What a profile tells of the job."""
+    from deepspeed.profiling.flops_profiler.report import Facts
+
+    batch, layout, accelerator = parts.config.batch, parts.layout, get_accelerator()
+    narrow = parts.precision.param in (torch.float16, torch.bfloat16)
+    named = narrow and accelerator.device_name() == "cuda"
+    return Facts(
+        world=comm.get_world_size(),
+        data_parallel=layout["dp"].size,
+        model_parallel=layout["pp", "tp"].size,
+        batch=parts.config.train_micro_batch_size_per_gpu,
+        samples=None if batch is None else batch.train,
+        micro_steps=parts.accumulation.steps,
+        peak=peak_flops(torch.cuda.get_device_name()) if named else None,
+    )
 
 
 def _state(parts: Parts) -> str:

@@ -63,7 +63,6 @@ UNBUILT: tuple[Feature, ...] = (
         lambda c: bool(c.weight_quantization.quantized_initialization or c.weight_quantization.post_init_quant),
     ),
     Feature("autotuning", "the autotuner", lambda c: c.autotuning.enabled),
-    Feature("flops_profiler", "the flops profiler", lambda c: c.flops_profiler.enabled),
     Feature("compression_training", "compression", lambda c: _switched_on(c.compression_training)),
     Feature("eigenvalue", "eigenvalue", lambda c: c.eigenvalue.enabled),
     Feature("quantize_training", "MoQ", lambda c: c.quantize_training.enabled),

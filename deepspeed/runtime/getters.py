@@ -65,7 +65,6 @@ GETTERS: dict[str, str] = {
     "torch_autocast_dtype": "schema.torch_autocast.dtype",
     "torch_autocast_lower_precision_safe_modules": "schema.torch_autocast.lower_precision_safe_modules",
     "use_node_local_storage": "schema.checkpoint.use_node_local_storage",
-    "wall_clock_breakdown": "schema.wall_clock_breakdown",
     "zenflow_config": _ZERO + "zenflow",
     "zero_allgather_bucket_size": _ZERO + "allgather_bucket_size",
     "zero_allgather_partitions": _ZERO + "allgather_partitions",
@@ -114,6 +113,9 @@ _DERIVED: dict[str, Callable[[Any], Any]] = {
     "get_sequence_parallel_group": lambda engine: engine._parts.layout["sp"].group,
     "get_wall_clock_timers": lambda engine: engine.timers.get_timers(),
     "get_tensor_parallel_rank": lambda engine: engine._parts.layout["tp"].rank,
+    "wall_clock_breakdown": lambda engine: bool(
+        engine._config.schema.wall_clock_breakdown or engine._config.schema.flops_profiler.enabled
+    ),
     "postscale_gradients": lambda engine: not engine._config.schema.prescale_gradients,
     "zero_cpu_offload": lambda engine: engine._config.schema.zero_optimization.offloads_optimizer,
     "zero_optimization": lambda engine: engine._config.schema.zero_optimization.stage > 0,
@@ -126,6 +128,7 @@ FACTS: dict[str, Callable[[Any], Any]] = {
     "communication_data_type": lambda engine: engine._parts.precision.reduce,
     "data_parallel_group": lambda engine: engine._parts.layout["dp"].group,
     "enable_backward_allreduce": lambda engine: not engine._parts.backward.suspended,
+    "flops_profiler": lambda engine: engine._parts.flops_profiler,
     "global_rank": lambda engine: comm.get_rank(),
     "has_moe_layers": lambda engine: False,
     "mp_world_size": lambda engine: engine._parts.layout["pp", "tp"].size,

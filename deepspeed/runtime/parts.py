@@ -60,6 +60,7 @@ class Parts:
     monitor: Any = None
     timers: Any = None
     tput_timer: Any = None
+    flops_profiler: Any = None
     parking: Parking = field(default_factory=Parking)
     """What `engine.offload_states` moved to host memory, for a while."""
     moved: set[OffloadStateTypeEnum] = field(default_factory=set)

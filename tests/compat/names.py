@@ -15,7 +15,6 @@ FEATURES = {
     "compression": "quantisation, pruning and distillation during training",
     "data efficiency": "curriculum learning, random layer token drop, progressive layer drop, variable batches",
     "experts": "mixture of experts, AutoEP",
-    "flops profiler": "floating point operations by module",
     "hybrid engine": "one engine that trains and generates",
     "inference": "init_inference, kernel injection, checkpoints cut for tensor parallelism",
     "kernels": "transformer layers, Evoformer attention, floating point quantisation, grouped products",

@@ -1,0 +1,208 @@
+"""`FlopsProfiler` and `get_model_profile`, as scripts call them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.profiling.flops_profiler.count import wrapFunc
+from deepspeed.profiling.flops_profiler.modules import (
+    Hooks,
+    get_module_duration,
+    get_module_flops,
+    get_module_macs,
+    params_of,
+)
+from deepspeed.profiling.flops_profiler.report import Facts, aggregated, detailed, summary
+from deepspeed.profiling.flops_profiler.text import (
+    bytes_to_string,
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
+
+__all__ = [
+    "FlopsProfiler",
+    "bytes_to_string",
+    "duration_to_string",
+    "flops_to_string",
+    "get_model_profile",
+    "get_module_duration",
+    "get_module_flops",
+    "get_module_macs",
+    "macs_to_string",
+    "number_to_string",
+    "params_to_string",
+    "wrapFunc",
+]
+
+
+class FlopsProfiler:
+    """Counts the operations of a model's forward passes between `start_profile` and `stop_profile`, module by module.
+
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(batch)
+    profiler.stop_profile()
+    profiler.print_model_profile()
+    profiler.end_profile()
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model = model
+        self.ds_engine = ds_engine
+        self.recompute_fwd_factor = recompute_fwd_factor
+        self.started = False
+        self.facts: Facts | None = None
+        """What is known of the job, where an engine tells it."""
+        self.flops = self.macs = self.params = 0
+        """Of the last profile, also when it was ended."""
+        self._hooks: Hooks | None = None
+
+    def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
+        """Begin to count from zero; modules of the ignored types are not told apart from what calls them."""
+        if self.started:
+            raise UsageError("start_profile: this profiler is running; call stop_profile first")
+        self.end_profile()
+        self._hooks = Hooks(self.model, ignore_list or ())
+        self.started = True
+
+    def stop_profile(self) -> None:
+        """Stop counting; what was counted can be read and printed."""
+        if self._hooks is not None:
+            self._hooks.close()
+            self.flops, self.macs = self.get_total_flops(), self.get_total_macs()
+            self.params = self.get_total_params()
+        self.started = False
+
+    def reset_profile(self) -> None:
+        """Begin to count from zero again."""
+        if self._hooks is not None:
+            self._hooks.reset()
+
+    def end_profile(self) -> None:
+        """Stop counting and forget what was counted; the model is as it was."""
+        if self._hooks is not None:
+            self._hooks.forget()
+        self._hooks, self.started = None, False
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Floating-point operations of all forward passes."""
+        total = int(get_module_flops(self.model))
+        return number_to_string(total) if as_string else total
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiplications with an addition among them."""
+        total = int(get_module_macs(self.model))
+        return macs_to_string(total) if as_string else total
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds of all forward passes, with the measuring in them."""
+        total = get_module_duration(self.model)
+        return duration_to_string(total) if as_string else total
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Parameters of the model, whole where they are spread over ranks."""
+        total = params_of(self.model)
+        return params_to_string(total) if as_string else total
+
+    def is_expert_tensor_parallelism_enabled(self) -> bool:
+        """Whether some layer of the model splits its experts over tensor-parallel ranks."""
+        return any(getattr(module, "enable_expert_tensor_parallelism", False) for module in self.model.modules())
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Print numbers of the whole, the heaviest modules, and with `detailed` the whole tree; or write that."""
+        if self._hooks is None:
+            raise UsageError("print_model_profile: nothing was profiled; call start_profile and run the model first")
+        lines = summary(self.model, self.facts or Facts(recompute=self.recompute_fwd_factor), profile_step)
+        lines += aggregated(self.model, module_depth, top_modules)
+        if detailed:
+            lines += _detailed(self.model)
+        text = "\n".join([*lines, "-" * 78]) + "\n"
+        if output_file is None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            return
+        target = Path(output_file)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Print the heaviest modules alone."""
+        sys.stdout.write("\n".join(aggregated(self.model, module_depth, top_modules)) + "\n")
+
+
+_detailed = detailed  # a parameter of print_model_profile has the same name
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: Sequence[int] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Collection[type[nn.Module]] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """(flops, MACs, params) of one call of the model, in eval mode, with random input or with `args` and `kwargs`.
+
+    `mode` "generate" calls `model.generate` instead of the model. `warm_up` calls come before.
+    """
+    if mode not in ("forward", "generate"):
+        raise UsageError(f'get_model_profile: mode is {mode!r}; expected "forward" or "generate"')
+    given, named = list(args), dict(kwargs or {})
+    if input_shape is not None:
+        if given or named:
+            raise UsageError("get_model_profile: expected either input_shape, or args and kwargs; found both")
+        given = [_random_input(model, input_shape)]
+    if not given and not named:
+        raise UsageError("get_model_profile: expected input_shape, args or kwargs; found none of them")
+    call = model if mode == "forward" else model.generate
+    profiler, training = FlopsProfiler(model), model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for _ in range(warm_up):
+                call(*given, **named)  # type: ignore[operator]
+            profiler.start_profile(ignore_modules)
+            call(*given, **named)  # type: ignore[operator]
+            profiler.stop_profile()
+        found = (profiler.get_total_flops(as_string), profiler.get_total_macs(as_string))
+        params = profiler.get_total_params(as_string)
+        if print_profile:
+            profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
+    finally:
+        profiler.end_profile()
+        model.train(training)
+    return *found, params
+
+
+def _random_input(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
+    if not isinstance(shape, (tuple, list)) or len(shape) < 1:
+        raise UsageError(f"get_model_profile: input_shape is {shape!r}; expected sizes, such as (1, 3, 224, 224)")
+    example = next((param for param in model.parameters() if param.is_floating_point()), None)
+    device = get_accelerator().current_device_name() if example is None else example.device
+    dtype = torch.float32 if example is None else example.dtype
+    return torch.rand(tuple(shape), device=device, dtype=dtype)

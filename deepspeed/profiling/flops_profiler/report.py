@@ -1,0 +1,175 @@
+"""A profile as text: the numbers of the whole model, the heaviest modules of each depth, and the tree of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from deepspeed.profiling.flops_profiler.modules import (
+    get_module_duration,
+    get_module_flops,
+    get_module_macs,
+    params_of,
+)
+from deepspeed.profiling.flops_profiler.text import (
+    duration_to_string,
+    flops_to_string,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+)
+
+__all__ = ["Facts", "aggregated", "detailed", "summary"]
+
+_WIDTH = 72
+
+_TITLE = "DeepSpeed Flops Profiler"
+
+_NOTES = (
+    "MACs are multiplications with an addition; flops are all floating-point operations, FLOPS those per second.",
+    "Work is what torch was asked for, so that FLOPS can exceed what a device is able to do.",
+    "fwd, bwd and step are the latencies of forward, backward and the optimizer's step; iter is their sum.",
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the job besides the model."""
+
+    world: int | None = None
+    data_parallel: int | None = None
+    model_parallel: int = 1
+    batch: int | None = None
+    """Samples per GPU and micro step."""
+    samples: int | None = None
+    """Of a whole step, over all ranks."""
+    micro_steps: int = 1
+    """Forward and backward passes of a step."""
+    recompute: float = 0.0
+    """Share of the forward pass that the backward pass repeats."""
+    phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of fwd, bwd and step in a whole step, as the engine measured them."""
+    peak: float | None = None
+    """FLOPS that the device is said to be able to do."""
+
+
+def summary(model: nn.Module, facts: Facts, step: int) -> list[str]:
+    """The numbers of the whole model, a line each."""
+    lines = ["", f"{'-' * 26} {_TITLE} {'-' * 26}", f"Profile of step {step}", *_NOTES, ""]
+    return lines + [f"{name + ':':<{_WIDTH}}{value}" for name, value in _rows(model, facts)]
+
+
+def _rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
+    flops, params, slices = get_module_flops(model), params_of(model), facts.model_parallel
+    for name, number in (
+        ("world size", facts.world),
+        ("data parallel size", facts.data_parallel),
+        ("model parallel size", slices if facts.world is not None else None),
+        ("batch size per GPU", facts.batch),
+    ):
+        if number is not None:
+            yield name, str(number)
+    yield "params per GPU", params_to_string(params)
+    yield "params of model = params per GPU * mp_size", params_to_string(params * slices)
+    yield "fwd MACs per GPU", macs_to_string(get_module_macs(model))
+    yield "fwd flops per GPU", number_to_string(flops)
+    yield "fwd flops of model = fwd flops per GPU * mp_size", number_to_string(flops * slices)
+    forward = facts.phases.get("fwd", 0.0) / facts.micro_steps or get_module_duration(model)
+    yield "fwd latency", duration_to_string(forward)
+    yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency", _rate(flops, forward)
+    if "bwd" in facts.phases and "step" in facts.phases:
+        yield from _whole_step(flops, forward, facts)
+
+
+def _whole_step(flops: float, forward: float, facts: Facts) -> Iterator[tuple[str, str]]:
+    times, passes = 2.0 + facts.recompute, facts.micro_steps
+    backward, step = facts.phases["bwd"] / passes, facts.phases["step"]
+    total = passes * (forward + backward) + step
+    both = (1 + times) * flops
+    yield "bwd latency", duration_to_string(backward)
+    yield f"bwd FLOPS per GPU = {times:g} * fwd flops per GPU / bwd latency", _rate(times * flops, backward)
+    label = f"fwd+bwd FLOPS per GPU = {1 + times:g} * fwd flops per GPU / (fwd+bwd latency)"
+    yield label, _rate(both, forward + backward)
+    yield "step latency", duration_to_string(step)
+    count = f"{passes} * " if passes > 1 else ""
+    yield f"iter latency = {count}(fwd+bwd latency) + step latency", duration_to_string(total)
+    yield f"FLOPS per GPU = {count}{1 + times:g} * fwd flops per GPU / iter latency", _rate(passes * both, total)
+    if facts.peak:
+        share = 3 * passes * flops / total / facts.peak if total else 0.0
+        yield f"MFU = {count}3 * fwd flops per GPU / iter latency / {flops_to_string(facts.peak)}", f"{share:.1%}"
+    if facts.samples:
+        yield "samples/second", number_to_string(facts.samples / total if total else 0.0).strip()
+
+
+def _rate(work: float, seconds: float) -> str:
+    return flops_to_string(work / seconds if seconds else 0.0)
+
+
+def aggregated(model: nn.Module, depth: int = -1, top: int = 1) -> list[str]:
+    """The heaviest kinds of modules at each depth, or at one: by parameters, MACs and latency."""
+    levels: dict[int, dict[str, list[float]]] = {}
+
+    def walk(module: nn.Module, at: int) -> None:
+        held = levels.setdefault(at, {}).setdefault(type(module).__name__, [0.0, 0.0, 0.0])
+        for place, value in enumerate((params_of(module), get_module_macs(module), get_module_duration(module))):
+            held[place] += value
+        for child in module.children():
+            walk(child, at + 1)
+
+    walk(model, 0)
+    chosen = levels if depth == -1 else {min(depth, max(levels)): levels[min(depth, max(levels))]}
+    lines = ["", f"{'-' * 29} Aggregated Profile per GPU {'-' * 29}"]
+    lines.append(f"The {top} heaviest kinds of modules at each depth, by params, MACs and fwd latency")
+    shows: tuple[tuple[str, Callable[[float], str]], ...] = (
+        ("params     ", params_to_string),
+        ("MACs       ", macs_to_string),
+        ("fwd latency", duration_to_string),
+    )
+    for at, kinds in chosen.items():
+        lines.append(f"depth {at}:")
+        for place, (name, show) in enumerate(shows):
+            heaviest = sorted(kinds.items(), key=lambda item: -item[1][place])[:top]
+            lines.append(f"    {name} - { {kind: show(values[place]) for kind, values in heaviest} }")
+    return lines
+
+
+def detailed(model: nn.Module) -> list[str]:
+    """The tree of modules as torch prints it, each with its share of the whole."""
+    lines = [
+        "",
+        f"{'-' * 30} Detailed Profile per GPU {'-' * 30}",
+        "Each module with: params, share of params, MACs, share of MACs, fwd latency, share of latency, fwd FLOPS.",
+        "What a module computes by functions is its own: the difference between its numbers and its children's.",
+        "",
+    ]
+    totals = (params_of(model), get_module_macs(model), get_module_duration(model))
+    return lines + _tree(model, "", totals)
+
+
+def _tree(module: nn.Module, name: str, totals: tuple[float, float, float]) -> list[str]:
+    label = f"({name}): " if name else ""
+    said = ", ".join(part for part in (_numbers(module, totals), module.extra_repr()) if part)
+    children = list(module.named_children())
+    if not children:
+        return [f"{label}{type(module).__name__}({said})"]
+    inner = [f"  {line}" for child, part in children for line in _tree(part, child, totals)]
+    return [f"{label}{type(module).__name__}(", f"  {said}", *inner, ")"]
+
+
+def _numbers(module: nn.Module, totals: tuple[float, float, float]) -> str:
+    params, macs, duration = params_of(module), get_module_macs(module), get_module_duration(module)
+    shares = [value / total if total else 0.0 for value, total in zip((params, macs, duration), totals, strict=True)]
+    return ", ".join(
+        (
+            f"{params_to_string(params)} = {_percent(shares[0])} Params",
+            f"{macs_to_string(macs)} = {_percent(shares[1])} MACs",
+            f"{duration_to_string(duration)} = {_percent(shares[2])} latency",
+            _rate(get_module_flops(module), duration),
+        )
+    )
+
+
+def _percent(share: float) -> str:
+    return f"{round(100 * share, 2):g}%"

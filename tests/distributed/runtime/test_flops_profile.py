@@ -1,0 +1,70 @@
+"""The `flops_profiler` section: one step of an engine, profiled on rank 0."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from tests.harness import ranks
+
+
+def train(steps, stage=0, accumulation=1, **section):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": accumulation,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "flops_profiler": {"enabled": True, **section},
+        },
+    )
+    output, lengths = io.StringIO(), []
+    with contextlib.redirect_stdout(output):
+        for _ in range(steps * accumulation):
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+            engine.step()
+            lengths.append(output.getvalue().count("Flops Profiler"))
+    return engine, output.getvalue(), lengths
+
+
+@ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_one_step_is_profiled_on_rank_0(stage):
+    engine, output, lengths = train(4, stage, profile_step=1, recompute_fwd_factor=1.0)
+    assert engine.wall_clock_breakdown()
+    assert "fwd" in engine.timers.get_timers()
+    if dist.get_rank():
+        assert engine.flops_profiler is None
+        assert lengths[-1] == 0
+    else:
+        assert lengths == [0, 1, 1, 1]
+        assert (engine.flops_profiler.flops, engine.flops_profiler.macs) == (2 * 384 + 32, 384)
+        assert engine.flops_profiler.params == 8 * 16 + 16 + 16 * 4 + 4
+        rows = [line.split(":") for line in output.splitlines() if line.count(":") == 1]
+        shown = {name: value.strip() for name, value in rows}
+        assert (shown["world size"], shown["data parallel size"], shown["batch size per GPU"]) == ("2", "2", "2")
+        assert shown["fwd MACs per GPU"] == "384 MACs"
+        assert any(name.startswith("bwd FLOPS per GPU = 3 *") for name in shown)
+        assert "(0): Linear(144 = " in output
+    assert not any("__ds_profile__" in module.__dict__ for module in engine.module.modules())
+    engine.destroy()
+
+
+@ranks(1)
+def test_the_first_step_the_last_one_and_none(tmp_path):
+    engine, output, lengths = train(2, accumulation=3, profile_step=0, output_file=str(tmp_path / "profile.txt"))
+    assert lengths == [0] * 6
+    assert "Flops Profiler" not in output
+    text = (tmp_path / "profile.txt").read_text()
+    assert "iter latency = 3 * (fwd+bwd latency) + step latency" in text
+    assert engine.flops_profiler.macs == 384
+    engine.destroy()
+    engine, _, lengths = train(2, profile_step=7, detailed=False)
+    assert lengths == [0, 0]
+    engine.destroy()

@@ -1,0 +1,228 @@
+"""Operations, times and parameters by module."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from deepspeed.accelerator.peaks import peak_flops
+from deepspeed.errors import UsageError
+from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from deepspeed.profiling.flops_profiler.profiler import (
+    duration_to_string,
+    flops_to_string,
+    get_module_duration,
+    get_module_flops,
+    get_module_macs,
+    macs_to_string,
+    number_to_string,
+    params_to_string,
+    wrapFunc,
+)
+from deepspeed.profiling.flops_profiler.report import Facts, summary
+
+
+class Call(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args):
+        return self.function(*args)
+
+
+def chain():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4), nn.Softmax(-1))
+
+
+def work(function, *inputs):
+    return get_model_profile(Call(function), args=list(inputs), print_profile=False, as_string=False)[:2]
+
+
+X = torch.ones(6, 8)
+SEEN = torch.ones(1, 2, 6, 4)
+
+# (function, inputs, operations, multiplications with an addition)
+COSTS = {
+    "product": (lambda x: x @ x.T, (X,), 576, 288),
+    "einsum": (lambda x: torch.einsum("ij,kj->ik", x, x), (X,), 576, 288),
+    "batched": (lambda x: torch.bmm(x, x.mT), (torch.ones(3, 6, 8),), 1728, 864),
+    "attention": (functional.scaled_dot_product_attention, (SEEN, SEEN, SEEN), 4 * 2 * 36 * 4, 2 * 2 * 36 * 4),
+    "convolution": (functional.conv2d, (torch.ones(1, 3, 8, 8), torch.ones(5, 3, 3, 3)), 2 * 36 * 5 * 27, 36 * 5 * 27),
+    "activation": (functional.gelu, (X,), 48, 0),
+    "softmax": (lambda x: functional.softmax(x, -1), (X,), 48, 0),
+    "sum of a product": (lambda x: (x * x).sum(), (X,), 96, 0),
+    "norm": (lambda x: functional.layer_norm(x, (8,)), (X,), 192, 0),
+    "look-up": (functional.embedding, (torch.zeros(3, dtype=torch.long), X), 0, 0),
+    "view": (lambda x: x.t().reshape(-1).clone(), (X,), 0, 0),
+    "integers": (lambda x: x + 1, (torch.ones(5, dtype=torch.long),), 0, 0),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_what_an_operation_costs(name):
+    function, inputs, flops, macs = COSTS[name]
+    assert work(function, *inputs) == (flops, macs)
+
+
+# Counted by DeepSpeed 0.19.8 for the same models: get_model_profile(chain(), (3, 8)), and MACs of the encoder.
+def test_the_numbers_of_known_models():
+    assert get_model_profile(chain(), (3, 8), print_profile=False, as_string=False) == (1452, 576, 244)
+    assert get_model_profile(chain(), (3, 8), print_profile=False) == ("1.45 K", "576 MACs", "244")
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    before = torch.backends.mha.get_fastpath_enabled()
+    x = torch.ones(2, 5, 8)
+    _, macs, _ = get_model_profile(attention, args=[x, x, x], print_profile=False, as_string=False)
+    assert macs == 10 * 8 * 24 + 10 * 8 * 8 + 2 * (2 * 2 * 5 * 5 * 4)
+    assert torch.backends.mha.get_fastpath_enabled() == before
+
+
+def test_work_is_told_by_module_and_the_model_is_as_it_was():
+    model, profiler = chain(), None
+    kept = [set(module.__dict__) for module in model.modules()]
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    with pytest.raises(UsageError, match="is running"):
+        profiler.start_profile()
+    for _ in range(2):
+        model(torch.ones(3, 8))
+    profiler.stop_profile()
+    model(torch.ones(3, 8))
+    assert [get_module_flops(child) for child in model] == [2 * 768, 2 * 48, 2 * 240, 2 * 384, 2 * 12]
+    assert get_module_macs(model) == profiler.get_total_macs() == profiler.macs == 2 * 576
+    assert profiler.get_total_params(as_string=True) == "244"
+    assert profiler.get_total_duration() >= get_module_duration(model[0]) > 0
+    profiler.end_profile()
+    assert [set(module.__dict__) for module in model.modules()] == kept
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert get_module_flops(model) == 0
+    assert (profiler.flops, profiler.params) == (2 * 1452, 244)
+
+
+def test_a_model_that_fails_leaves_nothing_behind():
+    model = nn.Sequential(nn.Linear(4, 4), Call(lambda x: x @ torch.ones(5, 5)))
+    with pytest.raises(RuntimeError, match="mat1"):
+        get_model_profile(model, (2, 4), warm_up=0)
+    assert model.training
+    assert not any(module._forward_hooks for module in model.modules())
+    assert get_model_profile(model[0], (2, 4), print_profile=False, as_string=False) == (64, 32, 20)
+
+
+class Twice(nn.Module):
+    """Calls one child two times, and itself once."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x, again=True):
+        return self(self.inner(self.inner(x)), again=False) if again else x
+
+
+def test_a_module_that_is_called_more_than_once():
+    model = Twice()
+    assert get_model_profile(model, (2, 4), print_profile=False, as_string=False) == (128, 64, 16)
+
+
+def test_ignored_modules_count_for_what_calls_them():
+    model = chain()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile(ignore_list=[nn.Linear])
+    model(torch.ones(3, 8))
+    profiler.stop_profile()
+    assert get_module_flops(model[0]) == 0
+    assert profiler.get_total_flops() == 1452
+    profiler.end_profile()
+
+
+def test_a_function_of_ones_own_tells_its_work():
+    mine = wrapFunc(lambda x: x.clone(), lambda x: (10 * x.numel(), 5 * x.numel()))
+    assert work(mine, X) == (480, 240)
+    assert torch.equal(mine(X), X)
+
+
+def test_the_report(capsys, tmp_path):
+    get_model_profile(chain(), (3, 8), top_modules=2)
+    shown = capsys.readouterr().out
+    for part in (
+        "fwd MACs per GPU:                                                       576 MACs",
+        "    MACs        - {'Linear': '576 MACs', 'ReLU': '0 MACs'}",
+        "(0): Linear(144 = 59.02% Params, 384 MACs = 66.67% MACs, ",
+        "in_features=8, out_features=16, bias=True)",
+    ):
+        assert part in shown
+    target = tmp_path / "deep" / "profile.txt"
+    get_model_profile(chain(), (3, 8), detailed=False, module_depth=0, output_file=str(target))
+    assert capsys.readouterr().out == ""
+    text = target.read_text()
+    assert "depth 0" in text
+    assert "depth 1" not in text
+    assert "Detailed" not in text
+
+
+def test_a_whole_step_is_counted_with_its_micro_steps(capsys):
+    model = nn.Linear(500, 1000, bias=False)
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.ones(1000, 500))  # 1 GFLOP
+    profiler.stop_profile()
+    phases = {"fwd": 2.0, "bwd": 4.0, "step": 2.0}
+    facts = Facts(world=8, data_parallel=8, batch=1, samples=16, micro_steps=2, recompute=1.0, phases=phases, peak=1e9)
+    lines = {line.partition(":")[0]: line.partition(":")[2].strip() for line in summary(model, facts, 3)}
+    assert lines["fwd latency"] == "1 s"
+    assert lines["bwd FLOPS per GPU = 3 * fwd flops per GPU / bwd latency"] == "1.5 GFLOPS"
+    assert lines["iter latency = 2 * (fwd+bwd latency) + step latency"] == "8 s"
+    assert lines["FLOPS per GPU = 2 * 4 * fwd flops per GPU / iter latency"] == "1 GFLOPS"
+    assert lines["MFU = 2 * 3 * fwd flops per GPU / iter latency / 1 GFLOPS"] == "75.0%"
+    assert lines["samples/second"] == "2"
+    profiler.end_profile()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "found none of them"),
+        ({"input_shape": (1,), "args": [1]}, "found both"),
+        ({"input_shape": ()}, "expected sizes"),
+        ({"input_shape": 3}, "expected sizes"),
+        ({"input_shape": (2, 8), "mode": "train"}, "'train'"),
+    ],
+)
+def test_what_cannot_be_profiled(options, message):
+    with pytest.raises(UsageError, match=message):
+        get_model_profile(chain(), **options)
+
+
+def test_nothing_to_print():
+    with pytest.raises(UsageError, match="nothing was profiled"):
+        FlopsProfiler(chain()).print_model_profile()
+
+
+def test_generate():
+    class Model(nn.Linear):
+        def generate(self, x, times):
+            for _ in range(times):
+                x = self(x)
+            return x
+
+    model = Model(4, 4, bias=False)
+    found = get_model_profile(model, args=[torch.ones(2, 4), 3], print_profile=False, as_string=False, mode="generate")
+    assert found == (3 * 64, 3 * 32, 16)
+
+
+def test_numbers_as_text():
+    assert [number_to_string(n) for n in (0, 5e-7, 0.5, 1, 999, 1e3, 1.5e9, 3e15)] == [
+        "0 ", "0.5 u", "500 m", "1 ", "999 ", "1 K", "1.5 G", "3000 T",
+    ]  # fmt: skip
+    assert flops_to_string(1234567, precision=4) == "1.2346 MFLOPS"
+    assert macs_to_string(1234567, units="K") == "1234.57 KMACs"
+    assert (params_to_string(1.5e9), params_to_string(7)) == ("1.5 B", "7")
+    assert duration_to_string(0.012) == "12 ms"
+
+
+def test_peaks_of_devices():
+    assert peak_flops("NVIDIA H200") == 989.4e12
+    assert peak_flops("NVIDIA H100 PCIe") == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB") == 312e12
+    assert peak_flops("NVIDIA L4") == 121e12
+    assert peak_flops("something else") is None
