@@ -31,6 +31,7 @@ from deepspeed.runtime.step.optimizers import hold_states, require_tested
 from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import Stepper
+from deepspeed.sequence.build import share_sequences
 from deepspeed.zero.agreement import Hosts
 from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.budgeting import budget, parameters_leave
@@ -106,7 +107,9 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         reducer=reducer,
         backward=Backward(reducer, accumulation, scale, events, listens=basic is not None),
         events=events,
-        forward=_forward(module, precision, sharded.hooks if sharded else None),
+        forward=share_sequences(
+            schema, module, layout, stack, _forward(module, precision, sharded.hooks if sharded else None)
+        ),
         make_loader=partial(
             build_dataloader,
             data_parallel_rank=layout["dp"].rank,

@@ -50,6 +50,7 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.constants": "deepspeed._compat.constants",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.precision.loss_scaler",
     "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed.sequence.parallel_state",
     "deepspeed.runtime.zenflow.zenflow_config": "deepspeed.config.zenflow",
     "deepspeed.runtime.zero.leaf_module_config": "deepspeed.config.leaf_module",
     "deepspeed.runtime.zero.linear": "deepspeed.zero.public.linear",
@@ -139,6 +140,15 @@ SPLIT: dict[str, dict[str, str]] = {
         "DeepSpeedBF16Config": "deepspeed.config.precision",
         "DeepSpeedFP16Config": "deepspeed.config.precision",
         "get_bfloat16_config": "deepspeed._compat.config",
+    },
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": {
+        "AutogradComputeMLP": "deepspeed.sequence.tiled",
+        "SequenceTiledCompute": "deepspeed.sequence.tiled",
+        "TiledFusedLogitsLoss": "deepspeed.sequence.tiled",
+        "TiledMLP": "deepspeed.sequence.tiled",
+        "UlyssesSPAttentionHF": "deepspeed.sequence.ulysses",
+        "UlyssesSPDataLoaderAdapter": "deepspeed.sequence.loader",
+        "sequence_tiled_compute": "deepspeed.sequence.tiled",
     },
     "deepspeed.runtime.tensor_parallel.config": {
         "TPConfig": "deepspeed.config.parallel",

@@ -52,7 +52,6 @@ UNBUILT: tuple[Feature, ...] = (
     ),
     Feature("zero_optimization.zeropp_loco_param", "LoCo", lambda c: c.zero_optimization.zeropp_loco_param is not None),
     Feature("zero_optimization.mics_shard_size", "MiCS", lambda c: c.zero_optimization.mics_shard_size > 0),
-    Feature("sequence_parallel_size", "sequence parallelism", lambda c: (c.sequence_parallel_size or 1) > 1),
     Feature("tensor_parallel.autotp_size", "AutoTP", lambda c: c.tensor_parallel.autotp_size > 1),
     Feature("expert_parallel", "AutoEP", lambda c: c.expert_parallel.enabled),
     Feature("compile.deepcompile", "DeepCompile", lambda c: c.compile.deepcompile),

@@ -108,6 +108,16 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.tensor_parallel.autotp_size < 2,
         switch="tensor_parallel.autotp_size",
     ),
+    Idle(
+        "sequence_parallel",
+        "sequence_parallel_size is below 2, so that sequences are not shared out",
+        lambda c: (c.sequence_parallel_size or 1) < 2,
+    ),
+    Idle(
+        "sequence_parallel.ulysses_size",
+        "sequence_parallel.attention is not given, so that the script shares sequences out",
+        lambda c: (c.sequence_parallel_size or 1) > 1 and c.sequence_parallel.attention is None,
+    ),
     Idle("elasticity.min_time", "it is for schedulers, who decide whether a job is worth starting"),
     Idle("pipeline", _NO_PIPELINE),
     Idle("checkpoint.parallel_write", _NO_PIPELINE),

@@ -32,6 +32,7 @@ from .precision import (
     TorchAutocastConfig,
 )
 from .profiling import FlopsProfilerConfig, TimersConfig
+from .sequence import SequenceParallelConfig
 from .values import DtypeName, Lower, Number, Whole, not_boolean
 from .zero import DeepSpeedZeroConfig
 
@@ -154,6 +155,9 @@ class Keys(DeepSpeedConfigModel):
     )
     sequence_parallel_size: PositiveCount | None = Field(
         None, description="Number of ranks that share each sequence; null is 1."
+    )
+    sequence_parallel: SequenceParallelConfig = Field(
+        default_factory=SequenceParallelConfig, description="Attention over sequences that ranks share."
     )
     data_parallel_size: PositiveCount | None = Field(
         None, description="Number of data-parallel ranks; a check only, the number of processes decides."

@@ -41,6 +41,7 @@ MEMOS = {
     "config::places_of": "where each key may stand",
     "log::_log_dist_once": "what was told",
     "log::warn_once": "what was told",
+    "sequence::head_plan": "which rank computes which heads",
     "zero::_late": "the class of a parameter whose update is on its way",
     "ops::_cpu_flags": "what this processor can do",
     "ops::_rocminfo": "what the machine's ROCm tells",

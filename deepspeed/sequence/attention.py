@@ -1,0 +1,96 @@
+"""`SequenceAttention`: the attention of one engine's model, which knows the sequences that the engine shares out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed.errors import UsageError
+from deepspeed.sequence.attend import Ways, attend, core_options
+from deepspeed.sequence.core import Core
+from deepspeed.sequence.transformers_hooks import Masks, core_of, hang
+from deepspeed.sequence.whole import Whole
+
+__all__ = ["SequenceAttention"]
+
+
+class SequenceAttention:
+    """Attention over the whole sequence while a forward of the engine runs, else over what it gets."""
+
+    def __init__(self, core: Core, ways: Ways) -> None:
+        self._core, self._ways, self._masks = core, ways, Masks()
+        self.inner = core.function
+        self.current: Whole | None = None
+        """The sequences of the forward that runs."""
+        self.calls = 0
+        """How often attention was computed over ranks."""
+
+    def mask(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What Transformers calls to make a mask."""
+        mask = self._masks(*args, **kwargs)
+        self._masks.stands_for(mask, self.current if self.current is not None else Whole(0))
+        return mask
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        """What Transformers calls to compute attention."""
+        whole = self._masks.whole(attention_mask)
+        if whole is None and attention_mask is not None:
+            raise UsageError(
+                "attention got a mask that the model did not make in this forward: one of four dims, or a copy. Pass "
+                "padding masks of two dims, and use checkpoints without reentrance (use_reentrant=False)."
+            )
+        if whole is None or whole.length == 0:  # the bare module is called, or a part of it that has no mask
+            return self._alone(module, (query, key, value), attention_mask, kwargs)
+        self.calls += 1
+        return attend(module, (query, key, value), self._core, self._ways, whole, **kwargs)
+
+    def _alone(
+        self, module: nn.Module, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        length = tensors[1].shape[2]
+        positions = options.get("position_ids")
+        if positions is not None and (positions.dim() != 2 or positions.shape[1] != length):
+            positions = None
+        rows = tensors[1].shape[0]
+        whole = Whole.of(length, None if positions is None else positions.expand(rows, length), mask)
+        return self._core(module, *tensors, whole, **core_options(options))
+
+    @classmethod
+    def install(cls, module: nn.Module, ways: Ways, stack: ExitStack) -> SequenceAttention:
+        """Let every model of Transformers in a module use it, until the stack is closed."""
+        from transformers import PreTrainedModel
+
+        models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+        for model in models:
+            if not model._supports_attention_backend:
+                raise UsageError(
+                    f"{type(model).__name__} computes attention by itself instead of by Transformers' attention "
+                    "functions, so that it cannot be shared out. Leave sequence_parallel.attention out."
+                )
+        attention = cls(core_of(models[0].config._attn_implementation), ways)
+        name = _free_name()
+        stack.callback(hang(name, attention, attention.mask))
+        for config in {id(model.config): model.config for model in models}.values():
+            stack.callback(_set(config, config._attn_implementation))
+            config._attn_implementation = name
+        return attention
+
+
+def _set(config: Any, name: str) -> Callable[[], None]:
+    def undo() -> None:
+        config._attn_implementation = name
+
+    return undo
+
+
+def _free_name() -> str:
+    from transformers import AttentionInterface
+
+    known = AttentionInterface._global_mapping
+    return next(name for name in map("deepspeed_sequence_{}".format, itertools.count()) if name not in known)

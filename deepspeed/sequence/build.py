@@ -1,0 +1,162 @@
+"""From a config and a model of Transformers to a forward over sequences that ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed import comm
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.log import log_dist
+from deepspeed.parallel import AxisGroup, ParallelLayout
+from deepspeed.sequence.attend import Ways
+from deepspeed.sequence.attention import SequenceAttention
+from deepspeed.sequence.heads import head_plan
+from deepspeed.sequence.inputs import Inputs
+from deepspeed.sequence.labels import mean_over_tokens, sum_over_ranks
+from deepspeed.sequence.order import TokenOrder
+
+if TYPE_CHECKING:
+    from deepspeed.config.schema import Schema
+
+__all__ = ["choose_order", "share_sequences"]
+
+Forward = Callable[..., Any]
+
+
+def share_sequences(
+    schema: Schema, module: nn.Module, layout: ParallelLayout, stack: ExitStack, forward: Forward
+) -> Forward:
+    """`forward` with whole sequences as arguments, of which each rank computes a part; itself where none is asked."""
+    axis, size = layout["sp"], schema.sequence_parallel_size or 1
+    asked, ulysses = schema.sequence_parallel.attention, schema.sequence_parallel.ulysses_size
+    if asked is None or size == 1:
+        return forward
+    if axis.size != size:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel_size is {size}, but the mpu or the mesh has {axis.size} sequence-parallel ranks. Let "
+            "them agree, or leave one of them out.",
+            path="sequence_parallel_size",
+        )
+    queries, keys = _heads(module)
+    order = choose_order(asked, ulysses, size, queries, keys)
+    ways = _ways(axis, order)
+    inputs = Inputs(module, order, axis.rank)
+    attention = SequenceAttention.install(module, ways, stack)
+    log_dist(f"sequence parallelism: {_words(order, queries, keys)}", ranks=[0])
+    worth = 1 if schema.gradient_allreduce_op == "sum" else size  # what gradients are divided by afterwards
+    return _SharedForward(forward, inputs, attention, axis, worth)
+
+
+def choose_order(asked: str, ulysses: int | None, size: int, queries: int, keys: int) -> TokenOrder:
+    """How many ranks exchange heads and how many pass keys on, of `size` in all.
+
+    `auto` exchanges heads over as many ranks as share key/value heads out evenly, and passes keys on between these.
+    """
+    if ulysses is None:
+        fits = [each for each in range(1, size + 1) if size % each == 0 and keys % each == 0]
+        ulysses = {"ulysses": size, "ring": 1}.get(asked, max(fits))
+    elif {"ulysses": ulysses != size, "ring": ulysses != 1}.get(asked, size % ulysses != 0):
+        raise DeepSpeedConfigError(
+            f"sequence_parallel.ulysses_size is {ulysses}, with sequence_parallel.attention {asked} over {size} ranks; "
+            f"it must divide {size}, and anything but 'auto' decides it by itself. Correct it or leave it out.",
+            path="sequence_parallel.ulysses_size",
+        )
+    head_plan(queries, keys, ulysses)
+    return TokenOrder(ulysses, size // ulysses)
+
+
+def _ways(axis: AxisGroup, order: TokenOrder) -> Ways:
+    if order.ring == 1:
+        return Ways(order, axis.group)
+    if order.ulysses == 1:
+        return Ways(order, None, axis)
+    across, near = axis.split(size=order.ulysses)
+    for each in (near, across):
+        _ = each.group  # made now, by all ranks together
+    return Ways(order, near.group, across)
+
+
+def _words(order: TokenOrder, queries: int, keys: int) -> str:
+    heads = f"{queries} query and {keys} key/value heads"
+    if order.ring == 1:
+        return f"Ulysses over {order.ulysses} ranks, {heads}"
+    if order.ulysses == 1:
+        return f"ring attention over {order.ring} ranks in zig-zag order, {heads}"
+    return f"Ulysses over {order.ulysses} × ring attention over {order.ring} ranks in zig-zag order, {heads}"
+
+
+def _heads(module: nn.Module) -> tuple[int, int]:
+    config: Any = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    queries = getattr(text, "num_attention_heads", None)
+    if queries is None:
+        raise UsageError(
+            f"sequence_parallel.attention needs a model of Transformers; {type(module).__name__} has no config that "
+            "tells its attention heads. Leave it out and use deepspeed.sequence.layer.DistributedAttention."
+        )
+    return queries, getattr(text, "num_key_value_heads", None) or queries
+
+
+class _SharedForward:
+    """Calls the model with this rank's part, and makes the loss that of all parts."""
+
+    def __init__(
+        self, forward: Forward, inputs: Inputs, attention: SequenceAttention, axis: AxisGroup, worth: int
+    ) -> None:
+        self._forward, self._inputs, self._attention, self._axis = forward, inputs, attention, axis
+        self._worth = worth
+        self._compared = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._compared:
+            self._compare(args, kwargs)
+        part = self._inputs.part(args, kwargs)
+        self._attention.current = part.whole
+        before = self._attention.calls
+        try:
+            outputs = self._forward(**part.arguments)
+        finally:
+            self._attention.current = None
+        if self._attention.calls == before:
+            raise UsageError(
+                "the model's forward computed no attention over the sequence-parallel ranks, so that its parts of a "
+                "sequence do not see each other. Leave sequence_parallel.attention out for this model."
+            )
+        if part.labels is None:
+            return outputs
+        return self._with_loss(outputs, part.labels, kwargs.get("num_items_in_batch"))
+
+    def _with_loss(self, outputs: Any, labels: Tensor, items: Any) -> Any:
+        loss = outputs[0] if isinstance(outputs, tuple) else outputs["loss"]
+        group = self._axis.group
+        if items is None:
+            total = mean_over_tokens(loss, labels, group, self._worth)
+        else:
+            total = sum_over_ranks(loss, group, self._worth)
+        if isinstance(outputs, tuple):
+            return (total, *outputs[1:])
+        outputs["loss"] = total
+        return outputs
+
+    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Once: whoever shares a sequence must have got the same one, or nothing would make sense."""
+        tensors = [
+            each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and not each.is_floating_point()
+        ]
+        facts = [float(number) for each in tensors for number in (*each.shape, each.double().sum().item())]
+        mine = torch.tensor([len(facts), sum(fact * (at + 1) for at, fact in enumerate(facts))], dtype=torch.float64)
+        mine = mine.to(comm.group_device())
+        both = torch.stack([mine, -mine])
+        comm.all_reduce(both, comm.ReduceOp.MAX, group=self._axis.group)
+        if not torch.equal(both[0], -both[1]):
+            raise UsageError(
+                f"rank {comm.get_rank()}: the ranks {list(self._axis.ranks)} share each sequence but were called with "
+                "different ones. Give them the same samples: let the loader know the data-parallel rank and size "
+                "(engine.deepspeed_io does), or cut the batches before (UlyssesSPDataLoaderAdapter)."
+            )
+        self._compared = True

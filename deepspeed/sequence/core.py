@@ -1,0 +1,88 @@
+"""Attention of one rank over whole sequences, by the functions of Transformers, with masks made of `Whole`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import UsageError
+from deepspeed.sequence.whole import Run, Whole, allowed
+
+__all__ = ["Core", "is_causal"]
+
+AttentionFunction = Callable[..., tuple[Tensor, Any]]
+
+
+class _Shared:
+    """A module whose key/value heads are shared by another number of query heads than it says."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class Core:
+    """One of Transformers' attention functions, called with whole sequences: [batch, heads, length, width]."""
+
+    def __init__(self, name: str, function: AttentionFunction) -> None:
+        self.name = name
+        self.function = function
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, whole: Whole, **options: Any
+    ) -> tuple[Tensor, Any]:
+        """([batch, length, heads, width], what the function returns besides)."""
+        shared = _Shared(module, query.shape[1] // key.shape[1])
+        tensors = (query, key, value)
+        if self.name.startswith("flash"):
+            return self._flash(shared, tensors, whole, options)
+        window = options.get("sliding_window")
+        causal = is_causal(module, options)
+        if window is not None and (not causal or window >= whole.length):
+            window = None
+        runs = whole.runs() if window is None and query.shape[2] == key.shape[2] else None
+        if runs is not None:
+            return self._in_runs(shared, tensors, runs, options)
+        mask = None
+        if not whole.plain or window is not None or (causal and 1 < query.shape[2] < key.shape[2]):
+            keys = torch.arange(key.shape[2], device=key.device)
+            mask = allowed(whole, keys[-query.shape[2] :], keys, causal=causal, window=window)
+        return self.function(shared, *tensors, mask, **options)
+
+    def _flash(
+        self, module: _Shared, tensors: tuple[Tensor, ...], whole: Whole, options: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Flash attention takes padding as it is and finds documents by positions, in a single row only."""
+        if whole.documents is None:
+            return self.function(module, *tensors, whole.present, **options)
+        if tensors[0].shape[0] > 1 or whole.present is not None:
+            raise UsageError(
+                f"packed sequences with {self.name} need a batch of one row without padding; found "
+                f"{tensors[0].shape[0]} rows. Use the attention sdpa, or micro batches of 1."
+            )
+        at = torch.arange(whole.length, device=whole.documents.device)
+        begins = torch.nn.functional.pad(whole.documents[0, 1:] != whole.documents[0, :-1], (1, 0), value=True)
+        positions = at - torch.where(begins, at, 0).cummax(0).values
+        return self.function(module, *tensors, None, position_ids=positions[None], **options)
+
+    def _in_runs(
+        self, module: _Shared, tensors: tuple[Tensor, ...], rows: list[list[Run]], options: dict[str, Any]
+    ) -> tuple[Tensor, Any]:
+        """Documents one by one: work and memory are those of the documents, not of the square of all tokens."""
+        done = []
+        for row, runs in enumerate(rows):
+            parts = [[t[row : row + 1, :, run.begin : run.end] for t in tensors] for run in runs]
+            done.append(torch.cat([self.function(module, *part, None, **options)[0] for part in parts], 1))
+        return torch.cat(done), None
+
+
+def is_causal(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether tokens see only what lies before them, as Transformers decides it."""
+    told = options.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if told is None else told)

@@ -1,0 +1,95 @@
+"""Heads for parts of the sequence and back: one all-to-all for any number of tensors, with its backward.
+
+Inside, tensors are [batch, sequence, heads, width]. A rank begins with its part of the sequence and all heads, and
+has all of the sequence and its heads afterwards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from deepspeed import comm
+from deepspeed.sequence.heads import HeadPlan
+
+__all__ = ["gather_heads", "scatter_heads", "scatter_queries_keys_values"]
+
+Counts = tuple[int, ...]
+
+
+def scatter_queries_keys_values(
+    tensors: tuple[Tensor, Tensor, Tensor], plan: HeadPlan, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's heads over the whole sequence, by one all-to-all."""
+    query, key, value = tensors
+    if plan.repeats:
+        order = torch.tensor(plan.sent_keys, device=key.device)
+        key, value = key.index_select(2, order), value.index_select(2, order)
+    counts = (plan.queries, plan.key_counts, plan.key_counts)
+    if not query.dtype == key.dtype == value.dtype:  # one buffer has one dtype
+        pairs = zip((query, key, value), counts, strict=True)
+        return tuple(scatter_heads(tensor, heads, group) for tensor, heads in pairs)  # type: ignore[return-value]
+    return _Exchange.apply(group, counts, True, query, key, value)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scatter_heads(tensor: Tensor, heads: Counts, group: ProcessGroup) -> Tensor:
+    """[batch, part, all heads, width] → [batch, whole, this rank's heads, width]."""
+    return _Exchange.apply(group, (heads,), True, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather_heads(tensor: Tensor, heads: Counts, group: ProcessGroup) -> Tensor:
+    """[batch, whole, this rank's heads, width] → [batch, part, all heads, width]."""
+    return _Exchange.apply(group, (heads,), False, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    """The exchange in one direction; its gradient is the exchange in the other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: ProcessGroup, counts: tuple[Counts, ...], scatters: bool, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.way = group, counts, scatters
+        return _exchange(tensors, counts, group, scatters)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        group, counts, scatters = ctx.way
+        return None, None, None, *_exchange(grads, counts, group, not scatters)
+
+
+def _exchange(
+    tensors: Sequence[Tensor], counts: tuple[Counts, ...], group: ProcessGroup, scatters: bool
+) -> tuple[Tensor, ...]:
+    """One all-to-all of what each rank gets of every tensor; `counts` are heads per rank of each of them."""
+    size, rank = len(counts[0]), group.rank()
+    cuts = [
+        tensor.split(heads, 2) if scatters else tensor.chunk(size, 1)
+        for tensor, heads in zip(tensors, counts, strict=True)
+    ]
+    sent = [[cut[peer] for cut in cuts] for peer in range(size)]
+    shapes = [
+        [_arriving(cut[rank].shape, heads[rank if scatters else peer]) for cut, heads in zip(cuts, counts, strict=True)]
+        for peer in range(size)
+    ]
+    flat = torch.cat([piece.reshape(-1) for pieces in sent for piece in pieces])
+    arrived = [sum(map(math.prod, each)) for each in shapes]
+    landed = flat.new_empty(sum(arrived))
+    comm.all_to_all_single(landed, flat, arrived, [sum(p.numel() for p in pieces) for pieces in sent], group=group)
+    sizes = [[math.prod(shape) for shape in each] for each in shapes]
+    blocks = [block.split(each) for block, each in zip(landed.split(arrived), sizes, strict=True)]
+    return tuple(
+        torch.cat([blocks[peer][at].view(shapes[peer][at]) for peer in range(size)], 1 if scatters else 2)
+        for at in range(len(tensors))
+    )
+
+
+def _arriving(own: torch.Size, heads: int) -> tuple[int, int, int, int]:
+    """The shape of what comes from a peer: as this rank's own part, but for the heads."""
+    batch, length, _, width = own
+    return batch, length, heads, width

@@ -1,0 +1,144 @@
+"""A batch of whole sequences → this rank's part of it, as a model of Transformers takes it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import UsageError
+from deepspeed.sequence.labels import shifted
+from deepspeed.sequence.order import TokenOrder
+from deepspeed.sequence.whole import Whole
+
+__all__ = ["Inputs", "Part"]
+
+_PER_TOKEN = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "labels",
+    "shift_labels",
+)
+_SHIFTS, _KEEPS = ("ForCausalLM", "LMHeadModel"), ("ForMaskedLM", "ForTokenClassification")
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one rank's model is called with."""
+
+    arguments: dict[str, Any]
+    whole: Whole
+    labels: Tensor | None
+    """The labels of this part's tokens, as the loss compares them with the outputs."""
+
+
+class Inputs:
+    """Shares out the arguments of a model's forward."""
+
+    def __init__(self, module: nn.Module, order: TokenOrder, rank: int) -> None:
+        """`module` may be wrapped (PEFT); its forward then takes what the model inside takes."""
+        self._outer = inspect.signature(module.forward)
+        inner = _model_in(module)
+        self._name = type(inner).__name__
+        self._takes = inspect.signature(inner.forward).parameters
+        self._any = any(each.kind is each.VAR_KEYWORD for each in self._takes.values())
+        self._order, self._rank = order, rank
+        if "position_ids" not in self._takes:
+            raise UsageError(
+                f"{self._name}.forward takes no position_ids, so that a rank cannot tell it which part of a sequence "
+                "it has. Leave sequence_parallel.attention out and share sequences out in the model."
+            )
+
+    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
+        """This rank's part of a call."""
+        given = self._named(args, kwargs)
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if not isinstance(tokens, Tensor) or tokens.dim() < 2:
+            raise UsageError(
+                f"{self._name} is called without input_ids or inputs_embeds of shape [batch, length]; found "
+                f"{sorted(given)}. Pass whole sequences, the same on all ranks that share them."
+            )
+        rows, length = tokens.shape[:2]
+        mine = self._order.of_rank(length, self._rank).to(tokens.device)
+        positions, labels = given.get("position_ids"), given.pop("labels", None)
+        if positions is None:
+            positions = torch.arange(length, device=tokens.device)[None]
+        given["position_ids"] = positions
+        shift = given.pop("shift_labels", None)
+        if labels is not None or shift is not None:
+            labels = self._label(given, labels, shift)
+        mask = given.get("attention_mask")
+        whole = Whole.of(length, positions.expand(rows, length), None if mask is None else mask.bool())
+        if "use_cache" in self._takes:
+            given["use_cache"] = False
+        cut = {name: self._cut(name, value, length, mine) for name, value in given.items()}
+        return Part(cut, whole, None if labels is None else labels[:, mine])
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        bound = self._outer.bind_partial(*args, **kwargs).arguments
+        given: dict[str, Any] = {}
+        for name, value in bound.items():
+            kind = self._outer.parameters[name].kind
+            if kind is inspect.Parameter.VAR_POSITIONAL:
+                given.update(zip(self._takes, value, strict=False))
+            elif kind is inspect.Parameter.VAR_KEYWORD:
+                given.update(value)
+            else:
+                given[name] = value
+        return {name: value for name, value in given.items() if value is not None}
+
+    def _label(self, given: dict[str, Any], labels: Tensor | None, shift: Tensor | None) -> Tensor:
+        """The whole labels as the loss takes them; they are put into the arguments in their place."""
+        if shift is None and labels is not None and self._name.endswith(_SHIFTS):
+            shift = shifted(labels)
+        if shift is not None:
+            if not self._any and "shift_labels" not in self._takes:
+                raise UsageError(
+                    f"{self._name}.forward takes no shift_labels, which a shared out sequence needs: the label of a "
+                    "part's last token is in the next part. Compute the loss outside of the model."
+                )
+            given["labels"] = given["shift_labels"] = shift
+            return shift
+        assert labels is not None, "one of them was given"
+        if not self._name.endswith(_KEEPS):
+            raise UsageError(
+                f"the labels of {self._name} are not known to be one per token, so that they cannot be shared out. "
+                f"Models that end with {', '.join((*_SHIFTS, *_KEEPS))} have such labels."
+            )
+        given["labels"] = labels
+        return labels
+
+    def _cut(self, name: str, value: Any, length: int, mine: Tensor) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if (
+            name not in _PER_TOKEN
+            or value.dim() < 2
+            or value.shape[1] != length
+            or (name[-4:] == "mask" and value.dim() > 2)
+        ):
+            raise UsageError(
+                f"{self._name} is called with {name} of shape {tuple(value.shape)}, which cannot be shared out over "
+                f"sequence-parallel ranks: expected {', '.join(_PER_TOKEN)}, each [batch, {length}, …], the mask "
+                "without further dims."
+            )
+        return value.index_select(1, mine)
+
+
+def _model_in(module: nn.Module) -> Any:
+    """The model of Transformers: the module itself, or what it wraps."""
+    from transformers import PreTrainedModel
+
+    for inner in module.modules():
+        if isinstance(inner, PreTrainedModel):
+            return inner
+    raise UsageError(
+        f"sequence_parallel.attention needs a model of Transformers; {type(module).__name__} is none and has none in "
+        "it. Leave it out and use deepspeed.sequence.layer.DistributedAttention in the model."
+    )

@@ -1,0 +1,188 @@
+"""`DistributedAttention`: any attention over whole sequences, of which every rank has a part (Ulysses)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.sequence.exchange import gather_heads, scatter_heads, scatter_queries_keys_values
+from deepspeed.sequence.heads import HeadPlan, head_plan, shares
+
+__all__ = [
+    "DistributedAttention",
+    "apply_rotary_pos_emb",
+    "post_all2all",
+    "pre_all2all_fun",
+    "register_all_to_all_group",
+    "single_all_to_all",
+    "uneven_heads_all2all",
+]
+
+
+class DistributedAttention(nn.Module):
+    """Runs `local_attention` on whole sequences with this rank's share of the heads.
+
+    Inputs and output are this rank's part of the sequence with all heads: [batch, part, heads, width] with
+    `batch_dim_idx` 0, [part, batch, heads, width] with 1. Head counts need not be multiples of the number of ranks.
+    """
+
+    def __init__(
+        self,
+        local_attention: nn.Module | Callable[..., Tensor],
+        sequence_process_group: ProcessGroup,
+        scatter_idx: int = 2,
+        gather_idx: int = 0,
+        sp_stream: Any = None,
+        num_kv_heads: int | None = None,
+    ) -> None:
+        """`num_kv_heads` is needed only where it differs from the heads of `key`; exchanges run on `sp_stream`."""
+        super().__init__()
+        _check_dims(scatter_idx, gather_idx)
+        if scatter_idx < gather_idx:
+            raise UsageError(
+                f"DistributedAttention got scatter_idx {scatter_idx} and gather_idx {gather_idx}; queries scatter "
+                "their heads (dim 2) and gather the sequence (dim 0 or 1). Swap them."
+            )
+        self.local_attn = local_attention
+        self.spg = sequence_process_group
+        self.scatter_idx = scatter_idx
+        self.gather_idx = gather_idx
+        self.sp_stream = sp_stream
+        self.num_kv_heads = num_kv_heads
+
+    def layer_sync(self, layer: Any) -> None:
+        """Wait for what another stream does for a layer, by the `done_event` that it carries, if it does."""
+        event = getattr(layer, "done_event", None)
+        if event is not None and self.sp_stream is not None:
+            get_accelerator().current_stream().wait_event(event)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        batch_dim_idx: int,
+        rotary_pos_emb: tuple[Tensor, Tensor] | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The output of the local attention, for this rank's part; `rotary_pos_emb` is that of the whole sequence."""
+        plan = self._plan(query, key, value)
+        tensors = tuple(_batch_first(tensor, batch_dim_idx) for tensor in (query, key, value))
+        q, k, v = (_batch_first(tensor, batch_dim_idx) for tensor in self._scatter(tensors, plan))
+        if rotary_pos_emb is not None:
+            cos, sin = (part if batch_dim_idx else part.permute(1, 0, 2, 3) for part in rotary_pos_emb)
+            q, k = apply_rotary_pos_emb(q, cos, sin), apply_rotary_pos_emb(k, cos, sin)
+        context = _batch_first(self.local_attn(q, k, v, *args, **kwargs), batch_dim_idx)
+        return _batch_first(gather_heads(context, plan.queries, self.spg), batch_dim_idx)
+
+    def _plan(self, query: Tensor, key: Tensor, value: Tensor) -> HeadPlan:
+        if not query.dim() == key.dim() == value.dim() == 4:
+            shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
+            raise UsageError(
+                f"DistributedAttention got the shapes {shapes}; expected four dims, [batch, sequence, heads, width] or "
+                "[sequence, batch, heads, width]."
+            )
+        if self.num_kv_heads is not None and self.num_kv_heads != key.shape[2]:
+            raise UsageError(
+                f"num_kv_heads is {self.num_kv_heads}, but the keys have {key.shape[2]} heads. Pass the number of "
+                "heads that key and value have on their way in, or leave it out."
+            )
+        return head_plan(query.shape[2], key.shape[2], self.spg.size())
+
+    def _scatter(self, tensors: tuple[Tensor, ...], plan: HeadPlan) -> tuple[Tensor, ...]:
+        query, key, value = tensors
+        if self.sp_stream is None:
+            return scatter_queries_keys_values((query, key, value), plan, self.spg)
+        accelerator = get_accelerator()
+        here = accelerator.current_stream()
+        self.sp_stream.wait_stream(here)
+        with accelerator.stream(self.sp_stream):
+            found = scatter_queries_keys_values((query, key, value), plan, self.spg)
+        here.wait_stream(self.sp_stream)
+        for tensor in tensors:
+            tensor.record_stream(self.sp_stream)
+        for tensor in found:
+            tensor.record_stream(here)
+        return found
+
+
+def single_all_to_all(
+    input: Tensor,
+    scatter_idx: int,
+    gather_idx: int,
+    batch_dim_idx: int,
+    group: ProcessGroup,
+    async_op: bool = False,
+    handle: dict[str, Any] | None = None,
+    type: str | None = None,
+    num_kv_heads: int | None = None,
+) -> Tensor:
+    """Heads for parts of the sequence with `scatter_idx` 2, the other way with less; it has a gradient."""
+    if async_op or handle is not None or type is not None:
+        raise UsageError(
+            "single_all_to_all is complete when it returns; async_op, handle and type are not taken. Give "
+            "DistributedAttention a stream (sp_stream) to run exchanges beside the computation."
+        )
+    _check_dims(scatter_idx, gather_idx)
+    tensor, size = _batch_first(input, batch_dim_idx), group.size()
+    if scatter_idx >= 2:
+        counts = head_plan(tensor.shape[2], num_kv_heads or tensor.shape[2], size).queries
+        return _batch_first(scatter_heads(tensor, counts, group), batch_dim_idx)
+    heads = shares(num_kv_heads or tensor.shape[2] * size, size)
+    each = tensor.shape[2] // heads[group.rank()]
+    return _batch_first(gather_heads(tensor, tuple(count * each for count in heads), group), batch_dim_idx)
+
+
+def uneven_heads_all2all(
+    input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: ProcessGroup, num_kv_heads: int
+) -> Tensor:
+    """`single_all_to_all` where key/value heads do not go evenly over the ranks; query heads follow theirs."""
+    return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group, num_kv_heads=num_kv_heads)
+
+
+def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
+    """Rotate the first dims of every head, as many as there are frequencies."""
+    width = freqs_cos.shape[-1]
+    turned, kept = t[..., :width], t[..., width:]
+    front, back = turned.chunk(2, -1)
+    turned = turned * freqs_cos.to(t.dtype) + torch.cat([-back, front], -1) * freqs_sin.to(t.dtype)
+    return torch.cat([turned, kept], -1) if kept.shape[-1] else turned
+
+
+def pre_all2all_fun(permute_idx: tuple[int, ...], inp_shape: tuple[int, ...], input: Tensor) -> Tensor:
+    """A tensor in another shape, its dims in another order, for an all-to-all."""
+    return input.reshape(inp_shape).permute(permute_idx).contiguous()
+
+
+def post_all2all(permute_idx: tuple[int, ...], res_shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """A function that puts the dims of what an all-to-all brought into their order."""
+    return lambda tensor: tensor.permute(permute_idx).contiguous().view(res_shape)
+
+
+def register_all_to_all_group(group: ProcessGroup) -> str:
+    """The name by which torch's functional collectives know a group."""
+    return group.group_name
+
+
+def _check_dims(scatter_idx: int, gather_idx: int) -> None:
+    if (scatter_idx >= 2) == (gather_idx >= 2):
+        raise UsageError(
+            f"scatter_idx is {scatter_idx} and gather_idx is {gather_idx}; one must be the dim of the heads, 2, and "
+            "the other that of the sequence, 0 or 1."
+        )
+
+
+def _batch_first(tensor: Tensor, batch_dim: int) -> Tensor:
+    """From the caller's order of dims to batch first, and back."""
+    if batch_dim not in (0, 1):
+        raise UsageError(
+            f"batch_dim_idx is {batch_dim}; expected 0 ([batch, sequence, …]) or 1 ([sequence, batch, …])."
+        )
+    return tensor.transpose(0, 1) if batch_dim == 1 else tensor

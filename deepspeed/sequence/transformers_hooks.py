@@ -1,0 +1,92 @@
+"""How attention functions and masks are hung into Transformers, and taken out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from deepspeed.errors import UsageError
+from deepspeed.sequence.core import Core
+from deepspeed.sequence.whole import Whole
+
+__all__ = ["Masks", "core_of", "hang"]
+
+_CORES = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+class Masks:
+    """Masks as attention functions get them: padding, [batch, length]; each knows the `Whole` that it stands for.
+
+    A model makes its masks once per forward and hands the same objects to all layers, also when a checkpointed layer
+    runs again, so that what belongs to a batch is found by its mask.
+    """
+
+    def __init__(self) -> None:
+        self._wholes = WeakTensorKeyDictionary()
+
+    def __call__(
+        self,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        attention_mask: Tensor | None = None,
+        use_vmap: bool = False,
+        device: Any = None,
+        **others: Any,
+    ) -> Tensor:
+        """What Transformers calls to make a mask."""
+        chunk = getattr(others.get("config"), "attention_chunk_size", None)
+        if use_vmap or chunk is not None:
+            what = "a mask of its own kind" if chunk is None else f"attention in chunks of {chunk} tokens"
+            raise UsageError(
+                f"the model uses {what}, which sequence parallelism cannot share out over its ranks. It knows causal "
+                "and bidirectional attention, sliding windows, padding and packed sequences."
+            )
+        if attention_mask is None:
+            return torch.ones(batch_size, kv_length, dtype=torch.bool, device=device)
+        return attention_mask[:, -kv_length:].bool()
+
+    def stands_for(self, mask: Tensor, whole: Whole) -> None:
+        """Remember what a mask stands for."""
+        self._wholes[mask] = whole
+
+    def whole(self, mask: Tensor | None) -> Whole | None:
+        """What a mask stands for, if that is known."""
+        return None if mask is None else self._wholes.get(mask)
+
+
+def core_of(name: str) -> Core:
+    """One of Transformers' attention functions, as it is without ours around it."""
+    from transformers import AttentionInterface
+
+    known = AttentionInterface._global_mapping
+    if name not in _CORES or name not in known:
+        usable = ", ".join(each for each in _CORES if each in known)
+        raise UsageError(
+            f"the attention {name!r} cannot be used under sequence parallelism; load the model with "
+            f"attn_implementation set to one of {usable}."
+        )
+    function = known[name]
+    return Core(name, getattr(function, "inner", function))
+
+
+def hang(name: str, function: Callable[..., Any], masks: Callable[..., Any]) -> Callable[[], None]:
+    """Make an attention function and its masks known by a name; returns what undoes it."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    tables = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
+    before = [table.get(name) for table in tables]
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, masks)
+
+    def undo() -> None:
+        for table, value in zip(tables, before, strict=True):
+            table.pop(name, None)
+            if value is not None:
+                table[name] = value
+
+    return undo

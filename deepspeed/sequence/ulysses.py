@@ -1,0 +1,188 @@
+"""`UlyssesSPAttentionHF`: Ulysses around one of Transformers' attention functions, for models as they come."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from deepspeed import comm
+from deepspeed.errors import UsageError
+from deepspeed.log import warn_once
+from deepspeed.sequence import parallel_state
+from deepspeed.sequence.attend import Ways, attend, core_options
+from deepspeed.sequence.core import Core
+from deepspeed.sequence.heads import head_plan
+from deepspeed.sequence.order import TokenOrder
+from deepspeed.sequence.transformers_hooks import Masks, core_of, hang
+from deepspeed.sequence.whole import Whole
+
+__all__ = ["UlyssesSPAttentionHF"]
+
+
+class UlyssesSPAttentionHF(nn.Module):
+    """An attention function that gets a part of the sequence with all heads, and computes on all of it with some.
+
+    Positions of packed sequences and padding (a mask [batch, part]) are gathered from all ranks, once for each mask
+    object that a model hands to its layers.
+    """
+
+    def __init__(
+        self,
+        attn: Callable[..., Any],
+        batch_size: int,
+        attn_head_count: int,
+        attn_head_size: int,
+        kv_head_count: int,
+        num_hidden_layers: int,
+        process_group: ProcessGroup,
+        seq_length_is_variable: bool = False,
+        local_seq_length: int | None = None,
+        global_seq_length: int | None = None,
+        disable_in_eval: bool = False,
+    ) -> None:
+        """Lengths and `batch_size` are compared with what comes, unless `seq_length_is_variable`."""
+        super().__init__()
+        self.world_size = process_group.size()
+        head_plan(attn_head_count, kv_head_count, self.world_size)
+        self.core = attn if isinstance(attn, Core) else Core("given", attn)
+        self.inner = self.core.function
+        self.process_group = process_group
+        self.batch_size, self.num_hidden_layers = batch_size, num_hidden_layers
+        self.attn_head_count, self.attn_head_size, self.kv_head_count = attn_head_count, attn_head_size, kv_head_count
+        self.seq_length_is_variable = seq_length_is_variable
+        if local_seq_length is None and global_seq_length is not None:
+            local_seq_length = global_seq_length // self.world_size
+        self.local_seq_length, self.global_seq_length = local_seq_length, global_seq_length
+        if global_seq_length is not None:
+            TokenOrder(self.world_size, 1).check(global_seq_length)
+        elif not seq_length_is_variable and local_seq_length is None:
+            raise UsageError("give local_seq_length or global_seq_length, or set seq_length_is_variable to True.")
+        self.disable_in_eval = disable_in_eval
+        self.masks = Masks()
+
+    def forward(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """What the attention function returns, for this rank's part; query is [batch, heads, part, width]."""
+        if attention_mask is not None and attention_mask.dim() != 2:
+            raise UsageError(
+                f"an attention mask of shape {tuple(attention_mask.shape)} was found; under sequence parallelism it "
+                "must be a padding mask, [batch, length]. Leave others out, and tell packed sequences by position_ids."
+            )
+        if self.disable_in_eval and not module.training:
+            whole = self._known(attention_mask, kwargs.get("position_ids"), key, gathers=False)
+            return self.core(module, query, key, value, whole, *args, **core_options(kwargs))
+        self._check(query)
+        whole = self._known(attention_mask, kwargs.get("position_ids"), key, gathers=True)
+        ways = Ways(TokenOrder(self.world_size, 1), self.process_group)
+        return attend(module, (query, key, value), self.core, ways, whole, *args, **kwargs)
+
+    @classmethod
+    def register_with_transformers(
+        cls,
+        model_name_or_path: Any,
+        core_attn_implementation: str,
+        sequence_parallel_size: int,
+        micro_batch_size: int,
+        seq_length: int | None = None,
+        seq_length_is_variable: bool = True,
+        disable_in_eval: bool = False,
+        max_length: int | None = None,
+    ) -> Any:
+        """Put Ulysses around an attention function of Transformers; returns an mpu for `deepspeed.initialize`.
+
+        `model_name_or_path` is a model, its config, or where that is found. Models that are loaded with that
+        `attn_implementation` use it from now on. None with a `sequence_parallel_size` of 1.
+        """
+        if sequence_parallel_size == 1:
+            return None
+        if max_length is not None:
+            warn_once("max_length of register_with_transformers is the old name of seq_length; please use that")
+            seq_length = max_length if seq_length is None else seq_length
+        config = _config_of(model_name_or_path, core_attn_implementation)
+        comm.init_distributed()
+        parallel_state.initialize_sequence_parallel(sequence_parallel_size)
+        heads = config.num_attention_heads
+        attention = cls(
+            attn=core_of(core_attn_implementation),
+            batch_size=micro_batch_size,
+            attn_head_count=heads,
+            attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_head_count=getattr(config, "num_key_value_heads", None) or heads,
+            num_hidden_layers=config.num_hidden_layers,
+            process_group=parallel_state.get_sequence_parallel_group(),
+            seq_length_is_variable=seq_length_is_variable,
+            global_seq_length=seq_length,
+            disable_in_eval=disable_in_eval,
+        )
+        hang(core_attn_implementation, attention, attention.masks)
+        return sys.modules[parallel_state.__name__]
+
+    def _check(self, query: Tensor) -> None:
+        found = (query.shape[0], query.shape[2])
+        expected = (self.batch_size, self.local_seq_length)
+        if not self.seq_length_is_variable and found != expected:
+            raise UsageError(
+                f"rank {comm.get_rank()} got {found[0]} sequences of {found[1]} tokens, expected {expected[0]} of "
+                f"{expected[1]}. Give every rank equal parts, or set seq_length_is_variable to True."
+            )
+
+    def _known(self, mask: Tensor | None, positions: Tensor | None, key: Tensor, *, gathers: bool) -> Whole:
+        """What is known of the whole sequence by a mask; found out where that is new."""
+        whole = self.masks.whole(mask)
+        if whole is None:
+            batch, length = key.shape[0], key.shape[2]
+            if positions is not None and positions.shape[-1] != length:
+                positions = None  # one token after many that are cached
+            if positions is not None and positions.dim() == 2:
+                positions = positions.expand(batch, length)
+            if gathers:
+                whole = self._gather(mask, positions, batch, length)
+            else:
+                whole = Whole.of(length, positions, mask)
+            if mask is not None:
+                self.masks.stands_for(mask, whole)
+        return whole
+
+    def _gather(self, mask: Tensor | None, positions: Tensor | None, batch: int, length: int) -> Whole:
+        """One gather for positions and padding of all parts."""
+        told = [tensor for tensor in (positions, mask) if tensor is not None]
+        if not told:
+            return Whole(length * self.world_size)
+        part = torch.stack([tensor.long() for tensor in told], -1).contiguous()  # [batch, part, told]
+        parts = part.new_empty(self.world_size, *part.shape)
+        comm.all_gather_into_tensor(parts, part, group=self.process_group)
+        joined = list(parts.transpose(0, 1).flatten(1, 2).unbind(-1))
+        return Whole.of(
+            length * self.world_size,
+            None if positions is None else joined[0],
+            None if mask is None else joined[-1].bool(),
+        )
+
+
+def _config_of(model: Any, implementation: str) -> Any:
+    """The config of the text model, of a model, a config, or a name."""
+    if isinstance(model, str) or hasattr(model, "__fspath__"):
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(model).get_text_config()
+    config = getattr(model, "config", model).get_text_config()
+    used = config._attn_implementation
+    if isinstance(model, nn.Module) and used != implementation:
+        raise UsageError(
+            f"the model uses the attention {used!r}, but core_attn_implementation is {implementation!r}. Load the "
+            f"model with attn_implementation={implementation!r}."
+        )
+    return config
