@@ -52,10 +52,10 @@ def backward(
     query, key, value = saved[0], _spread(saved[1], saved[0]), _spread(saved[2], saved[0])
     arguments = (grad, query, key, value, out, lse)
     if block.mask is None and _flash_on_cuda(query, value):
-        nothing = torch.empty(0, dtype=torch.int64, device=query.device)
         lengths = query.shape[2], key.shape[2]
+        dice = [torch.zeros(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ())]  # of no dropout
         found = _aten._scaled_dot_product_flash_attention_backward(
-            *arguments, None, None, *lengths, 0.0, block.causal, nothing, nothing, scale=block.scale
+            *arguments, None, None, *lengths, 0.0, block.causal, *dice, scale=block.scale
         )
     elif block.mask is None and _flash_on_cpu(query, value):
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(

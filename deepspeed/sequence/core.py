@@ -40,7 +40,7 @@ class Core:
         """([batch, length, heads, width], what the function returns besides)."""
         shared = _Shared(module, query.shape[1] // key.shape[1])
         tensors = (query, key, value)
-        if self.name.startswith("flash"):
+        if "flash" in self.name:
             return self._flash(shared, tensors, whole, options)
         window = options.get("sliding_window")
         causal = is_causal(module, options)

@@ -15,7 +15,7 @@ from deepspeed.sequence.whole import Whole
 
 __all__ = ["Masks", "core_of", "hang"]
 
-_CORES = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+_UNFIT = ("eager", "flex_attention")  # the first is each model's own, the second takes masks of its own kind
 
 
 class Masks:
@@ -64,8 +64,8 @@ def core_of(name: str) -> Core:
     from transformers import AttentionInterface
 
     known = AttentionInterface._global_mapping
-    if name not in _CORES or name not in known:
-        usable = ", ".join(each for each in _CORES if each in known)
+    if name in _UNFIT or name.startswith("paged") or name not in known:
+        usable = ", ".join(sorted(each for each in known if each not in _UNFIT and not each.startswith("paged")))
         raise UsageError(
             f"the attention {name!r} cannot be used under sequence parallelism; load the model with "
             f"attn_implementation set to one of {usable}."

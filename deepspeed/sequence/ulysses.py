@@ -162,9 +162,9 @@ class UlyssesSPAttentionHF(nn.Module):
         if not told:
             return Whole(length * self.world_size)
         part = torch.stack([tensor.long() for tensor in told], -1).contiguous()  # [batch, part, told]
-        parts = part.new_empty(self.world_size, *part.shape)
+        parts = part.new_empty(self.world_size * batch, *part.shape[1:])
         comm.all_gather_into_tensor(parts, part, group=self.process_group)
-        joined = list(parts.transpose(0, 1).flatten(1, 2).unbind(-1))
+        joined = list(parts.unflatten(0, (self.world_size, batch)).transpose(0, 1).flatten(1, 2).unbind(-1))
         return Whole.of(
             length * self.world_size,
             None if positions is None else joined[0],

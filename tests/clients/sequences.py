@@ -36,35 +36,20 @@ def family(kind: str, **options: Any) -> Any:
     """A random model of two layers."""
     import transformers as t
 
-    names = {
-        "llama": "Llama",
-        "qwen2": "Qwen2",
-        "qwen3": "Qwen3",
-        "mistral": "Mistral",
-        "gpt_neox": "GPTNeoX",
-        "gpt2": "GPT2",
-        "bert": "Bert",
-    }
-    name = names[kind]
-    heads = {} if kind in ("gpt2", "gpt_neox", "bert") else {"num_key_value_heads": 2, "head_dim": 8}
-    given = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "use_cache": False,
-        **heads,
-        **options,
-    }
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "gpt_neox": "GPTNeoX"}
+    name = names.get(kind) or {"bloom": "Bloom", "gpt2": "GPT2", "bert": "Bert"}[kind]
+    given = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    given |= {"num_attention_heads": 4, "max_position_embeddings": 64, "use_cache": False}
+    given["attn_implementation"] = "sdpa"
+    if kind not in ("gpt2", "gpt_neox", "bert", "bloom"):
+        given |= {"num_key_value_heads": 2, "head_dim": 8}
     quiet = ("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout_prob")
-    given.update(dict.fromkeys((*quiet, "attention_probs_dropout_prob"), 0.0))
+    given |= dict.fromkeys((*quiet, "attention_probs_dropout_prob"), 0.0) | options
     if kind == "gpt2":
         given.update(n_embd=32, n_layer=2, n_head=4)
     suffix = {"gpt2": "LMHeadModel", "bert": "ForMaskedLM"}.get(kind, "ForCausalLM")
     torch.manual_seed(0)
-    return getattr(t, name + suffix)(getattr(t, f"{name}Config")(**given, attn_implementation="sdpa"))
+    return getattr(t, name + suffix)(getattr(t, f"{name}Config")(**given))
 
 
 def batches(case: Case, replicas: int = 1) -> list[dict[str, torch.Tensor]]:
@@ -89,9 +74,9 @@ def batches(case: Case, replicas: int = 1) -> list[dict[str, torch.Tensor]]:
     return made
 
 
-def build(case: Case, **config: Any) -> Any:
+def build(case: Case, model: Any = None, mpu: Any = None, **config: Any) -> Any:
     """An engine over all ranks."""
-    model = family(case.kind, **case.options)
+    model = family(case.kind, **case.options) if model is None else model
     if case.checkpoints:
         model.gradient_checkpointing_enable()
     size = case.sp or dist.get_world_size()
@@ -106,7 +91,7 @@ def build(case: Case, **config: Any) -> Any:
         "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": case.dtype == "bf16"},
     }
-    return deepspeed.initialize(model=model, config={**given, **config})[0]
+    return deepspeed.initialize(model=model, config={**given, **config}, mpu=mpu)[0]
 
 
 def training(case: Case) -> Training:
