@@ -46,7 +46,7 @@ class Core:
         causal = is_causal(module, options)
         if window is not None and (not causal or window >= whole.length):
             window = None
-        runs = whole.runs() if window is None and query.shape[2] == key.shape[2] else None
+        runs = whole.runs if window is None and query.shape[2] == key.shape[2] else None
         if runs is not None:
             return self._in_runs(shared, tensors, runs, options)
         mask = None

@@ -68,6 +68,8 @@ def _exchange(
 ) -> tuple[Tensor, ...]:
     """One all-to-all of what each rank gets of every tensor; `counts` are heads per rank of each of them."""
     size, rank = len(counts[0]), group.rank()
+    if size == 1:
+        return tuple(tensors)
     cuts = [
         tensor.split(heads, 2) if scatters else tensor.chunk(size, 1)
         for tensor, heads in zip(tensors, counts, strict=True)

@@ -74,7 +74,8 @@ class Inputs:
         if labels is not None or shift is not None:
             labels = self._label(given, labels, shift)
         mask = given.get("attention_mask")
-        whole = Whole.of(length, positions.expand(rows, length), None if mask is None else mask.bool())
+        told = positions.expand(rows, length) if positions.dim() == 2 else positions
+        whole = Whole.of(length, told, None if mask is None else mask.bool())
         if "use_cache" in self._takes:
             given["use_cache"] = False
         cut = {name: self._cut(name, value, length, mine) for name, value in given.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -58,8 +59,12 @@ class Whole:
         """True if every token of a row belongs to one document without padding."""
         return self.documents is None and self.present is None
 
+    @cached_property
     def runs(self) -> list[list[Run]] | None:
-        """Each row as runs of tokens that see only each other; None where padding lies between tokens."""
+        """Each row as runs of tokens that see only each other; None where padding lies between tokens.
+
+        Looked up once for all layers, because the host waits for the device to know it.
+        """
         keys = [key for key in (self.documents, self.present) if key is not None]
         if not keys:
             return None

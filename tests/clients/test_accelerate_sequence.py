@@ -55,7 +55,7 @@ def plain():
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-@ranks(2)
+@ranks(2, timeout=400)
 def test_the_loop_of_accelerate(stage):
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
@@ -88,7 +88,7 @@ def test_the_loop_of_accelerate(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@ranks(2)
+@ranks(2, timeout=400)
 def test_trainer(stage, tmp_path):
     from transformers import Trainer
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.clients.sequences import LENGTH, VOCABULARY, Case, batches, build, family
-from tests.harness import ranks
+from tests.harness import ROOT, ranks
+
+EXAMPLE = ROOT / "examples/long_sequences"
 
 
 def adapted():
@@ -25,7 +28,7 @@ def adapted():
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-@ranks(2)
+@ranks(2, timeout=400)
 def test_lora(stage):
     case = Case("llama", stage, "auto", data="padded")
     model = adapted()
@@ -49,7 +52,7 @@ def test_lora(stage):
     engine.destroy()
 
 
-@ranks(4)
+@ranks(4, timeout=400)
 def test_ranks_that_share_sequences_get_the_same_samples():
     rows = [{"input_ids": torch.full((LENGTH,), number), "labels": torch.arange(LENGTH)} for number in range(8)]
     case = Case("llama", 1, "ulysses", sp=2)
@@ -81,3 +84,20 @@ def test_pretended_ranks(attention):
     engine.step()
     assert engine.global_steps == 1
     engine.destroy()
+
+
+@ranks(2, timeout=400)
+def test_the_example():
+    """The same losses with its config as without sequence parallelism."""
+    from examples.long_sequences.train import train
+
+    config = json.loads((EXAMPLE / "ds_config.json").read_text())
+    options = {"steps": 3, "width": 16, "length": 32}
+    shared = train(config, **options)
+    alone = {name: value for name, value in config.items() if not name.startswith("sequence_parallel")}
+    dist.destroy_process_group()
+    for name in ("RANK", "LOCAL_RANK"):
+        os.environ[name] = "0"
+    os.environ["WORLD_SIZE"] = "1"
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    assert shared == pytest.approx(train(alone, **options), abs=1e-4)

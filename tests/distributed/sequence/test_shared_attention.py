@@ -48,7 +48,7 @@ def close(found, expected, **near):
         torch.testing.assert_close(mine, theirs, **(near or {"atol": 1e-5, "rtol": 1e-5}))
 
 
-@ranks(2, 4)
+@ranks(2, 4, timeout=400)
 def test_ulysses():
     """Even heads, uneven heads, key heads fewer than ranks, of either kind of batch."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
@@ -73,7 +73,18 @@ def of_layout(batch_dim):
     return lambda *tensors: local_attention(*(each.transpose(0, 1) for each in tensors)).transpose(0, 1)
 
 
-@ranks(2)
+@ranks(1)
+def test_one_rank():
+    tensors = whole_tensors(4, 2)
+    with Wire() as wire:
+        out = DistributedAttention(local_attention, dist.group.WORLD)(*tensors, 0)
+        found = [out, *gradients(out, tensors, torch.ones_like(out))]
+    expected = local_attention(*tensors)
+    close(found, [expected, *gradients(expected, tensors, torch.ones_like(expected))])
+    assert wire.bytes == {}
+
+
+@ranks(2, timeout=400)
 def test_ulysses_neighbours():
     group, rank = dist.group.WORLD, dist.get_rank()
     part = slice(rank * LENGTH // 2, (rank + 1) * LENGTH // 2)
@@ -113,7 +124,7 @@ def test_ulysses_neighbours():
         single_all_to_all(tensor, 2, 1, 0, group, async_op=True)
 
 
-@ranks(2, 4)
+@ranks(2, 4, timeout=400)
 def test_ring():
     """Causal and not, packed, padded, with a window, in 16 bits; key heads fewer than query heads."""
     layout = ParallelLayout.build(sp=dist.get_world_size())
@@ -163,7 +174,7 @@ class Wire:
         self._subscription.close()
 
 
-@ranks(4)
+@ranks(4, timeout=400)
 def test_bytes_on_the_wire():
     """The formulas of docs/sequence_parallel.md, for one layer."""
     group, size = dist.group.WORLD, dist.get_world_size()
@@ -190,7 +201,7 @@ def test_bytes_on_the_wire():
     layout.close()
 
 
-@ranks(4)
+@ranks(4, timeout=400)
 def test_the_state_of_the_process():
     with pytest.raises(LayoutError, match="no sequence-parallel groups yet"):
         parallel_state_sp.get_sequence_parallel_group()

@@ -14,7 +14,7 @@ from deepspeed.sequence import TiledFusedLogitsLoss, TiledMLP
 from tests.closeness import Training, assert_same_training
 from tests.harness import ranks
 
-WIDTH, VOCABULARY, LENGTH, STEPS = 8, 12, 9, 3
+WIDTH, VOCABULARY, LENGTH, STEPS = 8, 12, 9, 2
 
 
 class Layer(nn.Module):
@@ -111,7 +111,7 @@ def trained(stage, accumulation, **options):
     return Training(before, after, losses, norms)
 
 
-@ranks(2)
+@ranks(2, timeout=400)
 def test_tiles():
     for accumulation in (1, 2):
         expected = plain(accumulation)

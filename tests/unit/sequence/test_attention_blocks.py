@@ -83,15 +83,15 @@ def test_documents_and_padding():
     packed = Whole.of(LENGTH, positions, torch.ones(2, LENGTH, dtype=torch.bool))
     assert packed.present is None
     assert packed.documents[0].tolist() == [0] * 3 + [1] * 4 + [2] * 5
-    assert packed.runs() == [[Run(0, 3), Run(3, 7), Run(7, 12)], [Run(0, 12)]]
+    assert packed.runs == [[Run(0, 3), Run(3, 7), Run(7, 12)], [Run(0, 12)]]
     assert Whole.of(LENGTH, positions[1:], None).plain
     present = (AT < 9)[None].expand(2, LENGTH)
     padded = Whole.of(LENGTH, positions, present)
-    assert padded.runs() == [[Run(0, 3), Run(3, 7), Run(7, 9), Run(9, 12)], [Run(0, 9), Run(9, 12)]]
+    assert padded.runs == [[Run(0, 3), Run(3, 7), Run(7, 9), Run(9, 12)], [Run(0, 9), Run(9, 12)]]
     left = Whole.of(LENGTH, None, ~(AT < 2)[None])
-    assert left.runs() == [[Run(0, 2), Run(2, 12)]]
+    assert left.runs == [[Run(0, 2), Run(2, 12)]]
     holes = Whole.of(LENGTH, None, (AT != 5)[None])
-    assert holes.runs() is None, "tokens on both sides of a hole see each other"
+    assert holes.runs is None, "tokens on both sides of a hole see each other"
     seen = allowed(packed, AT, AT, causal=True, window=2)
     expected = torch.zeros(LENGTH, LENGTH, dtype=torch.bool)
     for query, key in torch.cartesian_prod(AT, AT).tolist():
