@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ class Inputs:
         self._takes = inspect.signature(inner.forward).parameters
         self._any = any(each.kind is each.VAR_KEYWORD for each in self._takes.values())
         self._order, self._rank = order, rank
+        self._counts_by = _counts_positions_by(inner)
         if "position_ids" not in self._takes:
             raise UsageError(
                 f"{self._name}.forward takes no position_ids, so that a rank cannot tell it which part of a sequence "
@@ -68,6 +70,7 @@ class Inputs:
         mine = self._order.of_rank(length, self._rank).to(tokens.device)
         positions, labels = given.get("position_ids"), given.pop("labels", None)
         if positions is None:
+            self._require_plain_positions(given.get("attention_mask"))
             positions = torch.arange(length, device=tokens.device)[None]
         given["position_ids"] = positions
         shift = given.pop("shift_labels", None)
@@ -80,6 +83,14 @@ class Inputs:
             given["use_cache"] = False
         cut = {name: self._cut(name, value, length, mine) for name, value in given.items()}
         return Part(cut, whole, None if labels is None else labels[:, mine])
+
+    def _require_plain_positions(self, mask: Tensor | None) -> None:
+        """Raise if the model, left to itself, would not count positions from 0 on."""
+        if self._counts_by == "tokens" or (self._counts_by == "mask" and mask is not None and not bool(mask.all())):
+            raise UsageError(
+                f"{self._name} counts the positions of a sequence by its {self._counts_by}, of which a rank has a part "
+                "only. Pass the position_ids of whole sequences with the batch."
+            )
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         bound = self._outer.bind_partial(*args, **kwargs).arguments
@@ -130,6 +141,18 @@ class Inputs:
                 "without further dims."
             )
         return value.index_select(1, mine)
+
+
+def _counts_positions_by(model: nn.Module) -> str:
+    """What positions follow from where none are given: padding among the "tokens", the "mask", or nothing."""
+    for module in model.modules():
+        kind = type(module)
+        names = {*dir(kind), *vars(sys.modules.get(kind.__module__, object))}
+        if "create_position_ids_from_input_ids" in names:
+            return "tokens"
+        if "position" in kind.__name__.lower() and "attention_mask" in inspect.signature(module.forward).parameters:
+            return "mask"
+    return ""
 
 
 def _model_in(module: nn.Module) -> Any:
