@@ -1,0 +1,1 @@
+"""Pipeline parallelism: layers spread over ranks, micro-batches that follow each other through them."""
