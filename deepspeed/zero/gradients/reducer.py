@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.zero.agreement import Hosts
@@ -23,6 +23,7 @@ from deepspeed.zero.gradients.council import Council
 from deepspeed.zero.gradients.flights import Flights
 from deepspeed.zero.gradients.order import pack_buckets
 from deepspeed.zero.gradients.reduction import Reduction
+from deepspeed.zero.parameters.shard import shard_of
 from deepspeed.zero.states.group import ShardGroup
 
 __all__ = ["ShardReducer", "Ways"]
@@ -244,6 +245,20 @@ class ShardReducer:
             self.finish()
         else:
             self._council.confirm()
+
+    def unreduced(self, param: nn.Parameter) -> Tensor | None:
+        """This rank's whole gradient of a parameter, before it is reduced; None if there is none."""
+        shard = shard_of(param)
+        return param.grad if shard is None or shard.gradient is None else shard.gradient
+
+    def put_unreduced(self, param: nn.Parameter, grad: Tensor) -> None:
+        """Replace this rank's whole gradient of a parameter."""
+        shard = shard_of(param)
+        if shard is None or param.grad is not None:
+            param.grad = grad
+        else:
+            shard.gradient = grad
+        self._arrivals.dirty = True
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
