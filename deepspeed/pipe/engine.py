@@ -41,13 +41,13 @@ class PipelineEngine(DeepSpeedEngine):
         super().__init__(parts)
         module = self.module
         schema = parts.config.schema
-        _require(parts, module)
         self.schedule_name = _chosen(schema.pipeline.schedule, module)
         if schema.pipeline.activation_checkpoint_interval > 0:
             module.set_checkpoint_interval(schema.pipeline.activation_checkpoint_interval)
         if schema.pipeline.use_reentrant is not None:
             module.use_reentrant = schema.pipeline.use_reentrant
         self._accord = Accord(parts.layout)
+        _require(parts, module, self._accord)
         self._wires = Wires(parts.layout["pp"], parts.device, dynamic=module.dynamic_shape)
         self._wires.open()
         self._executor = Executor(parts, module, self._wires, splits=self._splits())
@@ -79,8 +79,7 @@ class PipelineEngine(DeepSpeedEngine):
             results = self._play(self._plan(count), batches)
         finally:
             backward.suspended = False
-        reducer = self._parts.reducer
-        self.module.ties.reduce(reducer.unreduced, reducer.put_unreduced)
+        self.module.ties.reduce(self._parts.reducer.change_unreduced)
         loss = self._mean(results.losses)
         assert loss is not None, "the loss of a training batch is told to all ranks"
         self.agg_train_loss = loss
@@ -318,13 +317,13 @@ def _chosen(wanted: str | None, module: PipelineModule) -> str:
     return wanted
 
 
-def _require(parts: Parts, module: PipelineModule) -> None:
+def _require(parts: Parts, module: PipelineModule, accord: Accord) -> None:
     if not parts.accumulation.managed:
         raise DeepSpeedConfigError(
             "managed_gradient_accumulation false is not for a pipeline, whose batch is one accumulation; remove it",
             path="managed_gradient_accumulation",
         )
-    if parts.basic_optimizer is None:
+    if parts.basic_optimizer is None and parts.config.schema.optimizer.type is None:
         return
     error: UsageError | None = None
     if not any(param.requires_grad for param in module.parameters()):
@@ -332,7 +331,7 @@ def _require(parts: Parts, module: PipelineModule) -> None:
             f"pipeline rank {module.stage_id} has no trained parameters: {module.describe()}. Use fewer stages, or "
             "another partition_method"
         )
-    Accord(parts.layout).end(error is not None, error, error)
+    accord.end(error is not None, error, error)
 
 
 def _number(value: Any) -> Tensor:

@@ -20,6 +20,7 @@ from deepspeed.pipe.schedule.names import kind_of
 from deepspeed.pipe.specs import Layer, LayerSpec, TiedLayerSpec, name_of
 from deepspeed.pipe.ties import Tie, Ties
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.zero.parameters.structure import tensors_in
 
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 
@@ -160,9 +161,11 @@ class PipelineModule(LayerFiles, nn.Module):
 
     def _checkpointed(self, run: Callable[..., Any], value: Any) -> Any:
         inputs = value if isinstance(value, tuple) else (value,)
-        default = self.activation_checkpoint_func is checkpointing.checkpoint
-        options = {"use_reentrant": self.use_reentrant} if default else {}
-        return self.activation_checkpoint_func(run, *inputs, **options)
+        if self.activation_checkpoint_func is not checkpointing.checkpoint:
+            return self.activation_checkpoint_func(run, *inputs)
+        # The reentrant kind loses the gradients of layers whose inputs have none, such as tokens.
+        reentrant = self.use_reentrant and any(tensor.requires_grad for tensor in tensors_in(inputs))
+        return checkpointing.checkpoint(run, *inputs, use_reentrant=reentrant)
 
     def _is_checkpointable(self, first: int, last: int) -> bool:
         """Whether it is worth it: only layers of the given classes, or any that has parameters."""
@@ -220,7 +223,7 @@ class PipelineModule(LayerFiles, nn.Module):
 
     def allreduce_tied_weight_gradients(self) -> None:
         """Sum the gradients of tied weights over the stages that have them."""
-        self.ties.reduce(lambda param: param.grad, lambda param, grad: setattr(param, "grad", grad))
+        self.ties.reduce(lambda param, change: setattr(param, "grad", change(param.grad)))
 
     def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, list[int]]]:
         """(weight, ranks that share it) of every tied weight on this rank."""

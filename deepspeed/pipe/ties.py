@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,25 +63,26 @@ class Ties:
                 comm.recv(param.data, ranks[0], self._group)
 
     @torch.no_grad()
-    def reduce(
-        self, gradient_of: Callable[[nn.Parameter], Tensor | None], put: Callable[[nn.Parameter, Tensor], None]
-    ) -> None:
-        """Sum gradients over the stages: each sends its own to the others, and all add in the order of the stages."""
+    def reduce(self, replace: Callable[[nn.Parameter, Callable[[Tensor | None], Tensor]], None]) -> None:
+        """Sum gradients over stages; `replace(weight, change)` puts what `change` makes of a gradient in its place."""
         for tie, param, ranks in self.mine():
-            found = gradient_of(param)
-            shape = getattr(param, "ds_shape", param.shape)
-            own = torch.zeros(shape, dtype=param.dtype, device=param.device) if found is None else found.contiguous()
-            here = self._grid.stage_id
-            parts = [own if rank == here else torch.empty_like(own) for rank in tie.ranks]
-            operations: list[Any] = []
-            for place, rank in enumerate(ranks):
-                if rank != self._grid.global_rank:
-                    operations.append(comm.P2POp(comm.isend, own, rank, self._group))
-                    operations.append(comm.P2POp(comm.irecv, parts[place], rank, self._group))
-            with comm.labelled(f"gradient of the tied weight {tie.key!r}"):
-                for work in comm.batch_isend_irecv(operations):
-                    work.wait()
-            put(param, reduce(torch.add, parts))
+            replace(param, partial(self._sum, tie, param, ranks))
+
+    def _sum(self, tie: Tie, param: nn.Parameter, ranks: list[int], grad: Tensor | None) -> Tensor:
+        """Each stage sends its own to the others, and all add in the order of the stages."""
+        shape = getattr(param, "ds_shape", param.shape)
+        own = torch.zeros(shape, dtype=param.dtype, device=param.device) if grad is None else grad.contiguous()
+        here = self._grid.stage_id
+        parts = [own if rank == here else torch.empty_like(own) for rank in tie.ranks]
+        operations: list[Any] = []
+        for part, rank in zip(parts, ranks, strict=True):
+            if rank != self._grid.global_rank:
+                operations.append(comm.P2POp(comm.isend, own, rank, self._group))
+                operations.append(comm.P2POp(comm.irecv, part, rank, self._group))
+        with comm.labelled(f"gradient of the tied weight {tie.key!r}"):
+            for work in comm.batch_isend_irecv(operations):
+                work.wait()
+        return reduce(torch.add, parts)
 
     @property
     def _group(self) -> ProcessGroup:

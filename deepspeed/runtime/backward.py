@@ -75,11 +75,8 @@ class Reducer(Protocol):
     def empty(self) -> bool:
         """True if no rank has had any gradient; the same on all of them once `conclude` was called."""
 
-    def unreduced(self, param: nn.Parameter) -> Tensor | None:
-        """This rank's whole gradient of a parameter, before it is reduced; None if there is none."""
-
-    def put_unreduced(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Replace this rank's whole gradient of a parameter."""
+    def change_unreduced(self, param: nn.Parameter, change: Callable[[Tensor | None], Tensor]) -> None:
+        """Put what `change` makes of it in place of this rank's whole gradient, before it is reduced."""
 
     def rescale(self, factor: float) -> None:
         """Multiply every gradient that is held."""

@@ -162,17 +162,11 @@ class GradientReducer:
     eager = False
     """Gradients are reduced once per optimizer step, not in every backward."""
 
-    def unreduced(self, param: nn.Parameter) -> Tensor | None:
-        """This rank's whole gradient of a parameter, before it is reduced; None if there is none."""
-        return self._holder(param).grad
-
-    def put_unreduced(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Replace this rank's whole gradient of a parameter."""
-        self._holder(param).grad = grad
+    def change_unreduced(self, param: nn.Parameter, change: Callable[[Tensor | None], Tensor]) -> None:
+        """Put what `change` makes of it in place of this rank's whole gradient, before it is reduced."""
+        holder = next((slot.holder for slot in self._slots if slot.param is param), param)
+        holder.grad = change(holder.grad)
         self._arrivals.dirty = True
-
-    def _holder(self, param: nn.Parameter) -> nn.Parameter:
-        return next((slot.holder for slot in self._slots if slot.param is param), param)
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:

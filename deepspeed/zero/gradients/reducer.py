@@ -246,18 +246,13 @@ class ShardReducer:
         else:
             self._council.confirm()
 
-    def unreduced(self, param: nn.Parameter) -> Tensor | None:
-        """This rank's whole gradient of a parameter, before it is reduced; None if there is none."""
-        shard = shard_of(param)
-        return param.grad if shard is None or shard.gradient is None else shard.gradient
-
-    def put_unreduced(self, param: nn.Parameter, grad: Tensor) -> None:
-        """Replace this rank's whole gradient of a parameter."""
+    def change_unreduced(self, param: nn.Parameter, change: Callable[[Tensor | None], Tensor]) -> None:
+        """Put what `change` makes of it in place of this rank's whole gradient, before it is reduced."""
         shard = shard_of(param)
         if shard is None or param.grad is not None:
-            param.grad = grad
+            param.grad = change(param.grad)
         else:
-            shard.gradient = grad
+            shard.gradient = change(shard.gradient)
         self._arrivals.dirty = True
 
     @torch.no_grad()
