@@ -40,6 +40,7 @@ class PipelineEngine(DeepSpeedEngine):
         """`has_bool_tensors` needs no saying: every dtype is sent as it is."""
         super().__init__(parts)
         module = self.module
+        parts.layers, parts.holds = module.layer_names(), module.holds
         schema = parts.config.schema
         self.schedule_name = _chosen(schema.pipeline.schedule, module)
         if schema.pipeline.activation_checkpoint_interval > 0:

@@ -233,6 +233,10 @@ class PipelineModule(LayerFiles, nn.Module):
         """Further losses of the last forward, by name, for subclasses: they are averaged and shown, not trained."""
         return None
 
+    def share_ties(self) -> None:
+        """Give every stage the tied weights of the first that has them."""
+        self.ties.share()
+
     def topology(self) -> ProcessTopology:
         """The topology of the pipeline."""
         return self._topo
