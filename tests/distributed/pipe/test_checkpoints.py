@@ -11,9 +11,9 @@ from torch import nn
 
 import deepspeed
 from deepspeed.checkpoint.formats.detect import open_checkpoint
-from deepspeed.pipe import PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.harness import ranks, store_path
-from tests.pipelines import assert_equal, config, data, pipeline, train_pipeline, train_whole
+from tests.pipelines import assert_equal, config, data, loss_of, pipeline, train_pipeline, train_whole
 
 
 def folder(name: str) -> Path:
@@ -111,3 +111,36 @@ def test_with_and_without_a_pipeline():
     engine, *_ = deepspeed.initialize(model=back, config=config(1, 1))
     engine.load_checkpoint(str(folder("without")))
     assert float(engine.eval_batch(iter([batch]))) == pytest.approx(after, abs=1e-6)
+
+
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(0.3 * torch.randn(13, 8))
+
+    def forward(self, tokens):
+        return nn.functional.embedding(tokens, self.weight)
+
+
+WRITTEN = Path(__file__).parents[2] / "fixtures" / "pipeline-deepspeed-0.19.8"
+LOSSES = [2.5448598861694336, 2.6006484031677246, 2.4922709465026855]
+
+
+@ranks(2)
+def test_what_deepspeed_wrote_is_read():
+    """Written by DeepSpeed 0.19.8 after three steps on two ranks; the losses of its next three steps follow."""
+    layers = [
+        TiedLayerSpec("embed", Table),
+        *(LayerSpec(nn.Linear, 8, 8) for _ in range(4)),
+        TiedLayerSpec("embed", Table, forward_fn=lambda table, hidden: hidden @ table.weight.t()),
+    ]
+    adam = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}}
+    for zero, schedule in ((0, "1f1b"), (1, "zb-h1"), (1, "zbv")):
+        module = PipelineModule(layers, num_stages=2, loss_fn=loss_of, partition_method="uniform", schedule=schedule)
+        engine, *_ = deepspeed.initialize(model=module, config=config(2, zero, optimizer=adam))
+        engine.load_checkpoint(str(WRITTEN), tag=f"stage{zero}")
+        assert engine.global_steps == 3
+        generator = torch.Generator().manual_seed(2)
+        source = iter([tuple(torch.randint(13, (2, 3), generator=generator) for _ in range(2)) for _ in range(6)])
+        assert [float(engine.train_batch(source)) for _ in range(3)] == pytest.approx(LOSSES, abs=1e-6)
+        engine.destroy()
