@@ -44,7 +44,8 @@ def open_checkpoint(
     if (path / INDEX).exists():
         return NativeSource(path, opener=Opener(path, verify=verify))
     if (path / "zero").is_dir():
-        return UniversalSource(path, mp_rank, opener=Opener(path, verify=verify))
+        own = mp_rank if layers is None else 0  # stages were put together
+        return UniversalSource(path, own, opener=Opener(path, verify=verify))
     with reading(path):
         names = sorted(entry.name for entry in path.iterdir())
     if is_deepspeed(sort_files(names)):

@@ -28,6 +28,11 @@ class Stages:
                     self._home[name] = source
 
     @property
+    def count(self) -> int:
+        """Stages."""
+        return len(self._sources)
+
+    @property
     def format(self) -> str:
         """A few words on what this is."""
         return f"{self._near.format}, {len(self._sources)} pipeline stages"

@@ -11,6 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.checkpoint.formats.detect import open_checkpoint
+from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.harness import ranks, store_path
 from tests.pipelines import assert_equal, config, data, loss_of, pipeline, train_pipeline, train_whole
@@ -59,6 +60,11 @@ def test_training_goes_on_as_if_it_had_not_stopped():
         path = folder(f"on{zero}")
         engine.save_checkpoint(str(path), client_state={"note": "kept"})
         engine.destroy()
+        if zero:  # by way of a universal one
+            if deepspeed.comm.get_rank() == 0:
+                convert(path / "global_step2", path / "universal")
+            deepspeed.comm.barrier()
+            (path / "latest").write_text("universal")
         losses, again = resumed(2, path, 2, zero, schedule="zbv")
         assert losses == pytest.approx(expected[2:], abs=1e-6)
         assert_equal(again, end)
