@@ -52,7 +52,7 @@ def _trained(layer: Layer) -> int:
         try:
             with torch.device("meta"):
                 built = layer.build()
-        except (RuntimeError, NotImplementedError):  # its constructor looks at values: build it, for a moment
+        except RuntimeError:  # its constructor looks at values: build it, for a moment
             with torch.random.fork_rng(devices=[]):
                 built = layer.build()
         return _trained(built)
