@@ -31,7 +31,7 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.log import log_dist, logger
 
 if TYPE_CHECKING:
-    from deepspeed import accelerator, comm, ops, parallel, runtime, utils, zero
+    from deepspeed import accelerator, comm, ops, parallel, pipe, runtime, utils, zero
     from deepspeed import comm as dist
     from deepspeed._api import (
         DeepSpeedOptimizerCallable,
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm import init_distributed
     from deepspeed.config import DeepSpeedConfig
+    from deepspeed.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
+    from deepspeed.pipe.engine import PipelineEngine
+    from deepspeed.pipe.module import PipelineModule
     from deepspeed.runtime.activation_checkpointing import checkpointing
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
@@ -57,7 +60,11 @@ _LAZY = {
     "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable": "deepspeed._api:DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable": "deepspeed._api:DeepSpeedSchedulerCallable",
+    "DualPipeVEngine": "deepspeed.pipe.dualpipev:DualPipeVEngine",
+    "DualPipeVModule": "deepspeed.pipe.dualpipev:DualPipeVModule",
     "HAS_TRITON": "deepspeed._compat.flags:HAS_TRITON",
+    "PipelineEngine": "deepspeed.pipe.engine:PipelineEngine",
+    "PipelineModule": "deepspeed.pipe.module:PipelineModule",
     "OnDevice": "deepspeed.utils.init_on_device:OnDevice",
     "accelerator": "deepspeed.accelerator",
     "add_config_arguments": "deepspeed._api:add_config_arguments",
@@ -70,6 +77,7 @@ _LAZY = {
     "ops": "deepspeed.ops",
     "runtime": "deepspeed.runtime",
     "parallel": "deepspeed.parallel",
+    "pipe": "deepspeed.pipe",
     "set_optimizer_flags": "deepspeed._compat.flags:set_optimizer_flags",
     "utils": "deepspeed.utils",
     "zero": "deepspeed.zero",
@@ -88,7 +96,11 @@ __all__ = [
     "DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable",
+    "DualPipeVEngine",
+    "DualPipeVModule",
     "OnDevice",
+    "PipelineEngine",
+    "PipelineModule",
     "__git_branch__",
     "__git_hash__",
     "__version__",
@@ -107,6 +119,7 @@ __all__ = [
     "logger",
     "ops",
     "parallel",
+    "pipe",
     "runtime",
     "set_optimizer_flags",
     "utils",

@@ -57,6 +57,7 @@ def initialize(
     source = _config_source(args, config, config_params)
     _check_local_rank(args)
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    mpu = _pipeline_grid(model, mpu, mesh_param)
     mesh = _mesh(mesh_param, mpu)
     config = DeepSpeedConfig(source, mpu=mpu, mesh_device=mesh)
     config.tell()
@@ -118,6 +119,17 @@ def _check_local_rank(args: Any) -> None:
             f"args.local_rank is {given}, but the environment says LOCAL_RANK={found}; the launcher sets both, so one "
             "of them was changed by the script"
         )
+
+
+def _pipeline_grid(model: nn.Module, mpu: Any, mesh_param: Any) -> Any:
+    """The grid of a pipeline, which is its mpu; what was given for other models."""
+    from deepspeed.pipe.module import PipelineModule
+
+    if not isinstance(model, PipelineModule):
+        return mpu
+    if mpu is not None or mesh_param is not None:
+        raise UsageError("a PipelineModule has its own topology; pass neither mpu nor mesh_param with it")
+    return model.mpu()
 
 
 def _mesh(mesh_param: Any, mpu: Any) -> Any:

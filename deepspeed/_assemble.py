@@ -17,6 +17,9 @@ from deepspeed.events import EventStream
 from deepspeed.log import log_dist, set_log_level_from_string
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
+from deepspeed.pipe.engine import PipelineEngine
+from deepspeed.pipe.measure import over_stages
+from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.activation_checkpointing.state import configure_from
@@ -123,7 +126,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         mpu=request.mpu,
     )
     _complete(parts, request, stack)
-    return DeepSpeedEngine(parts)
+    return PipelineEngine(parts) if isinstance(module, PipelineModule) else DeepSpeedEngine(parts)
 
 
 def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
@@ -189,6 +192,8 @@ def _states(
     zero = schema.zero_optimization
     model_group = model.group if model.size > 1 else None
     measure = Measure(axis, model_group, is_split, all_used=not zero.ignore_unused_parameters)
+    if isinstance(module, PipelineModule):
+        measure = over_stages(measure, module, layout)
     hosts = Hosts(axis)
     quarters = quarters_of(schema, budget(schema, module, precision, basic, axis, hosts), hosts, stack)
     spreads = axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None))

@@ -14,6 +14,7 @@ DeepSpeedError
 ├── FileError (OSError)                      a file could not be read or written as asked; `errno` says why
 ├── LayoutError (ValueError, AssertionError) sizes and ranks that do not tile the world
 ├── OpUnavailable (RuntimeError)             an operation that this machine cannot run
+├── PipelineError (RuntimeError)             a pipeline that cannot do what was asked, or of which a stage failed
 └── UsageError (ValueError, AssertionError)  arguments of a public function that contradict each other
     └── LostEditError (RuntimeError)         a sharded parameter was written where that has no effect
 
@@ -40,6 +41,7 @@ __all__ = [
     "LayoutError",
     "LostEditError",
     "OpUnavailable",
+    "PipelineError",
     "RendezvousError",
     "UsageError",
 ]
@@ -109,6 +111,10 @@ class LayoutError(DeepSpeedError, ValueError, AssertionError):
 
 class OpUnavailable(DeepSpeedError, RuntimeError):
     """No implementation of an operation can run here."""
+
+
+class PipelineError(DeepSpeedError, RuntimeError):
+    """A pipeline cannot do what was asked of it, or one of its stages failed; the message names stage and rank."""
 
 
 class UsageError(DeepSpeedError, ValueError, AssertionError):

@@ -33,7 +33,8 @@ class Idle:
         return path != self.switch and (path == self.path or path.startswith(f"{self.path}."))
 
 
-_NO_PIPELINE = "pipeline parallelism is not part of this version"
+_IN_THE_MODULE = "PipelineModule decides it, by its arguments"
+_SLICES = "a rank sends what it has to the rank with the same slice, which needs all of it"
 
 
 def _wants_data_efficiency(schema: Schema) -> bool:
@@ -119,8 +120,9 @@ IDLE: tuple[Idle, ...] = (
         lambda c: (c.sequence_parallel_size or 1) > 1 and c.sequence_parallel.attention is None,
     ),
     Idle("elasticity.min_time", "it is for schedulers, who decide whether a job is worth starting"),
-    Idle("pipeline", _NO_PIPELINE),
-    Idle("checkpoint.parallel_write", _NO_PIPELINE),
+    *(Idle(f"pipeline.{key}", _IN_THE_MODULE) for key in ("stages", "partition", "seed_layers")),
+    *(Idle(f"pipeline.{key}", _SLICES) for key in ("pipe_partitioned", "grad_partitioned")),
+    Idle("checkpoint.parallel_write", "every rank writes its own part of a checkpoint"),
     Idle("use_data_before_expert_parallelism", "expert parallelism is not part of this version"),
     Idle(
         "compile",

@@ -15,6 +15,9 @@ __all__ = ["LayerSpecConfig", "PartitionConfig", "PipelineConfig", "TPConfig", "
 class PipelineConfig(Section):
     """Pipeline parallelism; the stages themselves are defined by PipelineModule."""
 
+    schedule: Annotated[Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "dualpipev"], Lower] | None = Field(
+        None, description="Order of the passes (any case); null is the one that PipelineModule was built for."
+    )
     stages: CountOrAuto = Field("auto", description="No effect: PipelineModule(num_stages=...) decides.")
     partition: str = Field("best", description="No effect: PipelineModule(partition_method=...) decides.")
     seed_layers: bool = Field(False, description="No effect: PipelineModule(seed_layers=...) decides.")

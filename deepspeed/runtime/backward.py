@@ -9,11 +9,12 @@ of both kinds meet in one step, the gradients that are there are brought to the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.events import EventStream, Phase
@@ -73,6 +74,9 @@ class Reducer(Protocol):
     @property
     def empty(self) -> bool:
         """True if no rank has had any gradient; the same on all of them once `conclude` was called."""
+
+    def change_unreduced(self, param: nn.Parameter, change: Callable[[Tensor | None], Tensor]) -> None:
+        """Put what `change` makes of it in place of this rank's whole gradient, before it is reduced."""
 
     def rescale(self, factor: float) -> None:
         """Multiply every gradient that is held."""
@@ -139,6 +143,21 @@ class Backward:
             self._running = False
         self._end()
         return divided.detach()
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """The caller runs autograd inside, over a part of a model; what it starts with carries the loss scale."""
+        self._reduce = self._begin(1.0 / self._scale.value)
+        self._running = True
+        try:
+            self._entered()
+            yield
+        except BaseException:
+            self._reducer.forget()
+            raise
+        finally:
+            self._running = False
+        self._end()
 
     def watch(self, outputs: Any) -> None:
         """Notice a backward that the user runs through these outputs of the module."""

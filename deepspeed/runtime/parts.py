@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed.checkpoint.formats.training_state import Layers
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.offload import OffloadStateTypeEnum
 from deepspeed.events import EventStream
@@ -61,6 +62,10 @@ class Parts:
     timers: Any = None
     tput_timer: Any = None
     flops_profiler: Any = None
+    layers: Layers | None = None
+    """Of a pipeline: the layers that have a file of their own in a checkpoint."""
+    holds: Callable[[str], bool] | None = None
+    """Of a pipeline: whether a name of the whole model lies on this rank."""
     parking: Parking = field(default_factory=Parking)
     """What `engine.offload_states` moved to host memory, for a while."""
     moved: set[OffloadStateTypeEnum] = field(default_factory=set)

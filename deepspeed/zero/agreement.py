@@ -88,6 +88,19 @@ class Hosts:
             comm.broadcast(told, src=self._axis.ranks[0], group=self._group)
         return [int(number) for number in told.tolist()]
 
+    def hear(self, source: int, data: bytes, size: int) -> bytes:
+        """What one rank of the axis says, `size` bytes, on every rank."""
+        if self.alone or size == 0:
+            return data
+        told = (
+            torch.tensor(list(data), dtype=torch.uint8)
+            if self._axis.rank == source
+            else torch.empty(size, dtype=torch.uint8)
+        )
+        with comm.labelled("what a rank says"):
+            comm.broadcast(told, src=self._axis.ranks[source], group=self._group)
+        return bytes(told.tolist())
+
     def together(self, action: Callable[[], T], what: str, *, needed: bool = True) -> T:
         """Do what may fail on one rank alone, for want of space on its disk: then it fails on all of them."""
         if not needed:

@@ -50,6 +50,7 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/zero/public/tiling.py::__init__": "the public signature",
     "deepspeed/runtime/activation_checkpointing/checkpointing.py::configure": "the public signature",
     "deepspeed/runtime/dataloader.py::build_dataloader": "the arguments of engine.deepspeed_io and the engine's facts",
+    "deepspeed/pipe/module.py::__init__": "the public signature, and three options of ours",
     "deepspeed/runtime/engine.py::DeepSpeedEngine": "the public contract fixes the methods",
     "deepspeed/accelerator/interface.py::DeepSpeedAccelerator": "the public contract fixes the methods",
     "deepspeed/accelerator/generic.py::GenericAccelerator": "the public contract fixes the methods",

@@ -20,7 +20,6 @@ FEATURES = {
     "kernels": "transformer layers, Evoformer attention, floating point quantisation, grouped products",
     "linear": "LoRA and quantised linear layers",
     "memory tiers": "offload to host and NVMe, asynchronous I/O, ZenFlow, SuperOffload, activation offload",
-    "pipeline": "pipeline parallelism",
     "rollout": "generation for reinforcement learning",
     "sequence": "sequence parallelism, tiled computation",
     "sparse attention": "attention over blocks",

@@ -20,6 +20,8 @@ MODULES = read()
 MADE_HERE = {
     "deepspeed.runtime.engine.DeepSpeedEngine",
     "deepspeed.runtime.base_optimizer.ZeROOptimizer",
+    "deepspeed.runtime.pipe.dualpipev.DualPipeVEngine",
+    "deepspeed.runtime.pipe.engine.PipelineEngine",
     "deepspeed.utils.zero_to_fp32.GatheredTensor",
 }
 

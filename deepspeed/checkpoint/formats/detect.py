@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepspeed.checkpoint.formats.checked_files import Opener
@@ -10,8 +10,9 @@ from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.native.reader import NativeSource
 from deepspeed.checkpoint.formats.native.writer import INDEX
 from deepspeed.checkpoint.formats.source import Source
+from deepspeed.checkpoint.formats.stages import Stages
 from deepspeed.checkpoint.formats.universal.reader import UniversalSource
-from deepspeed.checkpoint.formats.zero_files.file_names import sort_files
+from deepspeed.checkpoint.formats.zero_files.file_names import Found, sort_files
 from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource, is_deepspeed
 from deepspeed.checkpoint.storage.commit import LATEST
 from deepspeed.checkpoint.storage.locate import read_latest
@@ -29,6 +30,7 @@ def open_checkpoint(
     verify: bool = True,
     partial: bool = False,
     near: int = 0,
+    layers: Mapping[int, str] | None = None,
 ) -> Source:
     """The checkpoint in a tag's directory.
 
@@ -42,15 +44,53 @@ def open_checkpoint(
     if (path / INDEX).exists():
         return NativeSource(path, opener=Opener(path, verify=verify))
     if (path / "zero").is_dir():
-        return UniversalSource(path, mp_rank, opener=Opener(path, verify=verify))
+        own = mp_rank if layers is None else 0  # stages were put together
+        return UniversalSource(path, own, opener=Opener(path, verify=verify))
     with reading(path):
         names = sorted(entry.name for entry in path.iterdir())
     if is_deepspeed(sort_files(names)):
-        return DeepSpeedSource(path, mp_rank, order, opener=Opener(path, verify=verify), partial=partial, near=near)
+        opener = Opener(path, verify=verify)
+        with reading(path):
+            stages, slices = _dimensions(sort_files(names), opener)
+        if stages == 1:  # a rank of a pipeline reads what all stages have
+            own = mp_rank if layers is None else mp_rank % slices
+            return DeepSpeedSource(path, own, order, opener=opener, partial=partial, near=near)
+        sources = [
+            DeepSpeedSource(
+                path,
+                stage * slices + mp_rank % slices,
+                order if stage == mp_rank // slices else None,
+                opener=opener,
+                partial=partial,
+                near=near,
+                layers=layers,
+            )
+            for stage in range(stages)
+        ]
+        return Stages(sources, mp_rank // slices)
     raise CheckpointError(
         f"{path} holds no checkpoint; it has {', '.join(names[:5]) or 'nothing'}. Expected DeepSpeed's "
         f"*_model_states.pt, a universal checkpoint's zero/, or {INDEX}"
     )
+
+
+def _dimensions(found: Found, opener: Opener) -> tuple[int, int]:
+    """(stages, tensor slices) of what wrote a checkpoint."""
+    first = found.models.get(0) or found.sharded_models.get((0, 0))
+    state = opener.torch(first, shared=True).state if first is not None else None
+    told = state.get("checkpoint_parallel_dimensions") if isinstance(state, Mapping) else None
+    files = max(1, len(found.models) or len({mp for _, mp in found.sharded_models}))
+    stages, slices = (told.get("pp_degree"), told.get("tp_degree")) if isinstance(told, Mapping) else (1, 1)
+    if not isinstance(stages, int) or not isinstance(slices, int) or stages < 1 or slices < 1:
+        raise CheckpointError(f"{opener.directory}: {first} tells of {stages!r} stages with {slices!r} slices each")
+    if stages == 1 and found.layers:
+        stages = files // slices
+    if stages > 1 and stages * slices > files:
+        raise CheckpointError(
+            f"{opener.directory} was written by {stages} stages with {slices} slices each, but has model files of "
+            f"{files} only"
+        )
+    return stages, slices
 
 
 def find_tag(directory: str | Path, tag: str | None = None) -> Path:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.fragments import FlatLayout
 
-__all__ = ["Counters", "GroupState", "TrainingState"]
+__all__ = ["Counters", "GroupState", "Layers", "TrainingState"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,21 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
+class Layers:
+    """The layers of a pipeline that have a file: their numbers, and with what their names in the model begin."""
+
+    here: Mapping[int, str]
+    """Those that this rank writes."""
+    elsewhere: Mapping[int, str]
+    """Those that another stage writes and that hold a tied weight of this one."""
+
+    @property
+    def known(self) -> dict[int, str]:
+        """Both."""
+        return {**self.elsewhere, **self.here}
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingState:
     """What one rank gives to a writer."""
 
@@ -92,6 +107,10 @@ class TrainingState:
     """The ranks that ZeRO shards over."""
     mp_rank: int = 0
     mp_size: int = 1
+    pp_size: int = 1
+    """Of the model-parallel ranks: how many stages they make; the rest are tensor slices."""
+    layers: Layers | None = None
+    """Of a pipeline."""
     counters: Counters = field(default_factory=Counters)
     loss_scale: Mapping[str, Any] | None = None
     """The attributes of the loss scaler; None where the loss is not scaled."""

@@ -162,6 +162,12 @@ class GradientReducer:
     eager = False
     """Gradients are reduced once per optimizer step, not in every backward."""
 
+    def change_unreduced(self, param: nn.Parameter, change: Callable[[Tensor | None], Tensor]) -> None:
+        """Put what `change` makes of it in place of this rank's whole gradient, before it is reduced."""
+        holder = next((slot.holder for slot in self._slots if slot.param is param), param)
+        holder.grad = change(holder.grad)
+        self._arrivals.dirty = True
+
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
         """Multiply every gradient that is held."""

@@ -20,6 +20,7 @@ from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.native import writer as safetensors_files
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files
 from deepspeed.checkpoint.formats.source import Source
+from deepspeed.checkpoint.formats.stages import Selection
 from deepspeed.checkpoint.formats.stand_ins import StandIns
 from deepspeed.checkpoint.formats.training_state import TrainingState
 from deepspeed.checkpoint.formats.zero_files import writer as deepspeed_files
@@ -176,7 +177,10 @@ class Checkpoints:
         partial = self._section.use_node_local_storage
         mp_rank = self._parts.layout["pp", "tp"].rank
         near = self._parts.layout["dp", "sp"].rank
-        return open_checkpoint(path, mp_rank=mp_rank, order=order or None, partial=partial, near=near)
+        holds = self._parts.holds
+        layers = None if self._parts.layers is None else self._parts.layers.known
+        source = open_checkpoint(path, mp_rank=mp_rank, order=order or None, partial=partial, near=near, layers=layers)
+        return source if holds is None else Selection(source, holds)
 
     def load(self, path: Path, wish: Wish) -> Source:
         """Bring a checkpoint into the parts, except for what belongs to the run; a failure is one on all ranks."""

@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.zero.agreement import Hosts
@@ -23,6 +23,7 @@ from deepspeed.zero.gradients.council import Council
 from deepspeed.zero.gradients.flights import Flights
 from deepspeed.zero.gradients.order import pack_buckets
 from deepspeed.zero.gradients.reduction import Reduction
+from deepspeed.zero.parameters.shard import shard_of
 from deepspeed.zero.states.group import ShardGroup
 
 __all__ = ["ShardReducer", "Ways"]
@@ -244,6 +245,15 @@ class ShardReducer:
             self.finish()
         else:
             self._council.confirm()
+
+    def change_unreduced(self, param: nn.Parameter, change: Callable[[Tensor | None], Tensor]) -> None:
+        """Put what `change` makes of it in place of this rank's whole gradient, before it is reduced."""
+        shard = shard_of(param)
+        if shard is None or param.grad is not None:
+            param.grad = change(param.grad)
+        else:
+            shard.gradient = change(shard.gradient)
+        self._arrivals.dirty = True
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:

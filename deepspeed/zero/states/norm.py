@@ -30,6 +30,15 @@ class Measure:
     is_split: Callable[[nn.Parameter], bool]
     all_used: bool
     """A trained parameter without any gradient is an error."""
+    stages: Any = None
+    """The group over which stages lie, each with parameters of its own; None if all ranks have the same ones."""
+    elsewhere: frozenset[int] = frozenset()
+    """Ids of parameters of which another stage has an equal copy and counts it."""
+
+    @property
+    def alone(self) -> bool:
+        """True if a rank sees all gradients."""
+        return self.model_group is None and self.stages is None
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) ->
 
     In float64, so that it hardly depends on how gradients are cut; on a single rank as torch computes it.
     """
-    if measure.axis.size == 1 and measure.model_group is None:
+    if measure.axis.size == 1 and measure.alone:
         return global_norm(_dense([tensor for line in lines for tensor in line.shared])).to(device)
     alike = all(line.placement.copies == measure.axis.size for line in lines)  # every rank has all of them
     squares = torch.zeros(2, dtype=torch.float64, device=device)
@@ -62,6 +71,9 @@ def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) ->
             comm.all_reduce(squares, group=measure.axis.group)
     if measure.model_group is not None:
         comm.all_reduce(squares[1:], group=measure.model_group)
+    if measure.stages is not None:
+        with comm.labelled("gradient norm over stages"):
+            comm.all_reduce(squares, group=measure.stages)
     return squares.sum().sqrt().float()
 
 

@@ -282,11 +282,15 @@ class States:
 
     def _line(self, placement: Placement, filled: list[Tensor]) -> Line:
         """What is measured: memory as it is filled, or gradient by gradient where some are parts of split ones."""
-        if self._measure.model_group is None:
+        if self._measure.alone:
             return Line(placement, filled)
         kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
         for piece in (piece for group in self._of(placement) for piece in group.pieces):
-            if piece.master.grad is not None:
+            if id(piece.param) in self._measure.elsewhere:
+                continue
+            if piece.away and piece.gradient is not None:
+                kinds[self._measure.is_split(piece.param)].append(piece.measured())
+            elif piece.master.grad is not None:
                 kinds[self._measure.is_split(piece.param)].append(piece.master.grad)
         return Line(placement, *kinds)
 

@@ -31,6 +31,7 @@ from deepspeed.config.schema import Schema
 from deepspeed.config.shape import Key, Model, keys_of, members_of
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.log import logger
+from deepspeed.pipe import PipelineModule
 from tests.harness import ranks
 from tests.models import Tiny, batches
 
@@ -214,6 +215,8 @@ def readers(folder):
     run({"fp16": {"enabled": True}, "checkpoint": {"writer": {}}}, folder)
     run({"torch_autocast": {"enabled": True}, "activation_checkpointing": KEPT}, folder)
     run({}, folder, mesh_param=(1, 2))
+    row = PipelineModule([torch.nn.Linear(2, 2)], num_stages=1)
+    deepspeed.initialize(model=row, config={"train_batch_size": 4, "pipeline": {"schedule": "gpipe"}})[0].destroy()
     return {leaf.path for leaf in leaves() if (leaf.owner, leaf.chain[-1].name) in seen}
 
 
@@ -248,5 +251,5 @@ def test_what_has_no_effect_is_told_once():
         config = {"train_batch_size": 2, "pipeline": {"stages": 4}, "scheduler": {"type": "WarmupLR"}}
         deepspeed.initialize(model=Tiny(), config=config)[0].destroy()
     notes = [line for line in said if "no effect" in line]
-    assert sum("pipeline.stages: no effect: pipeline parallelism" in line for line in notes) == 1
+    assert sum("pipeline.stages: no effect: PipelineModule decides" in line for line in notes) == 1
     assert any("scheduler: no effect, since there is no optimizer" in line for line in notes)

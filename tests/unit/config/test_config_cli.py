@@ -134,7 +134,7 @@ def test_check_names_keys_that_have_no_effect(write, capsys):
     idle = {"pipeline": {"stages": 4, "seed_layers": False}, "compile": {"free_activation": True}}
     assert main(["check", write({"train_batch_size": 2, **idle})]) == 0
     out = capsys.readouterr().out
-    assert "pipeline.stages: no effect: pipeline parallelism is not part of this version" in out
+    assert "pipeline.stages: no effect: PipelineModule decides it, by its arguments" in out
     assert "compile.free_activation: no effect" in out
     assert "seed_layers" not in out, "a value that is the default asks for nothing"
     assert main(["explain", write({"train_batch_size": 2, **idle}), "--changed"]) == 0

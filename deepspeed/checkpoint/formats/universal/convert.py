@@ -17,6 +17,7 @@ from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.reshard import state_of
 from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.formats.source import Source
+from deepspeed.checkpoint.formats.stages import Stages
 from deepspeed.checkpoint.formats.universal.merge import merge_slices
 from deepspeed.checkpoint.formats.zero_files import writer
 from deepspeed.checkpoint.formats.zero_files.file_names import model_file, sort_files
@@ -98,6 +99,9 @@ def _folder(zero: Path, name: object) -> Path:
 def _sources(path: Path) -> Sequence[Source]:
     found = sort_files(entry.name for entry in path.iterdir())
     ranks = sorted(found.models) or sorted({mp for _, mp in found.sharded_models})
+    first = open_checkpoint(path)
+    if isinstance(first, Stages):  # stages are one source; what is left to put together are slices
+        return [first, *(open_checkpoint(path, mp_rank=part) for part in range(1, len(ranks) // first.count))]
     return [open_checkpoint(path, mp_rank=rank) for rank in ranks or [0]]
 
 

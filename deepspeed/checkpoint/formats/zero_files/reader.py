@@ -19,6 +19,7 @@ from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
 from deepspeed.checkpoint.formats.zero_files.file_names import Found, sort_files
 from deepspeed.checkpoint.formats.zero_files.flat_reader import Sharding, by_group, by_parameter
+from deepspeed.checkpoint.formats.zero_files.layer_files import read_layers
 from deepspeed.checkpoint.formats.zero_files.whole_optimizer import WholeOptimizer
 from deepspeed.checkpoint.formats.zero_files.writer import EXTRA, RESERVED
 from deepspeed.checkpoint.storage.tensor_memory import tensors_in
@@ -45,7 +46,9 @@ class DeepSpeedSource:
         opener: Opener | None = None,
         partial: bool = False,
         near: int = 0,
+        layers: Mapping[int, str] | None = None,
     ) -> None:
+        """`layers`: with what names of a pipeline's layers begin in the model that reads; else as was recorded."""
         self._directory = directory
         self._opener = opener or Opener(directory)
         self._mp_rank = mp_rank
@@ -58,8 +61,9 @@ class DeepSpeedSource:
         self._extra: Mapping[str, Any] = self._model.get(EXTRA) or {}
         self._whole: WholeOptimizer | None = None
         self._sharding: Sharding | None = None
+        self._layered = self._read_layers(layers)
         names = self._model.get("buffer_names") or ()
-        self._buffers = {name: self._model_file.require(self._module[name]) for name in names}
+        self._buffers = {name: self._opened(name).require(self._module[name]) for name in names}
         self._pieces = Pieces({}, self._find_aliases(), str(directory))
         self._fill(order)
 
@@ -171,21 +175,39 @@ class DeepSpeedSource:
 
     @property
     def _module(self) -> Mapping[str, Tensor]:
-        return self._model["module"] or {}
+        return self._model["module"] or {name: tensor for name, (tensor, _) in self._layered.items()}
+
+    def _opened(self, name: str) -> Opened:
+        return self._layered[name][1] if name in self._layered else self._model_file
+
+    def _read_layers(self, given: Mapping[int, str] | None) -> dict[str, tuple[Tensor, Opened]]:
+        """A pipeline's weights by name, where they lie in files of layers."""
+        if self._model["module"] is not None:
+            return {}
+        recorded = {int(number): str(prefix) for number, prefix in (self._extra.get("layers") or {}).items()}
+        slices = int((self._model.get("checkpoint_parallel_dimensions") or {}).get("tp_degree") or 1)
+        found = read_layers(
+            self._found.layers, self._opener, {**recorded, **(given or {})}, self._mp_rank % max(1, slices)
+        )
+        mine = tuple(recorded.values())
+        return {name: value for name, value in found.items() if not mine or name.startswith(mine)}
 
     def _load_model(self) -> Opened:
         found = self._found
         sharded = [name for (_, mp), name in sorted(found.sharded_models.items()) if mp == self._mp_rank]
         name = found.models.get(self._mp_rank) or next(iter(sharded), None)
-        if found.layers or found.experts:
+        if found.experts:
             raise CheckpointError(
-                f"{self._directory} is a pipeline or mixture-of-experts checkpoint "
-                f"({(*found.layers, *found.experts)[0]}), which cannot be read as one set of parameters"
+                f"{self._directory} is a mixture-of-experts checkpoint ({found.experts[0]}), which cannot be read as "
+                "one set of parameters"
             )
         if name is None:
             raise CheckpointError(f"{self._directory} has no model file of model-parallel rank {self._mp_rank}")
         opened = self._opener.torch(name, shared=True)
-        if not isinstance(opened.state, Mapping) or not isinstance(opened.state.get("module"), Mapping):
+        layered = bool(found.layers) and isinstance(opened.state, Mapping) and opened.state.get("module", "") is None
+        if not layered and (
+            not isinstance(opened.state, Mapping) or not isinstance(opened.state.get("module"), Mapping)
+        ):
             raise CheckpointError(f"{self._directory / name} has no 'module': it is no model file of DeepSpeed")
         return opened
 
@@ -215,7 +237,7 @@ class DeepSpeedSource:
         for name, tensor in module.items():
             if name not in pieces.aliases and (not sharded or name in self._buffers):
                 pieces.shapes[name] = tensor.shape
-                load = functools.partial(self._same, tensor)
+                load = functools.partial(self._same, tensor, name)
                 pieces.add(name, "param", Piece((0, tensor.numel()), load, 0, "the model file"))
         if sharded:
             self._add_frozen()
@@ -264,8 +286,8 @@ class DeepSpeedSource:
             raise CheckpointError(f"{self._directory}: the model file of rank {rank} has no part of frozen {name}")
         return fragments[name], opened
 
-    def _same(self, tensor: Tensor) -> tuple[Tensor, Opened]:
-        return tensor, self._model_file
+    def _same(self, tensor: Tensor, name: str) -> tuple[Tensor, Opened]:
+        return tensor, self._opened(name)
 
     def _optimizer(self, rank: int) -> Opened:
         return self._open(self._found.optimizers, rank, "optimizer")

@@ -23,6 +23,7 @@ from deepspeed.checkpoint.formats.zero_files.flat_writer import (
     sub_groups,
     whole,
 )
+from deepspeed.checkpoint.formats.zero_files.layer_files import layer_files
 
 __all__ = ["EXTRA", "RESERVED", "files"]
 
@@ -68,6 +69,8 @@ def files(state: TrainingState, *, allocate: Allocate | None = None, stand_ins: 
     if state.stage == 3 or state.writes_shared:
         name = model_file(state.stage, state.dp_rank, state.mp_rank)
         result.objects[name] = _model_entries(state, host)
+    if _layered(state) and state.writes_shared:
+        result.objects.update(layer_files(state, host))
     if state.stage > 0:
         entries = {
             "optimizer_state_dict": _sharded_entries(state, host),
@@ -88,7 +91,7 @@ def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
     shapes = [OrderedDict(zip(names, sizes, strict=True)) for names, sizes in _shapes(state)]
     optimizer = whole(state, host) if state.stage == 0 and state.groups else None
     entries = {
-        "module": _module(state, host),
+        "module": None if _layered(state) else _module(state, host),
         "buffer_names": list(state.buffers),
         "optimizer": optimizer,
         "param_shapes": shapes if state.stage else None,
@@ -103,7 +106,7 @@ def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
         "global_samples": counters.global_samples,
         "dp_world_size": state.dp_size,
         "mp_world_size": state.mp_size,
-        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": state.mp_size},
+        "checkpoint_parallel_dimensions": {"pp_degree": state.pp_size, "tp_degree": state.mp_size // state.pp_size},
         "ds_config": plain(state.ds_config, "ds_config"),
         "ds_version": __version__,
         "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
@@ -117,9 +120,15 @@ def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
             "overflow": state.overflow,
             "clip": state.clip,
             "module": plain(state.extra, "the model's extra state"),
+            "layers": {str(n): prefix for n, prefix in state.layers.known.items()} if state.layers else {},
         },
     }
     return {**beside, **entries}
+
+
+def _layered(state: TrainingState) -> bool:
+    """Whether weights lie in files of layers; at stage 3, which DeepSpeed does not have there, they lie in shards."""
+    return state.layers is not None and state.stage < 3
 
 
 def _module(state: TrainingState, host: Host) -> OrderedDict[str, Tensor]:

@@ -1,0 +1,99 @@
+"""Steps of pipelines whose layers sleep: measured, simulated, and by other libraries.
+
+    python -m benchmarks.pipeline --ranks 4 --micro-batches 8
+
+Layers that sleep need no cores, so that the order of passes and the messages are all that is measured. DeepSpeed itself
+is measured where `--deepspeed` names a Python that has it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from deepspeed.pipe.schedule import SCHEDULES, Costs, make, simulate
+
+ROOT = Path(__file__).resolve().parent.parent
+CHILD = Path(__file__).with_name("pipeline_child.py")
+
+
+def run(python: str, case: dict, *, ours: bool) -> float | None:
+    """The median seconds of a step; None if the library cannot."""
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(random.randint(20_000, 40_000)),
+        "WORLD_SIZE": str(case["ranks"]),
+        "LOCAL_SIZE": str(case["ranks"]),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    environment["PYTHONPATH"] = str(ROOT) if ours else ""
+    ranks = [
+        subprocess.Popen(
+            [python, str(CHILD), json.dumps(case)],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(case["ranks"])
+    ]
+    try:
+        lines = ranks[0].communicate(timeout=240)[0].splitlines()
+    except subprocess.TimeoutExpired:
+        lines = []
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    told = [line for line in lines if line.startswith("SECONDS")]
+    return statistics.median(json.loads(told[0].removeprefix("SECONDS"))) if told else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--milliseconds", type=float, default=40.0, help="of a rank's F, of its I and of its W")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--deepspeed", help="a Python that has DeepSpeed itself")
+    parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
+    given = parser.parse_args()
+    print(
+        f"{'schedule':12} {'simulated':>10} {'measured':>10} {'ratio':>6} {'torch':>8} {'DeepSpeed':>10}   ms per step"
+    )
+    for name in given.schedules:
+        seconds = given.milliseconds / 1000
+        part = seconds / 2  # two layers on each rank
+        case = {
+            "ranks": given.ranks,
+            "micro_batches": given.micro_batches,
+            "schedule": name,
+            "width": 4,
+            "steps": given.steps,
+            "layers": [(4, part, part, part)] * (2 * given.ranks),
+        }
+        simulated = simulate(make(name, given.ranks, given.micro_batches), Costs(seconds, seconds, seconds)).length
+        measured = run(sys.executable, {**case, "library": "here"}, ours=True)
+        others = [run(sys.executable, {**case, "library": "torch"}, ours=False) if name != "zb-h1" else None]
+        real = given.deepspeed if name == "1f1b" else None
+        others.append(run(real, {**case, "library": "deepspeed"}, ours=False) if real else None)
+        shown = [f"{1000 * each:.0f}" if each is not None else "-" for each in others]
+        here = float("nan") if measured is None else measured
+        print(
+            f"{name:12} {1000 * simulated:10.0f} {1000 * here:10.0f} {here / simulated:6.3f} "
+            f"{shown[0]:>8} {shown[1]:>10}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

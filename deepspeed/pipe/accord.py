@@ -1,0 +1,63 @@
+"""What the ranks of a pipeline agree upon around a batch: that all have its data, and that all came through it."""
+
+from __future__ import annotations
+
+from deepspeed.errors import PipelineError
+from deepspeed.log import warn_once
+from deepspeed.parallel import ParallelLayout
+from deepspeed.zero.agreement import Hosts
+
+__all__ = ["Accord"]
+
+_FINE, _FAILED, _DRAGGED = 0, 1, 2
+_NO_DATA_NEEDED = -1
+
+
+class Accord:
+    """Small exchanges between the hosts of all ranks; what one rank cannot do is an error on every rank."""
+
+    def __init__(self, layout: ParallelLayout) -> None:
+        self._layout = layout
+        self._hosts = Hosts(layout.world)
+
+    def begin(self, what: str, count: int, taken: int | None, error: Exception | None) -> None:
+        """All ranks begin the same batch with all of its micro-batches; StopIteration on all where the data ends.
+
+        `taken` is None on a rank that needs no data.
+        """
+        mine = [_FINE if error is None else _FAILED, sum(what.encode()), count]
+        text = b"" if error is None else f"{type(error).__name__}: {error}".encode()
+        said = self._hosts.exchange([*mine, _NO_DATA_NEEDED if taken is None else taken, len(text)], f"begin of {what}")
+        self._raise_first(said[:, 0].tolist(), said[:, 4].tolist(), text, error, "could not take its data")
+        kinds = {tuple(row) for row in said[:, 1:3].tolist()}
+        if len(kinds) > 1:
+            other = next(rank for rank, row in enumerate(said[:, 1:3].tolist()) if row != mine[1:])
+            raise PipelineError(
+                f"rank {self._layout.rank} begins {what} with {count} micro-batches, and rank {other} something else, "
+                f"with {int(said[other, 2])}: all ranks of a pipeline call the same methods in the same order"
+            )
+        counts = [value for value in said[:, 3].tolist() if value != _NO_DATA_NEEDED]
+        if all(value == count for value in counts):
+            return
+        if max(counts) > 0:
+            least = said[:, 3].tolist().index(min(counts))
+            warn_once(
+                f"the data ended inside a batch: {min(counts)} of {count} micro-batches were left on rank {least}; "
+                "they are not used"
+            )
+        raise StopIteration
+
+    def end(self, failed: bool, failure: object, error: Exception | None) -> None:
+        """All ranks came through a batch; else an error on all, which names the stage that failed first."""
+        text = b"" if failure is None else str(failure).encode()
+        code = _FINE if not failed else _DRAGGED if failure is None else _FAILED
+        said = self._hosts.exchange([code, len(text)], "end of a batch")
+        self._raise_first(said[:, 0].tolist(), said[:, 1].tolist(), text, error, "")
+
+    def _raise_first(self, codes: list[int], sizes: list[int], text: bytes, error: Exception | None, what: str) -> None:
+        if not any(codes):
+            return
+        source = codes.index(_FAILED) if _FAILED in codes else codes.index(_DRAGGED)
+        told = self._hosts.hear(source, text, sizes[source]).decode(errors="replace")
+        message = f"rank {source}{f' {what}' if what else ''}: {told}. Nothing was updated."
+        raise PipelineError(message) from (error if source == self._layout.rank else None)

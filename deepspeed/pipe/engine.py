@@ -1,0 +1,359 @@
+"""`PipelineEngine`: trains and evaluates batch by batch; inside, a schedule is played over the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.errors import DeepSpeedConfigError, PipelineError, UsageError
+from deepspeed.events import StepFinished
+from deepspeed.log import log_dist, logger, warn_once
+from deepspeed.pipe.accord import Accord
+from deepspeed.pipe.executor import Batch, Executor, Results
+from deepspeed.pipe.feed import Feed
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.schedule.actions import Schedule
+from deepspeed.pipe.schedule.generators import forward_only
+from deepspeed.pipe.schedule.names import kind_of, make
+from deepspeed.pipe.wires import Wires
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.parts import Parts
+
+__all__ = ["PipelineEngine", "is_even"]
+
+
+def is_even(number: int) -> bool:
+    """True for an even number."""
+    return number % 2 == 0
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """An engine over a `PipelineModule`: `train_batch` is forward, backward and step of a whole batch."""
+
+    module: PipelineModule
+
+    def __init__(self, parts: Parts, has_bool_tensors: bool = False) -> None:
+        """`has_bool_tensors` needs no saying: every dtype is sent as it is."""
+        super().__init__(parts)
+        module = self.module
+        parts.layers, parts.holds = module.layer_names(), module.holds
+        schema = parts.config.schema
+        self.schedule_name = _chosen(schema.pipeline.schedule, module)
+        if schema.pipeline.activation_checkpoint_interval > 0:
+            module.set_checkpoint_interval(schema.pipeline.activation_checkpoint_interval)
+        if schema.pipeline.use_reentrant is not None:
+            module.use_reentrant = schema.pipeline.use_reentrant
+        self._accord = Accord(parts.layout)
+        _require(parts, module, self._accord)
+        self._wires = Wires(parts.layout["pp"], parts.device, dynamic=module.dynamic_shape)
+        self._wires.open()
+        self._executor = Executor(parts, module, self._wires, splits=self._splits())
+        self._feed = Feed(parts.training_dataloader, needed=module.first or module.last)
+        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._plan(self.gradient_accumulation_steps())
+        self._at_boundary = False
+        self._additional: dict[str, Tensor] | None = None
+        self.agg_train_loss: Tensor | None = None
+        log_dist(f"pipeline: {self.schedule_name}; {module.describe()}")
+
+    # ---- the loop
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train on the next batch; the mean loss of its micro-batches over all replicas, on every rank."""
+        if not torch.is_grad_enabled():
+            raise PipelineError("train_batch() needs gradients, and they are switched off; use eval_batch()")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        count = self.gradient_accumulation_steps()
+        if self._parts.moved:
+            self._must_be_here("engine.train_batch()", trains=True, steps=True)
+        self.train()
+        self._look_for_unfrozen()
+        batches = self._load(self._feed, "train_batch()", count)
+        backward = self._parts.backward
+        backward.suspended = True  # gradients are reduced once, after the last micro-batch
+        try:
+            results = self._play(self._plan(count), batches)
+        finally:
+            backward.suspended = False
+        self.module.ties.reduce(self._parts.reducer.change_unreduced)
+        loss = self._mean(results.losses)
+        assert loss is not None, "the loss of a training batch is told to all ranks"
+        self.agg_train_loss = loss
+        self._additional = self._mean_extra(results)
+        if self.events.wants(StepFinished):
+            self.loss_of_step = loss
+        self._take_batch_step(count)
+        return loss
+
+    def _take_batch_step(self, count: int) -> None:
+        self._parts.accumulation.micro_steps += count - 1
+        self._at_boundary = True
+        try:
+            super().step()
+        finally:
+            self._at_boundary = False
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """The mean loss of the next batch without training on it; with `return_logits` (loss, outputs).
+
+        Outputs are those of the last stage, None elsewhere; the loss is there only, too, without `bcast_loss`. Without
+        `compute_loss` the outputs take its place. `reduce_output=None` gives a list, with one for each micro-batch.
+        """
+        if reduce_output not in ("avg", None):
+            raise UsageError(f"reduce_output is 'avg' or None; found {reduce_output!r}")
+        results = self._evaluate(data_iter, num_micro_batches, compute_loss, keep=return_logits or not compute_loss)
+        if not compute_loss:
+            return _averaged(results.outputs) if reduce_output == "avg" else results.outputs or None
+        value: Any = self._mean(results.losses, tell=bcast_loss)
+        if reduce_output is None:
+            value = results.losses or None
+        return (value, _joined(results.outputs)) if return_logits else value
+
+    def inference_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> list[Any] | None:
+        """The outputs of the last stage for each micro-batch of the next batch; None on other stages."""
+        return self._evaluate(data_iter, num_micro_batches, compute_loss=False, keep=True).outputs or None
+
+    def _evaluate(self, data_iter: Any, count: int | None, compute_loss: bool, *, keep: bool) -> Results:
+        count = self.gradient_accumulation_steps() if count is None else count
+        feed, training = self._feed.lend(data_iter), self.module.training
+        batches = self._load(feed, "eval_batch()", count)
+        self.module.eval()
+        try:
+            with torch.no_grad(), self._wires.other_forms():
+                return self._play(self._forward_plan(count), batches, compute_loss=compute_loss, keep_outputs=keep)
+        finally:
+            self.module.train(training)
+
+    def _load(self, feed: Feed, what: str, count: int) -> list[Batch]:
+        """The micro-batches of a batch, once all ranks have theirs."""
+        error: Exception | None = None
+        batches: list[Batch] = []
+        try:
+            batches = feed.take(count)
+        except Exception as caught:  # noqa: BLE001 - the data is the script's; the error is raised on all ranks
+            error = caught
+        self._accord.begin(what, count, len(batches) if feed.needed else None, error)
+        return batches
+
+    def _play(self, schedule: Schedule, batches: list[Batch], **options: Any) -> Results:
+        try:
+            results = self._executor.run(schedule, batches, **options)
+        except BaseException:
+            self._wires.abandon()
+            self.zero_grad()
+            raise
+        failure = results.failure
+        try:
+            self._accord.end(results.failed, failure, None if failure is None else failure.error)
+        except PipelineError:
+            self._wires.forget_forms()
+            self.zero_grad()
+            raise
+        return results
+
+    # ---- what ranks tell each other
+
+    def _mean(self, losses: list[Tensor], *, tell: bool = True) -> Tensor | None:
+        """The mean over micro-batches and replicas, on all ranks if it is told to them, else on the last stage."""
+        layout, module = self._parts.layout, self.module
+        mean = torch.zeros((), device=self._parts.device)
+        if module.last:
+            mean = torch.stack(losses).mean()
+            replicas = layout["dp", "sp"]
+            if replicas.size > 1:
+                comm.all_reduce(mean, group=replicas.group)
+                mean /= replicas.size
+        elif not tell:
+            return None
+        if tell and layout["pp"].size > 1:
+            comm.broadcast(mean, src=layout["pp"].ranks[module.last_owner], group=layout["pp"].group)
+        return mean
+
+    def _mean_extra(self, results: Results) -> dict[str, Tensor] | None:
+        """Further losses of this rank's last stage, averaged over its micro-batches."""
+        if not results.extra:
+            return None
+        names = results.extra[0]
+        return {name: torch.stack([_number(extra[name]) for extra in results.extra]).mean() for name in names}
+
+    # ---- schedules
+
+    def _plan(self, count: int) -> Schedule:
+        key = (self.schedule_name, count)
+        if key not in self._schedules:
+            chunks = self.module.chunks if kind_of(self.schedule_name).chosen else None
+            self._schedules[key] = make(self.schedule_name, self.module.num_stages, count, chunks)
+        return self._schedules[key]
+
+    def _forward_plan(self, count: int) -> Schedule:
+        key = ("forward", count)
+        if key not in self._schedules:
+            self._schedules[key] = forward_only(self.module.num_stages, count, self.module.owners)
+        return self._schedules[key]
+
+    def _splits(self) -> bool:
+        """Whether gradients of weights can wait, where the schedule wants them to."""
+        schema = self._parts.config.schema
+        reasons = {
+            "at ZeRO stage 3 the weights would have to be gathered again": schema.zero_optimization.stage == 3,
+            "activations that are computed again are there for one backward": (
+                self.module.activation_checkpoint_interval > 0
+            ),
+        }
+        found = [reason for reason, holds in reasons.items() if holds]
+        if found and self.schedule_name in ("zb-h1", "zbv", "dualpipev"):
+            warn_once(
+                f"schedule {self.schedule_name!r}: gradients of inputs and of weights are computed together, so that "
+                f"its bubble is not as small as planned: {'; '.join(found)}"
+            )
+        return not found
+
+    # ---- data
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Take training batches from a loader, which begins anew at its end."""
+        self.training_dataloader = loader if self._feed.needed else None
+        self._feed.use_loader(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
+        """Take training batches from an iterator."""
+        self._feed.use_iterator(iterator)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Make a pair (inputs, labels) of every batch by a function."""
+        self._feed.batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Let the next batch have other shapes; on all ranks."""
+        self._wires.forget_forms()
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Nothing: what has no gradient, such as a mask, is found by itself."""
+        if not isinstance(value, bool):
+            raise UsageError(f"set_has_attention_mask takes True or False; found {value!r}")
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per optimizer step by changing the number of micro-batches."""
+        super().set_train_batch_size(train_batch_size)
+        self._plan(self.gradient_accumulation_steps())
+
+    # ---- where this rank is
+
+    def is_first_stage(self) -> bool:
+        """True on the ranks of the first stage."""
+        return self.module.first
+
+    def is_last_stage(self) -> bool:
+        """True on the ranks of the last stage, which compute the loss."""
+        return self.module.last
+
+    def get_pipeline_parallel_rank(self) -> int:
+        """This rank's place in the pipeline."""
+        return self.module.stage_id
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """True while the optimizer steps: a batch is one accumulation."""
+        return self._at_boundary
+
+    def get_additional_losses(self) -> dict[str, Tensor] | None:
+        """The module's further losses in the last training batch, averaged; on the last stage."""
+        return self._additional
+
+    def log_for_device(self, *msg: Any) -> None:
+        """Log on this rank, with its place in the pipeline."""
+        logger.info("stage %s, rank %s: %s", self.module.stage_id, self.module.global_rank, " ".join(map(str, msg)))
+
+    def tput_log(self, *msg: Any) -> None:
+        """Log on the first rank of the last stage every `steps_per_print` steps."""
+        every = self._parts.config.schema.steps_per_print
+        if every and self.global_steps % every == 0 and self.module.last and self._parts.layout["dp"].rank == 0:
+            logger.info(" ".join(map(str, msg)))
+
+    # ---- what a pipeline has no use for
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: a rank has a part of the model."""
+        raise PipelineError(_refusal("forward"))
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: backward passes are interleaved with forward passes of other micro-batches."""
+        raise PipelineError(_refusal("backward"))
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the step belongs to the batch."""
+        raise PipelineError(_refusal("step"))
+
+
+def _refusal(name: str) -> str:
+    return (
+        f"engine.{name}() is not available in a pipeline, where each rank has a part of the model and passes of "
+        "several micro-batches are interleaved; use engine.train_batch() or engine.eval_batch()"
+    )
+
+
+def _chosen(wanted: str | None, module: PipelineModule) -> str:
+    """The schedule of the config, or the module's own; both must put the same stages on a rank."""
+    if wanted is None:
+        return module.schedule
+    kind = kind_of(wanted)
+    if kind.owners(module.num_stages, module.chunks if kind.chosen else kind.chunks) != module.owners:
+        raise DeepSpeedConfigError(
+            f"pipeline.schedule is {wanted!r}, but the PipelineModule was built for {module.schedule!r}, which puts "
+            f"other layers on a rank; build it with PipelineModule(..., schedule={wanted!r})",
+            path="pipeline.schedule",
+        )
+    return wanted
+
+
+def _require(parts: Parts, module: PipelineModule, accord: Accord) -> None:
+    if not parts.accumulation.managed:
+        raise DeepSpeedConfigError(
+            "managed_gradient_accumulation false is not for a pipeline, whose batch is one accumulation; remove it",
+            path="managed_gradient_accumulation",
+        )
+    if parts.basic_optimizer is None and parts.config.schema.optimizer.type is None:
+        return
+    error: UsageError | None = None
+    if not any(param.requires_grad for param in module.parameters()):
+        error = UsageError(
+            f"pipeline rank {module.stage_id} has no trained parameters: {module.describe()}. Use fewer stages, or "
+            "another partition_method"
+        )
+    accord.end(error is not None, error, error)
+
+
+def _number(value: Any) -> Tensor:
+    return value.detach().float() if isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def _averaged(outputs: list[Any]) -> Any:
+    """The mean over micro-batches, tensor by tensor; None without outputs."""
+    if not outputs:
+        return None
+    if isinstance(outputs[0], Tensor):
+        return torch.stack([each.float() for each in outputs]).mean(0)
+    if isinstance(outputs[0], (tuple, list)):
+        return type(outputs[0])(_averaged([each[place] for each in outputs]) for place in range(len(outputs[0])))
+    return outputs[0]
+
+
+def _joined(outputs: list[Any]) -> Any:
+    """The outputs of all micro-batches along their first dim where they are tensors, else a list; None without any."""
+    if not outputs:
+        return None
+    if all(isinstance(each, Tensor) and each.dim() > 0 for each in outputs):
+        return torch.cat(outputs)
+    return outputs

@@ -1,0 +1,241 @@
+"""The executor: plays one rank's part of any schedule, with the same forward and backward that an engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import CommError, PipelineError
+from deepspeed.pipe.forms import flatten, map_tensors
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.schedule.actions import Action, Op, Schedule
+from deepspeed.pipe.split import Rest, backward_inputs
+from deepspeed.pipe.wires import FAILED, Wires
+from deepspeed.runtime.parts import Parts
+
+__all__ = ["Batch", "Executor", "Failure", "Results"]
+
+_AHEAD = 2  # actions whose receives are posted before one is computed
+
+Batch = tuple[Any, Any]
+"""What the first stage takes and what the loss is compared with."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a stage could not do."""
+
+    action: Action
+    error: Exception
+
+    def __str__(self) -> str:
+        what = {Op.FORWARD: "forward", Op.WEIGHT: "backward of weights"}.get(self.action.op, "backward")
+        return (
+            f"stage {self.action.stage} failed in the {what} of micro-batch {self.action.micro_batch}: "
+            f"{type(self.error).__name__}: {self.error}"
+        )
+
+
+@dataclass
+class Results:
+    """What became of a batch on this rank."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    """On the last stage: of each micro-batch."""
+    outputs: list[Any] = field(default_factory=list)
+    """On the last stage, where they are asked for."""
+    extra: list[dict[str, Any]] = field(default_factory=list)
+    """Further losses of the module, of each micro-batch."""
+    failed: bool = False
+    """This stage, or one that it depends on, could not do its part."""
+    failure: Failure | None = None
+    """What this rank itself could not do."""
+
+
+@dataclass
+class _Held:
+    """A micro-batch between its forward and its backward."""
+
+    leaves: list[Tensor]
+    """Inputs for which a gradient goes back."""
+    roots: list[Tensor]
+    """Outputs for which a gradient comes, or the loss."""
+
+
+@dataclass
+class _Play:
+    """One batch on its way."""
+
+    schedule: Schedule
+    batches: Sequence[Batch]
+    train: bool
+    compute_loss: bool
+    keep_outputs: bool
+    results: Results = field(default_factory=Results)
+    held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    rests: dict[tuple[int, int], Rest] = field(default_factory=dict)
+    nearby: dict[tuple[str, int, int], Any] = field(default_factory=dict)
+    """Between two stages of this rank."""
+
+
+class Executor:
+    """Runs batches through the stages of this rank."""
+
+    def __init__(self, parts: Parts, module: PipelineModule, wires: Wires, *, splits: bool) -> None:
+        """Without `splits` the gradients of weights are computed together with those of inputs."""
+        self._parts = parts
+        self._module = module
+        self._wires = wires
+        self._splits = splits
+
+    def run(
+        self,
+        schedule: Schedule,
+        batches: Sequence[Batch],
+        *,
+        compute_loss: bool = True,
+        keep_outputs: bool = False,
+    ) -> Results:
+        """Play a schedule; a failure of this rank is part of the results, and its messages are sent all the same."""
+        train = not schedule.forward_only
+        play = _Play(schedule, batches, train, compute_loss, keep_outputs)
+        actions = schedule.ranks[self._module.stage_id]
+        for place, action in enumerate(actions):
+            self._post(schedule, actions[place : place + _AHEAD])
+            value = self._take(play, action)
+            result = self._guarded(play, action, value)
+            self._give(play, action, result)
+        self._wires.settle()
+        return play.results
+
+    # ---- messages
+
+    def _post(self, schedule: Schedule, actions: Sequence[Action]) -> None:
+        blocked = set()
+        for action in actions:
+            message = schedule.received(action)
+            if message is not None and message.channel not in blocked and not self._wires.post(message):
+                blocked.add(message.channel)
+
+    def _take(self, play: _Play, action: Action) -> Any:
+        """What an action works on: from another rank, from another stage of this one, or nothing."""
+        message = play.schedule.received(action)
+        if message is not None:
+            return self._wires.receive(message)
+        kind = "activation" if action.op is Op.FORWARD else "gradient"
+        return play.nearby.pop((kind, action.stage, action.micro_batch), None)
+
+    def _give(self, play: _Play, action: Action, result: Any) -> None:
+        message = play.schedule.sent(action)
+        if message is not None:
+            try:
+                self._wires.send(message, result)
+            except PipelineError as error:
+                self._fail(play, action, error)
+                self._wires.send(message, FAILED)
+        elif action.op is Op.FORWARD and action.stage + 1 < play.schedule.stages:
+            play.nearby["activation", action.stage + 1, action.micro_batch] = _detached(result)
+        elif action.op.passes_back and action.stage > 0:
+            play.nearby["gradient", action.stage - 1, action.micro_batch] = result
+
+    # ---- computations
+
+    def _guarded(self, play: _Play, action: Action, value: Any) -> Any:
+        """The result of an action, or FAILED."""
+        if value is FAILED:
+            play.results.failed = True
+        if play.results.failed:
+            play.held.clear()
+            play.rests.clear()
+            return FAILED
+        try:
+            return self._compute(play, action, value)
+        except CommError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the model's own error is raised on all ranks after the batch
+            self._fail(play, action, error)
+            return FAILED
+
+    def _fail(self, play: _Play, action: Action, error: Exception) -> None:
+        play.results.failed = True
+        if play.results.failure is None:
+            play.results.failure = Failure(action, error)
+
+    def _compute(self, play: _Play, action: Action, value: Any) -> Any:
+        if action.op is Op.FORWARD:
+            return self._forward(play, action, value)
+        if action.op is Op.WEIGHT:
+            rest = play.rests.pop((action.stage, action.micro_batch), None)
+            if rest is not None:
+                with self._parts.backward.passing():
+                    rest.run()
+            return None
+        return self._backward(play, action, value)
+
+    def _forward(self, play: _Play, action: Action, value: Any) -> Any:
+        first, last = action.stage == 0, action.stage == play.schedule.stages - 1
+        device = self._parts.device
+        inputs = map_tensors(play.batches[action.micro_batch][0], lambda t: t.to(device)) if first else value
+        outputs = self._parts.forward(inputs, stage=action.stage)
+        if last:
+            return self._finish(play, action, inputs, outputs, first=first)
+        if play.train:
+            trained = [tensor for tensor in flatten(outputs)[1] if tensor.requires_grad]
+            self._hold(play, action, [] if first else inputs, trained)
+        return outputs
+
+    def _finish(self, play: _Play, action: Action, inputs: Any, outputs: Any, *, first: bool) -> None:
+        """The end of a forward: the loss, and what else was asked for."""
+        if play.keep_outputs:
+            play.results.outputs.append(map_tensors(outputs, Tensor.detach))
+        if not play.compute_loss:
+            return
+        loss = self._loss(outputs, play.batches[action.micro_batch][1])
+        play.results.losses.append(loss.detach().float())
+        extra = self._module.get_additional_losses()
+        if extra:
+            play.results.extra.append(extra)
+        if play.train:
+            self._hold(play, action, [] if first else inputs, [loss])
+
+    def _loss(self, outputs: Any, labels: Any) -> Tensor:
+        loss_fn, device = self._module.loss_fn, self._parts.device
+        loss = outputs if loss_fn is None else loss_fn(outputs, map_tensors(labels, lambda t: t.to(device)))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = f"the shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            source = "the last layer's output, which is the loss without loss_fn," if loss_fn is None else "loss_fn"
+            raise PipelineError(f"{source} must give one number; found {found}")
+        return loss
+
+    def _hold(self, play: _Play, action: Action, inputs: Any, roots: list[Tensor]) -> None:
+        leaves = [tensor for tensor in flatten(inputs)[1] if tensor.requires_grad]
+        play.held[action.stage, action.micro_batch] = _Held(leaves, roots)
+
+    def _backward(self, play: _Play, action: Action, value: Any) -> list[Tensor | None]:
+        held = play.held.pop((action.stage, action.micro_batch))
+        roots, grads = held.roots, value
+        if action.stage == play.schedule.stages - 1:
+            if not roots[0].requires_grad:
+                raise PipelineError("the loss does not require a gradient: no trained parameter took part in it")
+            roots, grads = [self._parts.scale.apply(roots[0] / play.schedule.micro_batches)], [None]
+        if roots:
+            with self._parts.backward.passing():
+                if action.op is Op.INPUT and self._splits and held.leaves:
+                    rest = backward_inputs(roots, grads, held.leaves)
+                    play.rests[action.stage, action.micro_batch] = rest
+                else:
+                    torch.autograd.backward(roots, grads)
+        return [leaf.grad for leaf in held.leaves]
+
+
+def _detached(value: Any) -> Any:
+    """What one stage of a rank hands to the next: no graph, but a gradient comes back."""
+    return value if value is FAILED else map_tensors(value, _leaf)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,109 @@
+"""What travels between stages: nested tuples, lists and dicts of tensors and plain values, and their form as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import PipelineError
+
+__all__ = ["Form", "Kind", "flatten", "map_tensors", "unflatten"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One tensor: its dtype, its shape, and whether a gradient comes back for it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    trained: bool
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class Form:
+    """A structure without its tensors; equal forms need not be told again."""
+
+    structure: str
+    """JSON; a tensor is the number of one in `kinds`."""
+    kinds: tuple[Kind, ...]
+
+    def text(self) -> str:
+        """All of it as text, for the stage that receives."""
+        kinds = [(str(kind.dtype).removeprefix("torch."), kind.shape, kind.trained) for kind in self.kinds]
+        return json.dumps([self.structure, kinds])
+
+    @classmethod
+    def parse(cls, text: str) -> Form:
+        """The form that `text()` wrote."""
+        structure, kinds = json.loads(text)
+        return cls(structure, tuple(Kind(getattr(torch, name), tuple(shape), bool(t)) for name, shape, t in kinds))
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.kinds)) or "no tensors"
+
+
+def flatten(value: Any) -> tuple[Form, list[Tensor]]:
+    """A structure as its form and its tensors; a tensor that is in it twice is one tensor."""
+    tensors: list[Tensor] = []
+    places: dict[int, int] = {}
+
+    def walk(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            if id(part) not in places:
+                places[id(part)] = len(tensors)
+                tensors.append(part)
+            return {"tensor": places[id(part)]}
+        if isinstance(part, (tuple, list)):
+            return {"tuple" if isinstance(part, tuple) else "list": [walk(each) for each in part]}
+        if isinstance(part, dict) and all(isinstance(name, str) for name in part):
+            return {"dict": {name: walk(each) for name, each in part.items()}}
+        if isinstance(part, _PLAIN):
+            return {"plain": part}
+        raise PipelineError(
+            f"a stage gave a {type(part).__name__} to the next one; stages pass tensors, numbers, strings and None, in "
+            "tuples, lists and dicts with names"
+        )
+
+    structure = json.dumps(walk(value))
+    kinds = tuple(Kind(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
+    return Form(structure, kinds), tensors
+
+
+def unflatten(form: Form, tensors: Sequence[Tensor]) -> Any:
+    """The structure again."""
+
+    def walk(part: Any) -> Any:
+        (kind, inner), *_ = part.items()
+        if kind == "tensor":
+            return tensors[inner]
+        if kind == "dict":
+            return {name: walk(each) for name, each in inner.items()}
+        if kind == "plain":
+            return inner
+        parts = [walk(each) for each in inner]
+        return tuple(parts) if kind == "tuple" else parts
+
+    return walk(json.loads(form.structure))
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same structure with other tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(each, change) for each in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map_tensors(each, change) for each in value)
+    if isinstance(value, dict):
+        return {name: map_tensors(each, change) for name, each in value.items()}
+    return value

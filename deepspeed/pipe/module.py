@@ -1,0 +1,268 @@
+"""`PipelineModule`: a model as a row of layers, of which this rank builds those of its stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import LayoutError, PipelineError, UsageError
+from deepspeed.parallel.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from deepspeed.pipe.layer_files import LayerFiles
+from deepspeed.pipe.partition import bounds_of
+from deepspeed.pipe.schedule.names import kind_of
+from deepspeed.pipe.specs import Layer, LayerSpec, TiedLayerSpec, name_of
+from deepspeed.pipe.ties import Tie, Ties
+from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.zero.parameters.structure import tensors_in
+
+__all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
+
+
+class PipelineModule(LayerFiles, nn.Module):
+    """Layers that follow each other, spread over the pipeline's ranks.
+
+    Each layer takes what the one before it gave, as one argument. A layer is a module, a `LayerSpec`, a `TiedLayerSpec`
+    or a function. Modules are registered by the number of their layer, tied ones as `tied_modules.<key>`.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Layer] | nn.Sequential,
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpointing.checkpoint,
+        checkpointable_layers: Sequence[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        schedule: str = "1f1b",
+        chunks: int | None = None,
+        example_input: Any = None,
+    ) -> None:
+        """`schedule` decides which stages a rank holds, `chunks` how many; `example_input` is what a profile runs."""
+        super().__init__()
+        if num_stages is None and topology is None:
+            raise UsageError("PipelineModule needs num_stages=..., or a topology with an axis 'pipe'")
+        self._layer_specs: list[Layer] = list(layers)
+        self.loss_fn = loss_fn
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
+        self.dynamic_shape = dynamic_shape
+        self.use_reentrant = True
+        self.micro_offset = 0
+        comm.init_distributed()
+        self._topo = _topology(num_stages, topology)
+        self._grid = PipelineParallelGrid(topology=self._topo)
+        self.global_rank, self.world_size = self._grid.global_rank, self._grid.world_size
+        self.stage_id, self.num_stages = self._grid.stage_id, self._grid.pipe_parallel_size
+        self.schedule, kind = schedule, kind_of(schedule)
+        self.chunks = kind.chunks if chunks is None else chunks
+        if self.chunks != kind.chunks and not kind.chosen:
+            raise UsageError(f"schedule {schedule!r} puts {kind.chunks} stages on each rank; found chunks={chunks}")
+        self.owners = kind.owners(self.num_stages, self.chunks)
+        """Stage → pipeline rank; with several stages on a rank there are more of them than ranks."""
+        self.parts = bounds_of(partition_method, self._layer_specs, len(self.owners), example_input)
+        self.stages = tuple(stage for stage, owner in enumerate(self.owners) if owner == self.stage_id)
+        self._local_start, self._local_stop = self.parts[self.stages[0]], self.parts[self.stages[0] + 1]
+        self.tied_modules = nn.ModuleDict()
+        self.forward_funcs: list[Callable[..., Any]] = []
+        self.fwd_map: dict[str, int] = {}
+        self._calls: dict[int, Callable[..., Any]] = {}
+        for stage in self.stages:
+            for number in range(self.parts[stage], self.parts[stage + 1]):
+                self._build(number, self._layer_specs[number])
+        device = torch.device(get_accelerator().current_device_name())
+        self.to(device)
+        self.ties = Ties(self._find_ties(), self._grid, self.tied_modules)
+        self.ties.share()
+
+    # ---- building
+
+    def _build(self, number: int, layer: Layer) -> None:
+        if self.seed_layers:
+            self._seed(self.base_seed + number)
+        call: Callable[..., Any]
+        if isinstance(layer, PipelineModule):
+            raise UsageError(f"layer {number} is a PipelineModule; a pipeline cannot be a layer of another one")
+        if isinstance(layer, TiedLayerSpec):
+            if layer.key not in self.tied_modules:
+                self.tied_modules[layer.key] = layer.build()
+            module = self.tied_modules[layer.key]
+            call = module if layer.forward_fn is None else partial(layer.forward_fn, module)
+        elif isinstance(layer, (LayerSpec, nn.Module)):
+            call = layer.build() if isinstance(layer, LayerSpec) else layer
+            self.add_module(str(number), call)
+            self.fwd_map[str(number)] = len(self.forward_funcs)
+        elif callable(layer):
+            call = layer
+        else:
+            raise UsageError(
+                f"layer {number} is a {type(layer).__name__}; expected a module, a LayerSpec or a function"
+            )
+        self._calls[number] = call
+        self.forward_funcs.append(call)
+
+    def _find_ties(self) -> Iterator[Tie]:
+        """The tied keys in the order of their first layer, with the stages on which they lie."""
+        found: dict[str, Tie] = {}
+        for stage, (first, last) in enumerate(pairwise(self.parts)):
+            for layer in self._layer_specs[first:last]:
+                if isinstance(layer, TiedLayerSpec):
+                    tie = found.setdefault(layer.key, Tie(layer.key, tuple(layer.tied_weight_attr), []))
+                    if self.owners[stage] not in tie.ranks:
+                        tie.ranks.append(self.owners[stage])
+        yield from found.values()
+
+    def _seed(self, seed: int) -> None:
+        if self.seed_fn is not None:
+            self.seed_fn(seed)
+        else:
+            torch.manual_seed(seed)
+            get_accelerator().manual_seed_all(seed)
+
+    # ---- running
+
+    def forward(self, forward_input: Any, stage: int | None = None) -> Any:
+        """Run the layers of a stage of this rank; which one need only be said where it holds several."""
+        stage = self.stages[0] if stage is None else stage
+        self.micro_offset += 1
+        first, last = self.parts[stage], self.parts[stage + 1]
+        value = forward_input[0] if isinstance(forward_input, tuple) and len(forward_input) == 1 else forward_input
+        interval = self.activation_checkpoint_interval
+        if interval == 0 or not torch.is_grad_enabled():
+            return self._run(first, last, value)
+        for begin in range(first, last, interval):
+            end = min(begin + interval, last)
+            run = partial(self._run, begin, end)
+            value = self._checkpointed(run, value) if self._is_checkpointable(begin, end) else run(value)
+        return value
+
+    def _run(self, first: int, last: int, value: Any, *more: Any) -> Any:
+        value = (value, *more) if more else value
+        for number in range(first, last):
+            if self.seed_layers:
+                self._seed(self.base_seed * self.micro_offset + number)
+            value = self._calls[number](value)
+        return value
+
+    def _checkpointed(self, run: Callable[..., Any], value: Any) -> Any:
+        inputs = value if isinstance(value, tuple) else (value,)
+        if self.activation_checkpoint_func is not checkpointing.checkpoint:
+            return self.activation_checkpoint_func(run, *inputs)
+        # The reentrant kind loses the gradients of layers whose inputs have none, such as tokens.
+        reentrant = self.use_reentrant and any(tensor.requires_grad for tensor in tensors_in(inputs))
+        return checkpointing.checkpoint(run, *inputs, use_reentrant=reentrant)
+
+    def _is_checkpointable(self, first: int, last: int) -> bool:
+        """Whether it is worth it: only layers of the given classes, or any that has parameters."""
+        calls = [self._calls[number] for number in range(first, last)]
+        if self.checkpointable_layers is not None:
+            return all(type(call).__name__ in self.checkpointable_layers for call in calls)
+        return any(isinstance(call, nn.Module) and any(True for _ in call.parameters()) for call in calls)
+
+    # ---- what it is
+
+    @property
+    def first(self) -> bool:
+        """True if this rank holds the first stage."""
+        return 0 in self.stages
+
+    @property
+    def last(self) -> bool:
+        """True if this rank holds the last stage."""
+        return len(self.owners) - 1 in self.stages
+
+    @property
+    def last_owner(self) -> int:
+        """The pipeline rank that computes the loss."""
+        return self.owners[-1]
+
+    def layers_of(self, stage: int) -> range:
+        """The numbers of a stage's layers."""
+        return range(self.parts[stage], self.parts[stage + 1])
+
+    def partitions(self) -> list[int]:
+        """The first layer of every stage, and the number of layers."""
+        return self.parts
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The pipeline rank that holds a layer."""
+        for stage, (first, last) in enumerate(pairwise(self.parts)):
+            if first <= layer_idx < last:
+                return self.owners[stage]
+        raise UsageError(f"there is no layer {layer_idx}; the layers are 0 to {self.parts[-1] - 1}")
+
+    def describe(self) -> str:
+        """The stages with the names of their layers, for the log."""
+        rows = (
+            f"stage {stage} on pipeline rank {self.owners[stage]}: layers {first} to {last - 1} "
+            f"({', '.join(name_of(layer) for layer in self._layer_specs[first:last])})"
+            for stage, (first, last) in enumerate(pairwise(self.parts))
+        )
+        return "; ".join(rows)
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Layers per activation checkpoint; 0 keeps all activations."""
+        if interval < 0:
+            raise UsageError(f"an activation checkpoint interval is at least 0; found {interval}")
+        self.activation_checkpoint_interval = interval
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Sum the gradients of tied weights over the stages that have them."""
+        self.ties.reduce(lambda param, change: setattr(param, "grad", change(param.grad)))
+
+    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, list[int]]]:
+        """(weight, ranks that share it) of every tied weight on this rank."""
+        return [(param, ranks) for _, param, ranks in self.ties.mine()]
+
+    def get_additional_losses(self) -> dict[str, Any] | None:
+        """Further losses of the last forward, by name, for subclasses: they are averaged and shown, not trained."""
+        return None
+
+    def share_ties(self) -> None:
+        """Give every stage the tied weights of the first that has them."""
+        self.ties.share()
+
+    def topology(self) -> ProcessTopology:
+        """The topology of the pipeline."""
+        return self._topo
+
+    def mpu(self) -> PipelineParallelGrid:
+        """The grid of the pipeline, an mpu."""
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """Ranks of the pipeline."""
+        return self.num_stages
+
+
+def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+    world = comm.get_world_size()
+    if topology is not None:
+        stages = max(1, topology.get_dim("pipe"))
+        if num_stages not in (None, stages):
+            raise LayoutError(
+                f"num_stages is {num_stages}, but the topology has {stages} along 'pipe'; pass one of them"
+            )
+        return topology
+    assert num_stages is not None, "checked by the caller"
+    if num_stages < 1 or world % num_stages:
+        raise LayoutError(
+            f"world size {world} is not divisible by num_stages {num_stages}. Start a multiple of {max(1, num_stages)} "
+            "processes, or change num_stages."
+        )
+    return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)

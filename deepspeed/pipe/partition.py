@@ -1,0 +1,139 @@
+"""Which layers make up a stage: by count, by parameters, by type, or by measured time."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.errors import UsageError
+from deepspeed.parallel.balance import partition_balanced, partition_uniform
+from deepspeed.pipe.forms import map_tensors
+from deepspeed.pipe.specs import Layer, LayerSpec, TiedLayerSpec, name_of
+from deepspeed.zero.parameters.structure import tensors_in
+
+__all__ = ["bounds_of", "measure_layers"]
+
+_ROUNDS = 3  # the first warms up, the fastest of the rest counts
+
+
+def bounds_of(method: str, layers: Sequence[Layer], stages: int, example: Any = None) -> list[int]:
+    """The first layer of every stage, and the number of layers."""
+    kind = method.lower()
+    if len(layers) < stages:
+        raise UsageError(
+            f"{len(layers)} layers cannot make {stages} stages, of which each has at least one; use fewer stages or "
+            "more layers"
+        )
+    if kind == "uniform":
+        return partition_uniform(len(layers), stages)
+    if kind == "parameters":
+        return partition_balanced([_trained(layer) for layer in layers], stages)
+    if kind.startswith("type:"):
+        return partition_balanced(_matches(method[len("type:") :], layers), stages)
+    if kind == "profile":
+        return partition_balanced(_agreed(lambda: measure_layers(layers, example), len(layers)), stages)
+    raise UsageError(
+        f"partition_method {method!r} is not known; expected 'uniform', 'parameters', 'type:REGEX' or 'profile'"
+    )
+
+
+def _trained(layer: Layer) -> int:
+    """Trained parameters of a layer; one that is not built yet is built without memory to count them."""
+    if isinstance(layer, nn.Module):
+        return sum(param.numel() for param in layer.parameters() if param.requires_grad)
+    if isinstance(layer, LayerSpec):
+        try:
+            with torch.device("meta"):
+                built = layer.build()
+        except RuntimeError:  # its constructor looks at values: build it, for a moment
+            with torch.random.fork_rng(devices=[]):
+                built = layer.build()
+        return _trained(built)
+    return 0
+
+
+def _matches(pattern: str, layers: Sequence[Layer]) -> list[int]:
+    try:
+        compiled = re.compile(pattern, re.IGNORECASE)
+    except re.error as error:
+        raise UsageError(f"partition_method 'type:{pattern}' is no regular expression: {error}") from error
+    weights = [int(compiled.search(name_of(layer)) is not None) for layer in layers]
+    if not any(weights):
+        names = ", ".join(sorted({name_of(layer) for layer in layers}))
+        raise UsageError(f"partition_method 'type:{pattern}' matches none of the layers, which are {names}")
+    return weights
+
+
+def measure_layers(layers: Sequence[Layer], example: Any) -> list[float]:
+    """Seconds of forward and backward of each layer, in a row that begins with `example`; one layer lives at a time."""
+    if example is None:
+        raise UsageError(
+            "partition_method 'profile' runs every layer to measure it: pass PipelineModule(..., example_input=...), "
+            "what the first layer takes for one micro-batch"
+        )
+    device = torch.device(get_accelerator().current_device_name())
+    inputs, times = map_tensors(example, lambda tensor: tensor.to(device)), []
+    tied: dict[str, nn.Module] = {}
+    with torch.random.fork_rng(devices=[]):
+        for number, layer in enumerate(layers):
+            call = _callable(layer, tied, device)
+            try:
+                spent, inputs = _timed(call, inputs)
+            except Exception as error:
+                raise UsageError(
+                    f"partition_method 'profile': layer {number} ({name_of(layer)}) failed: {error}"
+                ) from error
+            times.append(spent)
+    return times
+
+
+def _callable(layer: Layer, tied: dict[str, nn.Module], device: torch.device) -> Callable[..., Any]:
+    if isinstance(layer, TiedLayerSpec):
+        module = tied.setdefault(layer.key, layer.build().to(device))
+        forward = layer.forward_fn
+        return module if forward is None else lambda inputs: forward(module, inputs)
+    if isinstance(layer, LayerSpec):
+        return layer.build().to(device)
+    return layer.to(device) if isinstance(layer, nn.Module) else layer
+
+
+def _timed(call: Callable[..., Any], inputs: Any) -> tuple[float, Any]:
+    accelerator, spent = get_accelerator(), []
+    for _ in range(_ROUNDS):
+        accelerator.synchronize()
+        began = time.perf_counter()
+        outputs = call(inputs)
+        roots = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        accelerator.synchronize()
+        spent.append(time.perf_counter() - began)
+    for param in call.parameters() if isinstance(call, nn.Module) else ():
+        param.grad = None
+    return min(spent[1:]), map_tensors(outputs, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
+
+
+def _agreed(measure: Callable[[], list[float]], count: int) -> list[float]:
+    """The first rank's times on every rank, since all must cut at the same places; its error, too."""
+    error: UsageError | None = None
+    told = torch.full((count,), -1.0, dtype=torch.float64)
+    if comm.get_rank() == 0:
+        try:
+            told = torch.tensor(measure(), dtype=torch.float64)
+        except UsageError as caught:
+            error = caught
+    device = get_accelerator().current_device_name() if comm.get_backend() == "nccl" else "cpu"
+    shared = told.to(device)
+    comm.broadcast(shared, src=0)
+    if error is not None:
+        raise error
+    if float(shared.min()) < 0:
+        raise UsageError("partition_method 'profile' failed on rank 0; its own error says why")
+    return [float(each) for each in shared.tolist()]

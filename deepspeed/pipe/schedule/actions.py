@@ -1,0 +1,151 @@
+"""A schedule as data: which rank computes what of which micro-batch in which order, and what it sends and receives.
+
+A *stage* is a run of layers; a rank holds one, or several (*chunks*) where the schedule says so. Stages are numbered
+along the model, whoever holds them. Sends and receives follow from the computations and from who holds which stage, so
+that generators write computations only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+__all__ = ["Action", "Message", "Op", "Schedule", "messages"]
+
+
+class Op(Enum):
+    """What is computed of one stage and one micro-batch."""
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    """Gradients of inputs and of weights."""
+    INPUT = "I"
+    """The gradients of the inputs alone, which the stage before waits for."""
+    WEIGHT = "W"
+    """The gradients of the weights, which nobody waits for."""
+
+    def __str__(self) -> str:
+        return self.value
+
+    @property
+    def passes_back(self) -> bool:
+        """True for what gives the stage before its gradients."""
+        return self in (Op.BACKWARD, Op.INPUT)
+
+
+class Action(NamedTuple):
+    """One computation."""
+
+    op: Op
+    stage: int
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.op}{self.micro_batch}"
+
+
+class Message(NamedTuple):
+    """Activations or gradients of one micro-batch on their way from one rank to another."""
+
+    kind: str
+    """"activation" into `stage`, or "gradient" of what `stage` gave out."""
+    stage: int
+    """The stage that receives it."""
+    micro_batch: int
+    source: int
+    target: int
+
+    @property
+    def channel(self) -> tuple[str, int, int]:
+        """What is received in the order in which it is sent."""
+        return self.kind, self.source, self.target
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The computations of every rank in their order."""
+
+    name: str
+    micro_batches: int
+    owners: tuple[int, ...]
+    """Stage → the rank that holds it."""
+    ranks: tuple[tuple[Action, ...], ...]
+    limits: tuple[int, ...]
+    """Rank → of how many micro-batches and stages it may hold activations at a time."""
+    forward_only: bool = False
+
+    @property
+    def stages(self) -> int:
+        """Stages of the model, over all ranks."""
+        return len(self.owners)
+
+    @property
+    def chunks(self) -> int:
+        """Stages on each rank."""
+        return self.stages // len(self.ranks)
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if gradients of inputs and of weights are computed apart."""
+        return any(action.op is Op.WEIGHT for action in self.ranks[0])
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds, in the model's order."""
+        return tuple(stage for stage, owner in enumerate(self.owners) if owner == rank)
+
+    def rank(self, rank: int) -> str:
+        """A rank's computations as text: `F0 F1 B0 B1`, with the stage in front where a rank holds several."""
+        return " ".join(
+            str(action) if self.chunks > 1 else f"{action.op}{action.micro_batch}" for action in self.ranks[rank]
+        )
+
+    def __str__(self) -> str:
+        return "\n".join(f"rank {rank}: {self.rank(rank)}" for rank in range(len(self.ranks)))
+
+    def received(self, action: Action) -> Message | None:
+        """What another rank must have sent before an action; None if its input is on its own rank."""
+        if action.op is Op.FORWARD:
+            return self._message("activation", action.stage - 1, action.stage, action.micro_batch)
+        if action.op.passes_back:
+            return self._message("gradient", action.stage + 1, action.stage, action.micro_batch)
+        return None
+
+    def sent(self, action: Action) -> Message | None:
+        """What an action gives to another rank; None if its result stays."""
+        if action.op is Op.FORWARD:
+            return self._message("activation", action.stage, action.stage + 1, action.micro_batch)
+        if action.op.passes_back:
+            return self._message("gradient", action.stage, action.stage - 1, action.micro_batch)
+        return None
+
+    def _message(self, kind: str, source: int, target: int, micro_batch: int) -> Message | None:
+        if not (0 <= source < self.stages and 0 <= target < self.stages):
+            return None
+        owners = self.owners[source], self.owners[target]
+        return None if owners[0] == owners[1] else Message(kind, target, micro_batch, *owners)
+
+    def waits_for(self, action: Action) -> Iterator[Action]:
+        """What must be finished before an action can begin, on any rank."""
+        op, stage, micro_batch = action
+        if op is Op.FORWARD:
+            if stage > 0:
+                yield Action(Op.FORWARD, stage - 1, micro_batch)
+            return
+        if op is Op.WEIGHT:
+            yield Action(Op.INPUT, stage, micro_batch)
+            return
+        yield Action(Op.FORWARD, stage, micro_batch)
+        if stage + 1 < self.stages:
+            yield Action(op, stage + 1, micro_batch)
+
+
+def messages(schedule: Schedule, actions: Iterable[Action]) -> Iterator[tuple[str, Message]]:
+    """("receive" or "send", message) of some actions of one rank, in their order."""
+    for action in actions:
+        received, sent = schedule.received(action), schedule.sent(action)
+        if received is not None:
+            yield "receive", received
+        if sent is not None:
+            yield "send", sent

@@ -1,0 +1,62 @@
+"""A timeline as people read it: a row of text for each rank, or a picture."""
+
+from __future__ import annotations
+
+import math
+
+from deepspeed.errors import OpUnavailable
+from deepspeed.pipe.schedule.actions import Action, Op
+from deepspeed.pipe.schedule.simulate import Timeline
+
+__all__ = ["draw", "summary", "text"]
+
+_COLOURS = {Op.FORWARD: "#4c78a8", Op.BACKWARD: "#f58518", Op.INPUT: "#f58518", Op.WEIGHT: "#54a24b"}
+
+
+def summary(timeline: Timeline) -> str:
+    """The numbers in one line."""
+    schedule = timeline.schedule
+    peaks = " ".join(f"{peak / schedule.chunks:g}" for peak in timeline.peaks)
+    return (
+        f"{schedule.name}: {len(schedule.ranks)} ranks, {schedule.micro_batches} micro-batches, time "
+        f"{timeline.length:g}, bubble {100 * timeline.bubble:.1f} %, activations of at most {peaks} micro-batches"
+    )
+
+
+def text(timeline: Timeline) -> str:
+    """A row for each rank; a column is the shortest computation, dots are waiting."""
+    unit = min((end - begin for row in timeline.spans for _, begin, end in row if end > begin), default=1.0)
+    width = max(len(_label(timeline, action)) for row in timeline.spans for action, _, _ in row) + 1
+    lines = []
+    for rank, row in enumerate(timeline.spans):
+        columns = [".".ljust(width)] * math.ceil(timeline.length / unit - 1e-9)
+        for action, begin, end in row:
+            first, last = round(begin / unit), max(round(end / unit), round(begin / unit) + 1)
+            columns[first:last] = [_label(timeline, action).ljust(width)] + ["-".ljust(width)] * (last - first - 1)
+        lines.append(f"rank {rank:<2} |{''.join(columns).rstrip()}")
+    return "\n".join(lines)
+
+
+def draw(timeline: Timeline, path: str) -> None:
+    """A picture of the timeline, of the kind that the path's ending names."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise OpUnavailable("a picture of a timeline needs matplotlib, which is not installed: use the text") from error
+    count = len(timeline.spans)
+    figure = Figure(figsize=(max(8.0, timeline.length / 4), 1.0 + 0.5 * count))
+    axes = figure.subplots()
+    for rank, row in enumerate(timeline.spans):
+        for action, begin, end in row:
+            shade = 1.0 if action.stage < count else 0.6
+            axes.barh(rank, end - begin, left=begin, color=_COLOURS[action.op], alpha=shade, edgecolor="white")
+            axes.text((begin + end) / 2, rank, str(action.micro_batch), ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(count), [f"rank {rank}" for rank in range(count)])
+    axes.invert_yaxis()
+    axes.set_title(summary(timeline), fontsize=9)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def _label(timeline: Timeline, action: Action) -> str:
+    return str(action) if timeline.schedule.chunks > 1 else f"{action.op}{action.micro_batch}"

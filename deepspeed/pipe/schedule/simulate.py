@@ -1,0 +1,119 @@
+"""The simulator: when every computation of a schedule begins and ends, how long ranks wait, what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from deepspeed.errors import UsageError
+from deepspeed.pipe.schedule.actions import Action, Op, Schedule
+
+__all__ = ["Costs", "Timeline", "simulate"]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """How long a rank takes for its share of one micro-batch; one with several stages does it in as many parts."""
+
+    forward: float = 1.0
+    input: float = 1.0
+    weight: float = 1.0
+    message: float = 0.0
+    """From the end of a computation to the moment when another rank has its result."""
+
+    def of(self, action: Action, chunks: int) -> float:
+        """The time of one action."""
+        whole = {
+            Op.FORWARD: self.forward,
+            Op.BACKWARD: self.input + self.weight,
+            Op.INPUT: self.input,
+            Op.WEIGHT: self.weight,
+        }
+        return whole[action.op] / chunks
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What a simulation found."""
+
+    schedule: Schedule
+    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
+    """By rank: (action, begin, end)."""
+    peaks: tuple[int, ...]
+    """By rank: of how many micro-batches and stages it held activations at most."""
+
+    @property
+    def length(self) -> float:
+        """From the first begin to the last end."""
+        return max(end for rank in self.spans for _, _, end in rank)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """By rank: how long it computed."""
+        return tuple(sum(end - begin for _, begin, end in rank) for rank in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time in which they wait."""
+        return 1.0 - sum(self.busy) / (len(self.spans) * self.length)
+
+
+def simulate(
+    schedule: Schedule, costs: Costs | None = None, time_of: Callable[[Action], float] | None = None
+) -> Timeline:
+    """Play a schedule through; `time_of` gives each action its own time. A UsageError if it cannot end."""
+    prices = costs or Costs()
+    chunks = schedule.chunks
+    measure = time_of or (lambda action: prices.of(action, chunks))
+    ended: dict[Action, float] = {}
+    spans: list[list[tuple[Action, float, float]]] = [[] for _ in schedule.ranks]
+    places, free = [0] * len(spans), [0.0] * len(spans)
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.ranks):
+            while places[rank] < len(row):
+                action = row[places[rank]]
+                begin = _begin(schedule, action, free[rank], ended, prices.message)
+                if begin is None:
+                    break
+                free[rank] = ended[action] = begin + measure(action)
+                spans[rank].append((action, begin, free[rank]))
+                places[rank] += 1
+                moved = True
+    stuck = [f"rank {r} before {row[places[r]]}" for r, row in enumerate(schedule.ranks) if places[r] < len(row)]
+    if stuck:
+        raise UsageError(f"schedule {schedule.name!r} cannot end: {', '.join(stuck)} wait for each other")
+    return Timeline(schedule, tuple(map(tuple, spans)), tuple(_peak(schedule, row) for row in schedule.ranks))
+
+
+def _begin(schedule: Schedule, action: Action, free: float, ended: dict[Action, float], message: float) -> float | None:
+    begin = free
+    for needed in _needed(schedule, action, ended):
+        if needed not in ended:
+            return None
+        far = schedule.owners[needed.stage] != schedule.owners[action.stage]
+        begin = max(begin, ended[needed] + (message if far else 0.0))
+    return begin
+
+
+def _needed(schedule: Schedule, action: Action, ended: dict[Action, float]) -> list[Action]:
+    """What an action waits for, however the stage behind it computes its gradient: whole or in parts."""
+    needed = []
+    for each in schedule.waits_for(action):
+        if each.op.passes_back and each.stage != action.stage:
+            other = each._replace(op=Op.INPUT if each.op is Op.BACKWARD else Op.BACKWARD)
+            each = other if other in ended else each
+        needed.append(each)
+    return needed
+
+
+def _peak(schedule: Schedule, row: tuple[Action, ...]) -> int:
+    """Activations come with a forward and go with a backward, or with its second part."""
+    if schedule.forward_only:
+        return 0
+    held = peak = 0
+    for action in row:
+        held += {Op.FORWARD: 1, Op.INPUT: 0}.get(action.op, -1)
+        peak = max(peak, held)
+    return peak

@@ -1,0 +1,235 @@
+"""Messages between stages: activations one way, gradients back, each byte once.
+
+[Note: forms] Before the first activations into a stage their form is sent; after that both sides know it, and it is an
+error if it changes, unless shapes are dynamic: then every message has its form. Gradients have the shapes of what they
+are the gradients of, so nothing is said about them.
+
+[Note: failed stages] A stage that failed goes on with its messages, so that nobody waits for it and nothing is left in
+the wires: where the form is known it sends zeros, which are thrown away in the end, and where it would have to send a
+form it says that there is none. No gradient comes back for what was never sent.
+
+Receives are posted ahead of their use, so that bytes move while the stage computes; sends are waited for at the end of
+the batch. Messages of one kind between two ranks keep their order, which the validator of schedules looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.errors import PipelineError
+from deepspeed.parallel import AxisGroup
+from deepspeed.pipe.forms import Form, Kind, flatten, unflatten
+from deepspeed.pipe.schedule.actions import Message
+
+__all__ = ["FAILED", "Wires"]
+
+
+class _Failed:
+    def __repr__(self) -> str:
+        return "FAILED"
+
+
+FAILED = _Failed()
+"""In place of a value that a stage could not compute."""
+
+_TAGS = {"activation": 11, "gradient": 12}  # gloo keeps messages of different tags apart
+
+
+@dataclass
+class _Posted:
+    """A receive that was begun."""
+
+    form: Form
+    kinds: Sequence[Kind]
+    tensors: list[Tensor]
+    works: list[Any]
+
+
+class Wires:
+    """One rank's ends of the wires of its pipeline."""
+
+    def __init__(self, axis: AxisGroup, device: torch.device, *, dynamic: bool) -> None:
+        self._axis = axis
+        self._device = device
+        self._dynamic = dynamic
+        self._groups: dict[tuple[str, bool], Any] = {}
+        self._by_tag = axis.size == 1 or comm.get_backend(axis.group) in ("gloo", "fake")
+        self._forms: dict[int, Form] = {}
+        self._passed: dict[tuple[int, int], Form] = {}
+        self._posted: dict[Message, _Posted] = {}
+        self._sending: list[tuple[Any, Tensor]] = []
+        self.sent = {"activation": 0, "gradient": 0, "form": 0}
+        """Bytes since the beginning, by kind."""
+
+    def open(self) -> None:
+        """Make the groups that a backend without tags needs, one for each kind and direction; on all ranks together."""
+        if not self._by_tag and not self._groups:
+            self._groups = {(kind, up): self._axis.twin() for kind in _TAGS for up in (False, True)}
+
+    def forget_forms(self) -> None:
+        """Let forms be told anew: the next batch may have other shapes."""
+        self._forms.clear()
+
+    @contextmanager
+    def other_forms(self) -> Iterator[None]:
+        """Batches inside, of an evaluation, have forms of their own."""
+        kept, self._forms = self._forms, {}
+        try:
+            yield
+        finally:
+            self._forms = kept
+
+    # ---- sending
+
+    def send(self, message: Message, value: Any) -> None:
+        """Begin to send activations, a structure, or gradients, a list in the order of the trained tensors."""
+        tensors = self._to_send(message, value)
+        if tensors is not None:
+            for tensor in tensors:
+                self._isend(tensor, message, message.kind)
+        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+
+    def _to_send(self, message: Message, value: Any) -> Sequence[Tensor] | None:
+        if message.kind == "gradient":
+            form = self._passed.pop((message.stage + 1, message.micro_batch), None)
+            if form is None:
+                return None
+            kinds = [kind for kind in form.kinds if kind.trained]
+            given = [None] * len(kinds) if value is FAILED else value
+            return [self._zeros(kind) if each is None else each for kind, each in zip(kinds, given, strict=True)]
+        known = self._forms.get(message.stage)
+        form, tensors = (known, None) if value is FAILED else flatten(value)
+        if self._dynamic or known is None:
+            told = None if value is FAILED else form
+            self._tell(message, told)
+            if told is None:
+                return None
+            self._forms[message.stage] = told
+        elif form != known:
+            raise PipelineError(
+                f"stage {message.stage - 1} gives {form} of micro-batch {message.micro_batch} to stage "
+                f"{message.stage}, where {known} was expected, the shapes of the first micro-batch. Give all "
+                "micro-batches one shape, pass PipelineModule(..., dynamic_shape=True), or call "
+                "engine.reset_activation_shape() before a batch of another shape."
+            )
+        assert form is not None, "known, or just flattened"
+        self._passed[message.stage, message.micro_batch] = form
+        return [self._zeros(kind) for kind in form.kinds] if tensors is None else tensors
+
+    def _tell(self, message: Message, form: Form | None) -> None:
+        data = b"" if form is None else form.text().encode()
+        self._isend(torch.tensor([len(data)], dtype=torch.int64, device=self._device), message, "form")
+        if data:
+            self._isend(torch.tensor(list(data), dtype=torch.uint8, device=self._device), message, "form")
+
+    def _isend(self, tensor: Tensor, message: Message, counted: str) -> None:
+        data = _bytes(tensor)
+        self.sent[counted] += data.numel()
+        if data.numel() == 0:
+            return
+        with comm.labelled(_label(message)):
+            work = comm.isend(data, self._axis.ranks[message.target], *self._way(message))
+        if work is not None:
+            self._sending.append((work, data))
+
+    # ---- receiving
+
+    def post(self, message: Message) -> bool:
+        """Begin to receive ahead of use; False if what comes is not known yet."""
+        if message in self._posted:
+            return True
+        if message.kind == "gradient":
+            form = self._passed.get((message.stage + 1, message.micro_batch))
+            kinds = [kind for kind in form.kinds if kind.trained] if form is not None else []
+        else:
+            form = None if self._dynamic else self._forms.get(message.stage)
+            kinds = list(form.kinds) if form is not None else []
+        if form is None:
+            return False
+        self._posted[message] = self._begin(message, form, kinds)
+        return True
+
+    def receive(self, message: Message) -> Any:
+        """What was sent: a structure, or a list of gradients; FAILED if it could not be computed."""
+        if message.kind == "activation" and message not in self._posted and not self.post(message):
+            form = self._hear(message)
+            if form is None:
+                return FAILED
+            self._forms[message.stage] = form
+            self._posted[message] = self._begin(message, form, form.kinds)
+        elif not self.post(message):
+            return FAILED  # of what was never sent no gradient comes
+        posted = self._posted.pop(message)
+        for work in posted.works:
+            work.wait()
+        if message.kind == "gradient":
+            del self._passed[message.stage + 1, message.micro_batch]
+            return posted.tensors
+        self._passed[message.stage, message.micro_batch] = posted.form
+        for tensor, kind in zip(posted.tensors, posted.kinds, strict=True):
+            tensor.requires_grad_(kind.trained)
+        return unflatten(posted.form, posted.tensors)
+
+    def _hear(self, message: Message) -> Form | None:
+        size = torch.empty(1, dtype=torch.int64, device=self._device)
+        self._recv(size, message)
+        if int(size) == 0:
+            return None
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        self._recv(data, message)
+        return Form.parse(bytes(data.tolist()).decode())
+
+    def _recv(self, tensor: Tensor, message: Message) -> None:
+        with comm.labelled(_label(message)):
+            comm.recv(_bytes(tensor), self._axis.ranks[message.source], *self._way(message))
+
+    def _begin(self, message: Message, form: Form, kinds: Sequence[Kind]) -> _Posted:
+        tensors = [torch.empty(kind.shape, dtype=kind.dtype, device=self._device) for kind in kinds]
+        works = []
+        with comm.labelled(_label(message)):
+            for tensor in tensors:
+                if tensor.numel():
+                    source = self._axis.ranks[message.source]
+                    works.append(comm.irecv(_bytes(tensor), source, *self._way(message)))
+        return _Posted(form, kinds, tensors, [work for work in works if work is not None])
+
+    # ---- the end of a batch
+
+    def settle(self) -> None:
+        """Everything that was sent has left."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+        assert not self._posted, "every receive that is posted belongs to an action"
+        self._passed.clear()
+
+    def abandon(self) -> None:
+        """The wires are broken: forget what is under way."""
+        self._sending.clear()
+        self._posted.clear()
+        self._passed.clear()
+        self._forms.clear()
+
+    def _way(self, message: Message) -> tuple[Any, int]:
+        if self._by_tag:
+            return self._axis.group, _TAGS[message.kind]
+        return self._groups[message.kind, message.target < message.source], 0
+
+    def _zeros(self, kind: Kind) -> Tensor:
+        return torch.zeros(kind.shape, dtype=kind.dtype, device=self._device)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of a tensor as bytes, which every backend can send whatever the dtype."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _label(message: Message) -> str:
+    return f"{message.kind} of micro-batch {message.micro_batch} into stage {message.stage}"
