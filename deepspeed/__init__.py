@@ -31,7 +31,7 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.log import log_dist, logger
 
 if TYPE_CHECKING:
-    from deepspeed import accelerator, comm, ops, parallel, runtime, utils, zero
+    from deepspeed import accelerator, comm, moe, ops, parallel, runtime, utils, zero
     from deepspeed import comm as dist
     from deepspeed._api import (
         DeepSpeedOptimizerCallable,
@@ -67,6 +67,7 @@ _LAZY = {
     "get_accelerator": "deepspeed.accelerator:get_accelerator",
     "init_distributed": "deepspeed.comm:init_distributed",
     "initialize": "deepspeed._api:initialize",
+    "moe": "deepspeed.moe",
     "ops": "deepspeed.ops",
     "runtime": "deepspeed.runtime",
     "parallel": "deepspeed.parallel",
@@ -105,6 +106,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "moe",
     "ops",
     "parallel",
     "runtime",
