@@ -15,6 +15,8 @@ from deepspeed._watch import watch, watch_hangs
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.events import EventStream
 from deepspeed.log import log_dist, set_log_level_from_string
+from deepspeed.moe.placing import spread_experts
+from deepspeed.moe.utils import split_experts
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
 from deepspeed.precision.policy import Precision, make_scale
@@ -37,6 +39,7 @@ from deepspeed.zero.budgeting import budget, parameters_leave
 from deepspeed.zero.build import Sharded, hold_whole, house, quarters_of, shard
 from deepspeed.zero.parameters.hooks import ModuleHooks
 from deepspeed.zero.parameters.sharding import keep_whole
+from deepspeed.zero.placement import LiesOn
 from deepspeed.zero.states.norm import Measure
 from deepspeed.zero.states.states import States
 
@@ -79,18 +82,21 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     spills = parameters_leave(schema, module, precision, layout["dp", "sp"])
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)
-    replicate(module, layout["dp", "sp"], remote=remote)
+    parted = spread_experts(module, layout, stack, data_first=schema.use_data_before_expert_parallelism)
+    lies_on = parted or (lambda _: layout["dp", "sp"])
+    replicate(module, lies_on, remote=remote)
     log_dist(f"precision: {precision.describe()}")
 
     events, scale = EventStream(), make_scale(schema, precision)
-    basic = choose_optimizer(schema, request.optimizer, request.model_parameters, module)
+    parameters = split_experts(request.model_parameters, module)
+    basic = choose_optimizer(schema, request.optimizer, parameters, module)
     if schema.zero_optimization.stage > 0 and basic is not None and not schema.zero_allow_untested_optimizer:
         require_tested(basic)
     if basic is not None:
         hold_states(basic, precision)
     else:
         tell_without_optimizer(schema, request.training_data)
-    states, reducer, sharded = _states(request, layout, precision, basic, stack)
+    states, reducer, sharded = _states(request, layout, precision, basic, stack, parted)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
     accumulation = Accumulation(config.batch.steps, managed=schema.managed_gradient_accumulation)
@@ -114,6 +120,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
             drop_last=schema.dataloader_drop_last,
         ),
         resources=stack,
+        lies_on=lies_on,
         states=states,
         sharded=sharded,
         basic_optimizer=basic,
@@ -178,14 +185,19 @@ def is_split(param: nn.Parameter) -> bool:
 
 
 def _states(
-    request: Request, layout: ParallelLayout, precision: Precision, basic: Optimizer | None, stack: ExitStack
+    request: Request,
+    layout: ParallelLayout,
+    precision: Precision,
+    basic: Optimizer | None,
+    stack: ExitStack,
+    parted: LiesOn | None,
 ) -> tuple[States | None, Reducer, Sharded | None]:
     """What the optimizer updates and what reduces gradients: shards, or whole where there is nobody to share with."""
     model, axis = layout["pp", "tp"], layout["dp", "sp"]
     schema, module = request.config.schema, request.module
     zero = schema.zero_optimization
     model_group = model.group if model.size > 1 else None
-    measure = Measure(axis, model_group, is_split, all_used=not zero.ignore_unused_parameters)
+    measure = Measure(axis, model_group, is_split, not zero.ignore_unused_parameters, parted)
     hosts = Hosts(axis)
     quarters = quarters_of(schema, budget(schema, module, precision, basic, axis, hosts), hosts, stack)
     spreads = axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None))
@@ -198,7 +210,7 @@ def _states(
         sharded = house(schema, module, precision, basic, measure, layout.alone, quarters)
         return sharded.states, sharded.reducer, sharded
     states = None if basic is None else hold_whole(module, precision, basic, measure, layout.alone)
-    return states, build_reducer(schema, module, axis, precision, states), None
+    return states, build_reducer(schema, module, measure, precision, states), None
 
 
 def _forward(module: nn.Module, precision: Precision, hooks: ModuleHooks | None) -> Callable[..., Any]:

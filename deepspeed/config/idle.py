@@ -111,7 +111,6 @@ IDLE: tuple[Idle, ...] = (
     Idle("elasticity.min_time", "it is for schedulers, who decide whether a job is worth starting"),
     Idle("pipeline", _NO_PIPELINE),
     Idle("checkpoint.parallel_write", _NO_PIPELINE),
-    Idle("use_data_before_expert_parallelism", "expert parallelism is not part of this version"),
     Idle(
         "compile",
         "it belongs to compile.deepcompile, which is off",

@@ -22,6 +22,7 @@ from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.step.stepper import Stepper
+from deepspeed.zero.placement import LiesOn
 from deepspeed.zero.states.states import States
 
 __all__ = ["Parts"]
@@ -47,6 +48,8 @@ class Parts:
     make_loader: Callable[..., Any]
     resources: ExitStack
     """Whatever has to be closed with the engine."""
+    lies_on: LiesOn
+    """The ranks that hold the same elements of a parameter."""
     states: States | None = None
     """What the optimizer updates; None without an optimizer."""
     sharded: Any = None

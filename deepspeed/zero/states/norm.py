@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deepspeed import comm
 from deepspeed.ops.multi_tensor import global_norm, sum_of_squares
 from deepspeed.parallel import AxisGroup
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.placement import LiesOn, Placement
 
 __all__ = ["Line", "Measure", "clip_coefficient", "total_norm"]
 
@@ -30,6 +30,17 @@ class Measure:
     is_split: Callable[[nn.Parameter], bool]
     all_used: bool
     """A trained parameter without any gradient is an error."""
+    lies_on: LiesOn | None = None
+    """The part of these ranks on which a parameter lies; None: all parameters lie on all of them."""
+
+    def ranks_of(self, param: Tensor) -> AxisGroup:
+        """The ranks that hold the same elements of a parameter, whole or in shards."""
+        return self.axis if self.lies_on is None else self.lies_on(param)
+
+    @property
+    def parted(self) -> bool:
+        """True if not all parameters lie on all ranks."""
+        return self.lies_on is not None
 
 
 @dataclass(frozen=True)
