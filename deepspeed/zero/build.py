@@ -34,7 +34,7 @@ from deepspeed.zero.parameters.uses import blocks_of
 from deepspeed.zero.placement import AxisOf, LiesOn, Placement, placed
 from deepspeed.zero.public.export import meet_state_dicts
 from deepspeed.zero.public.granularity import units_by_granularity
-from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
+from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, mark_expert_blocks, set_z3_leaf_module
 from deepspeed.zero.states.deferral import Deferral
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.housed import HousedGroup
@@ -230,6 +230,7 @@ def _fetching(
     """Cut the parameters, and have modules gather what they need."""
     zero, axis = schema.zero_optimization, measure.axis
     apply_zero_leaf_module_config(module, zero.leaf_module)
+    mark_expert_blocks(module)
     remotes, stack = quarters.remotes, quarters.stack
     hosts = quarters.hosts
     if remotes is not None:
