@@ -15,7 +15,7 @@ from deepspeed._watch import watch, watch_hangs
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.events import EventStream
 from deepspeed.log import log_dist, set_log_level_from_string
-from deepspeed.moe.placing import spread_experts
+from deepspeed.moe.placing import SpreadExperts, spread_experts
 from deepspeed.moe.utils import split_experts
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
@@ -39,7 +39,6 @@ from deepspeed.zero.budgeting import budget, parameters_leave
 from deepspeed.zero.build import Sharded, hold_whole, house, quarters_of, shard
 from deepspeed.zero.parameters.hooks import ModuleHooks
 from deepspeed.zero.parameters.sharding import keep_whole
-from deepspeed.zero.placement import LiesOn
 from deepspeed.zero.states.norm import Measure
 from deepspeed.zero.states.states import States
 
@@ -82,8 +81,8 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     spills = parameters_leave(schema, module, precision, layout["dp", "sp"])
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)
-    parted = spread_experts(module, layout, stack, data_first=schema.use_data_before_expert_parallelism)
-    lies_on = parted or (lambda _: layout["dp", "sp"])
+    experts = spread_experts(module, layout, stack, data_first=schema.use_data_before_expert_parallelism)
+    lies_on = (lambda _: layout["dp", "sp"]) if experts is None else experts.lies_on
     replicate(module, lies_on, remote=remote)
     log_dist(f"precision: {precision.describe()}")
 
@@ -96,7 +95,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         hold_states(basic, precision)
     else:
         tell_without_optimizer(schema, request.training_data)
-    states, reducer, sharded = _states(request, layout, precision, basic, stack, parted)
+    states, reducer, sharded = _states(request, layout, precision, basic, stack, experts)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
     accumulation = Accumulation(config.batch.steps, managed=schema.managed_gradient_accumulation)
@@ -121,6 +120,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         ),
         resources=stack,
         lies_on=lies_on,
+        experts=experts,
         states=states,
         sharded=sharded,
         basic_optimizer=basic,
@@ -190,14 +190,15 @@ def _states(
     precision: Precision,
     basic: Optimizer | None,
     stack: ExitStack,
-    parted: LiesOn | None,
+    experts: SpreadExperts | None,
 ) -> tuple[States | None, Reducer, Sharded | None]:
     """What the optimizer updates and what reduces gradients: shards, or whole where there is nobody to share with."""
     model, axis = layout["pp", "tp"], layout["dp", "sp"]
     schema, module = request.config.schema, request.module
     zero = schema.zero_optimization
     model_group = model.group if model.size > 1 else None
-    measure = Measure(axis, model_group, is_split, not zero.ignore_unused_parameters, parted)
+    lies_on = None if experts is None else experts.lies_on
+    measure = Measure(axis, model_group, is_split, not zero.ignore_unused_parameters, lies_on)
     hosts = Hosts(axis)
     quarters = quarters_of(schema, budget(schema, module, precision, basic, axis, hosts), hosts, stack)
     spreads = axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed.moe.structure import read
+from deepspeed.moe.structure import lay_side_by_side, read
 from deepspeed.ops.grouped import Groups
 
 __all__ = ["Experts"]
@@ -24,6 +26,7 @@ class Experts(nn.Module):
         self._structure = read(self.deepspeed_experts[0])
         # Stage 3 gathers the experts of a rank together: they are used together, whichever tokens come.
         self._z3_leaf = True
+        self._gather_memory()
         for param in self.deepspeed_experts.parameters():
             param.allreduce = False  # type: ignore[attr-defined]  # what is published, and what scripts look at
             param.group_name = expert_group_name  # type: ignore[attr-defined]
@@ -39,6 +42,17 @@ class Experts(nn.Module):
         equal = Groups(self.num_local_experts, length=by_expert[0, ..., 0].numel())
         out = self._of_rows(by_expert.reshape(-1, inputs.shape[-1]), equal)
         return out.view(*by_expert.shape[:-1], out.shape[-1]).transpose(0, 1)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Experts:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # moves and casts parameters one by one
+        self._gather_memory()
+        return self
+
+    def _gather_memory(self) -> None:
+        """Lay the same parameter of all experts side by side, so that a grouped product needs no copy."""
+        if self._structure is not None:
+            for alike in zip(*(list(expert.parameters()) for expert in self.deepspeed_experts), strict=True):
+                lay_side_by_side(alike)
 
     @property
     def as_one(self) -> bool:

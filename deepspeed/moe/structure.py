@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from deepspeed.ops.grouped import Groups, grouped_linear
 
-__all__ = ["Structure", "read", "stacked"]
+__all__ = ["Structure", "lay_side_by_side", "read", "stacked"]
 
 # Modules without parameters that treat every element, or every row, alike.
 _MODULES = (
@@ -151,6 +151,17 @@ def stacked(params: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(params))
     result: Tensor = _Adjacent.apply(step, *params)  # type: ignore[no-untyped-call]
     return result
+
+
+@torch.no_grad()
+def lay_side_by_side(params: Sequence[nn.Parameter]) -> None:
+    """Move tensors that are alike into one memory; those that have no values of their own stay as they are."""
+    first = params[0]
+    alike = {(each.shape, each.dtype, each.device) for each in params}
+    if len(params) < 2 or len(alike) > 1 or first.is_meta or not first.numel() or _distance(params) == first.numel():
+        return
+    for each, home in zip(params, torch.stack(list(params)).unbind(), strict=True):
+        each.data = home
 
 
 def _distance(params: Sequence[Tensor]) -> int | None:

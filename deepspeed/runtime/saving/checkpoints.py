@@ -127,6 +127,7 @@ class Checkpoints:
         check_tag(tag)
         if not isinstance(run.client_state, Mapping):
             raise UsageError(f"client_state is {type(run.client_state).__name__}, expected a dict of the caller's own")
+        self._refuse_experts()
         settle_edits(self._parts)
         return {
             "model": self._parts.layout["pp", "tp"].rank,
@@ -134,6 +135,14 @@ class Checkpoints:
             "kinds": kinds_of(self._parts),
             "buffers": buffer_sum(self._parts.module),
         }
+
+    def _refuse_experts(self) -> None:
+        experts = self._parts.experts
+        if experts is not None and experts.most.ep.size > 1 and self._section.format == "safetensors":
+            raise CheckpointError(
+                f'checkpoint.format is "safetensors", which has no place for experts that are spread over '
+                f'{experts.most.ep.size} ranks ({experts.layers[0].begin}…). Use the format "deepspeed"'
+            )
 
     def _compared(self, run: Run, heard: list[dict[str, Any]]) -> Run:
         """With what the ranks of this model-parallel part know of each other."""
