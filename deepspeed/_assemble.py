@@ -179,9 +179,10 @@ def _layout(request: Request, stack: ExitStack) -> ParallelLayout:
     return layout
 
 
-def is_split(param: nn.Parameter) -> bool:
+def is_split(param: nn.Parameter, experts: SpreadExperts | None = None) -> bool:
     """True for a parameter of which model-parallel ranks hold different parts, by the marks Megatron sets."""
-    return bool(getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False))
+    marked = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
+    return bool(marked) or (experts is not None and experts.crosses(param))
 
 
 def _states(
@@ -197,8 +198,11 @@ def _states(
     schema, module = request.config.schema, request.module
     zero = schema.zero_optimization
     model_group = model.group if model.size > 1 else None
+    if experts is not None:
+        experts.require_stage(int(zero.stage))
     lies_on = None if experts is None else experts.lies_on
-    measure = Measure(axis, model_group, is_split, not zero.ignore_unused_parameters, lies_on)
+    parts = partial(is_split, experts=experts)
+    measure = Measure(axis, model_group, parts, not zero.ignore_unused_parameters, lies_on)
     hosts = Hosts(axis)
     quarters = quarters_of(schema, budget(schema, module, precision, basic, axis, hosts), hosts, stack)
     spreads = axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from deepspeed.errors import LayoutError
+from deepspeed.errors import FeatureUnavailable, LayoutError
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import is_moe_param
@@ -82,6 +82,24 @@ class SpreadExperts:
     def elsewhere(self, name: str) -> bool:
         """True for the name of an expert, whichever rank has it."""
         return any(name.startswith(layer.begin) for layer in self.layers)
+
+    def crosses(self, param: Tensor) -> bool:
+        """True for an expert that is spread or copied over tensor-parallel ranks, as if these were data-parallel."""
+        return is_moe_param(param) and self._wide(self._groups[param.group_name])  # type: ignore[attr-defined]
+
+    def require_stage(self, stage: int) -> None:
+        """Refuse what needs ranks to agree that do not talk to each other."""
+        wide = [layer for layer in self.layers if self._wide(layer.groups)]
+        if wide and stage > 0:
+            raise FeatureUnavailable(
+                f"zero_optimization.stage is {stage}, and the experts of {wide[0].begin}… lie on several "
+                "tensor-parallel ranks: that works at stage 0 only. Set the stage to 0, or make the layer with "
+                "enable_expert_tensor_parallelism=True and an expert that splits its weights",
+                path="zero_optimization.stage",
+            )
+
+    def _wide(self, groups: ExpertGroups) -> bool:
+        return not {*groups.ep.ranks, *groups.edp.ranks} <= set(self._everybody.ranks)
 
     @property
     def most(self) -> ExpertGroups:

@@ -116,6 +116,7 @@ class GradientReducer:
         self._group_of = over.group_of or (lambda _: over.group)
         self._slots = list(slots)
         self._group, self._size, self._weights = over.group, over.size, over.weights
+        self._alone = over.size == 1 and all(self._group_of(slot.param) is None for slot in slots)
         self._sparse_ids = sparse
         self._row_ids = rows
         self._arrivals = Arrivals(self._launch, whole=True)
@@ -138,7 +139,7 @@ class GradientReducer:
 
     def refresh(self) -> None:
         """Look again at which parameters are trained; freezing and unfreezing between steps is allowed."""
-        if self._size == 1 and not self._banks:
+        if self._alone and not self._banks:
             return
         flags = tuple(slot.param.requires_grad for slot in self._slots)
         if flags == self._flags:
@@ -168,8 +169,8 @@ class GradientReducer:
         self._arrivals.relearn()
         self._arrivals.watch(members, sizes, sum(sizes))
         for slot in trained:
-            if self._size > 1 or slot.banked:
-                number = numbers.get(id(slot)) if self._size > 1 else None
+            if not self._alone or slot.banked:
+                number = numbers.get(id(slot)) if not self._alone else None
                 self._arrivals.hook(slot.name, slot.param, number, slot.bank if slot.banked else None)
 
     eager = False
@@ -212,7 +213,7 @@ class GradientReducer:
 
     def arm(self) -> None:
         """The backward that starts now is the last one before the optimizer: reduce while it runs."""
-        if self._size > 1:
+        if not self._alone:
             self._arrivals.arm()
 
     def begin(self) -> None:
@@ -221,7 +222,7 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Launch what has not been launched and wait for all of it; gradients are then equal on all ranks."""
-        if self._size == 1 or (self._reduced and not self._arrivals.dirty and not self._arrivals.armed):
+        if self._alone or (self._reduced and not self._arrivals.dirty and not self._arrivals.armed):
             return
         self._arrivals.settle()
         for bucket in self._buckets:

@@ -143,6 +143,11 @@ class Checkpoints:
                 f'checkpoint.format is "safetensors", which has no place for experts that are spread over '
                 f'{experts.most.ep.size} ranks ({experts.layers[0].begin}…). Use the format "deepspeed"'
             )
+        if experts is not None and any(experts.crosses(param) for param in self._parts.module.parameters()):
+            raise CheckpointError(
+                f"the experts of {experts.layers[0].begin}… lie on several tensor-parallel ranks, for which "
+                "checkpoints have no place yet; save_16bit_model writes the whole model"
+            )
 
     def _compared(self, run: Run, heard: list[dict[str, Any]]) -> Run:
         """With what the ranks of this model-parallel part know of each other."""

@@ -61,7 +61,7 @@ def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) ->
     """
     if measure.axis.size == 1 and measure.model_group is None:
         return global_norm(_dense([tensor for line in lines for tensor in line.shared])).to(device)
-    alike = all(line.placement.copies == measure.axis.size for line in lines)  # every rank has all of them
+    alike = all(_everywhere(line.placement, measure.axis) for line in lines)
     squares = torch.zeros(2, dtype=torch.float64, device=device)
     for line in lines:
         for kind, tensors in enumerate((line.shared, line.split)):
@@ -74,6 +74,12 @@ def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) ->
     if measure.model_group is not None:
         comm.all_reduce(squares[1:], group=measure.model_group)
     return squares.sum().sqrt().float()
+
+
+def _everywhere(placement: Placement, axis: AxisGroup) -> bool:
+    """True if every rank of the axis has the same elements, and no other rank has."""
+    copies = placement.shard.ranks if placement.replicate is None else placement.replicate.ranks
+    return placement.shard.size == 1 and copies == axis.ranks
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
