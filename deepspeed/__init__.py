@@ -31,7 +31,7 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.log import log_dist, logger
 
 if TYPE_CHECKING:
-    from deepspeed import accelerator, comm, ops, parallel, pipe, runtime, utils, zero
+    from deepspeed import accelerator, comm, moe, ops, parallel, pipe, runtime, utils, zero
     from deepspeed import comm as dist
     from deepspeed._api import (
         DeepSpeedOptimizerCallable,
@@ -74,6 +74,7 @@ _LAZY = {
     "get_accelerator": "deepspeed.accelerator:get_accelerator",
     "init_distributed": "deepspeed.comm:init_distributed",
     "initialize": "deepspeed._api:initialize",
+    "moe": "deepspeed.moe",
     "ops": "deepspeed.ops",
     "runtime": "deepspeed.runtime",
     "parallel": "deepspeed.parallel",
@@ -117,6 +118,7 @@ __all__ = [
     "initialize",
     "log_dist",
     "logger",
+    "moe",
     "ops",
     "parallel",
     "pipe",

@@ -15,6 +15,8 @@ from deepspeed._watch import watch, watch_hangs
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.events import EventStream
 from deepspeed.log import log_dist, set_log_level_from_string
+from deepspeed.moe.placing import SpreadExperts, spread_experts
+from deepspeed.moe.utils import split_experts
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
 from deepspeed.pipe.engine import PipelineEngine
@@ -83,18 +85,21 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     spills = parameters_leave(schema, module, precision, layout["dp", "sp"])
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)
-    replicate(module, layout["dp", "sp"], remote=remote)
+    experts = spread_experts(module, layout, stack, data_first=schema.use_data_before_expert_parallelism)
+    lies_on = (lambda _: layout["dp", "sp"]) if experts is None else experts.lies_on
+    replicate(module, lies_on, remote=remote)
     log_dist(f"precision: {precision.describe()}")
 
     events, scale = EventStream(), make_scale(schema, precision)
-    basic = choose_optimizer(schema, request.optimizer, request.model_parameters, module)
+    parameters = split_experts(request.model_parameters, module)
+    basic = choose_optimizer(schema, request.optimizer, parameters, module)
     if schema.zero_optimization.stage > 0 and basic is not None and not schema.zero_allow_untested_optimizer:
         require_tested(basic)
     if basic is not None:
         hold_states(basic, precision)
     else:
         tell_without_optimizer(schema, request.training_data)
-    states, reducer, sharded = _states(request, layout, precision, basic, stack)
+    states, reducer, sharded = _states(request, layout, precision, basic, stack, experts)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
     accumulation = Accumulation(config.batch.steps, managed=schema.managed_gradient_accumulation)
@@ -120,6 +125,8 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
             drop_last=schema.dataloader_drop_last,
         ),
         resources=stack,
+        lies_on=lies_on,
+        experts=experts,
         states=states,
         sharded=sharded,
         basic_optimizer=basic,
@@ -178,20 +185,30 @@ def _layout(request: Request, stack: ExitStack) -> ParallelLayout:
     return layout
 
 
-def is_split(param: nn.Parameter) -> bool:
+def is_split(param: nn.Parameter, experts: SpreadExperts | None = None) -> bool:
     """True for a parameter of which model-parallel ranks hold different parts, by the marks Megatron sets."""
-    return bool(getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False))
+    marked = getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False)
+    return bool(marked) or (experts is not None and experts.crosses(param))
 
 
 def _states(
-    request: Request, layout: ParallelLayout, precision: Precision, basic: Optimizer | None, stack: ExitStack
+    request: Request,
+    layout: ParallelLayout,
+    precision: Precision,
+    basic: Optimizer | None,
+    stack: ExitStack,
+    experts: SpreadExperts | None,
 ) -> tuple[States | None, Reducer, Sharded | None]:
     """What the optimizer updates and what reduces gradients: shards, or whole where there is nobody to share with."""
     model, axis = layout["pp", "tp"], layout["dp", "sp"]
     schema, module = request.config.schema, request.module
     zero = schema.zero_optimization
     model_group = model.group if model.size > 1 else None
-    measure = Measure(axis, model_group, is_split, all_used=not zero.ignore_unused_parameters)
+    if experts is not None:
+        experts.require_stage(int(zero.stage))
+    lies_on = None if experts is None else experts.lies_on
+    parts = partial(is_split, experts=experts)
+    measure = Measure(axis, model_group, parts, all_used=not zero.ignore_unused_parameters, lies_on=lies_on)
     if isinstance(module, PipelineModule):
         measure = over_stages(measure, module, layout)
     hosts = Hosts(axis)
@@ -206,7 +223,7 @@ def _states(
         sharded = house(schema, module, precision, basic, measure, layout.alone, quarters)
         return sharded.states, sharded.reducer, sharded
     states = None if basic is None else hold_whole(module, precision, basic, measure, layout.alone)
-    return states, build_reducer(schema, module, axis, precision, states), None
+    return states, build_reducer(schema, module, measure, precision, states), None
 
 
 def _forward(module: nn.Module, precision: Precision, hooks: ModuleHooks | None) -> Callable[..., Any]:

@@ -195,6 +195,8 @@ def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint
     if not models or any(re.search(r"layer_|expert_", path.name) for path in (*models, *folder.glob("layer_*"))):
         raise ValueError(f"{folder} has no '*mp_rank_*_model_states.pt', or is of a pipeline or of experts")
     model, reader = _load(models[0]), _Reader()
+    if "num_experts" in model:
+        raise ValueError(f"{folder} has experts in the shards of some ranks; save_16bit_model writes the whole model")
     found = Checkpoint(aliases=dict(model.get("shared_params") or (model.get("ds_extra") or {}).get("aliases") or {}))
     buffers, module = set(model.get("buffer_names") or ()), model["module"]
     listed = model.get("param_shapes") or () if optimizers else ()

@@ -122,8 +122,7 @@ IDLE: tuple[Idle, ...] = (
     Idle("elasticity.min_time", "it is for schedulers, who decide whether a job is worth starting"),
     *(Idle(f"pipeline.{key}", _IN_THE_MODULE) for key in ("stages", "partition", "seed_layers")),
     *(Idle(f"pipeline.{key}", _SLICES) for key in ("pipe_partitioned", "grad_partitioned")),
-    Idle("checkpoint.parallel_write", "every rank writes its own part of a checkpoint"),
-    Idle("use_data_before_expert_parallelism", "expert parallelism is not part of this version"),
+    Idle("checkpoint.parallel_write", "every file is written by one rank, and different ranks write at the same time"),
     Idle(
         "compile",
         "it belongs to compile.deepcompile, which is off",

@@ -46,6 +46,7 @@ _FAMILIES = (
     "deepspeed.ops.adagrad.rule",
     "deepspeed.ops.adagrad.host",
     "deepspeed.ops.muon.newton_schulz",
+    "deepspeed.ops.grouped",
 )
 
 # What importing or building a kernel can raise. Anything else is a mistake in the loader and is shown as such.

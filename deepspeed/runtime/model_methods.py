@@ -13,7 +13,7 @@ from deepspeed import comm
 from deepspeed.errors import CheckpointError, DeepSpeedError
 from deepspeed.log import logger
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.saving.model_state import collect, load, load_by, write_model
+from deepspeed.runtime.saving.model_state import collect, gather_experts, load, load_by, write_model
 from deepspeed.zero.parameters.shard import shards_of
 
 __all__ = ["ModelMethods"]
@@ -88,7 +88,13 @@ class ModelMethods:
         Names are the model's, a tied parameter has all of its names, persistent buffers are included.
         """
         keep = comm.get_rank() == 0
-        return collect(self._parts.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
+        experts = self._parts.experts
+        if experts is None:
+            return collect(self._parts.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
+        found = collect(self._parts.module, exclude_frozen=exclude_frozen_parameters)
+        assert found is not None, "every rank keeps its experts"
+        gather_experts(found, experts, keep=keep)
+        return found if keep else None
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         return self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)

@@ -16,6 +16,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.offload import OffloadStateTypeEnum
 from deepspeed.events import EventStream
 from deepspeed.memory.parking import Parking
+from deepspeed.moe.placing import SpreadExperts
 from deepspeed.parallel import ParallelLayout
 from deepspeed.precision.policy import Precision
 from deepspeed.precision.scale import LossScale
@@ -23,6 +24,7 @@ from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.step.stepper import Stepper
+from deepspeed.zero.placement import LiesOn
 from deepspeed.zero.states.states import States
 
 __all__ = ["Parts"]
@@ -48,6 +50,10 @@ class Parts:
     make_loader: Callable[..., Any]
     resources: ExitStack
     """Whatever has to be closed with the engine."""
+    lies_on: LiesOn
+    """The ranks that hold the same elements of a parameter."""
+    experts: SpreadExperts | None = None
+    """The layers of experts of the model; None: it has none."""
     states: States | None = None
     """What the optimizer updates; None without an optimizer."""
     sharded: Any = None
@@ -70,3 +76,7 @@ class Parts:
     """What `engine.offload_states` moved to host memory, for a while."""
     moved: set[OffloadStateTypeEnum] = field(default_factory=set)
     """The kinds of it."""
+
+    def name_of(self, name: str) -> str:
+        """What a parameter or buffer of this rank's module is called in the whole model."""
+        return name if self.experts is None else self.experts.name_of(name)

@@ -14,6 +14,7 @@ from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.parameters.shard import shard_of
 from deepspeed.zero.parameters.sharding import convert_shards, put_away
+from deepspeed.zero.placement import LiesOn
 
 __all__ = ["place", "replicate", "spread"]
 
@@ -48,21 +49,25 @@ def _require_values(module: nn.Module) -> None:
         )
 
 
-def replicate(module: nn.Module, axis: AxisGroup, *, remote: bool = False) -> None:
+def replicate(module: nn.Module, lies_on: LiesOn, *, remote: bool = False) -> None:
     """Give every rank the parameters and buffers of the first rank that holds a copy of the same part.
 
     Parameters that live elsewhere (`remote`) follow one by one when they are cut.
     """
     parameters = [] if remote else list(module.named_parameters())
     tensors = {id(t): (name, t) for name, t in (*parameters, *module.named_buffers())}
-    spread(tensors.values(), axis)
+    spread(tensors.values(), lies_on)
 
 
 @torch.no_grad()
-def spread(tensors: Iterable[tuple[str, torch.Tensor]], axis: AxisGroup) -> None:
-    """Give every rank of an axis the first one's values of whole tensors."""
-    if axis.size == 1:
-        return
-    whole = [tensor.detach() for _, tensor in tensors if tensor.numel() and shard_of(tensor) is None]
-    with comm.labelled("first values of parameters and buffers"):
-        broadcast_coalesced(whole, src=axis.ranks[0], group=axis.group)
+def spread(tensors: Iterable[tuple[str, torch.Tensor]], lies_on: LiesOn) -> None:
+    """Give every rank the values of whole tensors that the first rank has which they lie on."""
+    axes: dict[tuple[int, ...], tuple[AxisGroup, list[torch.Tensor]]] = {}
+    for _, tensor in tensors:
+        if tensor.numel() and shard_of(tensor) is None:
+            axis = lies_on(tensor)
+            axes.setdefault(axis.ranks, (axis, []))[1].append(tensor.detach())
+    for axis, whole in axes.values():
+        if axis.size > 1:
+            with comm.labelled("first values of parameters and buffers"):
+                broadcast_coalesced(whole, src=axis.ranks[0], group=axis.group)

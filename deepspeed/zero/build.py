@@ -31,10 +31,10 @@ from deepspeed.zero.parameters.remote import Remote, Remotes
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.parameters.sharding import persist, shard_module, shard_parameter
 from deepspeed.zero.parameters.uses import blocks_of
-from deepspeed.zero.placement import AxisOf, Placement, everywhere
+from deepspeed.zero.placement import AxisOf, LiesOn, Placement, placed
 from deepspeed.zero.public.export import meet_state_dicts
 from deepspeed.zero.public.granularity import units_by_granularity
-from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, set_z3_leaf_module
+from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, mark_expert_blocks, set_z3_leaf_module
 from deepspeed.zero.states.deferral import Deferral
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
 from deepspeed.zero.states.housed import HousedGroup
@@ -75,13 +75,13 @@ def quarters_of(schema: Schema, budgeted: Budgeted | None, hosts: Hosts, stack: 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model that is spread over the ranks of an axis."""
+    """A model that is spread over ranks."""
 
     reducer: ShardReducer
     states: States | None
     names: dict[int, str]
     """The name of each parameter in the module, by id."""
-    axis: AxisGroup
+    lies_on: LiesOn
     coordinator: Coordinator | None = None
     hooks: ModuleHooks | None = None
     remote: Remote | None = None
@@ -94,7 +94,7 @@ class Sharded:
             return
         for name, param in members:
             if shard_of(param) is None:
-                shard_parameter(param, self.axis, name, self.remote).release()
+                shard_parameter(param, self.lies_on(param), name, self.remote).release()
         if self.hooks.handles:
             self.hooks.look_again()
         else:  # until now every parameter stayed whole
@@ -111,8 +111,7 @@ def house(
     quarters: Quarters,
 ) -> Sharded:
     """States that nobody shares, in another tier; `alone` is an axis on which this rank has no other."""
-    placement = everywhere(Placement(alone, replicate=measure.axis))
-    planner = _planner(schema, module, precision, placement, HousedGroup, quarters)
+    planner = _planner(schema, module, precision, _whole(measure, alone), HousedGroup, quarters)
     return _states(planner, module, optimizer, measure, quarters)
 
 
@@ -122,7 +121,7 @@ def hold_whole(
     """The states of an optimizer that nobody shares; `alone` is an axis on which this rank has no other."""
     dtypes = Dtypes(precision.master, precision.accumulate, precision.reduce)
     names = {id(param): name for name, param in module.named_parameters()}
-    planner = WholePlanner(Placement(alone, replicate=measure.axis), dtypes, names)
+    planner = WholePlanner(_whole(measure, alone), dtypes, names)
     return States(optimizer, planner.groups, measure, waits=planner.waits)
 
 
@@ -137,15 +136,24 @@ def shard(
     """Spread `module` and the states of its optimizer as the config's stage says."""
     zero = schema.zero_optimization
     if zero.stage < 3:
-        planner = _planner(schema, module, precision, everywhere(Placement(measure.axis)), None, quarters)
+        resting = placed(measure.ranks_of, lambda axis: Placement(axis, samples=measure.axis.size))
+        planner = _planner(schema, module, precision, resting, None, quarters)
         return _states(planner, module, optimizer, measure, quarters)
-    fetching = _fetching(schema, module, measure.axis, quarters)
+    fetching = _fetching(schema, module, measure, quarters)
     coordinator, hooks = fetching
-    placement = Placement(measure.axis, gradient_group=measure.axis.twin())
     make = partial(_striped, coordinator.gradient_arrived if hooks.handles else None)
-    planner = _planner(schema, module, precision, everywhere(placement), make, quarters)
+    striped = placed(
+        measure.ranks_of, lambda axis: Placement(axis, gradient_group=axis.twin(), samples=measure.axis.size)
+    )
+    planner = _planner(schema, module, precision, striped, make, quarters)
     sharded = _states(planner, module, optimizer, measure, quarters, fetching)
     return replace(sharded, remote=quarters.remotes.remote if quarters.remotes is not None else None)
+
+
+def _whole(measure: Measure, alone: AxisGroup) -> AxisOf:
+    """States that nobody shares: each rank that holds a parameter has all of them."""
+    size = measure.axis.size
+    return placed(measure.ranks_of, lambda axis: Placement(alone, replicate=axis, samples=size))
 
 
 def _planner(
@@ -203,7 +211,7 @@ def _states(
         coordinator.send_with(reducer)
     if states is not None:
         states.reducer = reducer
-    return Sharded(reducer, states, planner.names, measure.axis, coordinator, hooks)
+    return Sharded(reducer, states, planner.names, measure.ranks_of, coordinator, hooks)
 
 
 def _striped(
@@ -217,18 +225,21 @@ def _striped(
 
 
 def _fetching(
-    schema: Schema, module: nn.Module, axis: AxisGroup, quarters: Quarters
+    schema: Schema, module: nn.Module, measure: Measure, quarters: Quarters
 ) -> tuple[Coordinator, ModuleHooks]:
     """Cut the parameters, and have modules gather what they need."""
-    zero = schema.zero_optimization
+    zero, axis = schema.zero_optimization, measure.axis
     apply_zero_leaf_module_config(module, zero.leaf_module)
+    mark_expert_blocks(module)
     remotes, stack = quarters.remotes, quarters.stack
     hosts = quarters.hosts
     if remotes is not None:
         hosts.together(
-            lambda: reserve(remotes, module, axis), "taking space on the disk for parameters", needed=uses_disk(schema)
+            lambda: reserve(remotes, module, measure.ranks_of),
+            "taking space on the disk for parameters",
+            needed=uses_disk(schema),
         )
-    shards = shard_module(module, axis, remotes)
+    shards = shard_module(module, measure.ranks_of, remotes)
     for each in shards:
         each.strict = zero.enable_sanity_checks
     if zero.module_granularity_threshold > 0:

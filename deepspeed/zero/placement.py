@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.parallel import AxisGroup
 
-__all__ = ["AxisOf", "Placement", "everywhere"]
+__all__ = ["AxisOf", "LiesOn", "Placement", "placed"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,9 +18,9 @@ class Placement:
     """What a parameter knows of its ranks; parameters with the same object travel together.
 
     The ranks of `shard` times those of `replicate` are all that hold the parameter, each for its own samples: its
-    gradient is the mean over them. Data-parallel ranks shard a dense parameter over all of them; expert parameters
-    are sharded over the ranks that hold the same expert; MiCS shards over a part of the ranks and replicates over the
-    rest.
+    gradient is the mean over them, or over `samples`. Data-parallel ranks shard a dense parameter over all of them;
+    expert parameters are sharded over the ranks that hold the same expert; MiCS shards over a part of the ranks and
+    replicates over the rest.
     """
 
     shard: AxisGroup
@@ -29,6 +29,9 @@ class Placement:
     """Over which equal shards lie; None if there is one of each."""
     gradient_group: Any = None
     """The process group of `shard` on which gradients travel; None: that of the axis."""
+    samples: int | None = None
+    """Ranks whose samples make up its gradient, if these are others than those that hold it: to an expert come tokens
+    of ranks that do not hold it."""
 
     @property
     def copies(self) -> int:
@@ -38,7 +41,7 @@ class Placement:
     @property
     def size(self) -> int:
         """Ranks over which gradients are averaged."""
-        return self.shard.size * self.copies
+        return self.shard.size * self.copies if self.samples is None else self.samples
 
     @property
     def group(self) -> Any:
@@ -50,10 +53,18 @@ AxisOf = Callable[[nn.Parameter], Placement]
 """Each parameter's placement; asked by everyone who moves parameters, gradients or states."""
 
 
-def everywhere(placement: Placement) -> AxisOf:
-    """All parameters lie on the same ranks."""
+LiesOn = Callable[[Tensor], AxisGroup]
+"""The ranks that hold the same elements of a parameter or buffer, whole or in shards."""
 
-    def axis_of(_: nn.Parameter) -> Placement:
-        return placement
+
+def placed(lies_on: LiesOn, make: Callable[[AxisGroup], Placement]) -> AxisOf:
+    """Placements by the ranks that parameters lie on; those on the same ranks have the same object."""
+    known: dict[tuple[int, ...], Placement] = {}
+
+    def axis_of(param: nn.Parameter) -> Placement:
+        axis = lies_on(param)
+        if axis.ranks not in known:
+            known[axis.ranks] = make(axis)
+        return known[axis.ranks]
 
     return axis_of

@@ -18,7 +18,7 @@ PUBLIC = """
     __git_branch__ __git_hash__
     __version__ __version_major__ __version_minor__ __version_patch__ accelerator add_config_arguments
     checkpointing comm dist set_optimizer_flags
-    get_accelerator init_distributed initialize log_dist logger ops parallel runtime utils zero
+    get_accelerator init_distributed initialize log_dist logger moe ops parallel runtime utils zero
 """.split()
 
 

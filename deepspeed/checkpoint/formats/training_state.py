@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deepspeed.fragments import FlatLayout
 
-__all__ = ["Counters", "GroupState", "Layers", "TrainingState"]
+__all__ = ["Counters", "Experts", "GroupState", "Layers", "TrainingState"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,13 @@ class GroupState:
     """This rank's number in the layout."""
     known: Sequence[str] = ()
     """Kinds that other ranks have of this group: every rank's files list the same ones."""
+    ep: int = 0
+    """Over how many ranks its experts are spread, of which this rank's are listed here; 0: it has none."""
+
+    @property
+    def world(self) -> int:
+        """Ranks over which the parameters are spread."""
+        return 1 if self.layout is None else self.layout.world
 
     def interval(self, param: int) -> tuple[int, int]:
         """The [start, stop) of the parameter that this rank holds."""
@@ -78,6 +85,22 @@ class Layers:
     def known(self) -> dict[int, str]:
         """Both."""
         return {**self.elsewhere, **self.here}
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The layers of experts of a model; names of experts have their numbers in the whole model."""
+
+    layers: Mapping[str, int]
+    """What the names of a layer's experts begin with → how many there are, in the order of the model."""
+    data_first: bool
+    """Neighbouring ranks have the same experts, not different ones."""
+    part: int
+    """Which part of the experts this rank has, of the largest number over which any are spread."""
+    first: bool
+    """Whether this rank is the first that has this part."""
+    writes: Mapping[str, bool]
+    """Layer → whether this rank is the first of those that have the same experts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +154,8 @@ class TrainingState:
     client_state: Mapping[str, Any] = field(default_factory=dict)
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     """The user's config without secrets."""
+    experts: Experts | None = None
+    """What of the model are experts; None: nothing."""
     shares: bool | None = None
     """This rank writes what all ranks have alike: the first one, with node-local storage one of each node."""
 

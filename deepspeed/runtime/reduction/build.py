@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
-from deepspeed.runtime.reduction.reducer import GradientReducer, Slot
+from deepspeed.runtime.reduction.reducer import GradientReducer, Over, Slot
 from deepspeed.runtime.reduction.sparse import embedding_parameters
 from deepspeed.zero.gradients.reduction import Weights
+from deepspeed.zero.states.norm import Measure
 from deepspeed.zero.states.states import States
 
 if TYPE_CHECKING:
@@ -22,14 +23,23 @@ __all__ = ["build_reducer", "extend_reducer"]
 
 
 def build_reducer(
-    schema: Schema, module: nn.Module, axis: AxisGroup, precision: Precision, states: States | None
+    schema: Schema, module: nn.Module, measure: Measure, precision: Precision, states: States | None
 ) -> GradientReducer:
-    """The reducer of a module whose parameters are whole on every rank of an axis."""
+    """The reducer of a module whose parameters are whole on every rank that they lie on."""
     sparse, rows = embedding_parameters(module, all_rows=schema.sparse_gradients)
-    group = axis.group if axis.size > 1 else None
+    axis = measure.axis
     slots = _slots(list(module.named_parameters()), module, precision, states)
     holder_of = states.holder if states is not None else None
-    return GradientReducer(slots, group, axis.size, Weights.of(schema, axis.size), sparse, rows, holder_of)
+    group_of = partial(_group_of, measure) if measure.parted else None
+    group = axis.group if axis.size > 1 else None
+    over = Over(group, axis.size, Weights.of(schema, axis.size), group_of)
+    return GradientReducer(slots, over, sparse, rows, holder_of)
+
+
+def _group_of(measure: Measure, param: nn.Parameter) -> Any:
+    """The process group over which a parameter's gradients are summed; None: this rank alone holds it."""
+    axis = measure.ranks_of(param)
+    return axis.group if axis.size > 1 else None
 
 
 def extend_reducer(

@@ -22,7 +22,7 @@ from deepspeed.runtime.reduction.sparse import reduce_rows, reduce_sparse
 from deepspeed.zero.gradients.arrivals import Arrivals
 from deepspeed.zero.gradients.reduction import Weights
 
-__all__ = ["GradientReducer", "Slot"]
+__all__ = ["GradientReducer", "Over", "Slot"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,17 @@ class Slot:
             self.holder.grad = grad.to(self.holder.dtype)
         else:
             self.holder.grad.add_(grad)
+
+
+@dataclass(frozen=True)
+class Over:
+    """The ranks over which gradients are summed, and what they are multiplied by."""
+
+    group: Any
+    size: int
+    weights: Weights
+    group_of: Callable[[nn.Parameter], Any] | None = None
+    """The group of each parameter where they differ; it tells None for one that only this rank holds."""
 
 
 class _Bucket:
@@ -95,19 +106,17 @@ class GradientReducer:
     def __init__(
         self,
         slots: Sequence[Slot],
-        group: Any,
-        size: int,
-        weights: Weights,
+        over: Over,
         sparse: frozenset[int] = frozenset(),
         rows: frozenset[int] = frozenset(),
         holder_of: Callable[[nn.Parameter], nn.Parameter] | None = None,
     ) -> None:
         """`holder_of` tells where a parameter's gradient is collected now, for parameters that were unfrozen."""
         self._holder_of = holder_of
+        self._group_of = over.group_of or (lambda _: over.group)
         self._slots = list(slots)
-        self._group = group
-        self._size = size
-        self._weights = weights
+        self._group, self._size, self._weights = over.group, over.size, over.weights
+        self._alone = over.size == 1 and all(self._group_of(slot.param) is None for slot in slots)
         self._sparse_ids = sparse
         self._row_ids = rows
         self._arrivals = Arrivals(self._launch, whole=True)
@@ -130,7 +139,7 @@ class GradientReducer:
 
     def refresh(self) -> None:
         """Look again at which parameters are trained; freezing and unfreezing between steps is allowed."""
-        if self._size == 1 and not self._banks:
+        if self._alone and not self._banks:
             return
         flags = tuple(slot.param.requires_grad for slot in self._slots)
         if flags == self._flags:
@@ -140,11 +149,16 @@ class GradientReducer:
             self._slots = [replace(slot, holder=self._holder_of(slot.param)) for slot in self._slots]
         trained = [slot for slot in self._slots if slot.param.requires_grad]
         special = self._sparse_ids | self._row_ids
+        special = frozenset(
+            id(slot.param)
+            for slot in trained
+            if id(slot.param) in special and self._group_of(slot.param) is self._group
+        )
         self._sparse = [slot for slot in trained if id(slot.param) in special]
         dense = [slot for slot in trained if id(slot.param) not in special]
         plans = buckets.plan(
             [slot.holder.numel() * slot.holder.element_size() for slot in dense],
-            [(slot.holder.dtype, slot.holder.device, slot.travels) for slot in dense],
+            [(slot.holder.dtype, slot.holder.device, slot.travels, self._group_of(slot.param)) for slot in dense],
             buckets.BUCKET_BYTES,
         )
         self._buckets = [_Bucket([dense[i] for i in plan.packed], [dense[i] for i in plan.alone]) for plan in plans]
@@ -155,8 +169,8 @@ class GradientReducer:
         self._arrivals.relearn()
         self._arrivals.watch(members, sizes, sum(sizes))
         for slot in trained:
-            if self._size > 1 or slot.banked:
-                number = numbers.get(id(slot)) if self._size > 1 else None
+            if not self._alone or slot.banked:
+                number = numbers.get(id(slot)) if not self._alone else None
                 self._arrivals.hook(slot.name, slot.param, number, slot.bank if slot.banked else None)
 
     eager = False
@@ -191,15 +205,21 @@ class GradientReducer:
 
         The mean of equal gradients is the gradient, so reducing a mean again does no harm; a sum must be undone.
         """
-        if self._reduced and not self._weights.mean:
+        if self._reduced:
             for slot in self._slots:
-                if slot.param.requires_grad and slot.holder.grad is not None:
-                    slot.holder.grad.div_(self._size)
+                if slot.param.requires_grad and slot.holder.grad is not None and (again := self._again(slot)) != 1.0:
+                    slot.holder.grad.div_(again)
         self._reduced = False
+
+    def _again(self, slot: Slot) -> float:
+        """What a gradient that all ranks of its group have alike is multiplied by when it is reduced."""
+        group = self._group_of(slot.param)
+        ranks = self._size if group is self._group else 1 if group is None else comm.get_world_size(group)
+        return ranks / self._size if self._weights.mean else ranks
 
     def arm(self) -> None:
         """The backward that starts now is the last one before the optimizer: reduce while it runs."""
-        if self._size > 1:
+        if not self._alone:
             self._arrivals.arm()
 
     def begin(self) -> None:
@@ -208,7 +228,7 @@ class GradientReducer:
 
     def finish(self) -> None:
         """Launch what has not been launched and wait for all of it; gradients are then equal on all ranks."""
-        if self._size == 1 or (self._reduced and not self._arrivals.dirty and not self._arrivals.armed):
+        if self._alone or (self._reduced and not self._arrivals.dirty and not self._arrivals.armed):
             return
         self._arrivals.settle()
         for bucket in self._buckets:
@@ -255,8 +275,10 @@ class GradientReducer:
         if before != 1.0:
             for tensor in bucket.sent:
                 tensor.mul_(before)
-        with comm.labelled(bucket.label):
-            bucket.works = [comm.all_reduce(tensor, group=self._group, async_op=True) for tensor in bucket.sent]
+        group = self._group_of(bucket.members[0].param)
+        if group is not None:
+            with comm.labelled(bucket.label):
+                bucket.works = [comm.all_reduce(tensor, group=group, async_op=True) for tensor in bucket.sent]
         if not bucket.narrowed:
             bucket.hand_back()  # the rest of backward uses the memory of what was packed
 

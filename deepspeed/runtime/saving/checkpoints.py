@@ -128,6 +128,7 @@ class Checkpoints:
         check_tag(tag)
         if not isinstance(run.client_state, Mapping):
             raise UsageError(f"client_state is {type(run.client_state).__name__}, expected a dict of the caller's own")
+        self._refuse_experts()
         settle_edits(self._parts)
         return {
             "model": self._parts.layout["pp", "tp"].rank,
@@ -135,6 +136,19 @@ class Checkpoints:
             "kinds": kinds_of(self._parts),
             "buffers": buffer_sum(self._parts.module),
         }
+
+    def _refuse_experts(self) -> None:
+        experts = self._parts.experts
+        if experts is not None and experts.most.ep.size > 1 and self._section.format == "safetensors":
+            raise CheckpointError(
+                f'checkpoint.format is "safetensors", which has no place for experts that are spread over '
+                f'{experts.most.ep.size} ranks ({experts.layers[0].begin}…). Use the format "deepspeed"'
+            )
+        if experts is not None and any(experts.crosses(param) for param in self._parts.module.parameters()):
+            raise CheckpointError(
+                f"the experts of {experts.layers[0].begin}… lie on several tensor-parallel ranks, for which "
+                "checkpoints have no place yet; save_16bit_model writes the whole model"
+            )
 
     def _compared(self, run: Run, heard: list[dict[str, Any]]) -> Run:
         """With what the ranks of this model-parallel part know of each other."""

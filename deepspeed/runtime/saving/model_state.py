@@ -18,11 +18,12 @@ from deepspeed.checkpoint.formats.safetensors import size as safetensors_size
 from deepspeed.checkpoint.storage.durable import sync_directory, write_file, write_tensorfile, write_text
 from deepspeed.checkpoint.zero_to_fp32 import plan_shards
 from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.moe.placing import SpreadExperts
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import Shard, shards_of
 from deepspeed.zero.public.gathered import GatheredParameters
 
-__all__ = ["collect", "load", "load_by", "write_model"]
+__all__ = ["collect", "gather_experts", "load", "load_by", "write_model"]
 
 
 # ---- reading
@@ -37,6 +38,19 @@ def collect(module: nn.Module, *, keep: bool = True, exclude_frozen: bool = Fals
     with torch.no_grad():
         found.add(module, "")
     return found.values if keep else None
+
+
+def gather_experts(state: OrderedDict[str, Any], experts: SpreadExperts, *, keep: bool) -> None:
+    """Bring what other ranks have of the experts to rank 0, by their names in the whole model; layer by layer."""
+    for layer in experts.layers:
+        own = {experts.name_of(name): state.pop(name) for name in list(state) if name.startswith(layer.begin)}
+        axis = layer.groups.ep
+        if axis.size > 1 and layer.groups.edp.rank == 0:
+            told: list[Any] = [None] * axis.size
+            comm.all_gather_object(told, own, group=axis.group)
+            own = {name: value for each in told for name, value in each.items()}
+        if keep:
+            state.update(own)
 
 
 class _Collected:

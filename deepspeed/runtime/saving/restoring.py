@@ -23,7 +23,7 @@ from deepspeed.runtime.base_optimizer import reload
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.model_state import load_by
 from deepspeed.runtime.saving.optimizer_match import fitting, require_match
-from deepspeed.runtime.saving.training_state import listing, model_names, settle_edits, shape_of
+from deepspeed.runtime.saving.training_state import listing, model_names, model_values, settle_edits, shape_of
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
 
@@ -66,7 +66,7 @@ class Restoring:
             for place, (name, param) in enumerate(zip(group.names, group.params, strict=True))
         ]
         owned = {held.name for held in self._held}
-        named = list(parts.module.named_parameters())
+        named = [(parts.name_of(name), param) for name, param in parts.module.named_parameters()]
         self._others = [(name, param) for name, param in named if name not in owned]
         self._state_dict: dict[str, Tensor] | None = None
         self._reads = BulkRead()
@@ -86,13 +86,15 @@ class Restoring:
             require_match(optimizer, kinds, [settings for _, settings in self._source.groups])
         if self._wish.load_fn is not None:
             return
-        module, source = self._parts.module, self._source
-        names = model_names(module)
-        values = module.state_dict(keep_vars=True)
+        source, experts = self._source, self._parts.experts
+        names = model_names(self._parts)
+        values = model_values(self._parts)
         wanted = {name: names.get(id(value), name) for name, value in values.items()}
         known = {*source.shapes, *source.aliases, *source.small.extra}
         absent = [name for name, owner in wanted.items() if name not in known and owner not in known]
         spare = [name for name in known if name not in wanted and source.aliases.get(name, name) not in wanted]
+        if experts is not None:
+            spare = [name for name in spare if not experts.elsewhere(name)]
         wrong = [
             f"{name} has the shape {tuple(self._shape(name))} there and {tuple(shape)} here"
             for name, shape in self._shapes(values).items()
@@ -109,7 +111,8 @@ class Restoring:
             log_dist(f"not in the checkpoint and left as they are: {_some(absent)}", level=WARNING)
 
     def _shapes(self, values: Mapping[str, Any]) -> dict[str, torch.Size]:
-        parameters = {name: shape_of(param) for name, param in self._parts.module.named_parameters()}
+        named = self._parts.module.named_parameters()
+        parameters = {self._parts.name_of(name): shape_of(param) for name, param in named}
         others = {n: v.shape for n, v in values.items() if isinstance(v, Tensor) and not isinstance(v, nn.Parameter)}
         return {**parameters, **others}
 
@@ -179,13 +182,17 @@ class Restoring:
     def _read_rest(self) -> None:
         """Buffers, and what modules keep besides tensors."""
         module, source = self._parts.module, self._source
-        present, parameters = module.state_dict(keep_vars=True), model_names(module)
+        present, parameters = model_values(self._parts), model_names(self._parts)
         axis = self._parts.layout["dp", "sp"]
         own = source.rank_state(axis.rank).get("buffers") if source.world == axis.size else None
         for name, tensor in {**source.buffers, **(own or {})}.items():
             target = present.get(name)
             if isinstance(target, Tensor) and id(target) not in parameters:
                 target.data.copy_(tensor)
+        for name, target in present.items() if self._parts.experts is not None else ():
+            kept = isinstance(target, Tensor) and id(target) not in parameters and name not in source.buffers
+            if kept and self._has(name):  # a buffer of an expert
+                self._take(name, "param", (0, target.numel()), target.data)
         for name, value in source.small.extra.items():
             if name in present:
                 module.get_submodule(name.rpartition(".")[0]).set_extra_state(value)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed.checkpoint.formats.training_state import Counters, GroupState, TrainingState
+from deepspeed.checkpoint.formats.training_state import Counters, Experts, GroupState, TrainingState
 from deepspeed.config.explain import without_secrets
 from deepspeed.fragments import FlatLayout
 from deepspeed.ops.adam import FusedAdam
@@ -21,7 +21,18 @@ from deepspeed.runtime.step.scale_names import attributes_of
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.states.group import ShardGroup
 
-__all__ = ["Listed", "Run", "buffer_sum", "collect", "kinds_of", "listing", "model_names", "settle_edits", "shape_of"]
+__all__ = [
+    "Listed",
+    "Run",
+    "buffer_sum",
+    "collect",
+    "kinds_of",
+    "listing",
+    "model_names",
+    "model_values",
+    "settle_edits",
+    "shape_of",
+]
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -66,22 +77,28 @@ def shape_of(param: nn.Parameter) -> torch.Size:
     return param.shape if shard is None else shard.shape
 
 
-def model_names(module: nn.Module) -> dict[int, str]:
-    """The name of each parameter, by id; of a tied one its first."""
-    return {id(param): name for name, param in module.named_parameters()}
+def model_names(parts: Parts) -> dict[int, str]:
+    """The name of each parameter in the whole model, by id; of a tied one its first."""
+    return {id(param): parts.name_of(name) for name, param in parts.module.named_parameters()}
+
+
+def model_values(parts: Parts) -> dict[str, Any]:
+    """The module's state dict by the names in the whole model."""
+    return {parts.name_of(name): value for name, value in parts.module.state_dict(keep_vars=True).items()}
 
 
 def listing(parts: Parts) -> list[Listed]:
     """Every group that the optimizer trains; empty without an optimizer."""
-    return [] if parts.states is None else [_listed(group) for group in parts.states.groups]
+    return [] if parts.states is None else [_listed(group, parts) for group in parts.states.groups]
 
 
-def _listed(group: ShardGroup) -> Listed:
+def _listed(group: ShardGroup, parts: Parts) -> Listed:
     held = {id(piece.param): piece.master for piece in group.pieces}
     masters = [held.get(id(param)) for param in group.params]
+    names = [parts.name_of(name) for name in group.names]
     if group.whole:
-        return Listed(group.names, group.params, masters, group.options)
-    return Listed(group.names, group.params, masters, group.options, group.layout, group.axis.rank)
+        return Listed(names, group.params, masters, group.options)
+    return Listed(names, group.params, masters, group.options, group.layout, group.axis.rank)
 
 
 def settle_edits(parts: Parts) -> None:
@@ -127,10 +144,11 @@ def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> Training
     states = []
     for place, group in enumerate(groups):
         known = run.kinds[place] if place < len(run.kinds) else ()
-        states.append(_group_state(parts.basic_optimizer, group, known))
-    module, buffers, aliases, extra = _module(parts.module, stage, exclude_frozen)
+        ep = 0 if parts.experts is None or not group.params else parts.experts.size_of(group.params[0])
+        states.append(replace(_group_state(parts.basic_optimizer, group, known), ep=ep))
+    module, buffers, aliases, extra = _module(parts, stage, exclude_frozen)
     trained = {name for group in groups for name in group.names}
-    shapes = {name: shape_of(param) for name, param in parts.module.named_parameters()}
+    shapes = {parts.name_of(name): shape_of(param) for name, param in parts.module.named_parameters()}
     frozen = {name: shape for name, shape in shapes.items() if name in module and name not in trained}
     scheduler = getattr(run.lr_scheduler, "state_dict", None)
     return TrainingState(
@@ -160,8 +178,17 @@ def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> Training
         own_buffers={name: module[name] for name in buffers} if run.own_buffers else None,
         client_state=run.client_state,
         ds_config=without_secrets(parts.config.loaded.raw),
+        experts=_experts(parts),
         shares=axis.rank == 0 or (schema.checkpoint.use_node_local_storage and parts.local_rank == 0),
     )
+
+
+def _experts(parts: Parts) -> Experts | None:
+    experts = parts.experts
+    if experts is None:
+        return None
+    writes = {layer.begin: layer.groups.edp.rank == 0 for layer in experts.layers}
+    return Experts(experts.numbers, experts.data_first, experts.most.ep.rank, experts.most.edp.rank == 0, writes)
 
 
 def _groups(parts: Parts, exclude_frozen: bool) -> list[Listed]:
@@ -220,15 +247,15 @@ def _group_state(optimizer: Optimizer | None, group: Listed, known: Sequence[str
 
 
 def _module(
-    module: nn.Module, stage: int, exclude_frozen: bool
+    parts: Parts, stage: int, exclude_frozen: bool
 ) -> tuple[dict[str, Tensor], list[str], dict[str, str], dict[str, Any]]:
     """The state dict, which of it are buffers, its tied names, and what of it is no tensor."""
-    owners = model_names(module)
+    owners = model_names(parts)
     values: dict[str, Tensor] = {}
     buffers: list[str] = []
     aliases: dict[str, str] = {}
     extra: dict[str, Any] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in model_values(parts).items():
         if isinstance(value, nn.Parameter) and id(value) in owners:
             if exclude_frozen and not value.requires_grad:
                 continue

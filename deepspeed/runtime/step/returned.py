@@ -9,7 +9,6 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed.parallel import AxisGroup
 from deepspeed.runtime.base_optimizer import MixedPrecisionOptimizer
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.placing import spread
@@ -37,7 +36,7 @@ def returned_optimizer(
     common: dict[str, Any] = {
         "backward": parts.backward.run,
         "clip_grad": parts.config.schema.gradient_clipping,
-        "extend": partial(_extend, parts, owner, axis),
+        "extend": partial(_extend, parts, owner),
     }
     if not zero.stage:
         return MixedPrecisionOptimizer(basic, stepper, parts.scale, **common)
@@ -49,11 +48,11 @@ def returned_optimizer(
     return made
 
 
-def _extend(parts: Parts, owner: Owner, axis: AxisGroup, params: list[nn.Parameter]) -> None:
+def _extend(parts: Parts, owner: Owner, params: list[nn.Parameter]) -> None:
     """Prepare parameters that `add_param_group` brings: equal on all ranks, sharded, hooked, reduced."""
     names = {id(param): name for name, param in parts.module.named_parameters()}
     named = [(names.get(id(param), f"added parameter of shape {tuple(param.shape)}"), param) for param in params]
-    spread(named, axis)
+    spread(named, parts.lies_on)
     attach(params, owner)
     if parts.sharded is not None:
         parts.sharded.extend(named)

@@ -13,13 +13,13 @@ from deepspeed.config.offload import DeepSpeedZeroOffloadParamConfig
 from deepspeed.memory.files import file_engine
 from deepspeed.memory.swap import SwapFile
 from deepspeed.memory.tier import Allotted, Tier
-from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.parameters.gather import Gather
 from deepspeed.zero.parameters.in_files import FileGather, InFiles, Limits
 from deepspeed.zero.parameters.remote import HostGather, InHostMemory, Remote, Remotes
 from deepspeed.zero.parameters.sharding import numel_of
+from deepspeed.zero.placement import LiesOn
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
@@ -62,11 +62,11 @@ def uses_disk(schema: Schema) -> bool:
     return bool(schema.memory.disk) or any(each is not None and each.device.value == "nvme" for each in sections)
 
 
-def reserve(remotes: Remotes, module: nn.Module, axis: AxisGroup) -> None:
+def reserve(remotes: Remotes, module: nn.Module, lies_on: LiesOn) -> None:
     """Make sure of space for all chunks of a model that will lie in files."""
     remote, foreseen = remotes.remote, copy.deepcopy(remotes.rooms)
     if isinstance(remote, InFiles):
-        chunks = [(-(-numel_of(param) // axis.size), param.dtype) for param in module.parameters()]
+        chunks = [(-(-numel_of(param) // lies_on(param).size), param.dtype) for param in module.parameters()]
         remote.reserve(each for each in chunks if foreseen.place([each[0]]) != [Tier.DEVICE])
 
 

@@ -12,18 +12,20 @@ from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.parameter import shard_parameter, spread_class
 from deepspeed.zero.parameters.remote import Remote, Remotes
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
+from deepspeed.zero.placement import LiesOn
 
 __all__ = ["convert_shards", "keep_whole", "numel_of", "persist", "put_away", "shard_module", "shard_parameter"]
 
 
-def shard_module(module: nn.Module, axis: AxisGroup, remotes: Remotes | None = None) -> list[Shard]:
+def shard_module(module: nn.Module, lies_on: LiesOn, remotes: Remotes | None = None) -> list[Shard]:
     """Cut every parameter that is not cut yet; returns all shards in the order of the model.
 
-    Those that are cut already, by `zero.Init` for instance, are used over this axis from now on. With `remotes` chunks
+    Those that are cut already, by `zero.Init` for instance, are used over their axis from now on. With `remotes` chunks
     live where these say, and the first rank's values count: one parameter at a time is whole on the device.
     """
     shards = []
     for name, param in module.named_parameters():
+        axis = lies_on(param)
         remote = None if remotes is None else remotes.choose(-(-numel_of(param) // axis.size))
         shard = shard_of(param)
         if shard is None:
@@ -85,7 +87,7 @@ def convert_shards(module: nn.Module, stage: int, *, stay: bool = False) -> None
 
 def keep_whole(module: nn.Module, axis: AxisGroup) -> None:
     """On an axis of one rank: parameters know about shards and are whole for good, without a copy."""
-    shards = shard_module(module, axis)
+    shards = shard_module(module, lambda _: axis)
     fetch.gather([shard for shard in shards if not shard.whole])
     for shard in shards:
         shard.persistent = True

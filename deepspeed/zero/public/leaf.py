@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "apply_zero_leaf_module_config",
     "get_z3_leaf_modules",
+    "mark_expert_blocks",
     "set_z3_leaf_module",
     "set_z3_leaf_modules",
     "set_z3_leaf_modules_by_name",
@@ -110,6 +111,26 @@ def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: DeepSpeedZeroLeafM
                 missing,
             )
     return _distinct(found)
+
+
+def mark_expert_blocks(model: nn.Module) -> list[nn.Module]:
+    """Mark every block that keeps several experts of one class in a list or dict called `experts`; returns them.
+
+    Which of them a rank uses depends on its tokens, so that ranks would have to ask each other for every expert. What
+    somebody marked, or said not to be one, stays as it is; so does the model itself, which is no block.
+    """
+    found = []
+    for module in model.modules():
+        experts = module._modules.get("experts")
+        if not isinstance(experts, (nn.ModuleList, nn.ModuleDict)) or len(experts) < 2:
+            continue
+        computes = type(experts).forward is not nn.Module.forward
+        block = experts if computes else module
+        alike = len({type(expert) for expert in experts.children()}) == 1
+        if alike and block is not model and not hasattr(block, "_z3_leaf"):
+            set_z3_leaf_module(block, True)
+            found.append(block)
+    return found
 
 
 def _flag_classes(model: nn.Module, classes: Any, *, flag: bool, required: bool) -> list[nn.Module]:

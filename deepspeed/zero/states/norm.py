@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deepspeed import comm
 from deepspeed.ops.multi_tensor import global_norm, sum_of_squares
 from deepspeed.parallel import AxisGroup
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.placement import LiesOn, Placement
 
 __all__ = ["Line", "Measure", "clip_coefficient", "total_norm"]
 
@@ -35,10 +35,22 @@ class Measure:
     elsewhere: frozenset[int] = frozenset()
     """Ids of parameters of which another stage has an equal copy and counts it."""
 
+    lies_on: LiesOn | None = None
+    """The part of these ranks on which a parameter lies; None: all parameters lie on all of them."""
+
     @property
     def alone(self) -> bool:
         """True if a rank sees all gradients."""
         return self.model_group is None and self.stages is None
+
+    def ranks_of(self, param: Tensor) -> AxisGroup:
+        """The ranks that hold the same elements of a parameter, whole or in shards."""
+        return self.axis if self.lies_on is None else self.lies_on(param)
+
+    @property
+    def parted(self) -> bool:
+        """True if not all parameters lie on all ranks."""
+        return self.lies_on is not None
 
 
 @dataclass(frozen=True)
@@ -59,7 +71,7 @@ def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) ->
     """
     if measure.axis.size == 1 and measure.alone:
         return global_norm(_dense([tensor for line in lines for tensor in line.shared])).to(device)
-    alike = all(line.placement.copies == measure.axis.size for line in lines)  # every rank has all of them
+    alike = all(_everywhere(line.placement, measure.axis) for line in lines)
     squares = torch.zeros(2, dtype=torch.float64, device=device)
     for line in lines:
         for kind, tensors in enumerate((line.shared, line.split)):
@@ -75,6 +87,12 @@ def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) ->
         with comm.labelled("gradient norm over stages"):
             comm.all_reduce(squares, group=measure.stages)
     return squares.sum().sqrt().float()
+
+
+def _everywhere(placement: Placement, axis: AxisGroup) -> bool:
+    """True if every rank of the axis has the same elements, and no other rank has."""
+    copies = placement.shard.ranks if placement.replicate is None else placement.replicate.ranks
+    return placement.shard.size == 1 and copies == axis.ranks
 
 
 def clip_coefficient(norm: Tensor, limit: float) -> Tensor:

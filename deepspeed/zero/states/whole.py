@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.fragments import Block
-from deepspeed.zero.placement import Placement
+from deepspeed.zero.placement import AxisOf, Placement
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup, name_of
 from deepspeed.zero.states.piece import Piece
 
@@ -105,22 +105,29 @@ class WholeGroup(ShardGroup):
 
 
 class WholePlanner:
-    """Makes one group for each group of the optimizer; parameters that are unfrozen later join it."""
+    """Makes groups for each group of the optimizer; parameters that are unfrozen later join them."""
 
-    def __init__(self, placement: Placement, dtypes: Dtypes, names: dict[int, str]) -> None:
+    def __init__(self, axis_of: AxisOf, dtypes: Dtypes, names: dict[int, str]) -> None:
         """`names` are those of the module's parameters, by id."""
-        self._placement, self._dtypes, self._names = placement, dtypes, names
-        self._groups: dict[int, WholeGroup] = {}
+        self._axis_of, self._dtypes, self._names = axis_of, dtypes, names
+        self._groups: dict[tuple[int, Placement], WholeGroup] = {}
 
     def groups(self, options: dict[str, Any], params: list[nn.Parameter]) -> list[WholeGroup]:
-        """The group of these options, with these parameters in it."""
-        members = [(name_of(param, self._names), param) for param in params]
-        known = self._groups.get(id(options))
+        """The groups of these options, one for each placement, with these parameters in them."""
+        kinds: dict[Placement, list[Named]] = {}
+        for param in params:
+            kinds.setdefault(self._axis_of(param), []).append((name_of(param, self._names), param))
+        if not params:  # a group without parameters is listed, too, as one of which nothing is special
+            kinds[self._axis_of(nn.Parameter(torch.empty(0)))] = []
+        return [self._group(options, placement, members) for placement, members in kinds.items()]
+
+    def _group(self, options: dict[str, Any], placement: Placement, members: list[Named]) -> WholeGroup:
+        known = self._groups.get((id(options), placement))
         if known is None:
-            known = self._groups[id(options)] = WholeGroup(members, self._placement, self._dtypes, options)
-        else:
-            known.extend(members)
-        return [known]
+            made = WholeGroup(members, placement, self._dtypes, options)
+            return self._groups.setdefault((id(options), placement), made)
+        known.extend(members)
+        return known
 
     def waits(self, param: nn.Parameter) -> bool:
         """A frozen parameter gets a copy in another dtype only when it is trained."""

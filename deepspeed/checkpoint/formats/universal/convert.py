@@ -154,7 +154,8 @@ def _flats(source: Source) -> list[list[int]]:
     """Per group the numbers of its entries in the model file's `param_shapes`."""
     shapes = getattr(source, "model_entries", {}).get("param_shapes") or [dict.fromkeys(n) for n, _ in source.groups]
     homes = {name: place for place, group in enumerate(shapes) for name in group}
-    return [sorted({homes[name] for name in names}) for names, _ in source.groups]
+    # experts of other ranks than the first are not listed; they are in the group of those that are
+    return [sorted({homes[name] for name in names if name in homes}) for names, _ in source.groups]
 
 
 def _write_models(source: Source, origin: Path, target: Path) -> None:

@@ -5,15 +5,26 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-__all__ = ["Found", "expert_file", "layer_file", "model_file", "optimizer_file", "rank_file", "sort_files"]
+__all__ = [
+    "Found",
+    "expert_file",
+    "experts_optimizer_file",
+    "layer_file",
+    "model_file",
+    "optimizer_file",
+    "rank_file",
+    "sort_files",
+]
 
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _SHARDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _RANK = re.compile(r"dp_rank_(\d+)_mp_rank_(\d+)_rank_states\.pt")
 _LAYER = re.compile(r"layer_(\d+)-.*model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt|expp_rank_.*_optim_states\.pt")
+_EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
+_EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 def model_file(stage: int, dp_rank: int, mp_rank: int) -> str:
@@ -44,6 +55,11 @@ def expert_file(layer: int, expert: int, mp_rank: int) -> str:
     return f"layer_{layer}_expert_{expert}_mp_rank_{mp_rank:02d}_model_states.pt"
 
 
+def experts_optimizer_file(part: int, mp_rank: int) -> str:
+    """Stage 0: the optimizer's state on a rank that has a certain part of the experts."""
+    return f"expp_rank_{part}_mp_rank_{mp_rank:02d}_optim_states.pt"
+
+
 @dataclass(slots=True)
 class Found:
     """The files of a checkpoint directory by what they are; keys are (data-parallel rank, model-parallel rank)."""
@@ -53,14 +69,23 @@ class Found:
     optimizers: dict[tuple[int, int], str] = field(default_factory=dict)
     ranks: dict[tuple[int, int], str] = field(default_factory=dict)
     layers: list[str] = field(default_factory=list)
-    experts: list[str] = field(default_factory=list)
+    experts: dict[tuple[int, int, int], str] = field(default_factory=dict)
+    """By (layer, expert, model-parallel rank)."""
+    expert_optimizers: dict[tuple[int, int], str] = field(default_factory=dict)
+    """Stage 0: by (part of the experts, model-parallel rank)."""
 
     @property
     def files(self) -> tuple[str, ...]:
         """All of them, in a stable order."""
-        groups = (self.models, self.sharded_models, self.optimizers, self.ranks)
-        listed = [group[key] for group in groups for key in sorted(group)]  # type: ignore[index]
-        return (*listed, *self.layers, *self.experts)
+        kinds: tuple[dict[Any, str], ...] = (
+            self.models,
+            self.sharded_models,
+            self.optimizers,
+            self.ranks,
+            self.experts,
+            self.expert_optimizers,
+        )
+        return (*(kind[key] for kind in kinds for key in sorted(kind)), *self.layers)
 
 
 def sort_files(names: Iterable[str]) -> Found:
@@ -77,6 +102,8 @@ def sort_files(names: Iterable[str]) -> Found:
             found.ranks[int(match[1]), int(match[2])] = name
         elif _LAYER.fullmatch(name):
             found.layers.append(name)
-        elif _EXPERT.fullmatch(name):
-            found.experts.append(name)
+        elif match := _EXPERT.fullmatch(name):
+            found.experts[int(match[1] or 0), int(match[2]), int(match[3])] = name
+        elif match := _EXPERTS_OPTIMIZER.fullmatch(name):
+            found.expert_optimizers[int(match[1]), int(match[2])] = name
     return found

@@ -14,10 +14,11 @@ from torch import Tensor
 from deepspeed.checkpoint.formats.bounds import rank_count, shapes_of
 from deepspeed.checkpoint.formats.checked_files import Opened
 from deepspeed.checkpoint.formats.source import Piece, Pieces
+from deepspeed.checkpoint.formats.zero_files.expert_files import ExpertLayers, sizes_of
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import Block, Striped
 
-__all__ = ["Sharding", "by_group", "by_parameter"]
+__all__ = ["Sharding", "Spread", "by_group", "by_parameter"]
 
 Open = Callable[[int], Opened]
 """A rank's optimizer file."""
@@ -43,30 +44,46 @@ class Sharding:
     param_groups: list[Mapping[str, Any]] = field(default_factory=list)
     members: list[list[int]] = field(default_factory=list)
     """Per parameter group: its flat tensors."""
-    place: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Name → (flat tensor, number in it)."""
+    place: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """Name → (flat tensor, number in it, the part of the experts that it belongs to)."""
+    experts: ExpertLayers | None = None
+    sizes: Sequence[int] = ()
+    """Per flat tensor: over how many ranks its experts are spread, each with a tensor of its own; 0: it has none."""
 
     def fill(self, pieces: Pieces) -> None:
         """Enter every piece; no file but the near one is opened for it."""
         for flat, shapes in enumerate(self.shapes):
             state = self.states(self.open(self.near).state, flat)
             kinds = ["master", *(key for key, value in state.items() if isinstance(value, Tensor) and value.ndim)]
-            for number, (name, shape) in enumerate(shapes.items()):
-                self.place[name] = flat, number
-                pieces.shapes[name] = shape
-                for rank in range(self.world):
-                    start, stop = self.layouts[flat].interval(number, rank)
-                    if start < stop:
-                        self._enter(pieces, name, kinds, rank)
+            for part in range(self._parts(flat)):
+                for number, (name, shape) in enumerate(zip(self._names(flat, part), shapes.values(), strict=True)):
+                    self.place[name] = flat, number, part
+                    pieces.shapes[name] = shape
+                    for copy in range(self.layouts[flat].world):
+                        start, stop = self.layouts[flat].interval(number, copy)
+                        if start < stop:
+                            self._enter(pieces, name, kinds, copy)
 
-    def _enter(self, pieces: Pieces, name: str, kinds: Sequence[str], rank: int) -> None:
-        flat, number = self.place[name]
-        layout = self.layouts[flat]
+    def _parts(self, flat: int) -> int:
+        """How many flat tensors of other parameters there are in the place of this one."""
+        return max(self.sizes[flat], 1) if self.sizes else 1
+
+    def _names(self, flat: int, part: int) -> list[str]:
+        listed = list(self.shapes[flat])
+        return listed if self.experts is None else self.experts.names(listed, self._parts(flat), part)
+
+    def _rank(self, flat: int, part: int, copy: int) -> int:
+        """The rank in whose file a shard is."""
+        return copy if self.experts is None else self.experts.grid(self._parts(flat)).rank(part, copy)
+
+    def _enter(self, pieces: Pieces, name: str, kinds: Sequence[str], copy: int) -> None:
+        flat, number, part = self.place[name]
+        layout, rank = self.layouts[flat], self._rank(flat, part, copy)
         file = self.files.get(rank, f"the optimizer file of rank {rank}")
         for kind in kinds:
             load = functools.partial(self._load, rank, flat, kind, name)
-            position = layout.position(number, rank)
-            pieces.add(name, kind, Piece(layout.interval(number, rank), load, position, file))
+            position = layout.position(number, copy)
+            pieces.add(name, kind, Piece(layout.interval(number, copy), load, position, file))
 
     def _load(self, rank: int, flat: int, kind: str, name: str) -> tuple[Tensor, Opened]:
         opened = self.open(rank)
@@ -86,7 +103,7 @@ class Sharding:
         """The optimizer's groups."""
         result: list[tuple[Sequence[str], Mapping[str, Any]]] = []
         for group, flats in zip(self.param_groups, self.members, strict=True):
-            names = [name for flat in flats for name in self.shapes[flat]]
+            names = [name for flat in flats for part in range(self._parts(flat)) for name in self._names(flat, part)]
             result.append((names, {key: value for key, value in group.items() if key != "params"}))
         return result
 
@@ -113,8 +130,10 @@ class Sharding:
         return single is not None and name in single and not single[name]
 
     def _holder(self, name: str) -> int:
-        flat, number = self.place[name]
-        holders = [r for r in range(self.world) if _size(self.layouts[flat].interval(number, r))]
+        flat, number, part = self.place[name]
+        layout = self.layouts[flat]
+        copies = [copy for copy in range(layout.world) if _size(layout.interval(number, copy))]
+        holders = [self._rank(flat, part, copy) for copy in copies]
         if self.near in holders:
             return self.near
         return next((r for r in holders if r in self.files), holders[0] if holders else self.near)
@@ -132,20 +151,25 @@ def by_group(
     *,
     near: int,
     partial: bool = False,
+    spread: Spread | None = None,
 ) -> Sharding:
     """Stages 1 and 2, and the files of BF16_Optimizer, which name no stage."""
     first = open_(near).state["optimizer_state_dict"]
-    world = _world(first.get("partition_count", len(files)), files, where, partial)
     shapes = shapes_of(param_shapes, where)
-    gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
-    layouts = [_block(group, gap, world, where) for group, gap in zip(shapes, gaps, strict=True)]
     base = first["base_optimizer_state"]
     groups = base["param_groups"] if isinstance(base, Mapping) else first.get("param_groups") or [{} for _ in shapes]
+    count = first.get("partition_count", len(files)) if spread is None else spread.layers.world
+    world = _world(count, files, where, partial)
+    sizes = [] if spread is None else spread.of(groups)
+    worlds = [world if spread is None else spread.layers.grid(sizes[flat]).edp for flat in range(len(shapes))]
+    gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+    layouts = [_block(*each, where) for each in zip(shapes, gaps, worlds, strict=True)]
     members = [[place] for place in range(len(shapes))]
     stage = int(first.get("zero_stage", 1))
     sharding = Sharding(
         stage, world, shapes, layouts, open_, files, near, _take_by_group, _state_by_group, list(groups), members
     )
+    sharding.experts, sharding.sizes = None if spread is None else spread.layers, sizes
     _check_masters(sharding, near)
     return sharding
 
@@ -158,20 +182,31 @@ def by_parameter(
     *,
     near: int,
     partial: bool = False,
+    spread: Spread | None = None,
 ) -> Sharding:
     """Stage 3."""
     first = open_(near).state["optimizer_state_dict"]
     world = _world(first.get("partition_count", len(files)), files, where, partial)
     shapes = shapes_of(param_shapes, where)
-    layouts = [Striped(tuple(shape.numel() for shape in group.values()), world) for group in shapes]
     groups = first["optimizer_state_dict"]["param_groups"]
     members = [list(group["params"]) for group in groups]
     flats = [flat for group in members for flat in group]
     if len(set(flats)) != len(flats) or not set(flats) <= set(range(len(shapes))):
         raise CheckpointError(f"{where}: the optimizer's groups do not name {len(shapes)} flat tensors once each")
+    sizes = [0] * len(shapes)
+    if spread is not None:
+        for size, own in zip(spread.of(groups), members, strict=True):
+            for flat in own:
+                sizes[flat] = size
+    worlds = [world if spread is None else spread.layers.grid(size).edp for size in sizes]
+    layouts = [
+        Striped(tuple(shape.numel() for shape in group.values()), ranks)
+        for group, ranks in zip(shapes, worlds, strict=True)
+    ]
     sharding = Sharding(
         3, world, shapes, layouts, open_, files, near, _take_by_parameter, _state_by_parameter, groups, members
     )
+    sharding.experts, sharding.sizes = None if spread is None else spread.layers, sizes
     _check_masters(sharding, near)
     return sharding
 
@@ -183,7 +218,10 @@ def _check_masters(sharding: Sharding, rank: int) -> None:
         tensor = sharding.take(entries, flat, "master")
         least = layout.shard_numel
         if isinstance(layout, Block):
-            least = min(max(layout.filled - rank * least, 0), least)
+            copy = rank
+            if sharding.experts is not None:
+                copy = sharding.experts.grid(sharding.sizes[flat]).copy_of(rank)
+            least = min(max(layout.filled - copy * least, 0), least)
         held = tensor.numel() if isinstance(tensor, Tensor) else 0
         if not least <= held <= layout.shard_numel:
             names = ", ".join(list(sharding.shapes[flat])[:3])
@@ -191,6 +229,24 @@ def _check_masters(sharding: Sharding, rank: int) -> None:
                 f"{sharding.files[rank]}: group {flat} ({names}, ...) has {held} master weights, expected {least}: "
                 "the file is damaged or belongs to another checkpoint"
             )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How experts were spread."""
+
+    layers: ExpertLayers
+    sizes: Sequence[int] | None = None
+    """Over how many ranks those of each of the optimizer's groups were; None: its names tell."""
+
+    def of(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """`sizes`, with its None resolved."""
+        found = sizes_of(groups) if self.sizes is None else list(self.sizes)
+        if len(found) != len(groups):
+            raise CheckpointError(
+                f"the model file tells of {len(found)} parameter groups, the optimizer's of {len(groups)}"
+            )
+        return found
 
 
 def _world(count: Any, files: Mapping[int, str], where: Path, partial: bool) -> int:

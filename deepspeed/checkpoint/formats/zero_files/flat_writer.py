@@ -60,7 +60,7 @@ def sharded_by_group(state: TrainingState, host: Host) -> dict[str, Any]:
     layouts = [_block(group, state) for group in state.groups]
     paddings, masters, mappings = [], [], []
     for group, layout in zip(state.groups, layouts, strict=True):
-        padding = min(max((state.dp_rank + 1) * layout.shard_numel - layout.filled, 0), layout.shard_numel)
+        padding = min(max((group.rank + 1) * layout.shard_numel - layout.filled, 0), layout.shard_numel)
         master = _flat(group, "master", layout, host)
         paddings.append(padding)
         masters.append(master[: layout.shard_numel - padding])
@@ -74,7 +74,7 @@ def sharded_by_group(state: TrainingState, host: Host) -> dict[str, Any]:
         "zero_stage": state.stage,
         "group_paddings": paddings,
         "param_alignment_paddings": [_gaps(group, layout) for group, layout in zip(state.groups, layouts, strict=True)],
-        "partition_count": [state.dp_size] * len(layouts),
+        "partition_count": [layout.world for layout in layouts],
         "ds_version": __version__,
         "param_slice_mappings": mappings,
     }
@@ -89,7 +89,7 @@ def sharded_by_parameter(state: TrainingState, host: Host) -> dict[str, Any]:
         members = [index for index, shape in enumerate(group.shapes) if shape.numel()]
         places = []
         for part in sub_groups(group, members, state):
-            layout = Striped(_numels(group, part), state.dp_size)
+            layout = Striped(_numels(group, part), _ranks(group, state))
             place = len(masters)
             places.append(place)
             masters.append(_flat(group, "master", layout, host, part))
@@ -115,8 +115,12 @@ def sub_groups(group: GroupState, members: Sequence[int], state: TrainingState) 
             runs.append([])
             local = 0
         runs[-1].append(index)
-        local += -(-group.shapes[index].numel() // state.dp_size)
+        local += -(-group.shapes[index].numel() // _ranks(group, state))
     return [run for run in runs if run]
+
+
+def _ranks(group: GroupState, state: TrainingState) -> int:
+    return state.dp_size if group.layout is None else group.world
 
 
 def _torch_state(groups: Sequence[GroupState], host: Host) -> dict[str, Any]:

@@ -17,8 +17,9 @@ from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
+from deepspeed.checkpoint.formats.zero_files.expert_files import layers_of
 from deepspeed.checkpoint.formats.zero_files.file_names import Found, sort_files
-from deepspeed.checkpoint.formats.zero_files.flat_reader import Sharding, by_group, by_parameter
+from deepspeed.checkpoint.formats.zero_files.flat_reader import Sharding, Spread, by_group, by_parameter
 from deepspeed.checkpoint.formats.zero_files.layer_files import read_layers
 from deepspeed.checkpoint.formats.zero_files.whole_optimizer import WholeOptimizer
 from deepspeed.checkpoint.formats.zero_files.writer import EXTRA, RESERVED
@@ -59,7 +60,8 @@ class DeepSpeedSource:
         self._model_file = self._load_model()
         self._model: Mapping[str, Any] = self._model_file.state
         self._extra: Mapping[str, Any] = self._model.get(EXTRA) or {}
-        self._whole: WholeOptimizer | None = None
+        self._wholes: list[WholeOptimizer] = []
+        self._experts = self._find_experts()
         self._sharding: Sharding | None = None
         self._layered = self._read_layers(layers)
         names = self._model.get("buffer_names") or ()
@@ -107,8 +109,9 @@ class DeepSpeedSource:
     @property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
         """The optimizer's groups; empty where unknown."""
-        holder = self._sharding or self._whole
-        return holder.groups if holder else ()
+        if self._sharding is not None:
+            return self._sharding.groups
+        return [group for each in self._wholes for group in each.groups]
 
     @property
     def model_entries(self) -> Mapping[str, Any]:
@@ -163,8 +166,10 @@ class DeepSpeedSource:
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own."""
-        holder = self._sharding or self._whole
-        return holder.scalars(self._pieces.owner(name)) if holder else {}
+        owner = self._pieces.owner(name)
+        if self._sharding is not None:
+            return self._sharding.scalars(owner)
+        return next((found for each in self._wholes if (found := each.scalars(owner))), {})
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """`rng` and `data` of a rank that wrote it."""
@@ -196,11 +201,6 @@ class DeepSpeedSource:
         found = self._found
         sharded = [name for (_, mp), name in sorted(found.sharded_models.items()) if mp == self._mp_rank]
         name = found.models.get(self._mp_rank) or next(iter(sharded), None)
-        if found.experts:
-            raise CheckpointError(
-                f"{self._directory} is a mixture-of-experts checkpoint ({found.experts[0]}), which cannot be read as "
-                "one set of parameters"
-            )
         if name is None:
             raise CheckpointError(f"{self._directory} has no model file of model-parallel rank {self._mp_rank}")
         opened = self._opener.torch(name, shared=True)
@@ -239,25 +239,79 @@ class DeepSpeedSource:
                 pieces.shapes[name] = tensor.shape
                 load = functools.partial(self._same, tensor, name)
                 pieces.add(name, "param", Piece((0, tensor.numel()), load, 0, "the model file"))
+        self._add_experts()
         if sharded:
             self._add_frozen()
         if self._model.get("param_shapes") and self._optimizers:
             cut = by_parameter if sharded else by_group
             shapes = self._model["param_shapes"]
             self._sharding = cut(
-                shapes, self._optimizer, self._optimizers, self._directory, near=self._near, partial=self._partial
+                shapes,
+                self._optimizer,
+                self._optimizers,
+                self._directory,
+                near=self._near,
+                partial=self._partial,
+                spread=self._spread(),
             )
             self._sharding.fill(pieces)
         elif self._model.get("param_shapes"):
             for group in self._model["param_shapes"]:
                 pieces.shapes.update(*shapes_of([group], self._directory))
+        elif self._found.expert_optimizers:
+            self._add_whole_experts(order)
         elif isinstance(self._model.get("optimizer"), Mapping):
             order = self._extra.get("names") or order
-            self._whole = WholeOptimizer(self._model_file, order, pieces, ours=bool(self._extra))
+            self._wholes = [WholeOptimizer(self._model_file, order, pieces, ours=bool(self._extra))]
         places = {name: place for place, name in enumerate(module)}
         ordered = sorted(pieces.shapes.items(), key=lambda item: places.get(item[0], len(places)))
         pieces.shapes.clear()
         pieces.shapes.update(ordered)
+
+    def _find_experts(self) -> dict[str, tuple[Tensor, Opened]]:
+        """Name in the model → the tensor, of all files of experts."""
+        found: dict[str, tuple[Tensor, Opened]] = {}
+        for (_, _, mp_rank), name in sorted(self._found.experts.items()):
+            if mp_rank != self._mp_rank:
+                continue
+            opened = self._opener.torch(name)
+            if not isinstance(opened.state, Mapping):
+                raise CheckpointError(f"{self._directory / name} holds no parameters: it is no file of an expert")
+            found.update({key: (value, opened) for key, value in opened.state.items() if isinstance(value, Tensor)})
+        return found
+
+    def _spread(self) -> Spread | None:
+        """How experts were spread; None: there are none."""
+        if "num_experts" not in self._model:
+            return None
+        layers = layers_of(self._model, self._extra, self._experts, self._directory)
+        return Spread(layers, (self._extra.get("experts") or {}).get("sizes"))
+
+    def _add_experts(self) -> None:
+        for name, (tensor, opened) in self._experts.items():
+            self._pieces.shapes[name] = tensor.shape
+            load = functools.partial(_loaded, tensor, opened)
+            self._pieces.add(name, "param", Piece((0, tensor.numel()), load, 0, f"the file of the expert of {name}"))
+
+    def _add_whole_experts(self, order: Sequence[Sequence[str]] | None) -> None:
+        """Stage 0: the optimizer of each rank that is the first to have its part of the experts."""
+        spread, ours = self._spread(), bool(self._extra)
+        known = self._extra.get("names")
+        if spread is None or (known is None and order is None):
+            return
+        files = {part: name for (part, mp), name in self._found.expert_optimizers.items() if mp == self._mp_rank}
+        most = spread.layers.grid(len(files))
+        for part, name in sorted(files.items()):
+            opened = self._opener.torch(name)
+            entries = opened.state["optimizer"]
+            sizes = spread.of(entries.get("optimizer_state_dict", entries)["param_groups"])
+            names = known if known is not None else spread.layers.expanded(order or (), sizes)
+            rank = most.rank(part, 0)
+            own = [
+                spread.layers.names(group, size, spread.layers.grid(size).part_of(rank))
+                for group, size in zip(names, sizes, strict=True)
+            ]
+            self._wholes.append(WholeOptimizer(opened, own, self._pieces, ours=ours))
 
     def _add_frozen(self) -> None:
         """Stage 3: every rank's part of the parameters that are not trained."""
@@ -303,6 +357,10 @@ class DeepSpeedSource:
         if what == "optimizer" and not isinstance(opened.state.get("optimizer_state_dict"), Mapping):
             raise CheckpointError(f"{self._directory / name} has no 'optimizer_state_dict': it is not of DeepSpeed")
         return opened
+
+
+def _loaded(tensor: Tensor, opened: Opened) -> tuple[Tensor, Opened]:
+    return tensor, opened
 
 
 def is_deepspeed(found: Found) -> bool:

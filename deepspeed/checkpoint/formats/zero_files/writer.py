@@ -14,9 +14,16 @@ from deepspeed.checkpoint.formats.client_values import decode, encode
 from deepspeed.checkpoint.formats.plain_values import plain
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
 from deepspeed.checkpoint.formats.stand_ins import StandIns
-from deepspeed.checkpoint.formats.training_state import GroupState, TrainingState
+from deepspeed.checkpoint.formats.training_state import Experts, GroupState, TrainingState
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_stand_in
-from deepspeed.checkpoint.formats.zero_files.file_names import model_file, optimizer_file, rank_file
+from deepspeed.checkpoint.formats.zero_files.expert_files import expert_entries, layer_of
+from deepspeed.checkpoint.formats.zero_files.file_names import (
+    expert_file,
+    experts_optimizer_file,
+    model_file,
+    optimizer_file,
+    rank_file,
+)
 from deepspeed.checkpoint.formats.zero_files.flat_writer import (
     sharded_by_group,
     sharded_by_parameter,
@@ -24,6 +31,7 @@ from deepspeed.checkpoint.formats.zero_files.flat_writer import (
     whole,
 )
 from deepspeed.checkpoint.formats.zero_files.layer_files import layer_files
+from deepspeed.errors import UsageError
 
 __all__ = ["EXTRA", "RESERVED", "files"]
 
@@ -81,7 +89,22 @@ def files(state: TrainingState, *, allocate: Allocate | None = None, stand_ins: 
         result.objects[optimizer_file(state.precision, state.dp_rank, state.mp_rank)] = entries
     elif rank_state is not None:
         result.objects[rank_file(state.dp_rank, state.mp_rank)] = rank_state
+    if state.experts is not None and state.stage < 3:
+        result.objects.update(_expert_files(state, state.experts, host))
     return result
+
+
+def _expert_files(state: TrainingState, experts: Experts, host: Host) -> dict[str, Any]:
+    """A file for each expert of which this rank is the first holder, and at stage 0 one for the optimizer."""
+    layers = list(experts.layers)
+    found: dict[str, Any] = {}
+    for (layer, number), entries in expert_entries(state.module, layers).items():
+        if experts.writes[layers[layer]]:
+            values = {name: host.take(tensor) for name, tensor in entries.items()}
+            found[expert_file(layer, number, state.mp_rank)] = values
+    if state.stage == 0 and state.groups and experts.first:
+        found[experts_optimizer_file(experts.part, state.mp_rank)] = {"optimizer": whole(state, host)}
+    return found
 
 
 def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
@@ -89,10 +112,11 @@ def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
     # Scripts look for their own keys at the top level, where there are simpler values; none replaces an entry of ours.
     beside = plain({key: value for key, value in decode(client).items() if key not in RESERVED}, "client_state")
     shapes = [OrderedDict(zip(names, sizes, strict=True)) for names, sizes in _shapes(state)]
-    optimizer = whole(state, host) if state.stage == 0 and state.groups else None
+    apart = state.experts is not None  # then the optimizer of stage 0 has files of its own
+    optimizer = whole(state, host) if state.stage == 0 and state.groups and not apart else None
     entries = {
         "module": None if _layered(state) else _module(state, host),
-        "buffer_names": list(state.buffers),
+        "buffer_names": [name for name in state.buffers if not _apart(state, name)],
         "optimizer": optimizer,
         "param_shapes": shapes if state.stage else None,
         "frozen_param_shapes": OrderedDict(_frozen(state)) if state.stage else None,
@@ -121,8 +145,11 @@ def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
             "clip": state.clip,
             "module": plain(state.extra, "the model's extra state"),
             "layers": {str(n): prefix for n, prefix in state.layers.known.items()} if state.layers else {},
+            **_experts(state),
         },
     }
+    if state.experts is not None:
+        entries["num_experts"] = list(state.experts.layers.values())
     return {**beside, **entries}
 
 
@@ -131,14 +158,27 @@ def _layered(state: TrainingState) -> bool:
     return state.layers is not None and state.stage < 3
 
 
+def _experts(state: TrainingState) -> dict[str, Any]:
+    if state.experts is None:
+        return {}
+    sizes = [group.ep for group in state.groups]
+    return {"experts": {"layers": dict(state.experts.layers), "data_first": state.experts.data_first, "sizes": sizes}}
+
+
 def _module(state: TrainingState, host: Host) -> OrderedDict[str, Tensor]:
     if state.stage < 3:
-        return OrderedDict((name, host.take(tensor)) for name, tensor in state.module.items())
+        here = {name: tensor for name, tensor in state.module.items() if not _apart(state, name)}
+        return OrderedDict((name, host.take(tensor)) for name, tensor in here.items())
     kept = set(state.buffers)
     return OrderedDict(
         (name, host.take(tensor) if name in kept else torch.empty(0, dtype=tensor.dtype))
         for name, tensor in state.module.items()
     )
+
+
+def _apart(state: TrainingState, name: str) -> bool:
+    """Whether this is in a file of an expert."""
+    return state.experts is not None and layer_of(name) in state.experts.layers
 
 
 def _shapes(state: TrainingState) -> list[tuple[list[str], list[torch.Size]]]:
@@ -158,7 +198,13 @@ def _frozen(state: TrainingState) -> dict[str, torch.Size]:
         for name, shape in zip(group.names, group.shapes, strict=True)
         if not shape.numel()
     }
-    return {**state.frozen, **empty}
+    found = {name: shape for name, shape in state.frozen.items() if not _apart(state, name)}
+    if len(found) < len(state.frozen) and state.stage == 3:
+        raise UsageError(
+            "experts that are not trained cannot be saved at zero_optimization.stage 3: the files have no place for "
+            "their shards. Train them, or use stage 2"
+        )
+    return {**found, **empty}
 
 
 def _frozen_fragments(state: TrainingState, host: Host) -> OrderedDict[str, Tensor]:

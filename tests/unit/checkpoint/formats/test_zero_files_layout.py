@@ -118,7 +118,8 @@ def test_names_are_recognised():
     assert found.models == {1: "mp_rank_01_model_states.pt"}
     assert sorted(found.optimizers) == [(0, 0), (12, 3)]
     assert found.layers == ["layer_03-model_01-model_states.pt"]
-    assert len(found.experts) == 2
+    assert found.experts == {(0, 7, 1): "layer_0_expert_7_mp_rank_01_model_states.pt"}
+    assert found.expert_optimizers == {(0, 0): "expp_rank_0_mp_rank_00_optim_states.pt"}
     assert layer_file(3) == "layer_03-model_states.pt"
 
 

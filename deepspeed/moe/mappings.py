@@ -1,0 +1,81 @@
+"""Tokens that several tensor-parallel ranks have alike: each takes its part, and all get the whole again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed import comm
+from deepspeed.errors import UsageError
+from deepspeed.parallel import AxisGroup
+from deepspeed.parallel.current import current_layout
+
+__all__ = ["drop_tokens", "gather_tokens", "parts_of", "whole_of"]
+
+
+def drop_tokens(input_: Tensor, dim: int = 0) -> Tensor:
+    """This tensor-parallel rank's part of a tensor along a dim; gradients come from all of them."""
+    axis = _tensor_axis()
+    return input_ if axis is None else parts_of(input_, dim, axis)
+
+
+def gather_tokens(input_: Tensor, dim: int = 0) -> Tensor:
+    """The parts of all tensor-parallel ranks along a dim; the gradient is this rank's part."""
+    axis = _tensor_axis()
+    return input_ if axis is None else whole_of(input_, dim, axis)
+
+
+def parts_of(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
+    """This rank's part along a dim; backward puts the parts of all ranks together."""
+    if values.shape[dim] % axis.size:
+        raise UsageError(
+            f"dim {dim} of a tensor of shape {tuple(values.shape)} cannot be cut into {axis.size} equal parts, one for "
+            "each tensor-parallel rank; pad it to a multiple"
+        )
+    part: Tensor = _Parts.apply(values, dim, axis)  # type: ignore[no-untyped-call]
+    return part
+
+
+def whole_of(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
+    """The parts of all ranks along a dim; backward takes this rank's part."""
+    whole: Tensor = _Whole.apply(values, dim, axis)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def _tensor_axis() -> AxisGroup | None:
+    axis = current_layout.get()["tp"] if current_layout.is_known else None
+    return axis if axis is not None and axis.size > 1 else None
+
+
+def _cut(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
+    return values.chunk(axis.size, dim)[axis.rank].contiguous()
+
+
+def _join(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
+    parts = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in axis.ranks]
+    comm.all_gather(parts, values.contiguous(), group=axis.group)
+    return torch.cat(parts, dim)
+
+
+class _Parts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return _cut(values, dim, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _join(grads[0], ctx.dim, ctx.axis), None, None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
+        ctx.dim, ctx.axis = dim, axis
+        return _join(values, dim, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return _cut(grads[0], ctx.dim, ctx.axis), None, None

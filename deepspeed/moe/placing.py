@@ -1,0 +1,136 @@
+"""Which ranks hold which experts of a model, and what these are called in the whole model.
+
+`zero` asks for the ranks of each parameter and does not know why; checkpoints ask for names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from deepspeed.errors import FeatureUnavailable, LayoutError
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import is_moe_param
+from deepspeed.parallel import AxisGroup, ExpertGroups, ParallelLayout
+from deepspeed.parallel.current import current_layout
+
+__all__ = ["SpreadExperts", "SpreadLayer", "spread_experts"]
+
+
+@dataclass(frozen=True)
+class SpreadLayer:
+    """One layer of experts."""
+
+    begin: str
+    """What the names of its experts begin with."""
+    group_name: str
+    experts: int
+    local: int
+    """Experts on each rank."""
+    groups: ExpertGroups
+
+    @property
+    def first(self) -> int:
+        """The number in the whole model of this rank's first expert."""
+        return self.groups.ep.rank * self.local
+
+
+class SpreadExperts:
+    """The layers of experts of a model."""
+
+    def __init__(self, layers: Iterable[SpreadLayer], everybody: AxisGroup, *, data_first: bool) -> None:
+        self.layers = tuple(layers)
+        self.data_first = data_first
+        self._everybody = everybody
+        self._groups = {layer.group_name: layer.groups for layer in self.layers}
+        self._buffers: dict[int, str | None] = {}
+
+    def note_buffers(self, module: nn.Module) -> None:
+        """Remember which buffers are those of experts; parameters tell by themselves."""
+        for each in module.modules():
+            if isinstance(each, Experts):
+                self._buffers.update({id(buffer): each.group_name for buffer in each.buffers()})
+
+    def lies_on(self, tensor: Tensor) -> AxisGroup:
+        """The ranks that hold the same elements of a parameter or buffer."""
+        if not is_moe_param(tensor) and id(tensor) not in self._buffers:
+            return self._everybody
+        name = self._buffers.get(id(tensor)) or getattr(tensor, "group_name", None)
+        if name not in self._groups:
+            raise LayoutError(
+                f"a parameter of shape {tuple(tensor.shape)} has allreduce=False and the group {name!r}, but the model "
+                f"has experts in {sorted(self._groups)} only. Set group_name to one of these, or remove the mark."
+            )
+        return self._groups[name].edp
+
+    def size_of(self, param: Tensor) -> int:
+        """Over how many ranks the expert of a parameter is spread; 0 for one that is of no expert."""
+        return self._groups[param.group_name].ep.size if is_moe_param(param) else 0  # type: ignore[attr-defined]
+
+    def name_of(self, name: str) -> str:
+        """What a parameter of this rank is called in the whole model."""
+        for layer in self.layers:
+            if layer.first and name.startswith(layer.begin):
+                number, _, rest = name.removeprefix(layer.begin).partition(".")
+                return f"{layer.begin}{int(number) + layer.first}.{rest}"
+        return name
+
+    def elsewhere(self, name: str) -> bool:
+        """True for the name of an expert, whichever rank has it."""
+        return any(name.startswith(layer.begin) for layer in self.layers)
+
+    def crosses(self, param: Tensor) -> bool:
+        """True for an expert that is spread or copied over tensor-parallel ranks, as if these were data-parallel."""
+        return is_moe_param(param) and self._wide(self._groups[param.group_name])  # type: ignore[attr-defined]
+
+    def require_stage(self, stage: int) -> None:
+        """Refuse what needs ranks to agree that do not talk to each other."""
+        wide = [layer for layer in self.layers if self._wide(layer.groups)]
+        if wide and stage > 0:
+            raise FeatureUnavailable(
+                f"zero_optimization.stage is {stage}, and the experts of {wide[0].begin}… lie on several "
+                "tensor-parallel ranks: that works at stage 0 only. Set the stage to 0, or make the layer with "
+                "enable_expert_tensor_parallelism=True and an expert that splits its weights",
+                path="zero_optimization.stage",
+            )
+
+    def _wide(self, groups: ExpertGroups) -> bool:
+        return not {*groups.ep.ranks, *groups.edp.ranks} <= set(self._everybody.ranks)
+
+    @property
+    def most(self) -> ExpertGroups:
+        """The ranks of the experts that are spread over the largest number of ranks."""
+        return max(self._groups.values(), key=lambda groups: groups.ep.size)
+
+    @property
+    def numbers(self) -> Mapping[str, int]:
+        """Beginning of names → experts, in the order of the model."""
+        return {layer.begin: layer.experts for layer in self.layers}
+
+
+def spread_experts(
+    module: nn.Module, layout: ParallelLayout, stack: ExitStack, *, data_first: bool
+) -> SpreadExperts | None:
+    """Join every layer of experts to its ranks; None for a model without any."""
+    layers = []
+    for path, each in module.named_modules():
+        if isinstance(each, MoE):
+            each.join(layout, data_first=data_first)
+            name, groups = each.expert_group_name, current_layout.experts[each.expert_group_name]
+            stack.callback(_forget, name, groups)
+            begin = f"{path}{'.' * bool(path)}deepspeed_moe.experts.deepspeed_experts."
+            layers.append(SpreadLayer(begin, name, each.num_experts, each.num_local_experts, groups))
+    if not layers:
+        return None
+    made = SpreadExperts(layers, layout["dp", "sp"], data_first=data_first)
+    made.note_buffers(module)
+    return made
+
+
+def _forget(name: str, groups: ExpertGroups) -> None:
+    if current_layout.experts.get(name) is groups:
+        del current_layout.experts[name]

@@ -1,0 +1,218 @@
+"""A gate, and the layer that takes tokens through it to experts on other ranks and back."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deepspeed.errors import LayoutError, UsageError
+from deepspeed.moe import gates
+from deepspeed.moe.dispatch import by_slots, in_order
+from deepspeed.moe.exchange import exchange, exchange_counts
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.gates import einsum, gumbel_rsample, multiplicative_jitter, top1gating, top2gating, topkgating
+from deepspeed.moe.mappings import parts_of, whole_of
+from deepspeed.moe.routing import Routes, capacity_of, route_top1, route_top2, route_topk
+from deepspeed.ops.grouped import Groups
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from deepspeed.parallel import AxisGroup
+
+__all__ = [
+    "MOELayer",
+    "TopKGate",
+    "einsum",
+    "gumbel_rsample",
+    "multiplicative_jitter",
+    "top1gating",
+    "top2gating",
+    "topkgating",
+]
+
+
+class TopKGate(nn.Module):
+    """Chooses experts for tokens by a linear layer without bias, computed in float32."""
+
+    def __init__(
+        self,
+        model_dim: int,
+        num_experts: int,
+        k: int = 1,
+        capacity_factor: float = 1.0,
+        eval_capacity_factor: float = 1.0,
+        min_capacity: int = 8,
+        noisy_gate_policy: str | None = None,
+        drop_tokens: bool = True,
+        use_rts: bool = True,
+        ep_group: ProcessGroup | None = None,
+        top2_2nd_expert_sampling: bool = True,
+    ) -> None:
+        """In training "Jitter" varies the gate's input, and "RSample" draws the expert (top-1)."""
+        super().__init__()
+        if not 1 <= k <= num_experts:
+            raise UsageError(f"k is {k}; with {num_experts} experts it must be 1 to {num_experts}")
+        self.wg = nn.Linear(model_dim, num_experts, bias=False)
+        self.ep_group = ep_group
+        self.k = k
+        self.capacity_factor = capacity_factor
+        self.eval_capacity_factor = eval_capacity_factor
+        self.min_capacity = min_capacity
+        self.noisy_gate_policy = noisy_gate_policy
+        self.drop_tokens = drop_tokens
+        self.use_rts = use_rts
+        self.top2_2nd_expert_sampling = top2_2nd_expert_sampling
+
+    def forward(
+        self, input: Tensor, used_token: Tensor | None = None, sparse_routes: bool = False, use_tutel: bool = False
+    ) -> tuple[Any, ...]:
+        """What the gating function of this k returns for these tokens [S, M]."""
+        logits, factor = self._logits(input), self._factor
+        if self.k == 1:
+            policy = self.noisy_gate_policy if self.training else None
+            return top1gating(
+                logits, factor, self.min_capacity, used_token, policy, self.drop_tokens, self.use_rts, self.ep_group,
+                sparse_routes, use_tutel,
+            )  # fmt: skip
+        if self.k == 2:
+            return top2gating(
+                logits, factor, self.min_capacity, self.drop_tokens, self.ep_group, self.top2_2nd_expert_sampling,
+                sparse_routes,
+            )  # fmt: skip
+        return topkgating(
+            logits, self.k, factor, self.min_capacity, self.drop_tokens, self.ep_group, sparse_routes=sparse_routes
+        )
+
+    def route(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
+        """The same choice as `forward`, as routes."""
+        logits = self._logits(input)
+        shape = (*logits.shape, self._factor * self.k, self.min_capacity)
+        if self.k == 1:
+            noisy = self.training and self.noisy_gate_policy == "RSample"
+            return route_top1(
+                logits,
+                gates.top1_capacity(*shape) if self.drop_tokens else None,
+                used=used_token,
+                noise=gates.gumbel if noisy else None,
+                lottery=gates.lots if self.use_rts else None,
+            )
+        capacity = capacity_of(*shape) if self.drop_tokens else None
+        if self.k == 2:
+            return route_top2(logits, capacity, noise=gates.gumbel if self.top2_2nd_expert_sampling else None)
+        return route_topk(logits, self.k, capacity)
+
+    @property
+    def _factor(self) -> float:
+        return self.capacity_factor if self.training else self.eval_capacity_factor
+
+    def _logits(self, input: Tensor) -> Tensor:
+        """[S, experts], in float32 whatever the model's dtype and autocast say."""
+        with torch.autocast(input.device.type, enabled=False):
+            values = input.float()
+            if self.training and self.noisy_gate_policy == "Jitter":
+                values = multiplicative_jitter(values, device=input.device)
+            return functional.linear(values, self.wg.weight.float())
+
+
+class MOELayer(nn.Module):
+    """Takes tokens to the experts that a gate chooses, on whichever rank they are, and combines what comes back."""
+
+    def __init__(
+        self,
+        gate: TopKGate,
+        experts: nn.Module,
+        ep_group_name: str,
+        ep_size: int,
+        num_local_experts: int,
+        use_tutel: bool = False,
+    ) -> None:
+        """`use_tutel` changes nothing: tokens are moved by sorting them, as that library does."""
+        super().__init__()
+        self.gate = gate
+        self.experts = experts
+        self.ep_group_name = ep_group_name
+        self.ep_size = ep_size
+        self.num_local_experts = num_local_experts
+        self.use_tutel = use_tutel
+        self.l_aux = torch.zeros(())
+        self.exp_counts = torch.zeros(0, dtype=torch.int64)
+        self._axis: AxisGroup | None = None
+        self._slices: AxisGroup | None = None
+
+    def join(self, axis: AxisGroup, slices: AxisGroup | None = None) -> None:
+        """Send tokens over this axis; the ranks of `slices` have equal tokens, and each sends a part of them."""
+        if axis.size != self.ep_size:
+            raise LayoutError(f"these experts are spread over {self.ep_size} ranks, but the axis has {axis.size}")
+        self._axis = axis
+        self._slices = slices if slices is not None and slices.size > 1 else None
+
+    @property
+    def ep_group(self) -> ProcessGroup | None:
+        """The ranks over which experts are spread; None before the engine, or a script, says which they are."""
+        return None if self._axis is None else self._axis.group
+
+    def forward(self, *input: Tensor, **kwargs: Any) -> Tensor:
+        """Tokens [..., M], and optionally which of them are used [S], through the experts."""
+        tokens = input[0].reshape(-1, input[0].shape[-1])
+        routes: Routes = self.gate.route(tokens, *input[1:2])
+        self.l_aux, self.exp_counts = routes.loss, routes.counts
+        if self.ep_size > 1 and self._axis is None:
+            raise UsageError(
+                f"experts are spread over {self.ep_size} ranks, which are not known yet. Hand the model to "
+                "deepspeed.initialize, or call set_deepspeed_parallelism() of the MoE layer."
+            )
+        alone = self.ep_size == 1 and self._slices is None
+        if routes.capacity is not None and not (alone and _as_one(self.experts)):
+            combined = self._by_slots(tokens, routes, routes.capacity)
+        elif self._slices is not None:
+            combined = self._by_slots(tokens, routes, gates.common_capacity(routes, self.ep_group))
+        else:
+            combined = self._in_order(tokens, routes)
+        return combined.view(*input[0].shape[:-1], combined.shape[-1])
+
+    def _by_slots(self, tokens: Tensor, routes: Routes, capacity: int) -> Tensor:
+        """Every expert gets as many rows from every rank, so that nobody has to ask how many come."""
+        width, ranks, local = tokens.shape[-1], self.ep_size, self.num_local_experts
+        if self._slices is not None:
+            capacity = -(-capacity // self._slices.size) * self._slices.size
+        plan = by_slots(routes, capacity)
+        rows = plan.to_rows(tokens).view(routes.num_experts, capacity, width)
+        if self._slices is not None:
+            rows = parts_of(rows, 1, self._slices)
+        part = rows.shape[1]
+        if self._axis is not None:
+            rows = exchange(rows, self._axis)
+        by_expert = rows.view(ranks, local, part, width).transpose(0, 1).reshape(-1, width)
+        out: Tensor = self.experts(by_expert, groups=Groups(local, length=ranks * part))
+        rows = out.view(local, ranks, part, -1).transpose(0, 1).reshape(ranks * local, part, -1)
+        if self._axis is not None:
+            rows = exchange(rows, self._axis)
+        if self._slices is not None:
+            rows = whole_of(rows, 1, self._slices)
+        return plan.combine(rows.reshape(-1, rows.shape[-1]), routes.weights)
+
+    def _in_order(self, tokens: Tensor, routes: Routes) -> Tensor:
+        """Experts get the rows that they were chosen for; with several ranks the host has to know how many."""
+        plan = in_order(routes)
+        rows, sent = plan.to_rows(tokens), plan.counts(routes.num_experts)
+        if self.ep_size == 1 or self._axis is None:
+            return plan.combine(self.experts(rows, groups=Groups.of(sent)), routes.weights)
+        sent = sent.view(self.ep_size, self.num_local_experts)
+        came = exchange_counts(sent, self._axis)
+        comes, goes = (each.sum(1).tolist() for each in (came, sent))
+        rows = exchange(rows, self._axis, comes, goes)  # [from rank][local expert]
+        numbers = torch.arange(self.num_local_experts, device=rows.device).repeat(self.ep_size)
+        order = torch.argsort(numbers.repeat_interleave(came.view(-1), output_size=sum(comes)), stable=True)
+        out: Tensor = self.experts(rows.index_select(0, order), groups=Groups.of(came.sum(0)))
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        rows = exchange(out.index_select(0, back), self._axis, goes, comes)
+        return plan.combine(rows, routes.weights)
+
+
+def _as_one(experts: nn.Module) -> bool:
+    return isinstance(experts, Experts) and experts.as_one

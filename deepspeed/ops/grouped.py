@@ -1,0 +1,143 @@
+"""Matrix products of many groups of rows at once, each with a matrix of its own: ops `grouped_rows`, `grouped_pairs`.
+
+groups = Groups.of(counts)              rows 0 … counts[0] are the first group, and so on
+grouped_linear(rows, weight, groups)    [rows, in] × [groups, out, in] → [rows, out]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from deepspeed.ops.capability import compute_capability, on_cuda
+from deepspeed.ops.registry import implementation, op, reference
+
+__all__ = ["Groups", "grouped_linear"]
+
+_ALIGNED = 16  # bytes: what the kernels of torch ask of rows
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows belong together: groups of one `length`, or groups that end at `ends`."""
+
+    count: int
+    length: int | None = None
+    ends: Tensor | None = None
+    """[count], int32, on the device of the rows: the host does not know them."""
+
+    @classmethod
+    def of(cls, counts: Tensor) -> Groups:
+        """Groups of so many rows each, which stay on the device."""
+        return cls(counts.numel(), ends=counts.cumsum(0).to(torch.int32))
+
+    def sizes(self) -> list[int]:
+        """Rows of each group; the host waits for the device."""
+        if self.ends is None:
+            return [self.length or 0] * self.count
+        ends = self.ends.tolist()
+        return [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+    def numbers(self, rows: int) -> Tensor:
+        """[rows]: the group of each row, where the groups are of different lengths."""
+        assert self.ends is not None, "equal groups need no numbers"
+        places = torch.arange(rows, device=self.ends.device, dtype=torch.int32)
+        return torch.searchsorted(self.ends, places, right=True).clamp_(max=self.count - 1)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, groups: Groups, bias: Tensor | None = None) -> Tensor:
+    """[rows, out]: each group times the transpose of its weight [groups, out, in], plus its bias [groups, out]."""
+    if groups.ends is None:
+        batch = rows.view(groups.count, -1, rows.shape[-1])
+        turned = weight.transpose(1, 2)
+        out = torch.bmm(batch, turned) if bias is None else torch.baddbmm(bias.unsqueeze(1), batch, turned)
+        return out.view(-1, weight.shape[1])
+    product: Tensor = _GroupedLinear.apply(rows, weight, groups.ends)  # type: ignore[no-untyped-call]
+    return product if bias is None else product + bias.index_select(0, groups.numbers(len(rows)))
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Three products of the same kind, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        product: Tensor = op("grouped_rows")(rows, weight.transpose(1, 2), ends)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weight, ends = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        to_rows = op("grouped_rows")(grad, weight, ends) if ctx.needs_input_grad[0] else None
+        to_weight = op("grouped_pairs")(grad, rows, ends) if ctx.needs_input_grad[1] else None
+        return to_rows, to_weight, None
+
+
+@reference("grouped_rows")
+def rows_by_slices(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """[rows, out]: group by group; `matrices` is [groups, in, out]. Rows behind the last group are 0."""
+    out = rows.new_empty(len(rows), matrices.shape[2])
+    start = 0
+    for matrix, end in zip(matrices.unbind(), ends.tolist(), strict=True):
+        torch.mm(rows[start:end], matrix, out=out[start:end])
+        start = end
+    out[start:].zero_()
+    return out
+
+
+@reference("grouped_pairs")
+def pairs_by_slices(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """[groups, left columns, right columns]: the product of each group's rows with each other."""
+    out = left.new_empty(len(ends), left.shape[1], right.shape[1])
+    start = 0
+    for each, end in zip(out.unbind(), ends.tolist(), strict=True):
+        torch.mm(left[start:end].t(), right[start:end], out=each)
+        start = end
+    return out
+
+
+@implementation("grouped_rows", name="torch", requires=on_cuda & compute_capability(8), rank=20)
+def _load_rows() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    product = _torch_product()
+
+    def rows_at_once(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+        if not _takes(rows, matrices):
+            return rows_by_slices(rows, matrices, ends)
+        return product(rows, matrices, offs=ends)
+
+    return rows_at_once
+
+
+@implementation("grouped_pairs", name="torch", requires=on_cuda & compute_capability(8), rank=20)
+def _load_pairs() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    product = _torch_product()
+
+    def pairs_at_once(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+        if not _takes(left, right):
+            return pairs_by_slices(left, right, ends)
+        return product(left.t(), right, offs=ends)
+
+    return pairs_at_once
+
+
+def _torch_product() -> Callable[..., Tensor]:
+    public: Callable[..., Tensor] | None = getattr(functional, "grouped_mm", None)
+    private: Callable[..., Tensor] = torch._grouped_mm
+    return public if public is not None else private
+
+
+def _takes(*operands: Tensor) -> bool:
+    """True if torch's kernel takes these: bfloat16, every row of whole 16 bytes."""
+    return all(each.dtype == torch.bfloat16 and _rows_aligned(each) for each in operands)
+
+
+def _rows_aligned(operand: Tensor) -> bool:
+    strides = operand.stride()
+    steps = [step for step in strides if step != 1]
+    return 1 in strides[-2:] and all(step * operand.element_size() % _ALIGNED == 0 for step in steps)

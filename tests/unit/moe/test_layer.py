@@ -1,0 +1,232 @@
+"""The layer on one rank: parity with a loop over experts, neighbours of the usual case, and the experts' parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.errors import UsageError
+from deepspeed.moe.experts import Experts
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.structure import read, stacked
+from deepspeed.moe.utils import (
+    configure_moe_param_groups,
+    has_moe_layers,
+    is_moe_param,
+    is_moe_param_group,
+    split_params_grads_into_shared_and_expert_params,
+    split_params_into_different_moe_groups_for_optimizer,
+    split_params_into_shared_and_expert_params,
+)
+from deepspeed.ops.grouped import Groups, grouped_linear
+
+WIDTH = 6
+
+
+class Gated(nn.Module):
+    """As in the feed-forward layers of today."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 5), nn.Linear(WIDTH, 5, bias=False), nn.Linear(5, WIDTH)
+
+    def forward(self, rows):
+        return self.down(nn.functional.silu(self.gate(rows)) * self.up(rows))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, rows):
+        return self.norm(self.inner(rows)), "a bias"
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, rows):
+        return self.inner(rows) if bool(rows.isfinite().all()) else rows
+
+
+EXPERTS = {
+    "sequence": (nn.Sequential(nn.Linear(WIDTH, 4), nn.GELU(), nn.Linear(4, WIDTH)), True),
+    "gated": (Gated(), True),
+    "norm": (Normed(), False),
+    "branches": (Branching(), False),
+}
+
+
+def by_loop(layer, tokens):
+    """Every expert computes every token; the gate's weights choose."""
+    routes = layer.deepspeed_moe.gate.route(tokens)
+    total = torch.zeros_like(tokens)
+    for number, expert in enumerate(layer.deepspeed_moe.experts.deepspeed_experts):
+        out = expert(tokens)
+        out = out[0] if isinstance(out, tuple) else out
+        total = total + out * (routes.weights * (routes.experts == number)).sum(0).unsqueeze(1)
+    return total, routes.loss
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("drops", [True, False])
+def test_a_loop_over_experts(kind, k, drops):
+    expert, as_one = EXPERTS[kind]
+    torch.manual_seed(k)
+    layer = MoE(WIDTH, expert, 4, k=k, drop_tokens=drops, capacity_factor=0.5, min_capacity=1).double()
+    for param in layer.parameters():
+        nn.init.normal_(param)
+    assert layer.deepspeed_moe.experts.as_one == as_one
+    tokens = torch.randn(9, WIDTH, dtype=torch.float64, requires_grad=True)
+    results = []
+    for compute in (lambda: layer(tokens)[:2], lambda: by_loop(layer, tokens)):
+        torch.manual_seed(1)
+        out, loss = compute()
+        wanted = [tokens, *layer.parameters()]
+        results.append([out, loss, *torch.autograd.grad(out.sin().sum() + loss, wanted)])
+    for mine, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)  # the gate computes in float32
+
+
+@pytest.mark.parametrize(("tokens", "k"), [(1, 1), (3, 2), (2, 3)])
+def test_fewer_tokens_than_experts(tokens, k):
+    layer = MoE(WIDTH, EXPERTS["gated"][0], 8, k=k, min_capacity=1)
+    out, _, counts = layer(torch.randn(tokens, WIDTH))
+    assert counts.sum().item() == tokens * k
+    out.sum().backward()
+    grads = [param.grad for param in layer.deepspeed_moe.experts.parameters()]
+    assert all(grad is not None for grad in grads), "an expert without tokens has a gradient of zeros"
+
+
+def test_shapes_and_capacity_of_one():
+    layer = MoE(WIDTH, EXPERTS["sequence"][0], 4, k=1, capacity_factor=0.01, min_capacity=1, use_rts=False)
+    out, _, counts = layer(torch.randn(2, 5, WIDTH))
+    assert out.shape == (2, 5, WIDTH)
+    assert out.flatten(0, 1).abs().sum(1).gt(0).sum().item() == (counts > 0).sum().item()
+
+
+def test_eval_capacity_lets_more_tokens_through():
+    layer = MoE(WIDTH, EXPERTS["sequence"][0], 2, capacity_factor=0.5, eval_capacity_factor=2.0, min_capacity=0)
+    tokens = torch.randn(16, WIDTH)
+    kept = [layer.train(mode)(tokens)[0].abs().sum(1).gt(0).sum().item() for mode in (True, False)]
+    assert kept[0] <= 8
+    assert kept[1] == 16
+
+
+def test_residual():
+    layer = MoE(WIDTH, EXPERTS["sequence"][0], 2, use_residual=True, min_capacity=0)
+    tokens = torch.randn(4, WIDTH)
+    torch.manual_seed(0)
+    out = layer(tokens)[0]
+    torch.manual_seed(0)
+    experts = layer.deepspeed_moe(tokens)
+    shares = torch.softmax(layer.coefficient(tokens), -1)
+    torch.testing.assert_close(out, experts * shares[:, :1] + layer.mlp(tokens) * shares[:, 1:])
+
+
+def test_bfloat16_gates_in_float32():
+    layer = MoE(WIDTH, EXPERTS["sequence"][0], 4, k=2, drop_tokens=False).bfloat16()
+    out, loss, _ = layer(torch.randn(32, WIDTH, dtype=torch.bfloat16))
+    assert (out.dtype, loss.dtype) == (torch.bfloat16, torch.float32)
+    out.float().sum().backward()
+    assert layer.deepspeed_moe.gate.wg.weight.grad.dtype == torch.bfloat16
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer.float()(torch.randn(32, WIDTH))[0].dtype == torch.bfloat16
+
+
+def test_what_a_layer_refuses():
+    with pytest.raises(UsageError, match="num_experts is 6 and ep_size is 4"):
+        MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 6, ep_size=4)
+    with pytest.raises(UsageError, match="noisy_gate_policy is 'loud'"):
+        MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 2, noisy_gate_policy="loud")
+    layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4, ep_size=2)
+    with pytest.raises(UsageError, match="spread over 2 ranks, which are not known"):
+        layer(torch.randn(8, WIDTH))
+
+
+def test_experts_compute_slices():
+    experts = Experts(EXPERTS["gated"][0], 3, "ep_size_2")
+    given = torch.randn(2, 3, 4, WIDTH)
+    expected = [expert(given[:, number]) for number, expert in enumerate(experts.deepspeed_experts)]
+    torch.testing.assert_close(experts(given), torch.stack(expected, 1))
+
+
+def test_experts_that_somebody_changed_run_one_by_one():
+    experts = Experts(EXPERTS["gated"][0], 2)
+    seen = []
+    experts.deepspeed_experts[1].up.register_forward_hook(lambda *_: seen.append(1))
+    given = torch.randn(4, WIDTH)
+    found = experts(given, groups=Groups(2, length=2))
+    expected = [expert(given[2 * at : 2 * at + 2]) for at, expert in enumerate(experts.deepspeed_experts)]
+    torch.testing.assert_close(found, torch.cat(expected))
+    assert len(seen) == 2
+
+
+def test_a_structure_is_read_only_where_rows_are_alike():
+    assert read(nn.Sequential(nn.Linear(2, 2), nn.Softmax(dim=0))) is None
+    assert read(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))) is None
+    assert read(nn.Sequential(nn.ReLU())) is None
+    assert read(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))) is not None
+
+
+def test_stacked_without_a_copy_where_that_can_be():
+    memory = torch.arange(24.0)
+    near = [nn.Parameter(memory[at : at + 4].view(2, 2)) for at in (0, 10, 20)]
+    found = stacked(near)
+    assert found.data_ptr() == memory.data_ptr()
+    assert torch.equal(found, torch.stack(near))
+    (found * torch.arange(3.0).view(3, 1, 1)).sum().backward()
+    assert [param.grad.sum().item() for param in near] == [0.0, 4.0, 8.0]
+    assert stacked(list(reversed(near))).data_ptr() != memory.data_ptr()
+    assert torch.equal(stacked(list(reversed(near))), torch.stack(list(reversed(near))))
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 2], [0, 0, 0], [1, 1, 1]])
+def test_grouped_products(counts):
+    groups = Groups.of(torch.tensor(counts))
+    rows = torch.randn(sum(counts), 4, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((3, 5, 4), (3, 5)))
+    parts = [part @ w.t() + b for part, w, b in zip(rows.split(counts), weight, bias, strict=True)]
+    torch.testing.assert_close(grouped_linear(rows, weight, groups, bias), torch.cat(parts))
+    assert torch.autograd.gradcheck(
+        lambda *given: grouped_linear(given[0], given[1], groups, given[2]), (rows, weight, bias)
+    )
+    assert groups.sizes() == counts
+
+
+def test_parameters_of_experts():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 2))
+    assert has_moe_layers(model) == (True, 2)
+    assert has_moe_layers(nn.Linear(1, 1)) == (False, 0)
+    shared, experts = split_params_into_shared_and_expert_params(list(model.parameters()))
+    assert (len(shared), len(experts)) == (3, 4)
+    assert all(param.group_name == "ep_size_1" and is_moe_param(param) for param in experts)
+    experts[0].grad = torch.ones_like(experts[0])
+    assert [len(each) for each in split_params_grads_into_shared_and_expert_params([*shared, *experts])] == [0, 1]
+
+
+def test_groups_of_experts():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4, ep_size=2))
+    made = configure_moe_param_groups(list(model.parameters()))
+    assert [(group["name"], is_moe_param_group(group), len(group["params"])) for group in made] == [
+        ("dense-params", False, 3),
+        ("ep_size_2", True, 4),
+    ]
+    plain = list(nn.Linear(1, 1).parameters())
+    assert configure_moe_param_groups(plain) is plain
+    given = {"params": list(model.parameters()), "name": "all", "lr": 0.5}
+    made = split_params_into_different_moe_groups_for_optimizer(given, max_group_size=WIDTH * WIDTH)
+    assert [(group["name"], group["lr"], len(group["params"])) for group in made] == [
+        ("all", 0.5, 3),
+        ("ep_size_2", 0.5, 1),
+        ("ep_size_2", 0.5, 1),
+        ("ep_size_2", 0.5, 1),
+        ("ep_size_2", 0.5, 1),
+    ]
+    with pytest.raises(UsageError, match="no 'name'"):
+        split_params_into_different_moe_groups_for_optimizer({"params": []})
