@@ -31,7 +31,7 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.log import log_dist, logger
 
 if TYPE_CHECKING:
-    from deepspeed import accelerator, comm, moe, ops, parallel, pipe, runtime, utils, zero
+    from deepspeed import accelerator, comm, moe, ops, parallel, pipe, runtime, tensor_parallel, utils, zero
     from deepspeed import comm as dist
     from deepspeed._api import (
         DeepSpeedOptimizerCallable,
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
     from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.tensor_parallel.model_init import set_autotp_mode, tp_model_init
     from deepspeed.utils.init_on_device import OnDevice
 
 # name → module, or module:attribute; imported when first asked for
@@ -77,6 +78,9 @@ _LAZY = {
     "moe": "deepspeed.moe",
     "ops": "deepspeed.ops",
     "runtime": "deepspeed.runtime",
+    "set_autotp_mode": "deepspeed.tensor_parallel.model_init:set_autotp_mode",
+    "tensor_parallel": "deepspeed.tensor_parallel",
+    "tp_model_init": "deepspeed.tensor_parallel.model_init:tp_model_init",
     "parallel": "deepspeed.parallel",
     "pipe": "deepspeed.pipe",
     "set_optimizer_flags": "deepspeed._compat.flags:set_optimizer_flags",
@@ -123,7 +127,10 @@ __all__ = [
     "parallel",
     "pipe",
     "runtime",
+    "set_autotp_mode",
     "set_optimizer_flags",
+    "tensor_parallel",
+    "tp_model_init",
     "utils",
     "zero",
 ]

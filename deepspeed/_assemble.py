@@ -37,6 +37,8 @@ from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import Stepper
 from deepspeed.sequence.build import share_sequences
+from deepspeed.tensor_parallel import split_model
+from deepspeed.tensor_parallel.inputs import InputCheck
 from deepspeed.zero.agreement import Hosts
 from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.budgeting import budget, parameters_leave
@@ -79,6 +81,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         set_log_level_from_string(schema.log_level)
     watch_hangs(schema)  # first: groups that are made from now on wait as long as it says
     layout = _layout(request, stack)
+    check_inputs = split_model(schema, module, layout["tp"], request.mpu)
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
@@ -116,7 +119,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         backward=Backward(reducer, accumulation, scale, events, listens=basic is not None),
         events=events,
         forward=share_sequences(
-            schema, module, layout, stack, _forward(module, precision, sharded.hooks if sharded else None)
+            schema, module, layout, stack, _forward(module, precision, sharded.hooks if sharded else None, check_inputs)
         ),
         make_loader=partial(
             build_dataloader,
@@ -226,10 +229,14 @@ def _states(
     return states, build_reducer(schema, module, measure, precision, states), None
 
 
-def _forward(module: nn.Module, precision: Precision, hooks: ModuleHooks | None) -> Callable[..., Any]:
+def _forward(
+    module: nn.Module, precision: Precision, hooks: ModuleHooks | None, check_inputs: InputCheck | None
+) -> Callable[..., Any]:
     """How the engine calls the module."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if check_inputs is not None:
+            check_inputs(args, kwargs)
         if hooks is not None:
             hooks.look_again()
         cast_args, cast_kwargs = precision.cast_inputs(args, kwargs)

@@ -159,7 +159,7 @@ class Lazy:
 class Checkpoint:
     """Every tensor by name, and which names are the same tensor as another."""
 
-    tensors: dict[str, Lazy] = field(default_factory=dict)
+    tensors: dict[str, Any] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     stage: int = 0
     world: int = 1
@@ -188,10 +188,61 @@ def find_tag(directory: Path, tag: str | None) -> Path:
     return directory / tag
 
 
+@dataclass(frozen=True)
+class _Joined:
+    """A tensor of which tensor-parallel ranks hold intervals of one dim."""
+
+    parts: tuple[Lazy, ...]
+    dim: int
+    intervals: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        first = self.parts[0].shape
+        return torch.Size((*first[: self.dim], sum(p.shape[self.dim] for p in self.parts), *first[self.dim + 1 :]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    def contiguous(self) -> Tensor:
+        """The tensor."""
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for part, intervals in zip(self.parts, self.intervals, strict=True):
+            values, sizes = part.contiguous(), [stop - start for start, stop in intervals]
+            for (start, stop), piece in zip(intervals, values.split(sizes, self.dim), strict=True):
+                whole.narrow(self.dim, start, stop - start).copy_(piece)
+        return whole
+
+
 def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint:
     """Find where every tensor of the model is; nothing is read but the files' indices."""
-    models = sorted(folder.glob("*mp_rank_*_model_states.pt"), key=natural)
-    optimizers = sorted((*folder.glob("*_optim_states.pt"), *folder.glob("*[0-9]optim_states.pt")), key=natural)
+    names = [path.name for path in folder.glob("*mp_rank_*_model_states.pt")]
+    ranks = sorted({found[1] for name in names if (found := re.search(r"mp_rank_(\d+)", name))})
+    if len(ranks) < 2:
+        return _read_rank(folder, "*", exclude_frozen)[0]
+    read = [_read_rank(folder, rank, exclude_frozen) for rank in ranks]
+    checkpoint, splits = read[0]
+    if splits is None:
+        raise ValueError(f"{folder} is of {len(ranks)} model-parallel ranks and does not tell how they cut tensors")
+    for name in [name for name in checkpoint.tensors if name in splits]:
+        dim, intervals = splits[name]
+        cut = tuple(tuple((int(start), int(stop)) for start, stop in part) for part in intervals)
+        parts = tuple(found.tensors[name] for found, _ in read)
+        pieces = sorted(piece for part in cut for piece in part)
+        fits = all(part.shape[dim] == sum(b - a for a, b in own) for part, own in zip(parts, cut, strict=True))
+        if not fits or [start for start, _ in pieces] != [0, *(stop for _, stop in pieces[:-1])]:
+            raise ValueError(f"{folder}: {name} is not cut as the file says, {dim} {cut!r:.100}")
+        checkpoint.tensors[name] = _Joined(parts, dim, cut)
+    return checkpoint
+
+
+def _read_rank(folder: Path, rank: str, exclude_frozen: bool) -> tuple[Checkpoint, Any]:
+    """What the files of one model-parallel rank hold, and how tensors are cut over these ranks."""
+    models = sorted(folder.glob(f"*mp_rank_{rank}_model_states.pt"), key=natural)
+    optimizers = sorted(
+        folder.glob("*optim_states.pt" if rank == "*" else f"*mp_rank_{rank}*optim_states.pt"), key=natural
+    )
     if not models or any(re.search(r"layer_|expert_", path.name) for path in (*models, *folder.glob("layer_*"))):
         raise ValueError(f"{folder} has no '*mp_rank_*_model_states.pt', or is of a pipeline or of experts")
     model, reader = _load(models[0]), _Reader()
@@ -226,7 +277,7 @@ def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint
         _untie(found, module)
     order = {name: place for place, name in enumerate(module)}
     found.tensors = dict(sorted(found.tensors.items(), key=lambda item: order.get(item[0], len(order))))
-    return found
+    return found, (model.get("ds_extra") or {}).get("splits")
 
 
 def _untie(found: Checkpoint, module: Mapping[str, Tensor]) -> None:

@@ -48,7 +48,7 @@ class DeepSpeedConfig:
         require(self.schema)
         self.world_size = data_parallel_ranks(self.schema, mpu, mesh_device, world_size)
         _check_data_parallel_size(self.schema, self.world_size)
-        self.batch: Batch | None = _batch(self.schema, self.world_size, partial)
+        self.batch: Batch | None = _batch(self.schema, self.world_size, partial, alone=mpu is None)
 
     @property
     def train_batch_size(self) -> int | None:
@@ -68,7 +68,10 @@ class DeepSpeedConfig:
     @property
     def notes(self) -> list[str]:
         """What is to be told of a valid config: keys that have no effect, and why."""
-        return [str(note) for note in idle(self.schema, self.loaded.given)]
+        found = [str(note) for note in idle(self.schema, self.loaded.given)]
+        if self.batch is not None and self.schema.train_batch_size not in (None, self.batch.train):
+            found += _counted_tensor_ranks(self.schema, self.batch)
+        return found
 
     def tell(self) -> None:
         """Log the notes, each of them once, by rank 0."""
@@ -155,8 +158,23 @@ def _process_count() -> int:
     return int(distributed.get_world_size())
 
 
-def _batch(schema: Schema, ranks: int, partial: bool) -> Batch | None:
+def _counted_tensor_ranks(schema: Schema, batch: Batch) -> list[str]:
+    if schema.elasticity.enabled:
+        return []
+    return [
+        f"train_batch_size: {schema.train_batch_size} counts tensor-parallel ranks as data-parallel ones. The "
+        f"{schema.tensor_parallel.autotp_size} ranks that share layers see the same samples, so that a step takes "
+        f"{batch.micro} × {batch.steps} × {batch.ranks} data-parallel ranks = {batch.train} samples"
+    ]
+
+
+def _batch(schema: Schema, ranks: int, partial: bool, *, alone: bool = True) -> Batch | None:
+    """The batch sizes; numbers that fit together only if tensor-parallel ranks count are those of other programs."""
     sizes = (schema.train_batch_size, schema.train_micro_batch_size_per_gpu)
     if partial and sizes == (None, None) and not schema.elasticity.enabled:
         return None
+    tp = schema.axis_sizes["tp"] if alone else 1
+    train, micro, steps = (*sizes, schema.gradient_accumulation_steps)
+    if tp > 1 and train is not None and micro and steps and train == micro * steps * ranks * tp:
+        return Batch(micro * steps * ranks, micro, steps, ranks)
     return batch_of(schema, ranks)

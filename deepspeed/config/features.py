@@ -52,7 +52,26 @@ UNBUILT: tuple[Feature, ...] = (
     ),
     Feature("zero_optimization.zeropp_loco_param", "LoCo", lambda c: c.zero_optimization.zeropp_loco_param is not None),
     Feature("zero_optimization.mics_shard_size", "MiCS", lambda c: c.zero_optimization.mics_shard_size > 0),
-    Feature("tensor_parallel.autotp_size", "AutoTP", lambda c: c.tensor_parallel.autotp_size > 1),
+    Feature(
+        "sequence_parallel.attention",
+        "sequences that ranks share together with split layers (tensor_parallel.autotp_size)",
+        lambda c: c.sequence_parallel.attention is not None and min(c.axis_sizes.values()) > 1,
+    ),
+    Feature(
+        "tensor_parallel.keep_module_on_host",
+        "split layers in host memory",
+        lambda c: c.tensor_parallel.keep_module_on_host,
+    ),
+    Feature(
+        "tensor_parallel.vocab_parallel_ce_backend",
+        "Liger's cross-entropy over a split vocabulary",
+        lambda c: c.tensor_parallel.vocab_parallel_ce_backend == "liger",
+    ),
+    Feature(
+        "tensor_parallel.injection_policy_tuple",
+        "manual injection policies",
+        lambda c: c.tensor_parallel.injection_policy_tuple is not None,
+    ),
     Feature("expert_parallel", "AutoEP", lambda c: c.expert_parallel.enabled),
     Feature("compile.deepcompile", "DeepCompile", lambda c: c.compile.deepcompile),
     Feature("hybrid_engine", "the hybrid engine", lambda c: c.hybrid_engine.enabled),

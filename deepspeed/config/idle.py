@@ -119,6 +119,15 @@ IDLE: tuple[Idle, ...] = (
         "sequence_parallel.attention is not given, so that the script shares sequences out",
         lambda c: (c.sequence_parallel_size or 1) > 1 and c.sequence_parallel.attention is None,
     ),
+    *(
+        Idle(f"tensor_parallel.{key}", why)
+        for key, why in (
+            ("partition_config.embedding_partition_dim", "embeddings are split by vocabulary"),
+            ("partition_config.tp_size", "tensor_parallel.autotp_size is the number of ranks"),
+            ("replace_with_kernel_inject", "kernels are injected for inference only"),
+            ("kernel_inject", "kernels are injected for inference only"),
+        )
+    ),
     Idle("elasticity.min_time", "it is for schedulers, who decide whether a job is worth starting"),
     *(Idle(f"pipeline.{key}", _IN_THE_MODULE) for key in ("stages", "partition", "seed_layers")),
     *(Idle(f"pipeline.{key}", _SLICES) for key in ("pipe_partitioned", "grad_partitioned")),

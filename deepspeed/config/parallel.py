@@ -130,6 +130,11 @@ class TPTrainingConfig(Section):
     tp_overlap_comm: bool = Field(
         False, description="Whether the all-reduce of input gradients overlaps with the weight gradients."
     )
+    sequence_parallel: bool = Field(
+        False,
+        description="Whether hidden states between split layers are split along the sequence, so that what norms keep "
+        "for backward is divided, too. For models of blocks with attention and feed-forward as children.",
+    )
     vocab_parallel_lm_head: bool | None = Field(
         None, description="Whether the output layer is split by vocabulary; null follows the model's own plan."
     )

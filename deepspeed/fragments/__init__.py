@@ -3,5 +3,18 @@
 from deepspeed.fragments.boxes import Box, boxes
 from deepspeed.fragments.flat import Block, FlatLayout, Striped, round_robin
 from deepspeed.fragments.fragment import Fragment, intersection
+from deepspeed.fragments.split import Split, deal, even
 
-__all__ = ["Block", "Box", "FlatLayout", "Fragment", "Striped", "boxes", "intersection", "round_robin"]
+__all__ = [
+    "Block",
+    "Box",
+    "FlatLayout",
+    "Fragment",
+    "Split",
+    "Striped",
+    "boxes",
+    "deal",
+    "even",
+    "intersection",
+    "round_robin",
+]

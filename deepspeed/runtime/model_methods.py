@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.errors import CheckpointError, DeepSpeedError
+from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 from deepspeed.log import logger
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.model_state import collect, gather_experts, load, load_by, write_model
+from deepspeed.tensor_parallel import cut_state
 from deepspeed.zero.parameters.shard import shards_of
 
 __all__ = ["ModelMethods"]
@@ -37,7 +38,8 @@ class ModelMethods:
         parameters themselves, which are empty where they are sharded.
         """
         module = self._parts.module
-        if self._parts.sharded is not None and not keep_vars and shards_of(module.parameters()):
+        shared = self._parts.layout["tp"].size > 1
+        if not keep_vars and (shared or (self._parts.sharded is not None and shards_of(module.parameters()))):
             whole = collect(module, exclude_frozen=exclude_frozen_parameters)
             assert whole is not None, "this rank keeps it"
             found: dict[str, Any] = OrderedDict() if destination is None else destination
@@ -68,6 +70,13 @@ class ModelMethods:
         inner = checkpoint.get("module")
         state = inner if isinstance(inner, Mapping) else checkpoint
         module = self._parts.module
+        if self._parts.layout["tp"].size > 1:
+            if fetch_z3_params:
+                raise UsageError(
+                    "load_module_state_dict(fetch_z3_params=True) gives rank 0's values to all, but tensor-parallel "
+                    "ranks hold different parts. Give every rank the whole state dict and leave the argument out"
+                )
+            state = cut_state(module, state, self._parts.layout["tp"].rank)
         if custom_load_fn is not None:
             load_by(module, state, custom_load_fn)
         else:

@@ -49,6 +49,7 @@ MEMOS = {
     "ops::_processor": "which instructions compilers choose on this machine",
     "ops::_version": "what a compiler says of itself",
     "ops::_load_families": "that the modules of all operations are imported",
+    "tensor_parallel::_made": "the class of a layer that ranks share, for each class of layers",
     "zero::_sharded": "the class of a sharded parameter, for each class of parameters",
 }
 

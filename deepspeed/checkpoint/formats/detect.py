@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from deepspeed.checkpoint.formats.checked_files import Opener
 from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.native.reader import NativeSource
 from deepspeed.checkpoint.formats.native.writer import INDEX
+from deepspeed.checkpoint.formats.resliced import Resliced
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.stages import Stages
 from deepspeed.checkpoint.formats.universal.reader import UniversalSource
@@ -17,6 +18,7 @@ from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource, is_d
 from deepspeed.checkpoint.storage.commit import LATEST
 from deepspeed.checkpoint.storage.locate import read_latest
 from deepspeed.errors import CheckpointError
+from deepspeed.fragments import Split
 from deepspeed.trust import inside
 
 __all__ = ["find_tag", "open_checkpoint"]
@@ -31,43 +33,47 @@ def open_checkpoint(
     partial: bool = False,
     near: int = 0,
     layers: Mapping[int, str] | None = None,
+    splits: Mapping[str, Split] | None = None,
 ) -> Source:
     """The checkpoint in a tag's directory.
 
     `order`: the names in each parameter group of the optimizer, which only stage 0 of DeepSpeed itself needs.
     `verify`: compare what is read with the manifest, where there is one. `partial`: files of other ranks may be absent,
-    because they lie on other nodes. `near`: the data-parallel rank that reads, whose own files are preferred.
+    because they lie on other nodes. `near`: the data-parallel rank that reads, whose own files are preferred. `splits`:
+    how the reader, which is model-parallel rank `mp_rank`, holds tensors that it shares; whole where not given, if the
+    files tell how slices belong together.
     """
     path = Path(directory)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory")
     if (path / INDEX).exists():
-        return NativeSource(path, opener=Opener(path, verify=verify))
+        return _cut(NativeSource(path, opener=Opener(path, verify=verify)), splits, mp_rank)
     if (path / "zero").is_dir():
-        own = mp_rank if layers is None else 0  # stages were put together
-        return UniversalSource(path, own, opener=Opener(path, verify=verify))
+        own = mp_rank if layers is None and not splits else 0  # stages and slices were put together
+        return _cut(UniversalSource(path, own, opener=Opener(path, verify=verify)), splits, mp_rank)
     with reading(path):
         names = sorted(entry.name for entry in path.iterdir())
-    if is_deepspeed(sort_files(names)):
+    if is_deepspeed(found := sort_files(names)):
         opener = Opener(path, verify=verify)
         with reading(path):
-            stages, slices = _dimensions(sort_files(names), opener)
-        if stages == 1:  # a rank of a pipeline reads what all stages have
-            own = mp_rank if layers is None else mp_rank % slices
-            return DeepSpeedSource(path, own, order, opener=opener, partial=partial, near=near)
-        sources = [
-            DeepSpeedSource(
+            stages, slices = _dimensions(found, opener)
+
+        def of_rank(rank: int, *, reads_order: bool = True) -> DeepSpeedSource:
+            return DeepSpeedSource(
                 path,
-                stage * slices + mp_rank % slices,
-                order if stage == mp_rank // slices else None,
+                rank,
+                order if reads_order else None,
                 opener=opener,
                 partial=partial,
                 near=near,
-                layers=layers,
+                layers=layers if stages > 1 else None,
             )
-            for stage in range(stages)
-        ]
-        return Stages(sources, mp_rank // slices)
+
+        if stages == 1:  # a rank of a pipeline reads what all stages have
+            return _of_ranks(of_rank, found.model_ranks, splits, mp_rank if layers is None else mp_rank % slices)
+        mine = mp_rank // slices
+        sources = [of_rank(stage * slices + mp_rank % slices, reads_order=stage == mine) for stage in range(stages)]
+        return Stages(sources, mine)
     raise CheckpointError(
         f"{path} holds no checkpoint; it has {', '.join(names[:5]) or 'nothing'}. Expected DeepSpeed's "
         f"*_model_states.pt, a universal checkpoint's zero/, or {INDEX}"
@@ -91,6 +97,35 @@ def _dimensions(found: Found, opener: Opener) -> tuple[int, int]:
             f"{files} only"
         )
     return stages, slices
+
+
+def _cut(source: Source, splits: Mapping[str, Split] | None, rank: int) -> Source:
+    return Resliced([source], {}, splits, rank) if splits else source
+
+
+def _of_ranks(
+    of_rank: Callable[[int], DeepSpeedSource],
+    written: Sequence[int],
+    splits: Mapping[str, Split] | None,
+    mp_rank: int,
+) -> Source:
+    """The files of the reader's own rank where it cuts as they do; else those of all ranks, put together."""
+    own = of_rank(mp_rank if mp_rank in written or not (splits or len(written) > 1) else written[0])
+    saved = own.splits
+    if len(written) > 1 and saved is None:
+        if splits and len(written) != next(iter(splits.values())).ranks:
+            raise CheckpointError(
+                f"the checkpoint was written by {len(written)} model-parallel ranks and does not tell how it cut "
+                f"tensors, so that {next(iter(splits.values())).ranks} cannot read it. Load it with as many ranks "
+                "and save it anew"
+            )
+        return own
+    names = {*(splits or {}), *own.aliases}
+    if splits and saved is not None and all(saved.get(name) == splits.get(name) for name in {*saved, *names}):
+        return own
+    if not splits and not saved:
+        return own
+    return Resliced([of_rank(rank) for rank in written], saved or {}, splits or {}, mp_rank)
 
 
 def find_tag(directory: str | Path, tag: str | None = None) -> Path:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.fragments import FlatLayout
+from deepspeed.fragments import FlatLayout, Split
 
 __all__ = ["Counters", "Experts", "GroupState", "Layers", "TrainingState"]
 
@@ -134,6 +134,8 @@ class TrainingState:
     """Of the model-parallel ranks: how many stages they make; the rest are tensor slices."""
     layers: Layers | None = None
     """Of a pipeline."""
+    splits: Mapping[str, Split] = field(default_factory=dict)
+    """How parameters are cut over tensor-parallel ranks, by name, under each of its names; others are whole."""
     counters: Counters = field(default_factory=Counters)
     loss_scale: Mapping[str, Any] | None = None
     """The attributes of the loss scaler; None where the loss is not scaled."""

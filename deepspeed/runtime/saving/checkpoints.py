@@ -45,6 +45,7 @@ from deepspeed.runtime.saving.plugged import save_files
 from deepspeed.runtime.saving.restoring import Restoring, Wish
 from deepspeed.runtime.saving.rng_state import restore as restore_rng
 from deepspeed.runtime.saving.training_state import Run, buffer_sum, collect, kinds_of, listing, settle_edits
+from deepspeed.tensor_parallel import splits_of
 
 __all__ = ["Checkpoints", "leftovers", "policy_of"]
 
@@ -129,6 +130,11 @@ class Checkpoints:
         if not isinstance(run.client_state, Mapping):
             raise UsageError(f"client_state is {type(run.client_state).__name__}, expected a dict of the caller's own")
         self._refuse_experts()
+        if self._section.format == "safetensors" and self._parts.layout["tp"].size > 1:
+            raise UsageError(
+                'checkpoint.format is "safetensors", which has no place for the slices of tensor-parallel ranks yet; '
+                'use "deepspeed", from which python -m deepspeed.checkpoint convert makes safetensors of whole tensors'
+            )
         settle_edits(self._parts)
         return {
             "model": self._parts.layout["pp", "tp"].rank,
@@ -191,9 +197,17 @@ class Checkpoints:
         partial = self._section.use_node_local_storage
         mp_rank = self._parts.layout["pp", "tp"].rank
         near = self._parts.layout["dp", "sp"].rank
-        holds = self._parts.holds
+        holds, splits = self._parts.holds, splits_of(self._parts.module)
         layers = None if self._parts.layers is None else self._parts.layers.known
-        source = open_checkpoint(path, mp_rank=mp_rank, order=order or None, partial=partial, near=near, layers=layers)
+        source = open_checkpoint(
+            path,
+            mp_rank=mp_rank,
+            order=order or None,
+            partial=partial,
+            near=near,
+            layers=layers,
+            splits=splits,
+        )
         return source if holds is None else Selection(source, holds)
 
     def load(self, path: Path, wish: Wish) -> Source:

@@ -19,6 +19,7 @@ from deepspeed.checkpoint.storage.durable import sync_directory, write_file, wri
 from deepspeed.checkpoint.zero_to_fp32 import plan_shards
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.moe.placing import SpreadExperts
+from deepspeed.tensor_parallel import whole_parameters
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import Shard, shards_of
 from deepspeed.zero.public.gathered import GatheredParameters
@@ -61,12 +62,15 @@ class _Collected:
         self._exclude_frozen = exclude_frozen
         self._seen: set[int] = set()
         self._copies: dict[int, Tensor] = {}
+        self._whole: dict[int, Tensor] = {}
+        """Of the module at hand: its parameters that ranks share, put together."""
 
     def add(self, module: nn.Module, prefix: str) -> None:
         new = [s for s in shards_of(module.parameters(recurse=False)) if id(s) not in self._seen]
         self._seen.update(map(id, new))
         missing = [shard for shard in new if shard.numel and not shard.whole and self._wanted(shard.param)]
         fetch.gather(missing)
+        self._whole = whole_parameters(module)
         metadata = {"version": module._version}
         self.values._metadata[prefix[:-1]] = metadata  # type: ignore[attr-defined]
         if self._keep:
@@ -89,7 +93,7 @@ class _Collected:
         if not isinstance(value, nn.Parameter):
             return value.detach().to("cpu", copy=True)
         if id(value) not in self._copies:
-            self._copies[id(value)] = value.detach().to("cpu", copy=True)
+            self._copies[id(value)] = self._whole.get(id(value), value.detach()).to("cpu", copy=True)
         return self._copies[id(value)]
 
 

@@ -18,6 +18,7 @@ from deepspeed.ops.adam import FusedAdam
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.rng_state import capture
 from deepspeed.runtime.step.scale_names import attributes_of
+from deepspeed.tensor_parallel import splits_of
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.states.group import ShardGroup
 
@@ -166,6 +167,7 @@ def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> Training
         mp_size=model.size,
         pp_size=parts.layout["pp"].size if parts.layers is not None else 1,
         layers=parts.layers,
+        splits=splits_of(parts.module),
         counters=run.counters,
         loss_scale=attributes_of(parts.scale),
         overflow=bool(getattr(parts.optimizer, "overflow", False)),

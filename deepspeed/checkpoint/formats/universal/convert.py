@@ -15,6 +15,7 @@ from deepspeed.checkpoint.formats.bulk_read import fetch
 from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.reshard import state_of
+from deepspeed.checkpoint.formats.resliced import Resliced
 from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.stages import Stages
@@ -98,11 +99,13 @@ def _folder(zero: Path, name: object) -> Path:
 
 def _sources(path: Path) -> Sequence[Source]:
     found = sort_files(entry.name for entry in path.iterdir())
-    ranks = sorted(found.models) or sorted({mp for _, mp in found.sharded_models})
-    first = open_checkpoint(path)
-    if isinstance(first, Stages):  # stages are one source; what is left to put together are slices
-        return [first, *(open_checkpoint(path, mp_rank=part) for part in range(1, len(ranks) // first.count))]
-    return [open_checkpoint(path, mp_rank=rank) for rank in ranks or [0]]
+    ranks = found.model_ranks
+    whole = open_checkpoint(path)
+    if isinstance(whole, Resliced) or len(ranks) < 2:
+        return [whole]  # slices that tell how they belong together
+    if isinstance(whole, Stages):  # stages are one source; what is left to put together are slices
+        return [whole, *(open_checkpoint(path, mp_rank=part) for part in range(1, len(ranks) // whole.count))]
+    return [open_checkpoint(path, mp_rank=rank) for rank in ranks]
 
 
 def _write(name: str, sources: Sequence[Source], zero: Path, rules: Mapping[str, Any]) -> None:

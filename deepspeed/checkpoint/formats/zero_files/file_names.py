@@ -75,6 +75,11 @@ class Found:
     """Stage 0: by (part of the experts, model-parallel rank)."""
 
     @property
+    def model_ranks(self) -> list[int]:
+        """The model-parallel ranks that wrote model files."""
+        return sorted({*self.models, *(mp for _, mp in self.sharded_models)}) or [0]
+
+    @property
     def files(self) -> tuple[str, ...]:
         """All of them, in a stable order."""
         kinds: tuple[dict[Any, str], ...] = (

@@ -14,6 +14,7 @@ from deepspeed.checkpoint.formats.bounds import rank_count, shapes_of
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.client_values import decode
 from deepspeed.checkpoint.formats.guard import guarded
+from deepspeed.checkpoint.formats.resliced import splits_in
 from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
@@ -25,6 +26,7 @@ from deepspeed.checkpoint.formats.zero_files.whole_optimizer import WholeOptimiz
 from deepspeed.checkpoint.formats.zero_files.writer import EXTRA, RESERVED
 from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
+from deepspeed.fragments import Split
 
 __all__ = ["DeepSpeedSource"]
 
@@ -112,6 +114,12 @@ class DeepSpeedSource:
         if self._sharding is not None:
             return self._sharding.groups
         return [group for each in self._wholes for group in each.groups]
+
+    @functools.cached_property
+    def splits(self) -> Mapping[str, Split] | None:
+        """How tensors are cut over model-parallel ranks; None where the file does not tell."""
+        told = self._extra.get("splits")
+        return None if told is None else splits_in(told, self._directory)
 
     @property
     def model_entries(self) -> Mapping[str, Any]:

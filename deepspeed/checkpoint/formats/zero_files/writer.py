@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from deepspeed._version import __version__
 from deepspeed.checkpoint.formats.client_values import decode, encode
 from deepspeed.checkpoint.formats.plain_values import plain
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
+from deepspeed.checkpoint.formats.resliced import plain_splits
 from deepspeed.checkpoint.formats.stand_ins import StandIns
 from deepspeed.checkpoint.formats.training_state import Experts, GroupState, TrainingState
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_stand_in
@@ -133,8 +135,9 @@ def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
         "checkpoint_parallel_dimensions": {"pp_degree": state.pp_size, "tp_degree": state.mp_size // state.pp_size},
         "ds_config": plain(state.ds_config, "ds_config"),
         "ds_version": __version__,
-        "universal_checkpoint_info": {"universal_checkpoint_version": 0.4},
+        "universal_checkpoint_info": _universal_info(state),
         EXTRA: {
+            **({"splits": plain_splits(state.splits)} if state.splits else {}),
             "client_state": client,
             "micro_steps": counters.micro_steps,
             "stage": state.stage,
@@ -163,6 +166,20 @@ def _experts(state: TrainingState) -> dict[str, Any]:
         return {}
     sizes = [group.ep for group in state.groups]
     return {"experts": {"layers": dict(state.experts.layers), "data_first": state.experts.data_first, "sizes": sizes}}
+
+
+def _universal_info(state: TrainingState) -> dict[str, Any]:
+    """What DeepSpeed's own converter asks: which parameters are whole on every rank, and which are cut along dim 1."""
+    info: dict[str, Any] = {"universal_checkpoint_version": 0.4}
+    if state.splits:
+        patterns = {name: f"^{re.escape(name)}$" for name in state.module if name not in state.buffers}
+        fused = [name for name, split in state.splits.items() if any(len(part) > 1 for part in split.parts)]
+        info["tp_replicated_parameter_patterns"] = [p for name, p in patterns.items() if name not in state.splits]
+        info["parameter_with_row_parallelism_patterns"] = [
+            patterns[name] for name, split in state.splits.items() if split.dim == 1 and name not in fused
+        ]
+        info["autotp_unsupported_parameter_patterns"] = [patterns[name] for name in fused]
+    return info
 
 
 def _module(state: TrainingState, host: Host) -> OrderedDict[str, Tensor]:

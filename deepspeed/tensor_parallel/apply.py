@@ -1,0 +1,151 @@
+"""A plan becomes true on this rank: parameters are cut in place, layers get their share, attention modules are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.fragments import Split
+from deepspeed.parallel import AxisGroup
+from deepspeed.tensor_parallel.attention import tell_share
+from deepspeed.tensor_parallel.draws import Draws, drops
+from deepspeed.tensor_parallel.layers import (
+    ColumnParallel,
+    ExpertsParallel,
+    RowParallel,
+    Share,
+    VocabularyParallel,
+    class_of,
+)
+from deepspeed.tensor_parallel.plan import Change, Plan
+from deepspeed.tensor_parallel.regions import Entrance, summed
+from deepspeed.tensor_parallel.rules import Kind
+
+__all__ = ["apply", "splits_of", "sum_gradient"]
+
+
+@torch.no_grad()
+def apply(plan: Plan, axis: AxisGroup, *, overlap: bool = False) -> None:
+    """Cut the model's layers for this rank; parameters keep their identity, so that optimizers know them."""
+    cut: set[int] = set()
+    entrance = Entrance(axis)
+    for change in plan.changes:
+        if change.kind is Kind.WHOLE:
+            continue
+        if change.kind is Kind.WHOLE_INSIDE:
+            for param in change.module.parameters():
+                sum_gradient(param, axis)
+            continue
+        _cut(change, axis, cut)
+        _convert(change, axis, entrance, overlap)
+    draws = Draws(axis)
+    for attention in plan.attention:
+        tell_share(attention, plan.ranks, axis.rank)
+        if drops(attention.module):
+            _draw_apart(attention.module, plan, draws)
+
+
+def splits_of(model: nn.Module) -> dict[str, Split]:
+    """How the parameters that ranks share are cut, by their names in the model; a tied one under each of its names."""
+    return dict(_named_splits(model))
+
+
+def sum_gradient(param: nn.Parameter, axis: AxisGroup, needed: Callable[[], bool] | None = None) -> None:
+    """Sum what backward brings for a parameter over ranks, each of which saw only a part of what it is used for.
+
+    `needed` is asked in backward; always where not given.
+    """
+    trained = param.requires_grad
+    param.requires_grad_(True)  # a hook can be left for the day on which it is trained
+    param.register_hook(_Sum(axis, needed))
+    param.requires_grad_(trained)
+
+
+@dataclass
+class _Sum:
+    axis: AxisGroup
+    needed: Callable[[], bool] | None
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        return summed(grad, self.axis) if self.needed is None or self.needed() else grad
+
+    def __deepcopy__(self, _: Any) -> _Sum:
+        return self
+
+
+def _draw_apart(module: nn.Module, plan: Plan, draws: Draws) -> None:
+    """Let an attention draw numbers of this rank's own, until its last projection or its end."""
+    module.register_forward_pre_hook(draws.begin)
+    module.register_forward_hook(draws.end, always_call=True)
+    inside = {id(child) for child in module.modules()}
+    for change in plan.changes:
+        if change.kind is Kind.ROW and id(change.module) in inside:
+            change.module.register_forward_pre_hook(draws.end)
+
+
+def _named_splits(model: nn.Module) -> Iterator[tuple[str, Split]]:
+    for path, module in model.named_modules():
+        share = getattr(module, "share", None)
+        if isinstance(share, Share):
+            yield from ((f"{path}.{name}" if path else name, split) for name, split in share.splits.items())
+
+
+def _cut(change: Change, axis: AxisGroup, done: set[int]) -> None:
+    for name, split in change.splits.items():
+        param = change.module._parameters[name]
+        assert param is not None, "the plan names parameters that are there"
+        if id(param) not in done:
+            done.add(id(param))
+            part = split.cut(param.detach(), axis.rank)
+            param.data = part.clone() if part.data_ptr() == param.data_ptr() else part
+            param.tensor_model_parallel = True  # type: ignore[attr-defined]  # as Megatron marks them
+    if change.rows is not None:
+        for param in change.module.parameters(recurse=False):
+            if id(param) not in done:
+                done.add(id(param))
+                sum_gradient(param, axis)
+
+
+def _convert(change: Change, axis: AxisGroup, entrance: Entrance, overlap: bool) -> None:
+    module, rank = change.module, axis.rank
+    share = Share(
+        axis,
+        dict(change.splits),
+        change.sizes,
+        entrance,
+        transposed=change.transposed,
+        gather_output=change.rule.gather_output and change.kind is Kind.COLUMN,
+        split_input=change.rule.split_input and change.kind is Kind.ROW,
+        overlap=overlap,
+        rows=None if change.rows is None else change.rows[rank],
+    )
+    kind: type[nn.Module] = {Kind.COLUMN: ColumnParallel, Kind.ROW: RowParallel, Kind.VOCABULARY: VocabularyParallel}[
+        change.kind
+    ]
+    if "gate_up_proj" in change.splits:
+        kind = ExpertsParallel
+    module.__class__ = class_of(kind, type(module))
+    module.share = share  # type: ignore[assignment]
+    _tell_sizes(module, change, rank)
+
+
+def _tell_sizes(module: nn.Module, change: Change, rank: int) -> None:
+    """A layer's own attributes say what lies here."""
+    if change.kind is Kind.VOCABULARY:
+        start, stop = change.splits["weight"].parts[rank][0]
+        padding = module.padding_idx
+        module.num_embeddings = stop - start  # type: ignore[assignment]
+        own = isinstance(padding, int) and start <= padding < stop
+        module.padding_idx = padding - start if own and isinstance(padding, int) else None  # type: ignore[assignment]
+    elif change.sizes and isinstance(module, nn.Linear):
+        if change.kind is Kind.COLUMN:
+            module.out_features = change.sizes[rank]
+        else:
+            module.in_features = change.sizes[rank]
+    elif change.sizes:
+        name = "nf" if change.kind is Kind.COLUMN else "nx"
+        setattr(module, name, change.sizes[rank])

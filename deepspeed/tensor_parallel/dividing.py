@@ -1,0 +1,96 @@
+"""`tensor_parallel.sequence_parallel`: sequences stay split between the split regions of a model's blocks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed.errors import UsageError
+from deepspeed.parallel import AxisGroup
+from deepspeed.tensor_parallel.apply import sum_gradient
+from deepspeed.tensor_parallel.layers import share_of
+from deepspeed.tensor_parallel.plan import Change, Plan
+from deepspeed.tensor_parallel.rules import Kind
+from deepspeed.tensor_parallel.sequence import Sequence
+
+__all__ = ["divide_sequences"]
+
+
+def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup) -> None:
+    """Let sequences stay split from the first block to the last; a model that is not built of blocks is an error."""
+    sequence = Sequence(axis)
+    parts = _parts(model, plan)
+    blocks = _blocks(model, parts)
+    for path, layers in parts.items():
+        container = model.get_submodule(path)
+        container.register_forward_pre_hook(_Hidden(sequence.enter), with_kwargs=True)
+        for change in layers:
+            share = share_of(change.module)
+            assert share is not None, "the plan's layers are split"
+            share.sequence, share.overlap = sequence, False
+    inside = {id(p) for path in parts for p in model.get_submodule(path).parameters()}
+    biases = [c.module.bias for layers in parts.values() for c in layers if c.kind is Kind.ROW]
+    outside = [param for block in blocks for param in block.parameters() if id(param) not in inside]
+    for param in (*outside, *(bias for bias in biases if isinstance(bias, nn.Parameter))):
+        sum_gradient(param, axis, lambda: sequence.active)
+    blocks[0].register_forward_pre_hook(_Hidden(functools.partial(sequence.begin, blocks[0])), with_kwargs=True)
+    blocks[-1].register_forward_hook(_Output(sequence.end))
+
+
+def _parts(model: nn.Module, plan: Plan) -> dict[str, list[Change]]:
+    """The modules that hold a split region from its first layers to its last, by path."""
+    found: dict[str, list[Change]] = {}
+    for change in plan.changes:
+        if change in plan.heads or change.kind is Kind.VOCABULARY:
+            continue
+        parent = change.path.rpartition(".")[0]
+        if change.kind in (Kind.COLUMN, Kind.ROW) and not ("lora_" in parent or change.path.endswith("base_layer")):
+            found.setdefault(parent, []).append(change)
+        elif change.kind is not Kind.WHOLE_INSIDE and change.kind is not Kind.WHOLE:
+            raise UsageError(_unfit(change.path, "is an adapter or its layer"))
+    for path, layers in found.items():
+        if {change.kind for change in layers} != {Kind.COLUMN, Kind.ROW} or any(
+            "gate_up_proj" in change.splits or change.rule.split_input for change in layers
+        ):
+            raise UsageError(_unfit(path, "does not hold a split region from its first layers to its last"))
+    return found
+
+
+def _blocks(model: nn.Module, parts: dict[str, list[Change]]) -> list[nn.Module]:
+    """The blocks, in order: all parts lie in blocks of one list, as their own children."""
+    lists = {path.rpartition(".")[0].rpartition(".")[0] for path in parts}
+    if len(lists) != 1 or not isinstance(model.get_submodule(next(iter(lists))), nn.ModuleList):
+        raise UsageError(_unfit(next(iter(parts)), "is no child of a block in the model's one list of blocks"))
+    return list(model.get_submodule(lists.pop()).children())
+
+
+def _unfit(path: str, why: str) -> str:
+    return (
+        f"tensor_parallel.sequence_parallel: {path} {why}, so that sequences cannot stay split around it. Turn the key "
+        "off for this model"
+    )
+
+
+class _Hidden:
+    """A pre-hook that changes the hidden states, which are the first argument or called so."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.change = change
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.change(kwargs["hidden_states"])}
+
+
+class _Output:
+    """A hook that changes the hidden states that a block returns, alone or first of several."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.change = change
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return (self.change(output[0]), *output[1:]) if isinstance(output, tuple) else self.change(output)

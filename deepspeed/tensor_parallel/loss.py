@@ -1,0 +1,104 @@
+"""The loss of a Transformers model over logits that stay split by vocabulary.
+
+Such a model computes its loss by `self.loss_function`, which can be another function. In training, with labels, the
+output layer then returns this rank's part of the logits and the loss is computed from all parts; without labels, or in
+eval mode, it gathers them, so that generation and metrics see what they expect.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed.errors import UsageError
+from deepspeed.log import log_dist
+from deepspeed.tensor_parallel.cross_entropy import causal_lm_loss, masked_lm_loss
+from deepspeed.tensor_parallel.layers import Share, share_of
+from deepspeed.tensor_parallel.plan import Plan
+
+__all__ = ["split_loss"]
+
+_LOSSES: dict[str, Callable[..., Tensor]] = {"ForCausalLM": causal_lm_loss, "ForMaskedLM": masked_lm_loss}
+
+
+def split_loss(model: nn.Module, plan: Plan) -> bool:
+    """Let the model's loss take split logits, where its class lets it; tells where logits are gathered instead."""
+    (change, *others) = plan.heads
+    owner = _owner(model, change.module)
+    share = share_of(change.module)
+    assert share is not None, "the plan's output layer was split"
+    reason = ""
+    if others:
+        reason = f"it has {1 + len(others)} output layers"
+    elif owner is None:
+        reason = "its class computes the loss by itself, not by self.loss_function"
+    if reason or owner is None:
+        log_dist(f"vocab_parallel_lm_head: logits of {type(model).__name__} are gathered, because {reason}")
+        return False
+    kind = getattr(owner, "loss_type", None)
+    if kind not in _LOSSES:
+        log_dist(f"vocab_parallel_lm_head: logits are gathered, because the loss is of the type {kind!r}")
+        return False
+    original = owner.loss_function
+    owner.loss_function = _Loss(share, _LOSSES[kind], original)
+    owner.register_forward_pre_hook(_Begin(share), with_kwargs=True)
+    owner.register_forward_hook(_End(share), always_call=True)
+    return True
+
+
+def _owner(model: nn.Module, head: nn.Module) -> Any:
+    """The module whose forward computes a loss of the head's logits by `self.loss_function`."""
+    for module in model.modules():
+        if any(child is head for child in module.children()) and hasattr(type(module), "loss_function"):
+            source = inspect.getsource(inspect.unwrap(type(module).forward))
+            return module if "self.loss_function(" in source else None
+    return None
+
+
+class _Begin:
+    """Before a forward: logits stay split if it trains and computes a loss."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("labels")
+        if given is None and args:
+            names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
+            given = dict(zip(names, args, strict=False)).get("labels")
+        self.share.keep_split = given is not None and module.training
+
+
+class _End:
+    """After a forward, however it ended."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.share.keep_split = False
+
+
+class _Loss:
+    """`loss_function(logits=…, labels=…, vocab_size=…, …)` of a model with split logits."""
+
+    def __init__(self, share: Share, split: Callable[..., Tensor], whole: Callable[..., Tensor]) -> None:
+        self.share, self.split, self.whole = share, split, whole
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+        if not self.share.keep_split:
+            return self.whole(logits, labels, vocab_size, **options)
+        axis = self.share.axis
+        start = sum(self.share.sizes[: axis.rank])
+        known = ("ignore_index", "num_items_in_batch", "shift_labels")
+        strange = [name for name in options if name in ("weight", "label_smoothing", "reduction")]
+        if strange:
+            raise UsageError(
+                f"the model's loss is asked for {', '.join(strange)}, which the loss over a split vocabulary does not "
+                "have. Set tensor_parallel.vocab_parallel_lm_head to false"
+            )
+        chosen = {name: options[name] for name in known if options.get(name) is not None}
+        return self.split(logits, labels, start=start, group=axis.group, **chosen)

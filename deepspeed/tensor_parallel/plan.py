@@ -1,0 +1,347 @@
+"""A model and rules → what becomes of each layer, for all ranks at once. Pure: nothing is changed, nothing is sent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from deepspeed.errors import UsageError
+from deepspeed.fragments import Split, even
+from deepspeed.tensor_parallel.attention import Attention, find_attention
+from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, plain_path
+
+__all__ = ["Change", "Plan", "plan"]
+
+_SPLIT_VOCABULARY = Rule(re.compile(""), Kind.VOCABULARY, known=True, source="vocab_parallel_lm_head")
+
+
+@dataclass(frozen=True)
+class Change:
+    """What becomes of one layer."""
+
+    path: str
+    module: nn.Module
+    kind: Kind
+    rule: Rule
+    splits: dict[str, Split] = field(default_factory=dict)
+    """By the name of the parameter in the layer; parameters that are not here stay whole."""
+    sizes: tuple[int, ...] = ()
+    """Of the split dim of the activation, by rank."""
+    transposed: bool = False
+    rows: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """By rank: the outputs it needs of a weight that stays whole."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All changes, and the attention modules that must know their share."""
+
+    ranks: int
+    changes: tuple[Change, ...]
+    attention: tuple[Attention, ...]
+    heads: tuple[Change, ...]
+    """Those of `changes` that are output layers."""
+
+
+def plan(model: nn.Module, rules: Rules, ranks: int, *, grain: int = 1, split_head: bool | None = None) -> Plan:
+    """What the rules make of the model; what cannot be split is an error that names the layer and the dim."""
+    return _Planner(model, rules, ranks, grain, split_head).plan()
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, rules: Rules, ranks: int, grain: int, split_head: bool | None) -> None:
+        self.model, self.rules, self.ranks, self.grain, self.split_head = model, rules, ranks, grain, split_head
+        self.attention = find_attention(model, ranks)
+        self.type = getattr(getattr(model, "config", None), "model_type", None)
+        self.tied: dict[int, Split] = {}
+
+    def plan(self) -> Plan:
+        changes: list[Change] = []
+        unmatched = []
+        for path, name, module in _layers(self.model):
+            rule = self._rule(name, module)
+            if rule is None:
+                unmatched.append(path)
+                continue
+            changes += self._change(path, name, module, rule)
+        if self.rules.strict and unmatched:
+            raise UsageError(
+                f"tensor_parallel.partition_config.strict_mode: no rule matches {len(unmatched)} layers: "
+                f"{', '.join(unmatched[:5])}{', …' if len(unmatched) > 5 else ''}. Add rules for them, with "
+                "partition_type skip for those that stay whole"
+            )
+        split = [change for change in changes if change.kind not in (Kind.WHOLE, Kind.WHOLE_INSIDE)]
+        if not split:
+            raise UsageError(
+                f"tensor_parallel.autotp_size is {self.ranks}, but no layer of {type(self.model).__name__} can be "
+                "split by its own plan, by a preset or by the names of its layers. Give rules in "
+                "tensor_parallel.partition_config.layer_specs, or leave autotp_size out"
+            )
+        heads = tuple(c for c in split if self._is_head(plain_path(c.path)) and isinstance(c.module, nn.Linear))
+        if self.split_head and not heads:
+            raise UsageError(
+                "tensor_parallel.vocab_parallel_lm_head is true, but the model has no Linear whose name ends in "
+                f"{' or '.join(self.rules.heads)}. Name it in tensor_parallel.partition_config.lm_head_patterns"
+            )
+        self._check_ties(changes)
+        touched = {plain_path(change.path).rsplit(".", 1)[0] for change in split}
+        found = tuple(a for path, a in self.attention.items() if path in touched)
+        return Plan(self.ranks, tuple(changes), found, heads)
+
+    # ---- rules
+
+    def _is_head(self, name: str) -> bool:
+        return name.rsplit(".", 1)[-1] in self.rules.heads
+
+    def _rule(self, name: str, module: nn.Module) -> Rule | None:
+        """The rule of a layer; `vocab_parallel_lm_head` decides about the output layer and what is tied to it."""
+        rule = self.rules.find(name, self.type)
+        head = self._head_of(name, module)
+        if head is None:
+            if isinstance(module, nn.Embedding) and rule is not None and rule.kind is not Kind.VOCABULARY:
+                return None
+            return None if self.split_head is False and rule is not None and rule.kind is Kind.VOCABULARY else rule
+        if self.split_head is False:
+            return None
+        told = self.rules.find(head, self.type)
+        if self.split_head or (told is not None and told.kind not in (Kind.WHOLE, Kind.WHOLE_INSIDE)):
+            return told if told is not None and head == name else _SPLIT_VOCABULARY
+        return None
+
+    def _head_of(self, name: str, module: nn.Module) -> str | None:
+        """The output layer that this layer is, or shares its weight with."""
+        if self._is_head(name):
+            return name
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, nn.Embedding) or weight is None:
+            return None
+        tied = (
+            plain_path(path) for path, other in self.model.named_modules() if getattr(other, "weight", None) is weight
+        )
+        return next((path for path in tied if self._is_head(path)), None)
+
+    # ---- layers
+
+    def _change(self, path: str, name: str, module: nn.Module, rule: Rule) -> list[Change]:
+        if rule.kind in (Kind.WHOLE, Kind.WHOLE_INSIDE):
+            return [Change(path, module, rule.kind, rule)]
+        if _is_experts(module):
+            return [self._experts(path, module, rule)]
+        if rule.kind is Kind.VOCABULARY or self._is_head(name):
+            return [self._vocabulary(path, module, rule)]
+        base, lora_in, lora_out = _adapters(path, module)
+        change = self._column(*base, name, rule) if rule.kind is Kind.COLUMN else self._row(*base, name, rule)
+        if rule.kind is Kind.COLUMN:
+            # What an adapter adds to a split output is split alike.
+            return [change, *(self._like(change, *layer) for layer in lora_out)]
+        return [change, *(self._like(change, *layer) for layer in lora_in)]
+
+    def _column(self, path: str, module: nn.Module, name: str, rule: Rule) -> Change:
+        outputs, _, transposed = _sizes(path, module)
+        parent, leaf = name.rsplit(".", 1) if "." in name else ("", name)
+        attention = self._near(parent)
+        if attention is not None and attention.splits(leaf):
+            cuts, shared = attention.cuts(leaf, self.ranks)
+            covered = sum(cut[-1][1] - cut[0][0] for cut in cuts)
+            if covered != outputs:
+                raise UsageError(
+                    f"tensor_parallel: {path} has {outputs} outputs (dim 0), but {attention.heads.query} query and "
+                    f"{attention.heads.key_value} key-value heads of {attention.heads.dim} make {covered}. Give a rule "
+                    "with the shape of this layer, or skip it, in tensor_parallel.partition_config"
+                )
+            if shared:
+                rows = tuple(tuple(cut[rank] for cut in cuts) for rank in range(self.ranks))
+                return Change(path, module, Kind.COLUMN, rule, {}, (), transposed, rows)
+        else:
+            cuts = self._parts(path, rule, outputs, 0)
+        return self._cut_outputs(path, module, rule, cuts, transposed)
+
+    def _cut_outputs(
+        self, path: str, module: nn.Module, rule: Rule, cuts: list[list[tuple[int, int]]], transposed: bool
+    ) -> Change:
+        splits = {"weight": Split.of(1 if transposed else 0, cuts)}
+        if getattr(module, "bias", None) is not None:
+            splits["bias"] = Split.of(0, cuts)
+        sizes = tuple(Split.of(0, cuts).size(rank) for rank in range(self.ranks))
+        if rule.gather_output and len(cuts) > 1:
+            raise UsageError(
+                f"tensor_parallel: {path} is to be split in {len(cuts)} fused parts and its output gathered, which "
+                "would change the order of outputs. Leave gather_output or the shape out of its rule"
+            )
+        return Change(path, module, Kind.COLUMN, rule, splits, sizes, transposed)
+
+    def _row(self, path: str, module: nn.Module, name: str, rule: Rule) -> Change:
+        _, inputs, transposed = _sizes(path, module)
+        parent = name.rsplit(".", 1)[0] if "." in name else ""
+        attention = self._near(parent) if "att" in parent.lower() else None
+        if attention is not None and attention.heads.query * attention.heads.dim == inputs:
+            cuts = [[attention.heads.elements(part) for part in attention.heads.queries_of(self.ranks)]]
+        else:
+            cuts = self._parts(path, rule, inputs, 1)
+        splits = {"weight": Split.of(0 if transposed else 1, cuts)}
+        sizes = tuple(splits["weight"].size(rank) for rank in range(self.ranks))
+        return Change(path, module, Kind.ROW, rule, splits, sizes, transposed)
+
+    def _like(self, change: Change, path: str, module: nn.Module) -> Change:
+        """An adapter's layer, cut as the layer that it belongs to."""
+        transposed = False
+        split = change.splits.get("weight")
+        if change.kind is Kind.COLUMN:
+            if split is None:
+                return Change(path, module, Kind.COLUMN, change.rule, {}, (), transposed, change.rows)
+            cuts = Split(0, split.parts)
+            own = {"weight": cuts, **({"bias": cuts} if getattr(module, "bias", None) is not None else {})}
+            return Change(path, module, Kind.COLUMN, change.rule, own, change.sizes, transposed)
+        assert split is not None, "a row layer is always cut"
+        return Change(path, module, Kind.ROW, change.rule, {"weight": Split(1, split.parts)}, change.sizes, transposed)
+
+    def _vocabulary(self, path: str, module: nn.Module, rule: Rule) -> Change:
+        weight = getattr(module, "weight", None)
+        if not isinstance(module, (nn.Linear, nn.Embedding)) or weight is None:
+            raise UsageError(
+                f"tensor_parallel: {path} is a {type(module).__name__}; only Linear and Embedding are split by "
+                "vocabulary. Set tensor_parallel.vocab_parallel_lm_head to false"
+            )
+        cuts = [even(_shape(weight)[0], self.ranks)]
+        split = Split.of(0, cuts)
+        if isinstance(module, nn.Embedding):
+            _check_plain_embedding(path, module)
+            return Change(path, module, Kind.VOCABULARY, rule, {"weight": split}, ())
+        splits = {"weight": split, **({"bias": split} if module.bias is not None else {})}
+        sizes = tuple(split.size(rank) for rank in range(self.ranks))
+        gathered = Rule(rule.pattern, Kind.COLUMN, gather_output=True, source=rule.source, known=True)
+        return Change(path, module, Kind.COLUMN, gathered, splits, sizes)
+
+    def _experts(self, path: str, module: nn.Module, rule: Rule) -> Change:
+        """Experts in two tensors, [experts, 2 × inner, hidden] and [experts, hidden, inner]: `inner` is split."""
+        up, down = _shape(module.gate_up_proj), _shape(module.down_proj)
+        inner = down[-1]
+        if up[1] != 2 * inner or up[2] != down[1] or getattr(module, "is_transposed", False):
+            raise UsageError(
+                f"tensor_parallel: {path} holds experts of shapes {tuple(up)} and {tuple(down)}; expected [experts, 2 "
+                "× inner, hidden] and [experts, hidden, inner]. Skip it in tensor_parallel.partition_config"
+            )
+        cut = even(inner, self.ranks)
+        fused = Split.of(1, [cut, [(start + inner, stop + inner) for start, stop in cut]])
+        return Change(path, module, Kind.COLUMN, rule, {"gate_up_proj": fused, "down_proj": Split.of(2, [cut])}, ())
+
+    def _parts(self, path: str, rule: Rule, total: int, dim: int) -> list[list[tuple[int, int]]]:
+        """Each fused part of a dim, cut for all ranks."""
+        sizes = rule.parts if isinstance(rule.parts, tuple) else (total // rule.parts,) * rule.parts
+        what = f"{path} has {total} {'inputs' if dim else 'outputs'} (dim {dim} of its weight)"
+        if sum(sizes) != total:
+            raise UsageError(
+                f"tensor_parallel: {what}, but the shape of its rule, from {rule.source}, makes {sum(sizes)}. Correct "
+                "the shape in tensor_parallel.partition_config"
+            )
+        cuts, offset = [], 0
+        for size in sizes:
+            unit = self.ranks * self.grain
+            if (size % unit and not rule.known) or size // self.grain < self.ranks:
+                raise UsageError(
+                    f"tensor_parallel: {what}, of which {size} are to be split over {self.ranks} ranks in multiples of "
+                    f"{self.grain}, which does not come out even. Change tensor_parallel.autotp_size, or give the "
+                    "layer and the one behind it a rule with partition_type skip"
+                )
+            cuts.append([(start + offset, stop + offset) for start, stop in even(size, self.ranks, self.grain)])
+            offset += size
+        return cuts
+
+    def _near(self, parent: str) -> Attention | None:
+        """The attention module at this path, or the one whose neighbour lies there."""
+        if parent in self.attention:
+            return self.attention[parent]
+        above = parent.rsplit(".", 1)[0] if "." in parent else ""
+        near = [a for path, a in self.attention.items() if path.rsplit(".", 1)[0] == above]
+        return near[0] if len(near) == 1 else None
+
+    def _check_ties(self, changes: list[Change]) -> None:
+        """A parameter that two layers share must be cut alike in both."""
+        seen: dict[int, tuple[str, Split | None]] = {}
+        cut = {(change.path, name): split for change in changes for name, split in change.splits.items()}
+        for path, module in self.model.named_modules():
+            for name, param in module.named_parameters(recurse=False, prefix=""):
+                split = cut.get((path, name))
+                other = seen.setdefault(id(param), (f"{path}.{name}", split))
+                if other[1] != split:
+                    raise UsageError(
+                        f"tensor_parallel: {path}.{name} and {other[0]} are one parameter, of which one layer would be "
+                        "split and the other not, or otherwise. Set tensor_parallel.vocab_parallel_lm_head, or give "
+                        "both a rule with partition_type skip"
+                    )
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """(path, path as rules know it, layer) of everything that a rule may be about."""
+    inside: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        if inside and path.startswith(inside):
+            continue  # parts of an adapter go with the layer they belong to
+        if isinstance(getattr(module, "base_layer", None), nn.Module):
+            inside = (*inside, f"{path}.")
+            yield path, plain_path(path), module
+        elif _is_experts(module) or _has_weight(module):
+            yield path, plain_path(path), module
+
+
+def _has_weight(module: nn.Module) -> bool:
+    return isinstance(module._parameters.get("weight"), nn.Parameter)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    names = module._parameters
+    return all(
+        isinstance(names.get(name), nn.Parameter) and _dims(names[name]) == 3 for name in ("gate_up_proj", "down_proj")
+    )
+
+
+def _dims(param: Any) -> int:
+    return len(_shape(param))
+
+
+def _shape(param: Any) -> tuple[int, ...]:
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def _adapters(
+    path: str, module: nn.Module
+) -> tuple[tuple[str, nn.Module], list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
+    """(the layer itself, the adapters' layers that read its input, those that write its output)."""
+    base = getattr(module, "base_layer", None)
+    if not isinstance(base, nn.Module):
+        return (path, module), [], []
+    if len(getattr(module, "lora_magnitude_vector", ())) or len(getattr(module, "lora_embedding_A", ())):
+        raise UsageError(
+            f"tensor_parallel: {path} has an adapter that needs norms over its whole weight (DoRA) or is one of an "
+            "embedding, and cannot be split. Use LoRA without use_dora, or skip the layer in partition_config"
+        )
+    reads = [(f"{path}.lora_A.{name}", layer) for name, layer in getattr(module, "lora_A", {}).items()]
+    writes = [(f"{path}.lora_B.{name}", layer) for name, layer in getattr(module, "lora_B", {}).items()]
+    return (f"{path}.base_layer", base), reads, writes
+
+
+def _sizes(path: str, module: nn.Module) -> tuple[int, int, bool]:
+    """(outputs, inputs, weight is [in, out])."""
+    own_forward = type(module).forward is not nn.Linear.forward
+    if isinstance(module, nn.Linear) and (not own_forward or type(module).__name__ == "FalconLinear"):
+        return module.out_features, module.in_features, False
+    if type(module).__name__ == "Conv1D" and _has_weight(module) and _dims(module.weight) == 2:
+        inputs, outputs = _shape(module.weight)
+        return outputs, inputs, True
+    raise UsageError(
+        f"tensor_parallel: {path} is a {type(module).__name__}, whose weight has the shape "
+        f"{_shape(module.weight) if _has_weight(module) else 'unknown'}; only Linear and GPT-2's Conv1D are split "
+        "by rows or columns. Give it a rule with partition_type skip in tensor_parallel.partition_config"
+    )
+
+
+def _check_plain_embedding(path: str, module: nn.Embedding) -> None:
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        raise UsageError(
+            f"tensor_parallel: the embedding {path} has max_norm or scale_grad_by_freq, which need all of it (dim 0). "
+            "Set tensor_parallel.vocab_parallel_lm_head to false"
+        )

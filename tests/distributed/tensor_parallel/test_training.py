@@ -1,0 +1,278 @@
+"""Training of ranks that share layers, with everything that goes with it, against the model in one piece."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers as hf
+from torch import nn
+
+import deepspeed
+from deepspeed.errors import UsageError
+from deepspeed.tensor_parallel import splits_of
+from tests.distributed.tensor_parallel.families import assert_close, make, parameters, start, tokens
+from tests.harness import ranks
+
+
+def momentum(**options):
+    """Not Adam, whose first steps have the size of the learning rate, however small a gradient is."""
+    return {"optimizer": {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.9}}, **options}
+
+
+def zero(stage):
+    section = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"zero_optimization": section, "zero_allow_untested_optimizer": True}
+
+
+class Reference:
+    """The same steps in one process."""
+
+    def __init__(self, model, ranks, accumulation=1, clip=0.0):
+        self.model, self.ranks, self.accumulation, self.clip = model, ranks, accumulation, clip
+        trained = [param for param in model.parameters() if param.requires_grad]
+        self.optimizer = torch.optim.SGD(trained, lr=0.2, momentum=0.9)
+
+    def step(self, batches):
+        """Loss and norm of a step; each batch is that of all data-parallel ranks."""
+        total = 0.0
+        for batch in batches:
+            for part in batch.chunk(self.ranks):
+                loss = self.model(input_ids=part, labels=part).loss / self.ranks / self.accumulation
+                loss.backward()
+                total += loss.item()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total, float(norm)
+
+
+def train(engine, plain, accumulation=1, steps=3, clip=0.0, tolerance=2e-5):
+    """Train both; losses, norms and parameters are the same."""
+    axis = engine._parts.layout["dp"]
+    reference = Reference(plain, axis.size, accumulation, clip)
+    for step in range(steps):
+        batches = [tokens(2 * axis.size, seed=10 * step + micro) for micro in range(accumulation)]
+        expected, norm = reference.step(batches)
+        total = torch.zeros(())
+        for batch in batches:
+            own = batch.chunk(axis.size)[axis.rank]
+            loss = engine(input_ids=own, labels=own).loss
+            total += loss.detach().float() / accumulation
+            engine.backward(loss)
+            engine.step()
+        dist.all_reduce(total)
+        assert total.item() / dist.get_world_size() == pytest.approx(expected, abs=tolerance)
+        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=10 * tolerance)
+    wanted = {name: param.detach() for name, param in plain.named_parameters()}
+    assert_close(parameters(engine), wanted, 10 * tolerance)
+
+
+@ranks(4, timeout=300)
+def test_stages_accumulation_and_clipping():
+    for stage, accumulation, name in [(0, 1, "one key"), (1, 2, "qwen3"), (2, 2, "one key"), (3, 2, "qwen3")]:
+        model, plain = make(name)
+        options = {"vocab_parallel_lm_head": True, "tp_overlap_comm": stage % 2 == 1}
+        sections = momentum(gradient_accumulation_steps=accumulation, gradient_clipping=0.5, **zero(stage))
+        engine = start(model, 2, tensor_parallel=options, **sections)
+        train(engine, plain, accumulation, clip=0.5)
+        engine.destroy()
+
+
+@ranks(2, timeout=300)
+def test_split_sequences():
+    for name, stage in (("one key", 1), ("qwen3", 3), ("gpt-neox", 0)):
+        model, plain = make(name)
+        engine = start(model, 2, tensor_parallel={"sequence_parallel": True}, **momentum(**zero(stage)))
+        widths = []
+        block = model.get_submodule("gpt_neox" if name == "gpt-neox" else "model").layers[1]
+        block.register_forward_pre_hook(
+            lambda _, args, kwargs, seen=widths: seen.append((*args, kwargs.get("hidden_states"))[0].shape[1]),
+            with_kwargs=True,
+        )
+        train(engine, plain, steps=2)
+        assert widths == [4, 4], "half of a sequence of 8"
+        with pytest.raises(UsageError, match="sequences of 7 tokens do not divide by 2"):
+            engine(input_ids=tokens(2, 7))
+        engine.destroy()
+    with pytest.raises(UsageError, match=r"sequence_parallel: model\.decoder\.layers\.0\S* is no child of a block"):
+        start(make("opt")[0], 2, tensor_parallel={"sequence_parallel": True})
+
+
+@ranks(2, timeout=300)
+def test_dropout():
+    """Equal where ranks compute the same, different for their own heads, and the same again in a recomputation."""
+    torch.manual_seed(dist.get_rank())  # a script that seeds every rank differently
+    config = hf.LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=50,
+        attention_dropout=0.5,
+    )
+    torch.manual_seed(0)
+    model = hf.LlamaForCausalLM(config).train()
+    torch.manual_seed(dist.get_rank())
+    engine = start(model, 2)
+    states = {"inside": [], "outside": []}
+    layer = model.model.layers[0]
+    layer.self_attn.q_proj.register_forward_pre_hook(lambda *_: states["inside"].append(torch.get_rng_state()))
+    layer.mlp.register_forward_pre_hook(lambda *_: states["outside"].append(torch.get_rng_state()))
+    state = torch.get_rng_state()
+    losses = [engine(input_ids=tokens(), labels=tokens()).loss for _ in range(2)]
+    both = [torch.zeros_like(losses[0]) for _ in range(2)]
+    dist.all_gather(both, losses[0].detach())
+    assert torch.equal(*both), "what is whole is the same on both ranks"
+    assert not torch.equal(losses[0], losses[1])
+    torch.set_rng_state(state)
+    first = torch.autograd.grad(losses[0], [model.model.norm.weight], retain_graph=True)[0]
+    model.gradient_checkpointing_enable()
+    again = engine(input_ids=tokens(), labels=tokens()).loss
+    assert torch.equal(again, losses[0])
+    assert torch.allclose(torch.autograd.grad(again, [model.model.norm.weight])[0], first, atol=1e-6)
+    for place, values in states.items():
+        found = [torch.zeros_like(values[0]) for _ in range(2)]
+        dist.all_gather(found, values[0])
+        assert torch.equal(*found) == (place == "outside")
+
+
+@ranks(2, timeout=300)
+def test_16_bits():
+    for stage, precision in [(2, {"bf16": {"enabled": True}}), (3, {"fp16": {"enabled": True, "loss_scale": 64.0}})]:
+        model, plain = make("llama")
+        engine = start(model, 2, **momentum(**precision, **zero(stage)))
+        train(engine, plain, tolerance=2e-2)
+        engine.destroy()
+
+
+@ranks(2, timeout=300)
+def test_an_overflow_of_one_rank_is_one_of_all():
+    for stage in (0, 2):
+        model, _ = make("llama")
+        engine = start(model, 2, **momentum(fp16={"enabled": True, "initial_scale_power": 4}, **zero(stage)))
+        if dist.get_rank() == 1:
+            model.model.layers[0].mlp.up_proj.weight.register_hook(lambda grad: grad * float("inf"))
+        before = parameters(engine)
+        for _ in range(2):
+            engine.backward(engine(input_ids=tokens(), labels=tokens()).loss)
+            engine.step()
+        assert engine.skipped_steps == 2
+        assert_close(parameters(engine), {name: value.float() for name, value in before.items()}, 1e-7)
+        engine.destroy()
+
+
+@ranks(4, timeout=300)
+def test_adapters():
+    import peft
+
+    targets = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+    for stage, name in ((0, "llama"), (3, "one key")):
+        model, _ = make(name)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
+        plain = copy.deepcopy(model)
+        engine = start(model, 2, **momentum(**zero(stage)))
+        names = splits_of(engine.module)
+        assert any("q_proj.lora_B" in name for name in names)
+        assert any("o_proj.lora_A" in name for name in names)
+        assert not any("q_proj.lora_A" in name or "o_proj.lora_B" in name for name in names)
+        train(engine, plain, steps=2)
+        engine.destroy()
+
+
+@ranks(2, timeout=300)
+def test_groups_frozen_layers_and_generation():
+    model, plain = make("llama")
+    for one in (model, plain):
+        one.model.layers[0].requires_grad_(False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    groups = [{"params": trained[:3]}, {"params": trained[3:]}]
+    seen = []
+    model.model.layers[1].mlp.down_proj.register_forward_hook(lambda *_: seen.append(1))
+    config = {
+        "train_batch_size": 4,  # which counts both ranks as data-parallel ones
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True},
+        **zero(1),
+    }
+    made = torch.optim.SGD(groups, lr=0.2, momentum=0.9)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=made, config=config)
+    assert engine.train_batch_size() == 2
+    train(engine, plain)
+    assert len(seen) == 3, "hooks that were there go on"
+    assert isinstance(model.model.layers[1].mlp.down_proj, nn.Linear)
+    engine.eval()
+    plain.eval()
+    prompt = tokens(1, 5)
+    found = engine.module.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert torch.equal(found, plain.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0))
+    with torch.no_grad():
+        assert engine(input_ids=prompt, labels=prompt).logits.shape[-1] == 50, "whole in eval mode"
+
+
+class Blocks(nn.Module):
+    """No model of a library: two layers by rules, one that has none."""
+
+    def __init__(self, inner=12):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(8, inner), nn.Linear(inner, 8), nn.Linear(8, 1)
+
+    def forward(self, inputs):
+        return self.last(inputs + self.second(torch.relu(self.first(inputs)))).square().mean()
+
+
+RULES = [
+    {"patterns": [r"first\.weight"], "partition_type": "column"},
+    {"patterns": [r"second\.weight"], "partition_type": "row"},
+    {"patterns": [r"last\.weight"], "partition_type": "skip"},
+]
+
+
+@ranks(2)
+def test_a_model_of_nobody():
+    torch.manual_seed(0)
+    model = Blocks()
+    plain = copy.deepcopy(model)
+    inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    engine = start(model, 2, tensor_parallel={"partition_config": {"layer_specs": RULES, "strict_mode": True}})
+    assert model.first.weight.shape == (6, 8)
+    assert model.second.weight.shape == (8, 6)
+    for _ in range(2):
+        loss, expected = engine(inputs), plain(inputs)
+        assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+        engine.backward(loss)
+        engine.step()
+        expected.backward()
+        with torch.no_grad():
+            for param in plain.parameters():
+                param -= 0.5 * param.grad
+                param.grad = None
+    assert_close(parameters(engine), {name: param.detach() for name, param in plain.named_parameters()})
+
+
+@ranks(2)
+def test_what_cannot_be_split_is_an_error_on_all_ranks():
+    uneven = {"partition_config": {"layer_specs": RULES}}
+    with pytest.raises(UsageError, match=r"first has 7 outputs \(dim 0 of its weight\).*does not come out even"):
+        start(Blocks(7), 2, tensor_parallel=uneven)
+    with pytest.raises(UsageError, match="strict_mode: no rule matches 1 layers: last"):
+        start(Blocks(), 2, tensor_parallel={"partition_config": {"layer_specs": RULES[:2], "strict_mode": True}})
+    with pytest.raises(UsageError, match="no layer of Blocks can be split"):
+        start(Blocks(), 2)
+    engine = start(Blocks(), 2, tensor_parallel=uneven)
+    with pytest.raises(UsageError, match=r"ranks \[0, 1\] .* those of rank 1 are not those of rank 0"):
+        engine(torch.full((2, 8), float(dist.get_rank())))
+    with pytest.raises(UsageError, match="split already"):
+        start(engine.module, 2, tensor_parallel=uneven)
+    other = Blocks()
+    assert deepspeed.tp_model_init(other, tp_size=2, dtype=torch.bfloat16) is other
+    with pytest.raises(UsageError, match=r"dtype=torch.bfloat16, but fp16.enabled"):
+        start(other, 2, tensor_parallel=uneven, fp16={"enabled": True})
+    deepspeed.tp_model_init(other, tp_size=4, dtype=torch.float32)
+    with pytest.raises(UsageError, match="autotp_size is 2, but tp_model_init was called with tp_size=4"):
+        start(other, 2, tensor_parallel=uneven)

@@ -1,0 +1,61 @@
+"""What goes over the wire and what a rank holds are what docs/tensor_parallel.md says."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.distributed as dist
+
+from deepspeed import comm
+from tests.distributed.tensor_parallel.families import make, start, tokens
+from tests.harness import ranks
+
+BATCH, LENGTH, HIDDEN, LAYERS, VOCABULARY, INNER = 2, 8, 32, 2, 50, 48
+ACTIVATION = BATCH * LENGTH * HIDDEN * 4
+
+
+def sent(act):
+    """What `act` returns, and by operation the number of calls and their bytes."""
+    before = len(comm.recent_operations())
+    result = act()
+    found = {}
+    for record in comm.recent_operations()[before:]:
+        count, size = found.get(record.op, (0, 0))
+        found[record.op] = count + 1, size + record.bytes
+    return result, found
+
+
+@ranks(2)
+def test_bytes_on_the_wire():
+    """Per block two sums of a hidden state forward and two backward; embedding, output layer and loss once each."""
+    tokens_ = BATCH * LENGTH
+    for split_head, overlap in ((True, False), (False, False), (False, True)):
+        model, _ = make("llama")
+        options = {"vocab_parallel_lm_head": split_head, "tp_overlap_comm": overlap}
+        engine = start(model, 2, tensor_parallel=options)
+        batch = tokens(BATCH, LENGTH)
+        engine(input_ids=batch, labels=batch)  # the first forward compares inputs, too
+        loss, forward = sent(partial(engine, input_ids=batch, labels=batch))
+        _, backward = sent(partial(engine.backward, loss.loss))
+        sums = 2 * LAYERS + (1 if split_head else 0)
+        entropy = 3 * tokens_ * 4 if split_head else 0
+        assert forward == {"all_reduce": (sums + (2 if split_head else 0), sums * ACTIVATION + entropy)}
+        per_block = 5 if overlap else 2
+        sums = per_block * LAYERS + (1 if split_head else 0)
+        assert backward == {"all_reduce": (sums, sums * ACTIVATION)}
+        engine.destroy()
+
+
+@ranks(4)
+def test_parameters_of_a_rank():
+    model, plain = make("llama")  # 4 query heads, 2 key-value heads of 8
+    start(model, 4, tensor_parallel={"vocab_parallel_lm_head": True})
+    tp, rank = dist.get_world_size(), dist.get_rank()
+    split = 2 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
+    whole = 2 * 16 * HIDDEN + 2 * HIDDEN  # keys and values, fewer heads than ranks, and two norms
+    vocabulary = VOCABULARY // tp + (rank < VOCABULARY % tp)
+    expected = LAYERS * (split // tp + whole) + 2 * vocabulary * HIDDEN + HIDDEN
+    assert sum(param.numel() for param in model.parameters()) == expected
+    assert (
+        sum(param.numel() for param in plain.parameters()) == LAYERS * (split + whole) + (2 * VOCABULARY + 1) * HIDDEN
+    )

@@ -1,0 +1,123 @@
+"""What becomes of layers, planned in one process: by rules, presets, names; and what cannot be split."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from deepspeed.config.parallel import TPTrainingConfig
+from deepspeed.errors import UsageError
+from deepspeed.tensor_parallel import plan_model
+from deepspeed.tensor_parallel.rules import Kind
+
+
+class Attention(nn.Module):
+    def __init__(self, heads=4, key_heads=2, dim=4):
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.head_dim = heads, key_heads, dim
+        self.q_proj = nn.Linear(16, heads * dim)
+        self.k_proj = nn.Linear(16, key_heads * dim)
+        self.v_proj = nn.Linear(16, key_heads * dim)
+        self.o_proj = nn.Linear(heads * dim, 16)
+
+
+class Block(nn.Module):
+    def __init__(self, inner=24, **heads):
+        super().__init__()
+        self.self_attn = Attention(**heads)
+        self.mlp = nn.ModuleDict({"gate_up_proj": nn.Linear(16, 2 * inner), "down_proj": nn.Linear(inner, 16)})
+
+
+class Model(nn.Module):
+    def __init__(self, **sizes):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(**sizes)])
+        self.embed, self.lm_head = nn.Embedding(10, 16), nn.Linear(16, 10, bias=False)
+
+
+def planned(model, ranks=2, **section):
+    made = plan_model(TPTrainingConfig(autotp_size=ranks, **section), model, ranks)
+    return {change.path: change for change in made.changes}
+
+
+def test_names_tell_what_is_split():
+    changes = planned(Model())
+    attention = "layers.0.self_attn."
+    kinds = {path: change.kind for path, change in changes.items()}
+    assert [kinds[f"{attention}{name}"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")] == [
+        *[Kind.COLUMN] * 3,
+        Kind.ROW,
+    ]
+    fused = changes["layers.0.mlp.gate_up_proj"].splits
+    assert fused["weight"].parts == (((0, 12), (24, 36)), ((12, 24), (36, 48)))
+    assert fused["bias"] == fused["weight"]
+    down = changes["layers.0.mlp.down_proj"].splits
+    assert down["weight"].dim == 1
+    assert "bias" not in down, "it is added once"
+    assert "lm_head" not in kinds
+
+
+def test_keys_fewer_than_ranks_stay_whole():
+    changes = planned(Model(key_heads=1))
+    keys = changes["layers.0.self_attn.k_proj"]
+    assert keys.splits == {}
+    assert keys.rows == (((0, 4),), ((0, 4),))
+    assert changes["layers.0.self_attn.q_proj"].rows is None
+
+
+def test_heads_are_never_cut():
+    changes = planned(Model(heads=3, key_heads=3, inner=24))
+    assert changes["layers.0.self_attn.q_proj"].splits["weight"].parts == (((0, 8),), ((8, 12),))
+    assert changes["layers.0.self_attn.o_proj"].splits["weight"].parts == (((0, 8),), ((8, 12),))
+    with pytest.raises(UsageError, match=r"layers\.0\.self_attn\.q_proj has 3 query heads \(dim 0"):
+        planned(Model(heads=3, key_heads=3), 4)
+
+
+def test_own_rules_come_first_and_the_first_wins():
+    own = [
+        {"patterns": [r".*q_proj\.weight"], "partition_type": "skip"},
+        {"patterns": [r".*[qkv]_proj\.weight"], "partition_type": "column"},
+    ]
+    changes = planned(Model(), partition_config={"layer_specs": own})
+    assert changes["layers.0.self_attn.q_proj"].kind is Kind.WHOLE
+    assert "layers.0.mlp.down_proj" not in changes, "rules that are there are all there are"
+    both = planned(Model(), partition_config={"layer_specs": own}, preset_model="phi3")
+    assert both["layers.0.mlp.down_proj"].kind is Kind.ROW
+    alone = planned(Model(), partition_config={"layer_specs": own, "use_default_specs": False}, preset_model="phi3")
+    assert alone.keys() < both.keys()
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"shape": [5, -1]}, r"gate_up_proj has 48 outputs.*makes 45"),
+        ({"shape": [[40, 7], -1]}, r"gate_up_proj has 48 outputs.*makes 47"),
+        ({"shape": [[45, 3], -1]}, r"gate_up_proj has 48 outputs.*of which 45"),
+        ({"shape": [2, -1], "gather_output": True}, r"gate_up_proj is to be split in 2 fused parts"),
+    ],
+)
+def test_a_rule_that_does_not_fit(rule, message):
+    rules = [{"patterns": [r".*gate_up_proj\.weight"], "partition_type": "column", **rule}]
+    with pytest.raises(UsageError, match=message):
+        planned(Model(), partition_config={"layer_specs": rules})
+
+
+def test_vocabulary():
+    changes = planned(Model(), vocab_parallel_lm_head=True)
+    assert changes["lm_head"].splits["weight"].parts == (((0, 5),), ((5, 10),))
+    assert "embed" not in changes
+    tied = Model()
+    tied.lm_head.weight = tied.embed.weight
+    changes = planned(tied, vocab_parallel_lm_head=True)
+    assert changes["embed"].kind is Kind.VOCABULARY
+    assert changes["embed"].splits["weight"] == changes["lm_head"].splits["weight"]
+    del tied.lm_head
+    with pytest.raises(UsageError, match="vocab_parallel_lm_head is true, but the model has no Linear"):
+        planned(tied, vocab_parallel_lm_head=True)
+
+
+def test_a_layer_of_another_kind():
+    model = Model()
+    model.layers[0].mlp["down_proj"] = nn.Conv1d(24, 16, 1)
+    with pytest.raises(UsageError, match=r"layers\.0\.mlp\.down_proj is a Conv1d"):
+        planned(model)
