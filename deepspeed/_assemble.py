@@ -95,13 +95,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
 
     events, scale = EventStream(), make_scale(schema, precision)
     parameters = split_experts(request.model_parameters, module)
-    basic = choose_optimizer(schema, request.optimizer, parameters, module)
-    if schema.zero_optimization.stage > 0 and basic is not None and not schema.zero_allow_untested_optimizer:
-        require_tested(basic)
-    if basic is not None:
-        hold_states(basic, precision)
-    else:
-        tell_without_optimizer(schema, request.training_data)
+    basic = _optimizer(request, parameters, precision)
     states, reducer, sharded = _states(request, layout, precision, basic, stack, experts)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
@@ -137,6 +131,19 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     )
     _complete(parts, request, stack)
     return PipelineEngine(parts) if isinstance(module, PipelineModule) else DeepSpeedEngine(parts)
+
+
+def _optimizer(request: Request, parameters: list[Any] | None, precision: Precision) -> Optimizer | None:
+    """The optimizer that was given or is asked for; None where there is none."""
+    schema = request.config.schema
+    basic = choose_optimizer(schema, request.optimizer, parameters, request.module)
+    if basic is None:
+        tell_without_optimizer(schema, request.training_data)
+        return None
+    if schema.zero_optimization.stage > 0 and not schema.zero_allow_untested_optimizer:
+        require_tested(basic)
+    hold_states(basic, precision)
+    return basic
 
 
 def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:

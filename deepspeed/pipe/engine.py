@@ -319,6 +319,21 @@ def _chosen(wanted: str | None, module: PipelineModule) -> str:
 
 
 def _require(parts: Parts, module: PipelineModule, accord: Accord) -> None:
+    for key, size in (
+        ("sequence_parallel_size", parts.config.schema.axis_sizes["sp"]),
+        ("tensor_parallel.autotp_size", parts.config.schema.axis_sizes["tp"]),
+    ):
+        if size > 1:
+            raise DeepSpeedConfigError(
+                f"{key} is {size}, and the model is a PipelineModule, whose topology decides the axes; the two "
+                "together are not part of this version. Remove the key.",
+                path=key,
+            )
+    if parts.experts is not None:
+        raise UsageError(
+            "the PipelineModule has layers of experts (deepspeed.moe), which are not part of this version in a "
+            "pipeline. Train the layers without a pipeline"
+        )
     if not parts.accumulation.managed:
         raise DeepSpeedConfigError(
             "managed_gradient_accumulation false is not for a pipeline, whose batch is one accumulation; remove it",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.checkpoint.formats.checked_files import Opener
@@ -21,7 +22,17 @@ from deepspeed.errors import CheckpointError
 from deepspeed.fragments import Split
 from deepspeed.trust import inside
 
-__all__ = ["find_tag", "open_checkpoint"]
+__all__ = ["Share", "find_tag", "open_checkpoint"]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a reader that is one of several model-parallel ranks holds of the model."""
+
+    layers: Mapping[int, str] | None = None
+    """Of a pipeline: the layers that have files, by number, and what their names begin with."""
+    splits: Mapping[str, Split] | None = None
+    """How it holds tensors that it shares; None: all of them are whole."""
 
 
 def open_checkpoint(
@@ -32,17 +43,17 @@ def open_checkpoint(
     verify: bool = True,
     partial: bool = False,
     near: int = 0,
-    layers: Mapping[int, str] | None = None,
-    splits: Mapping[str, Split] | None = None,
+    share: Share = Share(),
 ) -> Source:
     """The checkpoint in a tag's directory.
 
     `order`: the names in each parameter group of the optimizer, which only stage 0 of DeepSpeed itself needs.
     `verify`: compare what is read with the manifest, where there is one. `partial`: files of other ranks may be absent,
-    because they lie on other nodes. `near`: the data-parallel rank that reads, whose own files are preferred. `splits`:
-    how the reader, which is model-parallel rank `mp_rank`, holds tensors that it shares; whole where not given, if the
-    files tell how slices belong together.
+    because they lie on other nodes. `near`: the data-parallel rank that reads, whose own files are preferred. `share`:
+    what the reader, which is model-parallel rank `mp_rank`, holds; slices in the files are put together where they
+    tell how they belong together.
     """
+    layers, splits = share.layers, share.splits
     path = Path(directory)
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory")

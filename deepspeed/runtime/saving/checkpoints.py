@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from deepspeed.checkpoint.formats import safetensors
 from deepspeed.checkpoint.formats.consolidate import scripts
-from deepspeed.checkpoint.formats.detect import open_checkpoint
+from deepspeed.checkpoint.formats.detect import Share, open_checkpoint
 from deepspeed.checkpoint.formats.native import writer as safetensors_files
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files
 from deepspeed.checkpoint.formats.source import Source
@@ -199,15 +199,8 @@ class Checkpoints:
         near = self._parts.layout["dp", "sp"].rank
         holds, splits = self._parts.holds, splits_of(self._parts.module)
         layers = None if self._parts.layers is None else self._parts.layers.known
-        source = open_checkpoint(
-            path,
-            mp_rank=mp_rank,
-            order=order or None,
-            partial=partial,
-            near=near,
-            layers=layers,
-            splits=splits,
-        )
+        share = Share(layers, splits)
+        source = open_checkpoint(path, mp_rank=mp_rank, order=order or None, partial=partial, near=near, share=share)
         return source if holds is None else Selection(source, holds)
 
     def load(self, path: Path, wish: Wish) -> Source:
