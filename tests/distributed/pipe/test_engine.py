@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -250,8 +251,7 @@ def test_a_sequential_is_cut_as_it_is():
 def test_layers_are_cut_by_measured_time():
     class Slow(nn.Linear):
         def forward(self, value):
-            for _ in range(300):
-                value = torch.tanh(value)
+            time.sleep(0.2)  # more than a busy machine adds to the others
             return super().forward(value)
 
     layers = [LayerSpec(Slow, 16, 16), *(LayerSpec(nn.Linear, 16, 16) for _ in range(5))]
