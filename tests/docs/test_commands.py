@@ -16,6 +16,7 @@ from deepspeed.config.__main__ import main as look_at_config
 from deepspeed.io import ds_io, ds_nvme_tune
 from deepspeed.io.sweep import SWEEP
 from deepspeed.launcher import report, runner
+from deepspeed.pipe.schedule.__main__ import main as draw_schedule
 from tests.clients.server import environment
 from tests.distributed.launcher.launched import Launched
 from tests.docs.pages import all_commands, runs
@@ -61,7 +62,7 @@ LAUNCHES = of("deepspeed", "train.py", "torchrun")
 
 def test_every_command_is_tried_by_one_of_these():
     tried = {*of("make"), *of("ds_report"), *of("deepspeed.config"), *of("deepspeed", "train.py"), *of("pytest")}
-    tried |= {*of("ds_io", "ds_nvme_tune", "ds_bench", "deepspeed.preflight")}
+    tried |= {*of("ds_io", "ds_nvme_tune", "ds_bench", "deepspeed.preflight", "deepspeed.pipe.schedule")}
     tried |= {*of("pip"), *of("accelerate"), *of("torchrun")}
     tried |= {*of("deepspeed.checkpoint", "deepspeed.checkpoint.ds_to_universal", "out/zero_to_fp32.py")}
     assert [str(command) for command in TOOLS if command not in tried] == []
@@ -105,6 +106,12 @@ def test_pytest(command):
 def test_report(command, capsys):
     assert report.main(command.words[1:]) in (None, 0)
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", of("deepspeed.pipe.schedule"), ids=str)
+def test_schedule(command, capsys):
+    assert draw_schedule(command.words[command.words.index("deepspeed.pipe.schedule") + 1 :]) in (None, 0)
+    assert "bubble" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", of("ds_io", "ds_nvme_tune"), ids=str)
