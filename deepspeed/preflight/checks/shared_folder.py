@@ -41,10 +41,8 @@ class SharedFolder(Check[SharedFolderFact]):
         folder = nearest(Path(folder_of(here.options.checkpoint, here.program.arguments)[0]).absolute())
         made: list[str | None] = [None]
         try:
-            if here.rank == 0 and os.access(folder, os.W_OK | os.X_OK):
-                descriptor, path = tempfile.mkstemp(prefix=".preflight-", dir=folder)
-                os.close(descriptor)
-                made = [path]
+            if here.rank == 0:
+                made = [_make_file(folder)]
             td.broadcast_object_list(made, 0, group=here.company.messages)
             name = made[0]
             sees = None
@@ -66,3 +64,13 @@ class SharedFolder(Check[SharedFolderFact]):
         if len(looked) < 2:
             return [Finding(Level.OK, "one host, one folder" if looked else "nobody could look")]
         return [Finding(Level.OK, "every host keeps its own" if blind else f"{len(looked)} hosts see the same files")]
+
+
+def _make_file(folder: Path) -> str | None:
+    """A new file's path, None if none can be made: the check of the folder tells why, and the others wait here."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=".preflight-", dir=folder)
+    except OSError:
+        return None
+    os.close(descriptor)
+    return path

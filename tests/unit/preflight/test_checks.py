@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,7 @@ from deepspeed.preflight.checks.environment import Environment, EnvironmentFact
 from deepspeed.preflight.checks.folder import Folder, FolderFact, folder_of
 from deepspeed.preflight.checks.memory import Memory, MemoryFact
 from deepspeed.preflight.checks.ops import Ops, OpsFact
-from deepspeed.preflight.checks.shared_folder import SharedFolder, SharedFolderFact
+from deepspeed.preflight.checks.shared_folder import SharedFolder, SharedFolderFact, _make_file
 from deepspeed.preflight.checks.shared_memory import SharedMemoryCheck, ShmFact
 from deepspeed.preflight.checks.versions import VersionFact, Versions, driver_version
 from deepspeed.preflight.finding import Level
@@ -347,3 +348,10 @@ def test_judging_thousands_of_ranks_is_quick():
     Devices().judge(job(device, 8192))
     Compute().judge(job(lambda rank: ComputeFact(1.0 + rank), 8192))
     assert time.process_time() - began < 20
+
+
+def test_a_file_for_others_to_look_for_is_made_or_not_without_an_error(tmp_path):
+    made = Path(_make_file(tmp_path))
+    assert made.parent == tmp_path
+    assert _make_file(made) is None, "no folder"
+    assert _make_file(tmp_path / "absent") is None
