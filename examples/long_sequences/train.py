@@ -1,4 +1,4 @@
-"""A Llama of random weights that learns to repeat what it read half a sequence ago; ranks share each sequence.
+"""A Llama of random weights that learns to count; ranks share each sequence.
 
 deepspeed --num_gpus 2 examples/long_sequences/train.py --deepspeed_config examples/long_sequences/ds_config.json
 
@@ -35,13 +35,11 @@ def model(width: int, length: int) -> LlamaForCausalLM:
 
 
 def batch(step: int, rows: int, length: int, replica: int) -> dict[str, torch.Tensor]:
-    """Random tokens, then the same tokens again; only the second half is to be learned."""
+    """Numbers counted from a random one on, by a random step."""
     generator = torch.Generator().manual_seed(1000 * step + replica)
-    half = torch.randint(VOCABULARY, (rows, length // 2), generator=generator)
-    return {
-        "input_ids": torch.cat([half, half], 1),
-        "labels": torch.cat([torch.full_like(half, -100), half], 1),
-    }
+    first, stride = torch.randint(1, VOCABULARY, (2, rows, 1), generator=generator)
+    tokens = (first + stride * torch.arange(length)) % VOCABULARY
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def train(config: Any, *, steps: int, width: int, length: int) -> list[float]:
@@ -62,7 +60,7 @@ def train(config: Any, *, steps: int, width: int, length: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     args = deepspeed.add_config_arguments(parser).parse_args()
