@@ -226,6 +226,9 @@ def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint
     if splits is None:
         raise ValueError(f"{folder} is of {len(ranks)} model-parallel ranks and does not tell how they cut tensors")
     for name in [name for name in checkpoint.tensors if name in splits]:
+        absent = [rank for rank, (found, _) in zip(ranks, read, strict=True) if name not in found.tensors]
+        if absent:
+            raise ValueError(f"{folder}: {name} is cut over {len(ranks)} ranks, and the files of {absent} lack it")
         dim, intervals = splits[name]
         cut = tuple(tuple((int(start), int(stop)) for start, stop in part) for part in intervals)
         parts = tuple(found.tensors[name] for found, _ in read)

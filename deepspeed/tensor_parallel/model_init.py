@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -36,13 +37,18 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     """Say that `model` is to be split over `tp_size` ranks; `deepspeed.initialize` does it. Returns the model as it is.
 
     `tp_group` names the process group of these ranks. Where the config of `initialize` says something else, that is an
-    error there; what it leaves out is taken from here.
+    error there; what it leaves out is taken from here. `config` is read there, too; a dict must not contradict here.
     """
     group = kwargs.pop("tp_group", None)
     if kwargs:
         raise UsageError(f"tp_model_init: unknown arguments {', '.join(sorted(kwargs))}; it takes tp_group")
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise UsageError(f"tp_model_init: tp_size is {tp_size!r}, expected a number of ranks from 1")
+    told = (config.get("tensor_parallel") or {}).get("autotp_size") if isinstance(config, Mapping) else None
+    if isinstance(told, int) and told > 1 and told != tp_size:
+        raise UsageError(
+            f"tp_model_init: tp_size is {tp_size}, but tensor_parallel.autotp_size of its config is {told}"
+        )
     if group is not None and group.size() != tp_size:
         raise UsageError(f"tp_model_init: tp_size is {tp_size}, but tp_group has {group.size()} ranks; let them agree")
     _asked[model] = _Asked(tp_size, dtype, group)
