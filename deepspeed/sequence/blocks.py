@@ -50,7 +50,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of (query, key, value), of which `saved` are the values; `out` and `lse` are the merged ones."""
     query, key, value = saved[0], _spread(saved[1], saved[0]), _spread(saved[2], saved[0])
-    arguments = (grad, query, key, value, out, lse)
+    arguments = (grad, query, key, value, out, lse.contiguous())  # torch's kernels read it as if it were dense
     if block.mask is None and _flash_on_cuda(query, value):
         lengths = query.shape[2], key.shape[2]
         dice = [torch.zeros(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ())]  # of no dropout
