@@ -103,7 +103,9 @@ def peak_of(zero, width=2048, depth=8):
     return peak
 
 
-def test_the_device_holds_less():
+def test_the_device_holds_less(monkeypatch):
+    # where the device has memory to spare it helps the host with tiles that it keeps: of so small a model, all
+    monkeypatch.setattr("deepspeed.zero.states.afar.can_stream", lambda *_: None)
     assert peak_of({"stage": 2}) > 14  # weights, gradients, masters, moments
     assert peak_of({"stage": 2, **OPTIMIZER}) < 8  # weights and a few buckets
     assert peak_of({"stage": 3, **BOTH}) < 4  # a few layers of eight

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed
@@ -14,6 +15,13 @@ from deepspeed.ops.adam.rule import Conditions
 from tests.harness import ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _world():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def train(precision, *, ahead, poison=(), steps=6, monkeypatch):
@@ -26,7 +34,7 @@ def train(precision, *, ahead, poison=(), steps=6, monkeypatch):
         config={
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 0.5,
-            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
             precision: {"enabled": True, **({"initial_scale_power": 8} if precision == "fp16" else {})},
         },
     )
@@ -87,9 +95,9 @@ def test_whatever_is_held_can_be_updated_under_conditions(wide):
     assert under.takes_conditions(torch.device("cuda", 0))
     for step in range(4):
         skip = step == 1
-        under.conditions = conditions(float("nan") if skip else 4.0, float(skip))
         give(mine, float("inf") if skip else 4.0)
-        under.step()
+        with under.under(conditions(float("nan") if skip else 4.0, float(skip))):
+            under.step()
         if skip:
             under.take_back()
         else:
