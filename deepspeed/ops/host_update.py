@@ -1,4 +1,4 @@
-"""Update rules over parameters in host memory, which also do what a `HostStep` asks for: ops `cpu_adam` and the like.
+"""Update rules over parameters in host memory, which also do what a `OnePass` asks for: ops `cpu_adam` and the like.
 
 A rule has its arithmetic over lists of tensors; `HostRule` makes an op of it that takes whole batches. The compiled
 kernels do everything in one pass over memory; torch's operations go tensor by tensor, through copies.

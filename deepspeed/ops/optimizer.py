@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.host_step import HostStep
 from deepspeed.ops.moments import Group, MomentKeeper, scale_name, wide
+from deepspeed.ops.one_pass import OnePass
 
 __all__ = [
     "Batch",
@@ -62,13 +62,17 @@ class BatchOptimizer(MomentKeeper):
     """Base of the optimizers; a subclass names its moments and updates one parameter group."""
 
     cpu_only: ClassVar[bool] = False
-    """Updates parameters in host memory, and takes `host_step`."""
+    """Updates parameters in host memory."""
 
-    host_step: HostStep | None = None
+    one_pass: OnePass | None = None
     """What the next steps do besides; set and cleared by whoever takes them."""
 
     mixed: bool = False
     """One for host memory also updates parameters on a device: those of an engine that stay there."""
+
+    def takes_one_pass(self, device: torch.device) -> bool:
+        """True if steps over parameters on `device` take `one_pass`; the same on all ranks, whatever each holds."""
+        return self.cpu_only and device.type == "cpu"
 
     def _update_group(self, group: Group) -> None:
         """Apply the rule to every parameter of `group` that has a gradient."""
@@ -90,15 +94,10 @@ class BatchOptimizer(MomentKeeper):
 
     def _check(self, groups: Iterable[Group]) -> None:
         """Refuse what no rule can update, before anything has changed."""
-        if self.host_step is not None and not self.cpu_only:
-            raise UsageError(
-                f"{type(self).__name__} has a host_step, which only optimizers for host memory take; clear it, or use "
-                "the DeepSpeedCPU class of the same name"
-            )
         for group in groups:
             for param in group["params"]:
-                if self.host_step is not None:
-                    self.host_step.check(param)
+                if self.one_pass is not None:
+                    self._check_one_pass(self.one_pass, param)
                 grad = self._gradient(param)
                 if grad is None:
                     continue
@@ -119,12 +118,20 @@ class BatchOptimizer(MomentKeeper):
                         "updates parameters on the CPU. Move them there, or use the Fused class of the same name"
                     )
 
+    def _check_one_pass(self, one_pass: OnePass, param: Tensor) -> None:
+        if not self.takes_one_pass(param.device) and not self.mixed:
+            raise UsageError(
+                f"{type(self).__name__} has a one_pass, which it does not take for parameters on {param.device}; clear "
+                "it, or use the DeepSpeedCPU class of the same name for parameters in host memory"
+            )
+        one_pass.check(param)
+
     def _gradient(self, param: Tensor) -> Tensor | None:
-        return param.grad if self.host_step is None else self.host_step.gradient(param)
+        return param.grad if self.one_pass is None else self.one_pass.gradient(param)
 
     def _batches(self, group: Group, names: Sequence[str]) -> list[Batch]:
         """Advance the step of every parameter with a gradient and sort them into batches; the empty ones have none."""
-        host = self.host_step
+        host = self.one_pass
         found: dict[tuple[Any, ...], Batch] = {}
         for param in group["params"]:
             grad = self._gradient(param)

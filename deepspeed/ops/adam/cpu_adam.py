@@ -99,7 +99,7 @@ class DeepSpeedCPUAdam(BatchOptimizer):
     def rollback_subgroup(self, sub_group_id: int, closure: Closure | None = None) -> Any:
         """Take back the group's last `step_subgroup`: parameters and state are bit for bit what they were.
 
-        What a `host_step` has written elsewhere stays there.
+        What a `one_pass` has written elsewhere stays there.
         """
         self._subgroup(sub_group_id)
         if sub_group_id not in self._before:

@@ -21,9 +21,9 @@ from deepspeed.memory.host import host_empty
 from deepspeed.memory.store import Store, through
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.host_step import HostStep
 from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.ops.multi_tensor import scale_
+from deepspeed.ops.one_pass import OnePass
 from deepspeed.zero.states.pace import Pace
 from deepspeed.zero.states.piece import Piece
 from deepspeed.zero.states.streaming import Streamer, can_stream
@@ -150,13 +150,13 @@ class Afar:
         outs = self._outs(turn.pieces)
         if in_one_pass(optimizer):
             masters = [piece.master for piece in turn.pieces]
-            optimizer.host_step = HostStep(  # type: ignore[attr-defined]
+            optimizer.one_pass = OnePass(  # type: ignore[attr-defined]
                 factor, dict(zip(masters, turn.grads, strict=True)), dict(zip(masters, outs, strict=True))
             )
             try:
                 optimizer.step()
             finally:
-                optimizer.host_step = None  # type: ignore[attr-defined]
+                optimizer.one_pass = None  # type: ignore[attr-defined]
         else:
             _step_plainly(turn, outs, optimizer, factor)
         if turn.after is not None:

@@ -1,8 +1,8 @@
-"""What a step over parameters in host memory does besides, in the same pass over memory.
+"""What a step does besides, in the same pass over memory.
 
-The one who holds states in host memory sets `optimizer.host_step` before `step()`: gradients then come from where they
-arrived, in the dtype they arrived in, unscaled and clipped by one factor, and the updated parameters also go to where
-they leave for the device, rounded on the way.
+The one who holds states sets `optimizer.one_pass` before `step()`: gradients then come from where they arrived, in the
+dtype they arrived in, unscaled and clipped by one factor, and the updated parameters also go to where the model reads
+them, rounded on the way.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from deepspeed.errors import UsageError
 
-__all__ = ["HostStep"]
+__all__ = ["OnePass"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(slots=True)
-class HostStep:
-    """What a step over parameters in host memory does besides; tensors are found by the identity of their parameter."""
+class OnePass:
+    """What a step does besides its update; tensors are found by the identity of their parameter."""
 
     factor: float = 1.0
     """Gradients are multiplied by this first, those of `.grad` too: unscaling and clipping in one."""
@@ -31,7 +31,7 @@ class HostStep:
     """Gradients in place of `.grad`: float32, bfloat16 or float16, as many elements as their parameter, in order."""
 
     outs: Mapping[Tensor, Tensor] = field(default_factory=dict)
-    """Where the updated parameter is written as well, rounded to nearest: what goes back to the device."""
+    """Where the updated parameter is written as well, rounded to nearest: what the model computes with."""
 
     def gradient(self, param: Tensor) -> Tensor | None:
         """The gradient of a parameter, in its shape."""
@@ -49,11 +49,11 @@ class HostStep:
             tensor = tensors.get(param)
             if tensor is None:
                 continue
-            fits = tensor.numel() == param.numel() and tensor.is_contiguous() and tensor.device.type == "cpu"
+            fits = tensor.numel() == param.numel() and tensor.is_contiguous() and tensor.device == param.device
             if not fits or tensor.dtype not in _DTYPES:
                 layout = "" if tensor.is_contiguous() else "not contiguous "
                 raise UsageError(
-                    f"HostStep.{name} has a {layout}{tensor.dtype} tensor of {tensor.numel()} elements on "
-                    f"{tensor.device} for a parameter of shape {tuple(param.shape)}; it must be contiguous, on the "
-                    f"CPU, of {param.numel()} elements, and float32, bfloat16 or float16"
+                    f"OnePass.{name} has a {layout}{tensor.dtype} tensor of {tensor.numel()} elements on "
+                    f"{tensor.device} for a parameter of shape {tuple(param.shape)} on {param.device}; it must be "
+                    f"contiguous, on the same device, of {param.numel()} elements, and float32, bfloat16 or float16"
                 )

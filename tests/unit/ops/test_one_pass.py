@@ -12,8 +12,8 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.host_step import HostStep
 from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.ops.one_pass import OnePass
 
 CPU = (DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad)
 SHAPES = [(33,), (4, 70), (), (0,), (300,)]
@@ -36,13 +36,13 @@ def assert_same(left, right):
 @pytest.mark.parametrize("bits", [None, 16, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("cls", CPU)
-def test_a_host_step_is_a_step_with_scaled_gradients_and_a_copy(cls, dtype, bits):
+def test_a_one_pass_is_a_step_with_scaled_gradients_and_a_copy(cls, dtype, bits):
     params, optimizer = made(cls, moment_bits=bits)
     plain, beside = made(cls, moment_bits=bits)
     for step in range(3):
         grads = [normal(p.shape, 50 + 10 * step + i).to(dtype) for i, p in enumerate(params)]
         outs = {param: torch.empty(param.numel(), dtype=dtype) for param in params[1:]}
-        optimizer.host_step = HostStep(0.25, {p: g.flatten() for p, g in zip(params, grads, strict=True)}, outs)
+        optimizer.one_pass = OnePass(0.25, {p: g.flatten() for p, g in zip(params, grads, strict=True)}, outs)
         optimizer.step()
         for param, grad in zip(plain, grads, strict=True):
             param.grad = grad.float() * 0.25
@@ -58,7 +58,7 @@ def test_what_is_not_given_comes_from_the_parameter(cls):
     params, optimizer = made(cls, [(8,), (8,), (8,)])
     plain, beside = made(cls, [(8,), (8,), (8,)])
     params[0].grad = normal(8, 1)
-    optimizer.host_step = HostStep(0.5, {params[1]: normal(8, 2)})
+    optimizer.one_pass = OnePass(0.5, {params[1]: normal(8, 2)})
     optimizer.step()
     plain[0].grad, plain[1].grad = normal(8, 1) * 0.5, normal(8, 2) * 0.5
     beside.step()
@@ -93,17 +93,17 @@ def test_a_tensor_that_does_not_fit_is_refused_before_anything_changes(name, wro
     for param in params:
         param.grad = torch.ones_like(param)
     before = copy.deepcopy(params)
-    optimizer.host_step = HostStep(**{name: {params[1]: wrong}})
-    with pytest.raises(UsageError, match=rf"HostStep.{name} .*shape \(2, 3\).*6 elements"):
+    optimizer.one_pass = OnePass(**{name: {params[1]: wrong}})
+    with pytest.raises(UsageError, match=rf"OnePass.{name} .*shape \(2, 3\).*6 elements"):
         optimizer.step()
     assert_same(params, before)
     assert not optimizer.state
 
 
-def test_an_optimizer_for_devices_takes_no_host_step():
+def test_an_optimizer_for_devices_takes_no_one_pass():
     optimizer = FusedAdam([nn.Parameter(torch.ones(2))])
-    optimizer.host_step = HostStep()
-    with pytest.raises(UsageError, match="FusedAdam has a host_step"):
+    optimizer.one_pass = OnePass()
+    with pytest.raises(UsageError, match="FusedAdam has a one_pass"):
         optimizer.step()
 
 
@@ -146,11 +146,11 @@ def test_other_widths_are_refused(cls, bits):
         made(cls, moment_bits=bits)
 
 
-def test_a_step_with_a_host_step_can_be_taken_back():
+def test_a_step_with_a_one_pass_can_be_taken_back():
     params, optimizer = made(DeepSpeedCPUAdam, moment_bits=8)
     before = [param.detach().clone() for param in params]
     for _ in range(2):
-        optimizer.host_step = HostStep(2.0, {param: torch.ones_like(param) for param in params})
+        optimizer.one_pass = OnePass(2.0, {param: torch.ones_like(param) for param in params})
         states = copy.deepcopy([optimizer.state.get(param) for param in params])
         before = [param.detach().clone() for param in params]
         optimizer.step_subgroup(0)
