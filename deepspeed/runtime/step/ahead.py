@@ -11,7 +11,7 @@ from torch.optim import Adam, Optimizer
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.adam.rule import Conditions
 
-__all__ = ["steps_ahead", "take_back", "under"]
+__all__ = ["in_one_pass", "steps_ahead", "take_back", "under"]
 
 
 def steps_ahead(optimizer: Optimizer, device: torch.device) -> bool:
@@ -22,17 +22,25 @@ def steps_ahead(optimizer: Optimizer, device: torch.device) -> bool:
     return device.type == "cuda" and isinstance(optimizer, Adam) and all(g.get("fused") for g in optimizer.param_groups)
 
 
+def in_one_pass(optimizer: Optimizer, device: torch.device) -> bool:
+    """True if such a step reads gradients as they arrived, and writes what the model computes with."""
+    return isinstance(optimizer, FusedAdam) and optimizer.takes_one_pass(device)
+
+
 @contextmanager
 def under(optimizer: Optimizer, conditions: Conditions) -> Iterator[None]:
     """Steps that are taken inside obey these conditions."""
-    names = ("conditions",) if isinstance(optimizer, FusedAdam) else ("grad_scale", "found_inf")
-    values = (conditions,) if isinstance(optimizer, FusedAdam) else (conditions.divisor, conditions.skip)
-    for name, value in zip(names, values, strict=True):
+    if isinstance(optimizer, FusedAdam):
+        with optimizer.under(conditions):
+            yield
+        return
+    values = {"grad_scale": conditions.divisor, "found_inf": conditions.skip}
+    for name, value in values.items():
         setattr(optimizer, name, value)
     try:
         yield
     finally:
-        for name in names:
+        for name in values:
             delattr(optimizer, name)
 
 

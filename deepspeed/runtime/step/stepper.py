@@ -14,7 +14,7 @@ from deepspeed.ops.adam.rule import Conditions
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.backward import Backward, Reducer
-from deepspeed.runtime.step.ahead import steps_ahead, take_back, under
+from deepspeed.runtime.step.ahead import in_one_pass, steps_ahead, take_back, under
 from deepspeed.runtime.step.scalar import ScalarOnHost
 from deepspeed.zero.states.lookup import Owner
 from deepspeed.zero.states.norm import clip_coefficient
@@ -61,19 +61,21 @@ class Stepper:
         if self.reducer.empty:
             self.zero_grad()
             return Outcome(False, None, self.scale.value, self.scale.value, empty=True)
-        self.states.take_gradients()
-        gradients = list(self.states.gradients())
+        device = self.states.device
+        ahead = not self.states.away and steps_ahead(self.optimizer, device)
+        one_pass = ahead and in_one_pass(self.optimizer, device) and self.states.in_place
+        self.states.take_gradients(narrow=one_pass)
         norm = self.states.measure()
         if self.backward.unit != 1.0:
             norm = norm * self.backward.unit
         before = self.scale.value
-        if not self.states.away and steps_ahead(self.optimizer, norm.device):
-            known, overflow = self._step_ahead(norm)
+        if ahead:
+            known, overflow = self._step_ahead(norm, one_pass=one_pass)
             return self._finished(norm, known, overflow, before)
         known = self._known(norm)
         overflow = self.check_overflow and known is not None and not math.isfinite(known)
         if not overflow:
-            self._prepare([grad for _, grad in gradients], norm, known)
+            self._prepare([grad for _, grad in self.states.gradients()], norm, known)
             self.states.update(self.optimizer, self._factor(known) if self.states.away else 1.0)
         return self._finished(norm, known, overflow, before)
 
@@ -90,7 +92,7 @@ class Stepper:
         return Outcome(not overflow, measured if self.report_norm else None, before, self.scale.value)
 
     @torch.no_grad()
-    def _step_ahead(self, norm: Tensor) -> tuple[float | None, bool]:
+    def _step_ahead(self, norm: Tensor, *, one_pass: bool) -> tuple[float | None, bool]:
         """Queue the whole step before the norm is known: the device unscales, clips, and skips where it must.
 
         The host learns the norm while the device updates, so that the device never waits for the host.
@@ -101,7 +103,7 @@ class Stepper:
         skip = (~torch.isfinite(norm)).float() if self.check_overflow else torch.zeros_like(norm)
         told = ScalarOnHost(norm) if self.check_overflow else None
         with under(self.optimizer, Conditions(factor.reciprocal(), skip)):
-            self.states.update(self.optimizer)
+            self.states.update(self.optimizer, one_pass=one_pass)
         if told is None:
             return None, False
         known = told.value()

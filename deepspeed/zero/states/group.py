@@ -103,9 +103,12 @@ class ShardGroup:
         return None
 
     def forget(self) -> None:
-        """Drop gradients that were not reduced."""
+        """Drop gradients that were not reduced, and those that the optimizer read where they were."""
         for param in self.params:
             param.grad = None
+        for piece in self.pieces:
+            if not piece.away:
+                piece.gradient = None
 
     @torch.no_grad()
     def round(self) -> None:
@@ -142,12 +145,17 @@ class ShardGroup:
         for param in self.params:
             optimizer.state.pop(param, None)
 
-    def hand_over(self, lines: dict[Hashable, Tensor]) -> None:
+    def hand_over(self, lines: dict[Hashable, Tensor], *, narrow: bool = False) -> None:
         """Make the reduced gradients those that the optimizer uses; `lines` collects the memory that they fill.
 
-        Gradients of several groups may have come in one bucket, whose memory is measured once.
+        Gradients of several groups may have come in one bucket, whose memory is measured once. With `narrow`, the
+        optimizer reads those of another dtype where they are: `narrow_gradient` tells it.
         """
-        hand_over(self.pieces, lines)
+        hand_over(self.pieces, lines, narrow=narrow)
+
+    def narrow_gradient(self, piece: Piece) -> Tensor | None:
+        """The gradient of a piece that was handed over as it is, in another dtype than the master's."""
+        return None if piece.away else piece.gradient
 
     def held(self, place: int, reducer: ShardReducer | None) -> ParameterState:
         """What this rank holds of the parameter at that place."""

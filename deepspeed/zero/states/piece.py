@@ -130,10 +130,11 @@ class Piece:
 
 
 @torch.no_grad()
-def hand_over(pieces: Sequence[Piece], lines: dict[Hashable, Tensor]) -> None:
+def hand_over(pieces: Sequence[Piece], lines: dict[Hashable, Tensor], *, narrow: bool = False) -> None:
     """Make the summed gradients those of the masters, in their dtype; the memory that they fill is added to `lines`.
 
-    Gradients that share memory, a bucket's or the group's, have nothing but zeros between them and are cast as one.
+    Those that share memory, a bucket's or the group's, have nothing but zeros between them and are cast as one. With
+    `narrow`, those of another dtype stay where they are.
     """
     for piece in pieces:
         if piece.gradient is None and piece.home is not None and not piece.away:
@@ -144,14 +145,18 @@ def hand_over(pieces: Sequence[Piece], lines: dict[Hashable, Tensor]) -> None:
                 lines[id(piece)] = piece.measured()
             continue
         grad, piece.gradient = piece.gradient, None
+        piece.master.grad = None
         if grad is None:
-            piece.master.grad = None
             continue
-        storage, wanted = grad.untyped_storage(), piece.master.dtype
+        stays = narrow and grad.dtype != piece.master.dtype
+        storage, wanted = grad.untyped_storage(), grad.dtype if stays else piece.master.dtype
         key = (storage.data_ptr(), wanted)
         line = lines.get(key)
         if line is None:
             line = lines[key] = grad.new_empty(0).set_(storage).to(wanted)
+        if stays:
+            piece.gradient = grad
+            continue
         if grad.dtype != wanted:
             at = int(grad.storage_offset())
             grad = line[at : at + grad.numel()]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from deepspeed.errors import UsageError
 from deepspeed.memory.store import AtHome, Store
 from deepspeed.ops.moments import MomentKeeper
+from deepspeed.ops.one_pass import OnePass
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.afar import Afar
@@ -123,8 +124,11 @@ class States:
             group.adopt_edits()
 
     @torch.no_grad()
-    def take_gradients(self) -> None:
-        """Hand the reduced gradients to what the optimizer updates, and measure them."""
+    def take_gradients(self, *, narrow: bool = False) -> None:
+        """Hand the reduced gradients to what the optimizer updates, and measure them.
+
+        `narrow`: the optimizer will update in one pass, and reads gradients in the dtype they have.
+        """
         self._finish()
         self._adopt_edits()
         placements = {id(group.placement): group.placement for group in self.groups}
@@ -132,11 +136,21 @@ class States:
         for placement in placements.values():
             lines: dict[Hashable, Tensor] = {}
             for group in self._of(placement):
-                group.hand_over(lines)
+                group.hand_over(lines, narrow=narrow)
             filled.append((placement, list(lines.values())))
         self._drop_absent()
-        device = next((param.device for group in self.groups for param in group.params), torch.device("cpu"))
-        self._norm = total_norm([self._line(*each) for each in filled], self._measure, device)
+        self._norm = total_norm([self._line(*each) for each in filled], self._measure, self.device)
+
+    @property
+    def in_place(self) -> bool:
+        """True if who updates a master can write the model's weights beside it: both are on one device."""
+        pieces = (piece for group in self.groups for piece in group.pieces)
+        return all(piece.master.device == piece.source.device for piece in pieces)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters are."""
+        return next((param.device for group in self.groups for param in group.params), torch.device("cpu"))
 
     def measure(self) -> Tensor:
         """The norm of all gradients of the whole model, as `take_gradients` found it."""
@@ -151,8 +165,10 @@ class States:
                 if piece.master.grad is not None:
                     yield piece.param, piece.master.grad
 
-    def update(self, optimizer: Optimizer, factor: float = 1.0) -> None:
+    def update(self, optimizer: Optimizer, factor: float = 1.0, *, one_pass: bool = False) -> None:
         """Let the optimizer take its step, tile by tile, and publish what it did.
+
+        In `one_pass` it reads narrow gradients and writes what the model computes with itself.
 
         On a device with all states at home there is one tile, unless temporary memory has to be bounded. Gradients
         that left the device are multiplied by `factor`; those that did not have been already. Tiles that live away
@@ -164,10 +180,12 @@ class States:
         late = self._pace.late and tiles_well(optimizer) and all(self._can_wait(group) for group in self.groups)
         try:
             # without parameters it steps, too: schedules and hooks look at that
+            if one_pass:
+                optimizer.one_pass = self._one_pass()  # type: ignore[attr-defined]
             for each in [each for each in tiles if not each.away] or [empty_tile(optimizer)] * late:
                 choose(optimizer, each)
                 optimizer.step()
-            for group in self.groups:
+            for group in self.groups if not one_pass else ():
                 group.round()
             turns = [Turn(each) for each in there]
             if self.deferral is not None:
@@ -175,6 +193,8 @@ class States:
             if turns:
                 self._afar.begin(turns, optimizer, factor, late=late)
         finally:
+            if one_pass:
+                optimizer.one_pass = None  # type: ignore[attr-defined]
             for options, chosen in zip(optimizer.param_groups, everything, strict=True):
                 options["params"] = chosen
         if late:
@@ -184,6 +204,19 @@ class States:
             self._afar.settle()
         for group in self.groups:
             group.spread()
+
+    def _one_pass(self) -> OnePass:
+        """Gradients that were not cast, and where the model reads what the optimizer writes."""
+        grads: dict[Tensor, Tensor] = {}
+        outs: dict[Tensor, Tensor] = {}
+        for group in self.groups:
+            for piece in group.pieces:
+                grad = group.narrow_gradient(piece)
+                if grad is not None:
+                    grads[piece.master] = grad
+                if piece.separate:
+                    outs[piece.master] = piece.source
+        return OnePass(1.0, grads, outs)
 
     def _can_wait(self, group: ShardGroup) -> bool:
         return group.patient and not (self.compiled and group.marks)
@@ -285,13 +318,15 @@ class States:
         if self._measure.alone:
             return Line(placement, filled)
         kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
-        for piece in (piece for group in self._of(placement) for piece in group.pieces):
+        for owner, piece in ((group, piece) for group in self._of(placement) for piece in group.pieces):
             if id(piece.param) in self._measure.elsewhere:
                 continue
             if piece.away and piece.gradient is not None:
                 kinds[self._measure.is_split(piece.param)].append(piece.measured())
-            elif piece.master.grad is not None:
-                kinds[self._measure.is_split(piece.param)].append(piece.master.grad)
+            else:
+                grad = piece.master.grad if piece.master.grad is not None else owner.narrow_gradient(piece)
+                if grad is not None:
+                    kinds[self._measure.is_split(piece.param)].append(grad)
         return Line(placement, *kinds)
 
     def _enter(self, options: dict[str, Any], params: list[nn.Parameter]) -> None:

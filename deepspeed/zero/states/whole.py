@@ -69,15 +69,22 @@ class WholeGroup(ShardGroup):
                 piece.version = piece.param._version
 
     @torch.no_grad()
-    def hand_over(self, lines: dict[Hashable, Tensor]) -> None:
+    def hand_over(self, lines: dict[Hashable, Tensor], *, narrow: bool = False) -> None:
         """Move gradients from the parameters to their masters, in the masters' dtype; see `ShardGroup`."""
         for piece in self._copied:
-            if piece.param.grad is not None:
-                piece.master.grad = piece.param.grad.to(piece.master.dtype)
-                piece.param.grad = None
+            grad = piece.param.grad
+            if grad is None or (narrow and grad.layout == torch.strided and grad.is_contiguous()):
+                continue
+            piece.master.grad = grad.to(piece.master.dtype)
+            piece.param.grad = None
         for piece in self.pieces:
-            if (grad := piece.master.grad) is not None:
+            grad = piece.master.grad if piece.master.grad is not None else piece.param.grad
+            if grad is not None:
                 lines[id(piece)] = grad
+
+    def narrow_gradient(self, piece: Piece) -> Tensor | None:
+        """See `ShardGroup`."""
+        return piece.param.grad if piece.separate else None
 
     def held(self, place: int, reducer: ShardReducer | None) -> WholeState:
         """See `ShardGroup`."""
