@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from deepspeed._watch import watch, watch_hangs
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.events import EventStream
+from deepspeed.fusion.build import fuse
 from deepspeed.log import log_dist, set_log_level_from_string
 from deepspeed.moe.placing import SpreadExperts, spread_experts
 from deepspeed.moe.utils import split_experts
@@ -85,6 +86,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
+    fuse(schema, module, stack)
     spills = parameters_leave(schema, module, precision, layout["dp", "sp"])
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)

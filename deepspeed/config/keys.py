@@ -18,6 +18,8 @@ from .compression import CompressionConfig, EigenvalueConfig, QuantizeTrainingCo
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .expert import ExpertParallelConfig
+from .fp8 import Fp8Config
+from .fusion import FusedKernelsConfig
 from .hangs import HangsConfig
 from .inference import HybridEngineConfig, WeightQuantConfig
 from .memory import MemoryConfig
@@ -167,6 +169,10 @@ class Keys(DeepSpeedConfigModel):
     )
 
     # Compilation
+    fused_kernels: FusedKernelsConfig = Field(
+        default_factory=FusedKernelsConfig, description="Modules of the model that run on fused kernels."
+    )
+    fp8: Fp8Config = Field(default_factory=Fp8Config, description="Linear layers whose products are of 8-bit numbers.")
     compile: CompileConfig = Field(default_factory=CompileConfig, description="What engine.compile() does.")
     graph_harvesting: bool = Field(False, description="Whether parts of the bf16 optimizer run as CUDA graphs.")
 

@@ -40,6 +40,7 @@ _FAMILIES = (
     "deepspeed.ops.multi_tensor",
     "deepspeed.ops.adam.rule",
     "deepspeed.ops.adam.host",
+    "deepspeed.ops.adam.one_pass",
     "deepspeed.ops.lion.rule",
     "deepspeed.ops.lion.host",
     "deepspeed.ops.lamb.rule",
@@ -47,6 +48,12 @@ _FAMILIES = (
     "deepspeed.ops.adagrad.host",
     "deepspeed.ops.muon.newton_schulz",
     "deepspeed.ops.grouped",
+    "deepspeed.ops.model.norm",
+    "deepspeed.ops.model.gated",
+    "deepspeed.ops.model.rotary",
+    "deepspeed.ops.model.linear_loss",
+    "deepspeed.ops.fp8.quantise",
+    "deepspeed.ops.fp8.linear",
 )
 
 # What importing or building a kernel can raise. Anything else is a mistake in the loader and is shown as such.

@@ -1,0 +1,31 @@
+"""The `fused_kernels` section: modules of a model that run on fused kernels."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from .model import Section
+from .values import Patterns
+
+__all__ = ["FusedKernelsConfig"]
+
+
+class FusedKernelsConfig(Section):
+    """Which modules are recognised by what they compute and run on kernels that touch memory less often."""
+
+    enabled: bool = Field(
+        False, description="Whether modules are replaced; a table tells which, and why others are not."
+    )
+    norm: bool = Field(True, description="RMSNorm and LayerNorm.")
+    rotary: bool = Field(True, description="Rotary position embedding in attention modules.")
+    mlp: bool = Field(True, description="The activation of gated feed-forward layers (SwiGLU, GeGLU).")
+    loss: bool = Field(
+        True, description="The last projection of causal language models with its loss; logits are never whole."
+    )
+    exclude: Patterns = Field([], description="Regular expressions, matched from the start of module names to leave.")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What is asked for."""
+        chosen = {"norm": self.norm, "rotary": self.rotary, "mlp": self.mlp, "loss": self.loss}
+        return tuple(kind for kind, wanted in chosen.items() if wanted) if self.enabled else ()

@@ -1,0 +1,87 @@
+"""Gated feed-forward layers: the activation and the product with the other half in one kernel."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.fusion.again import not_kept
+from deepspeed.fusion.likeness import alike, overridden, stand_in
+from deepspeed.fusion.swap import Refused, Swap, put_forward
+from deepspeed.ops.model.gated import ACTIVATIONS, gated, gated_reference, halves
+
+__all__ = ["find_feed_forward"]
+
+_WIDTH, _INNER = 8, 6
+_APART = ("gate_proj", "up_proj", "down_proj")
+_TOGETHER = ("gate_up_proj", "down_proj")
+
+
+def find_feed_forward(module: nn.Module) -> Swap | Refused | None:
+    """How a gated feed-forward layer is replaced; None for any other module."""
+    names = next((names for names in (_APART, _TOGETHER) if all(_is_layer(module, name) for name in names)), None)
+    if names is None:
+        return None
+    if reason := overridden(module):
+        return Refused(reason)
+    others = [
+        name for name, child in module.named_children() if name not in names and any(True for _ in child.parameters())
+    ]
+    if others or any(True for _ in module.parameters(recurse=False)):
+        return Refused(f"it has other parts with parameters: {', '.join(others) or 'its own'}")
+    kind = _kind(module, names)
+    if kind is None:
+        return Refused(f"{type(module).__name__} computes something else than one of {', '.join(ACTIVATIONS)} times up")
+    run = _FeedForward(kind)
+    return Swap(f"gated {kind}", partial(put_forward, module, run.apart if names is _APART else run.together))
+
+
+def _is_layer(module: nn.Module, name: str) -> bool:
+    child = module._modules.get(name)
+    return child is not None and callable(getattr(child, "forward", None))
+
+
+def _kind(module: nn.Module, names: tuple[str, ...]) -> str | None:
+    """The activation, found by trying."""
+    generator = torch.Generator().manual_seed(0)
+
+    def layer(rows: int, columns: int) -> nn.Linear:
+        made = nn.Linear(columns, rows, bias=False, device="cpu", dtype=torch.float32)
+        made.weight.data = torch.randn(rows, columns, generator=generator)
+        return made
+
+    down, gate, up = layer(_WIDTH, _INNER), layer(_INNER, _WIDTH), layer(_INNER, _WIDTH)
+    if names is _APART:
+        children: dict[str, nn.Module] = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+    else:
+        both = layer(2 * _INNER, _WIDTH)
+        both.weight.data = torch.cat((gate.weight.data, up.weight.data))
+        children = {"gate_up_proj": both, "down_proj": down}
+    twin, x = stand_in(module, {}, children), torch.randn(2, 3, _WIDTH, generator=generator)
+    twin.training = False
+    for kind in ACTIVATIONS:
+        with torch.no_grad():
+            expected = down(gated_reference(gate(x), up(x), kind))
+        if alike(lambda: type(module).forward(twin, x), expected):
+            return kind
+    return None
+
+
+class _FeedForward:
+    """The activation of one layer."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def apart(self, module: Any, x: Tensor) -> Any:
+        with not_kept(x, module):
+            gate, up = module.gate_proj(x), module.up_proj(x)
+        return module.down_proj(gated(gate, up, self.kind))
+
+    def together(self, module: Any, x: Tensor) -> Any:
+        with not_kept(x, module):
+            both = module.gate_up_proj(x)
+        return module.down_proj(halves(both, self.kind))

@@ -1,0 +1,73 @@
+"""What can be replaced in a model, found and put in place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from torch import nn
+
+from deepspeed.fusion.feed_forward import find_feed_forward
+from deepspeed.fusion.head import find_head
+from deepspeed.fusion.norms import find_norm
+from deepspeed.fusion.products import Recent, find_product
+from deepspeed.fusion.rotation import find_rotation
+from deepspeed.fusion.swap import Refused, Swap
+
+__all__ = ["KINDS", "Finding", "find", "find_products", "put"]
+
+Finder = Callable[[nn.Module], "Swap | Refused | None"]
+
+_FINDERS: dict[str, Finder] = {"norm": find_norm, "mlp": find_feed_forward, "rotary": find_rotation}
+
+KINDS = (*_FINDERS, "loss")
+"""What can be replaced, as the config names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A module that is, or could have been, replaced."""
+
+    kind: str
+    name: str
+    module: str
+    """The name of its class."""
+    result: Swap | Refused
+
+
+def find(model: nn.Module, kinds: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[Finding]:
+    """What a model offers; names that match one of `exclude` from their start are left alone."""
+    kept = _kept(exclude)
+    for name, module in model.named_modules():
+        for kind, finder in _FINDERS.items():
+            if kind in kinds and kept(name) and (result := finder(module)) is not None:
+                yield Finding(kind, name, type(module).__name__, result)
+    if "loss" in kinds:
+        for name, module in model.named_modules():
+            if (found := find_head(module)) is not None:
+                full = f"{name}.{found[0]}".strip(".")
+                if kept(full):
+                    yield Finding("loss", full, type(module).__name__, found[1])
+                return
+
+
+def find_products(model: nn.Module, scaling: str, exclude: Sequence[str] = ()) -> Iterator[Finding]:
+    """Linear layers that can multiply 8-bit numbers; see `find`."""
+    kept, recent = _kept(exclude), Recent(by_rows=scaling == "row")
+    for name, module in model.named_modules():
+        if kept(name) and (result := find_product(module, recent)) is not None:
+            yield Finding("fp8", name, type(module).__name__, result)
+
+
+def _kept(exclude: Sequence[str]) -> Callable[[str], bool]:
+    hidden = [re.compile(pattern) for pattern in exclude]
+    return lambda name: not any(pattern.match(name) for pattern in hidden)
+
+
+def put(findings: Sequence[Finding], undo: ExitStack) -> None:
+    """Put everything in place that was found; `undo` takes it back."""
+    for finding in findings:
+        if isinstance(finding.result, Swap):
+            undo.callback(finding.result.put())

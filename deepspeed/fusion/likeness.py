@@ -1,0 +1,42 @@
+"""Whether a module computes what is expected of it: tried on small numbers, with a stand-in for its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["alike", "overridden", "stand_in"]
+
+# What code that was not written for a stand-in can raise.
+_FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+
+
+def stand_in(module: nn.Module, tensors: Mapping[str, Tensor], children: Mapping[str, nn.Module]) -> nn.Module:
+    """A copy with other parameters and submodules, whose forward can be tried wherever the module's weights are."""
+    made = copy.copy(module)
+    made.__dict__["_parameters"] = {name: nn.Parameter(tensor) for name, tensor in tensors.items()}
+    made.__dict__["_modules"] = {**module._modules, **children}
+    return made
+
+
+def overridden(module: nn.Module) -> str | None:
+    """Why a module's class does not tell what it computes; None if it does."""
+    return "its forward was replaced on the instance" if "forward" in module.__dict__ else None
+
+
+def alike(computed: Callable[[], Any], expected: Any) -> bool:
+    """Whether code runs and gives what is expected, to rounding."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            found = computed()
+    except _FAILURES:
+        return False
+    pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else ((found, expected),)
+    return isinstance(found, (Tensor, tuple)) and all(
+        isinstance(one, Tensor) and one.shape == other.shape and torch.allclose(one, other, rtol=1e-5, atol=1e-6)
+        for one, other in pairs
+    )

@@ -1,0 +1,91 @@
+"""RMS and layer normalisations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import UsageError
+from deepspeed.fusion.again import computable
+from deepspeed.fusion.likeness import alike, overridden, stand_in
+from deepspeed.fusion.swap import Refused, Swap, put_forward
+from deepspeed.ops.model.norm import layer_norm, rms_norm, rms_norm_reference
+
+__all__ = ["find_norm"]
+
+_WIDTH = 8
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+_OFFSETS = (0.0, 1.0)
+"""What is added to the weight: some families keep it around zero."""
+
+
+def find_norm(module: nn.Module) -> Swap | Refused | None:
+    """How a normalisation is replaced; None for any other module."""
+    if type(module) is nn.LayerNorm:
+        return _layer_norm(module)
+    if "rmsnorm" not in type(module).__name__.lower():
+        return None
+    return Refused(reason) if (reason := overridden(module)) else _rms_norm(module)
+
+
+def _layer_norm(module: nn.LayerNorm) -> Swap | Refused:
+    if module.weight is None or module.bias is None or len(module.normalized_shape) != 1:
+        return Refused("it has no weight, no bias, or normalises several dims")
+    return Swap("layer_norm", partial(put_forward, module, _run_layer_norm))
+
+
+def _rms_norm(module: nn.Module) -> Swap | Refused:
+    own = dict(module.named_parameters(recurse=False))
+    if set(own) != {"weight"} or any(True for _ in module.children()) or any(True for _ in module.buffers()):
+        return Refused("it has other parts than one weight")
+    epsilon = next((name for name in _EPSILONS if isinstance(getattr(module, name, None), float)), None)
+    if epsilon is None and not isinstance(module, nn.RMSNorm):
+        return Refused(f"none of {', '.join(_EPSILONS)} is a number")
+    eps = torch.finfo(torch.float32).eps if epsilon is None else getattr(module, epsilon)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(shape, generator=generator) for shape in ((3, _WIDTH), (_WIDTH,)))
+    twin = stand_in(module, {"weight": weight}, {})
+    if isinstance(module, nn.RMSNorm):
+        twin.__dict__["normalized_shape"] = (_WIDTH,)
+    for offset in _OFFSETS:
+        expected, _ = rms_norm_reference(x, None, weight, eps, offset)
+        if alike(lambda: type(module).forward(twin, x), expected):
+            return Swap("rms_norm", partial(put_forward, module, _RmsNorm(eps, offset).run))
+    return Refused(f"{type(module).__name__} computes something else than an RMS norm")
+
+
+class _RmsNorm:
+    """The numbers of one normalisation."""
+
+    def __init__(self, eps: float, offset: float) -> None:
+        self.eps, self.offset = eps, offset
+
+    def run(self, module: Any, hidden_states: Tensor) -> Tensor:
+        return _normalised(partial(rms_norm, eps=self.eps, offset=self.offset), hidden_states, module.weight)
+
+
+def _run_layer_norm(self: Any, input: Tensor) -> Tensor:
+    return _normalised(partial(layer_norm, eps=self.eps), input, self.weight, self.bias)
+
+
+def _normalised(norm: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *weights: Tensor) -> Tensor:
+    result = norm(x, *weights)[0]
+    if not result.requires_grad or torch.compiler.is_compiling():
+        return result
+    # copies, which are small: a weight that is gathered now need not be when this is computed again
+    kept, version = [weight.detach().clone() for weight in weights], x._version
+
+    def again() -> Tensor:
+        if x._version != version:
+            raise UsageError(
+                f"the input of a normalisation, of shape {tuple(x.shape)}, was changed in place after its use, and the "
+                'backward needs it. Do not change it, or set "fused_kernels": {"norm": false}.'
+            )
+        with torch.no_grad():
+            return norm(x, *kept)[0]
+
+    return computable(result, again)

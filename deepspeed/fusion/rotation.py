@@ -1,0 +1,74 @@
+"""Rotary embedding inside attention modules."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.fusion.again import not_kept
+from deepspeed.fusion.likeness import alike, overridden
+from deepspeed.fusion.swap import Refused, Swap, put_forward
+from deepspeed.ops.model.rotary import rotary, rotary_reference
+
+__all__ = ["find_rotation"]
+
+_NAME = "apply_rotary_pos_emb"
+
+
+def find_rotation(module: nn.Module) -> Swap | Refused | None:
+    """How the rotation in an attention module is replaced; None for modules without one."""
+    forward = type(module).forward
+    if _NAME not in getattr(inspect.unwrap(forward), "__code__", find_rotation.__code__).co_names:
+        return None
+    if reason := overridden(module):
+        return Refused(reason)
+    if forward is not inspect.unwrap(forward):
+        return Refused(f"the forward of {type(module).__name__} is wrapped by a decorator")
+    original = forward.__globals__.get(_NAME)
+    if original is None or not _rotates(original):
+        return Refused(f"{_NAME} of {forward.__module__} computes something else than the rotation of halves")
+    return Swap("rotary", partial(put_forward, module, _attention(_with(forward, partial(_rotate, original)))))
+
+
+def _rotates(original: Callable[..., Any]) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (1, 5, 8), (1, 5, 8))
+    q, k, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
+    return alike(lambda: tuple(original(q, k, cos, sin)), rotary_reference(q, k, cos, sin))
+
+
+def _with(forward: Callable[..., Any], rotate: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, for which one name of its module means something else."""
+    function: Any = forward
+    made = types.FunctionType(
+        function.__code__, {**function.__globals__, _NAME: rotate}, function.__name__, function.__defaults__,
+        function.__closure__,
+    )  # fmt: skip
+    made.__kwdefaults__ = function.__kwdefaults__
+    made.__dict__.update(function.__dict__)
+    return made
+
+
+def _attention(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention of one module, which does not keep an input that can be computed again."""
+
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with not_kept(args[0] if args else kwargs.get("hidden_states"), module):
+            return forward(module, *args, **kwargs)
+
+    return run
+
+
+def _rotate(
+    original: Callable[..., Any], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    if args or kwargs.get("unsqueeze_dim", 1) != 1 or set(kwargs) - {"unsqueeze_dim"}:
+        result: tuple[Tensor, Tensor] = original(q, k, cos, sin, *args, **kwargs)
+        return result
+    return rotary(q, k, cos, sin)

@@ -1,0 +1,51 @@
+"""`Swap`: another way to compute what a module computes, put in place and taken back."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Refused", "Swap", "put_forward"]
+
+Undo = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A module that looks as if it could be replaced, and why it is not."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What replaces a module's computation, and how to put it in place; `put` returns how to take it back."""
+
+    kernel: str
+    put: Callable[[], Undo]
+
+
+def put_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+    """Let this one module compute `forward(module, ...)`; its class and all others of it stay as they are.
+
+    A compiler gets to see what the class computes, which it fuses by itself.
+    """
+    before, own = module.__dict__.get("forward"), type(module).forward
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return (own if torch.compiler.is_compiling() else forward)(self, *args, **kwargs)
+
+    module.forward = types.MethodType(run, module)
+
+    def undo() -> None:
+        if before is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.forward = before
+
+    return undo

@@ -1,0 +1,1 @@
+"""Matrix products of 8-bit floating-point numbers with scales."""

@@ -1,0 +1,1 @@
+"""Operations of transformer models with a backward of their own: norms, rotary embedding, gated products, the loss."""

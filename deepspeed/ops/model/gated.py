@@ -1,0 +1,126 @@
+"""act(gate) · up, the middle of gated feed-forward layers: op `gated`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from deepspeed.ops.capability import has_triton, on_cuda
+from deepspeed.ops.model.device import takes
+from deepspeed.ops.registry import implementation, op, reference
+
+__all__ = ["ACTIVATIONS", "gated", "gated_reference", "halves", "halves_reference"]
+
+Kernel = Callable[..., Tensor]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+}
+
+
+def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """act(gate) · up, computed in float32 and rounded once; `kind` is one of ACTIVATIONS."""
+    result: Tensor = op("gated")(gate, up, kind)
+    return result
+
+
+def halves(both: Tensor, kind: str) -> Tensor:
+    """The same for gate and up side by side in the last dim, as one product gives them."""
+    result: Tensor = op("gated_halves")(both, kind)
+    return result
+
+
+@reference("gated")
+def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """In plain torch."""
+    return (ACTIVATIONS[kind](gate.float()) * up.float()).to(gate.dtype)
+
+
+@reference("gated_halves")
+def halves_reference(both: Tensor, kind: str) -> Tensor:
+    """In plain torch."""
+    gate, up = both.chunk(2, -1)
+    return gated_reference(gate, up, kind)
+
+
+class Gated(torch.autograd.Function):
+    """The Triton kernels; nothing but their inputs is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str) -> Tensor:
+        from deepspeed.ops.model.kernels.gated import gated_forward
+
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        return gated_forward(_rows(gate), _rows(up), kind).view(gate.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from deepspeed.ops.model.kernels.gated import gated_backward
+
+        gate, up = map(_rows, ctx.saved_tensors)
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        gated_backward(_rows(dy), gate, up, dgate, dup, ctx.kind)
+        return dgate.view(dy.shape), dup.view(dy.shape), None
+
+
+class Halves(torch.autograd.Function):
+    """As `Gated`; the two gradients are written side by side, where the next product reads them."""
+
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, kind: str) -> Tensor:
+        from deepspeed.ops.model.kernels.gated import gated_forward
+
+        ctx.save_for_backward(both)
+        ctx.kind = kind
+        gate, up = _rows(both).chunk(2, -1)
+        return gated_forward(gate, up, kind).view(*both.shape[:-1], gate.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from deepspeed.ops.model.kernels.gated import gated_backward
+
+        (both,) = ctx.saved_tensors
+        result = torch.empty(both.shape, dtype=both.dtype, device=both.device)
+        (gate, up), (dgate, dup) = _rows(both).chunk(2, -1), _rows(result).chunk(2, -1)
+        gated_backward(_rows(dy), gate, up, dgate, dup, ctx.kind)
+        return result, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def gated_triton(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """By the kernels where they can."""
+    if not takes(gate) or gate.dtype != up.dtype:
+        return gated_reference(gate, up, kind)
+    result: Tensor = Gated.apply(gate, up, kind)  # type: ignore[no-untyped-call]
+    return result
+
+
+def halves_triton(both: Tensor, kind: str) -> Tensor:
+    """By the kernels where they can."""
+    if not takes(both):
+        return halves_reference(both, kind)
+    result: Tensor = Halves.apply(both, kind)  # type: ignore[no-untyped-call]
+    return result
+
+
+@implementation("gated", name="triton", requires=has_triton & on_cuda, rank=20)
+def _load_gated() -> Kernel:
+    return gated_triton
+
+
+@implementation("gated_halves", name="triton", requires=has_triton & on_cuda, rank=20)
+def _load_halves() -> Kernel:
+    return halves_triton

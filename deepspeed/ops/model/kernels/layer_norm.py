@@ -1,0 +1,101 @@
+"""Layer normalisation of rows, with the residual added before it: forward and backward in one pass over memory each."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.ops.model.kernels.tuning import programs, row_block, warps
+
+__all__ = ["layer_norm_backward", "layer_norm_forward"]
+
+
+@triton.jit
+def _forward(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, scale_ptr, columns, eps,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    x = tl.load(x_ptr + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        x += tl.load(residual_ptr + row * columns + at, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * columns + at, x, mask=inside)
+        x = x.to(tl.float32)
+    mean = tl.sum(x, axis=0) / columns
+    centred = tl.where(inside, x - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / columns + eps)
+    tl.store(mean_ptr + row, mean)
+    tl.store(scale_ptr + row, scale)
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y_ptr + row * columns + at, (centred * scale * weight + bias).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, dsum_ptr, x_ptr, weight_ptr, mean_ptr, scale_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, columns,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    inside = at < columns
+    weight = tl.load(weight_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK,), dtype=tl.float32)
+    dbias = tl.zeros((BLOCK,), dtype=tl.float32)
+    start = number.to(tl.int64) * columns
+    stride = tl.num_programs(0).to(tl.int64) * columns
+    for each in range(number, rows, tl.num_programs(0)):
+        scale = tl.load(scale_ptr + each)
+        x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+        normal = tl.where(inside, (x - tl.load(mean_ptr + each)) * scale, 0.0)
+        dy = tl.load(dy_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+        dweight += dy * normal
+        dbias += dy
+        dnormal = dy * weight
+        along = tl.sum(dnormal * normal, axis=0) / columns
+        dx = (dnormal - tl.sum(dnormal, axis=0) / columns - normal * along) * scale
+        if ADDS:
+            dx += tl.load(dsum_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(dx_ptr + start + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        start += stride
+    tl.store(dweight_ptr + number.to(tl.int64) * columns + at, dweight, mask=inside)
+    tl.store(dbias_ptr + number.to(tl.int64) * columns + at, dbias, mask=inside)
+
+
+def layer_norm_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(normalised, x + residual, mean, 1 / deviation of each row) of contiguous rows."""
+    rows, columns = x.shape
+    y = torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    mean, scale = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
+    block = row_block(columns)
+    if rows:
+        _forward[(rows,)](
+            x, x if residual is None else residual, weight, bias, y, total, mean, scale, columns, eps,
+            ADDS=residual is not None, BLOCK=block, num_warps=warps(block),
+        )  # fmt: skip
+    return y, total, mean, scale
+
+
+def layer_norm_backward(
+    dy: Tensor, dtotal: Tensor | None, total: Tensor, weight: Tensor, mean: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gradient of x and of the residual, of the weight and of the bias in float32)."""
+    rows, columns = total.shape
+    dx = torch.empty_like(total)
+    block, count = row_block(columns), programs(total.device, rows)
+    partial = torch.zeros(2, max(count, 1), columns, dtype=torch.float32, device=total.device)
+    if rows:
+        _backward[(count,)](
+            dy, dy if dtotal is None else dtotal, total, weight, mean, scale, dx, partial[0], partial[1], rows, columns,
+            ADDS=dtotal is not None, BLOCK=block, num_warps=warps(block),
+        )  # fmt: skip
+    dweight, dbias = partial.sum(1)
+    return dx, dweight, dbias

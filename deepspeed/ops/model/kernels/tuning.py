@@ -1,0 +1,31 @@
+"""How many elements and warps a program of a kernel takes."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from deepspeed.ops.model.device import WIDEST
+
+__all__ = ["programs", "row_block", "warps"]
+
+
+def row_block(columns: int) -> int:
+    """The power of two that holds a row."""
+    block = int(triton.next_power_of_2(columns))
+    if block > WIDEST:
+        raise ValueError(f"rows of {columns} elements: the kernels take at most {WIDEST}")
+    return block
+
+
+def warps(block: int) -> int:
+    """Warps for a program that holds `block` elements at a time: about 16 of 32 bits per thread."""
+    return max(1, min(16, block // 512))
+
+
+def programs(device: torch.device, rows: int, per_unit: int = 2) -> int:
+    """How many programs share the rows where each sums something over its own."""
+    if device.type != "cuda":
+        return min(rows, 2)
+    units = torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(rows, units * per_unit))

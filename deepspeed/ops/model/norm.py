@@ -1,0 +1,136 @@
+"""RMS and layer normalisation with the residual added before them: ops `rms_norm` and `layer_norm`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.nn import functional
+
+from deepspeed.ops.capability import has_triton, on_cuda
+from deepspeed.ops.model.device import takes_rows
+from deepspeed.ops.registry import implementation, op, reference
+
+__all__ = ["layer_norm", "layer_norm_reference", "rms_norm", "rms_norm_reference"]
+
+Pair = tuple[Tensor, Tensor]
+Kernel = Callable[..., Pair]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, residual: Tensor | None = None) -> Pair:
+    """(norm(x + residual) · (weight + offset), x + residual), computed in float32 and rounded once, in x's dtype."""
+    result: Pair = op("rms_norm")(x, residual, weight, eps, offset)
+    return result
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, residual: Tensor | None = None) -> Pair:
+    """(norm(x + residual) · weight + bias, x + residual), computed in float32 and rounded once, in x's dtype."""
+    result: Pair = op("layer_norm")(x, residual, weight, bias, eps)
+    return result
+
+
+@reference("rms_norm")
+def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> Pair:
+    """In plain torch."""
+    total = x if residual is None else x + residual
+    wide = total.float()
+    normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normal * (weight.float() + offset)).to(x.dtype), total
+
+
+@reference("layer_norm")
+def layer_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Pair:
+    """In plain torch."""
+    total = x if residual is None else x + residual
+    normal = functional.layer_norm(total.float(), total.shape[-1:], weight.float(), bias.float(), eps)
+    return normal.to(x.dtype), total
+
+
+class RmsNorm(torch.autograd.Function):
+    """The Triton kernels with their backward."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> Any:
+        from deepspeed.ops.model.kernels.rms_norm import rms_norm_forward
+
+        y, total, scale = rms_norm_forward(_rows(x), None if residual is None else _rows(residual), weight, eps, offset)
+        ctx.save_for_backward(total, weight, scale)
+        _remember(ctx, residual is not None, offset)
+        return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        from deepspeed.ops.model.kernels.rms_norm import rms_norm_backward
+
+        total, weight, scale = ctx.saved_tensors
+        further = None if dtotal is None else _rows(dtotal)
+        dx, dweight = rms_norm_backward(_rows(dy), further, total, weight, scale, ctx.offset)
+        dx = dx.view(dy.shape)
+        return dx, dx if ctx.adds else None, dweight.to(weight.dtype), None, None
+
+
+class LayerNorm(torch.autograd.Function):
+    """The Triton kernels with their backward."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Any:
+        from deepspeed.ops.model.kernels.layer_norm import layer_norm_forward
+
+        rows = None if residual is None else _rows(residual)
+        y, total, mean, scale = layer_norm_forward(_rows(x), rows, weight, bias, eps)
+        ctx.save_for_backward(total, weight, mean, scale)
+        _remember(ctx, residual is not None, 0.0)
+        return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
+        from deepspeed.ops.model.kernels.layer_norm import layer_norm_backward
+
+        total, weight, mean, scale = ctx.saved_tensors
+        further = None if dtotal is None else _rows(dtotal)
+        dx, dweight, dbias = layer_norm_backward(_rows(dy), further, total, weight, mean, scale)
+        dx = dx.view(dy.shape)
+        return dx, dx if ctx.adds else None, dweight.to(weight.dtype), dbias.to(weight.dtype), None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _remember(ctx: Any, adds: bool, offset: float) -> None:
+    ctx.adds, ctx.offset = adds, offset
+
+
+@implementation("rms_norm", name="triton", requires=has_triton & on_cuda, rank=20)
+def _load_rms_norm() -> Kernel:
+    return rms_norm_triton
+
+
+@implementation("layer_norm", name="triton", requires=has_triton & on_cuda, rank=20)
+def _load_layer_norm() -> Kernel:
+    return layer_norm_triton
+
+
+def rms_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> Pair:
+    """By the kernels where they can, which is not on the host."""
+    if not takes_rows(x):
+        return rms_norm_reference(x, residual, weight, eps, offset)
+    if residual is None:
+        return RmsNorm.apply(x, None, weight, eps, offset), x  # type: ignore[no-untyped-call]
+    result: Pair = RmsNorm.apply(x, residual, weight, eps, offset)  # type: ignore[no-untyped-call]
+    return result
+
+
+def layer_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Pair:
+    """By the kernels where they can, which is not on the host."""
+    if not takes_rows(x):
+        return layer_norm_reference(x, residual, weight, bias, eps)
+    if residual is None:
+        return LayerNorm.apply(x, None, weight, bias, eps), x  # type: ignore[no-untyped-call]
+    result: Pair = LayerNorm.apply(x, residual, weight, bias, eps)  # type: ignore[no-untyped-call]
+    return result

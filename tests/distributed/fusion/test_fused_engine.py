@@ -1,0 +1,69 @@
+"""Training with fused kernels beside training without, at every stage."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepspeed
+from deepspeed.fusion.lazy_logits import LazyLogits
+from tests.closeness import Training, assert_same_training
+from tests.harness import ranks
+from tests.user_models import whole
+
+CASES = [(0, False, False), (1, True, False), (2, False, True), (3, False, False), (3, True, True)]
+
+
+def llama(tied):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(5)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied)
+    return LlamaForCausalLM(config)
+
+
+def train(stage, checkpoints, tied, section):
+    model = llama(tied)
+    if checkpoints:
+        model.gradient_checkpointing_enable()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.5,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "fused_kernels": section,
+        },
+    )
+    before, losses, norms = whole(engine), [], []
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for step in range(3):
+        ids = torch.randint(0, 61, (2, 9), generator=generator)
+        labels = ids.clone()
+        labels[0, : 3 + dist.get_rank()] = -100
+        out = engine(input_ids=ids, labels=labels)
+        assert isinstance(out.logits, LazyLogits) == section["enabled"]
+        engine.backward(out.loss)
+        engine.step()
+        total = out.loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(total.item())
+        norms.append(engine.get_global_grad_norm())
+        if step == 1:  # whoever looks gets them, with their gradients
+            assert out.logits.argmax(-1).shape == ids.shape
+    after = whole(engine)
+    engine.eval()
+    with torch.no_grad():
+        assert type(engine(input_ids=ids, labels=labels).logits) is torch.Tensor
+    engine.destroy()
+    assert all("forward" not in module.__dict__ for module in model.modules()), "what was put in place is taken back"
+    assert type(model.lm_head) is torch.nn.Linear
+    return Training(before, after, losses, norms)
+
+
+@ranks(2)
+@pytest.mark.parametrize(("stage", "checkpoints", "tied"), CASES)
+def test_the_same_training(stage, checkpoints, tied):
+    fused = train(stage, checkpoints, tied, {"enabled": True})
+    assert_same_training(fused, train(stage, checkpoints, tied, {"enabled": False}))

@@ -1,0 +1,223 @@
+"""What is recognised in models of Transformers and in plain modules, and that it computes the same."""
+
+import copy
+import weakref
+from collections import Counter
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.errors import UsageError
+from deepspeed.fusion.again import not_kept
+from deepspeed.fusion.find import KINDS, find, put
+from deepspeed.fusion.lazy_logits import LazyLogits
+from deepspeed.fusion.swap import Refused, Swap
+from deepspeed.fusion.table import lines
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+GROUPED = {**SMALL, "num_key_value_heads": 2, "vocab_size": 97}
+
+# The class of the config, its numbers, and how many modules of which kind are replaced.
+FAMILIES = {
+    "LlamaConfig": (GROUPED, {"norm": 5, "mlp": 2, "rotary": 2}),
+    "Qwen3Config": ({**GROUPED, "head_dim": 8}, {"norm": 9, "mlp": 2, "rotary": 2}),
+    "GemmaConfig": ({**GROUPED, "head_dim": 8}, {"norm": 5, "mlp": 2, "rotary": 2}),
+    "Gemma2Config": ({**GROUPED, "head_dim": 8, "final_logit_softcapping": 3.0}, {"norm": 9, "mlp": 2, "rotary": 2}),
+    "Phi3Config": ({**GROUPED, "pad_token_id": 0}, {"norm": 5, "mlp": 2, "rotary": 2}),
+    "GPTNeoXConfig": ({**SMALL, "vocab_size": 97, "rotary_pct": 0.5}, {"norm": 5, "rotary": 2}),
+    "GPT2Config": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}, {"norm": 5}),
+    "MixtralConfig": ({**GROUPED, "num_local_experts": 4}, {"norm": 5, "rotary": 2}),
+    "OPTConfig": ({**GROUPED, "ffn_dim": 48, "word_embed_proj_dim": 32}, {"norm": 5}),
+}
+
+
+def model_of(family, numbers):
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, family)(**numbers)
+    for name in ("attention_dropout", "dropout", "resid_pdrop", "embd_pdrop", "attn_pdrop", "hidden_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.0)
+    return transformers.AutoModelForCausalLM.from_config(config).train()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_loss_and_gradients(family):
+    numbers, expected = FAMILIES[family]
+    model = model_of(family, numbers)
+    plain = copy.deepcopy(model)
+    findings = list(find(model, KINDS))
+    assert Counter(each.kind for each in findings if isinstance(each.result, Swap)) == {**expected, "loss": 1}
+    ids = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(1))
+    labels = torch.cat((torch.full((2, 3), -100), ids[:, 3:]), 1)
+    with ExitStack() as undo:
+        put(findings, undo)
+        found, other = model(input_ids=ids, labels=labels), plain(input_ids=ids, labels=labels)
+        assert isinstance(found.logits, LazyLogits)
+        assert not found.logits.computed
+        found.loss.backward()
+        other.loss.backward()
+        torch.testing.assert_close(found.loss, other.loss, rtol=1e-5, atol=1e-6)
+        for (name, one), two in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if two.grad is not None:
+                torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(found.logits + 0, other.logits, rtol=1e-4, atol=1e-6)
+        items = torch.tensor(11)
+        counted = [each(input_ids=ids, labels=labels, num_items_in_batch=items).loss for each in (model, plain)]
+        torch.testing.assert_close(*counted)
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits), "everything was taken back"
+
+
+def test_logits_that_somebody_looks_at_have_their_gradients():
+    model = model_of("LlamaConfig", GROUPED)
+    plain = copy.deepcopy(model)
+    ids = torch.randint(0, 97, (2, 9))
+    with ExitStack() as undo:
+        put(list(find(model, ("loss",))), undo)
+        for each in (model, plain):
+            logits = each(input_ids=ids).logits
+            nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float() / 0.7, ids[:, 1:].flatten()).backward()
+        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(one.grad, two.grad)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+def test_what_would_lose_the_gradient_is_an_error():
+    model = model_of("LlamaConfig", GROUPED)
+    with ExitStack() as undo:
+        put(list(find(model, ("loss",))), undo)
+        logits = model(input_ids=torch.tensor([[1, 2, 3]])).logits
+        assert (logits.shape, logits.dtype, logits.dim(), logits.size(-1)) == ((1, 3, 97), torch.float32, 3, 97)
+        assert logits.requires_grad
+        with pytest.raises(UsageError, match="fused_kernels"):
+            Doubled.apply(logits).sum().backward()
+
+
+class OtherRMSNorm(nn.Module):
+    """Looks like one, and divides by the mean of the magnitudes."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x):
+        return self.weight * x / (x.abs().mean(-1, keepdim=True) + self.eps)
+
+
+class OtherMlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 8)
+
+    def forward(self, x):
+        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def test_what_computes_something_else_stays_and_is_told():
+    model = nn.Sequential(OtherRMSNorm(), OtherMlp(), nn.LayerNorm((2, 4)), nn.LayerNorm(8), nn.RMSNorm(8))
+    findings = list(find(model, KINDS))
+    fates = {each.name: each.result for each in findings}
+    assert {name for name, fate in fates.items() if isinstance(fate, Refused)} == {"0", "1", "2"}
+    assert "OtherRMSNorm computes something else" in fates["0"].reason
+    assert "OtherMlp computes something else" in fates["1"].reason
+    text = lines(findings)
+    assert text[0].split() == ["kind", "module", "count", "first", "of", "them", "now", "computed", "by"]
+    assert any("itself: OtherMlp computes" in line for line in text)
+    x = torch.randn(3, 8)
+    expected = model[3](x), model[4](x)
+    with ExitStack() as undo:
+        put(findings, undo)
+        torch.testing.assert_close((model[3](x), model[4](x)), expected)
+        assert "forward" not in model[0].__dict__
+
+
+def test_names_that_are_excluded_are_left_alone():
+    model = model_of("LlamaConfig", GROUPED)
+    names = {each.name for each in find(model, KINDS, ["model.layers.0", "lm_head"])}
+    assert names == {
+        *(f"model.layers.1.{part}" for part in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")),
+        "model.norm",
+    }
+    assert list(find(model, ())) == []
+
+
+def test_a_wrapped_module_is_left_alone():
+    norm = nn.LayerNorm(8)
+    linear = model_of("LlamaConfig", GROUPED).model.norm
+    linear.forward = lambda x: x
+    assert isinstance(next(iter(find(nn.Sequential(linear), KINDS))).result, Refused)
+    assert isinstance(next(iter(find(norm, KINDS))).result, Swap)
+
+
+def test_lora_inside_feed_forward_layers_and_beside_the_head():
+    peft = pytest.importorskip("peft")
+    model = model_of("LlamaConfig", GROUPED)
+    options = peft.LoraConfig(r=2, target_modules=["gate_proj", "down_proj", "q_proj"], init_lora_weights=False)
+    tuned = peft.get_peft_model(model, options)
+    plain = copy.deepcopy(tuned)
+    ids = torch.randint(0, 97, (2, 9))
+    with ExitStack() as undo:
+        findings = list(find(tuned, KINDS))
+        assert Counter(each.kind for each in findings if isinstance(each.result, Swap))["loss"] == 1
+        put(findings, undo)
+        losses = [each(input_ids=ids, labels=ids).loss for each in (tuned, plain)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(*losses)
+        for one, two in zip(tuned.parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None) == (two.grad is None)
+            if two.grad is not None:
+                torch.testing.assert_close(one.grad, two.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_results_of_norms_are_not_kept_for_the_backward():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    config = LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, use_cache=False)
+    ids = torch.arange(18).view(2, 9)
+
+    def alive(checkpoints):
+        model = LlamaForCausalLM(config).train()
+        if checkpoints:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        stack = ExitStack()
+        put(list(find(model, ("norm", "mlp", "rotary"))), stack)
+        seen = []
+        for layer in model.model.layers:
+            for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                norm.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(out)))
+        loss = model(input_ids=ids, labels=ids).loss
+        left = sum(ref() is not None for ref in seen)
+        loss.backward()
+        assert all(param.grad is not None for param in model.parameters())
+        stack.close()
+        return left
+
+    assert alive(checkpoints=False) == 0
+    assert alive(checkpoints=True) == 0
+
+
+def test_an_input_that_changed_meanwhile_is_told():
+    norm, layer = nn.RMSNorm(8), nn.Linear(8, 8)
+    put(list(find(nn.ModuleList([norm]), ("norm",))), ExitStack())
+    x = torch.randn(3, 8, requires_grad=True) * 1
+    y = norm(x)
+    with not_kept(y, layer):
+        out = layer(y)
+    x.data.add_(1)  # a change that autograd does not see
+    x.add_(0)
+    with pytest.raises((UsageError, RuntimeError), match=r"changed in place|modified by an inplace"):
+        out.sum().backward()
