@@ -18,6 +18,11 @@ class CompileConfig(Section):
     deepcompile: bool = Field(
         False, description="Whether engine.compile() uses DeepCompile instead of plain torch.compile."
     )
+    region: Literal["auto", "blocks", "model"] = Field(
+        "auto",
+        description="What engine.compile() compiles: the repeated blocks of the model, or all of it; auto takes the "
+        "blocks where there are some.",
+    )
     passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = Field(
         None,
         description="Graph passes: autosp (sequence parallel) or autotp (tensor parallel); z1 and z3 follow the ZeRO "

@@ -7,6 +7,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from deepspeed.config.clean import Problem
+from deepspeed.config.compile import CompileConfig
 from deepspeed.config.explain import values_of
 from deepspeed.config.features import data_techniques
 from deepspeed.config.schema import Schema
@@ -132,10 +133,14 @@ IDLE: tuple[Idle, ...] = (
     *(Idle(f"pipeline.{key}", _IN_THE_MODULE) for key in ("stages", "partition", "seed_layers")),
     *(Idle(f"pipeline.{key}", _SLICES) for key in ("pipe_partitioned", "grad_partitioned")),
     Idle("checkpoint.parallel_write", "every file is written by one rank, and different ranks write at the same time"),
-    Idle(
-        "compile",
-        "it belongs to compile.deepcompile, which is off",
-        lambda c: not c.compile.deepcompile,
+    *(
+        Idle(
+            f"compile.{key}",
+            "it belongs to compile.deepcompile, which is off",
+            lambda c: not c.compile.deepcompile,
+        )
+        for key in CompileConfig.model_fields
+        if key not in ("deepcompile", "region")
     ),
     Idle("checkpoint.writer.data_parallel", "which rank writes what follows from the ZeRO stage"),
     Idle(

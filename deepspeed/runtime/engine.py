@@ -19,6 +19,7 @@ from deepspeed.runtime.model_methods import ModelMethods
 from deepspeed.runtime.moving import MovingMethods
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.phases import phase
+from deepspeed.runtime.regions import compile_module
 from deepspeed.runtime.saving.checkpoints import Checkpoints
 from deepspeed.runtime.saving.methods import CheckpointMethods
 from deepspeed.runtime.step.stepper import Outcome
@@ -349,7 +350,7 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile the module with torch.compile; a second call does nothing."""
+        """Compile the module with torch.compile, or its repeated blocks (`compile.region`); once is enough."""
         if schedule is not None:
             raise DeepSpeedConfigError("a schedule needs DeepCompile, not part of this version yet", path="compile")
         if self.is_compiled:
@@ -359,7 +360,7 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
             options["backend"] = backend
         if compiled_autograd_enabled:
             torch._dynamo.config.compiled_autograd = True
-        self.module.compile(**options)
+        compile_module(self._parts, options)
         self._compiled = True
         if self._parts.states is not None:
             self._parts.states.compiled = True

@@ -14,7 +14,7 @@ from deepspeed.zero.parameters.hidden import hidden
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
 from deepspeed.zero.parameters.structure import tensors_in
 from deepspeed.zero.parameters.uses import Use, blocks_of
-from deepspeed.zero.public.leaf import z3_leaf_module
+from deepspeed.zero.public.leaf import set_z3_leaf_module, z3_leaf_module
 
 __all__ = ["ModuleHooks"]
 
@@ -70,6 +70,14 @@ class ModuleHooks:
     def forget_plans(self) -> None:
         """Let the next passes be traced anew."""
         self._coordinator.invalidate()
+
+    def as_units(self, modules: Iterable[nn.Module]) -> None:
+        """Gather each of these modules with all that is below it: nothing of ours runs inside them any more."""
+        for module in modules:
+            set_z3_leaf_module(module, True)
+        if self.handles:
+            self.remove()
+            self.install()
 
     def remove(self) -> None:
         """Take every hook off; parameters that are whole stay so."""
