@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_llama.py                        # all contenders, each in a process of its own, in rounds
     python benchmarks/gpu_llama.py --contenders plain,ours:3 --rounds 1 --steps 8
+    python benchmarks/gpu_llama.py --contenders plain,ours:0-fused --breakdown 12     # which kernels take the time
     python benchmarks/gpu_llama.py --contenders ours:2,ours:2-cpu,ours:3-both --accumulation 4     # states elsewhere
     python benchmarks/gpu_llama.py --profile ours:3       # where the host's time goes
     python benchmarks/gpu_llama.py --two-ranks-gloo       # two ranks on the same device: stages 1 to 3 against 0
@@ -103,7 +104,7 @@ def contest(contenders: Sequence[str], options: argparse.Namespace) -> dict[str,
             if None in found[name]:
                 continue
             began = time.monotonic()
-            (result,) = start(name, options)
+            (result,) = start(name, options, breakdown=options.breakdown > 0 and turn == 0)
             found[name].append(result)
             speed = "failed" if result is None else f"{result['tokens'] / result['step_s']:,.0f} tokens/s"
             print(f"round {turn + 1}, {name}: {speed}, {time.monotonic() - began:.0f} s in all", flush=True)
@@ -186,6 +187,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--deepspeed-path", default="", help="a folder with real DeepSpeed; adds it to the contenders")
     made.add_argument("--json", type=Path, help="where to write every number")
     made.add_argument("--profile", nargs="?", const="ours:3", default="", metavar="CONTENDER")
+    made.add_argument(
+        "--breakdown", type=int, default=0, metavar="N", help="time per kind of kernel, and the N longest"
+    )
     made.add_argument("--two-ranks-gloo", action="store_true")
     made.add_argument("--shape", default=None, help="1b, 3b, two-ranks or tiny; see llama_child.py")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -208,6 +212,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = [name for name in options.contenders.split(",") if name] or [*DEFAULT, *theirs]
         found = contest(chosen, options)
         print("\n".join(table(found)))
+        seen = {name: runs[0]["breakdown"] for name, runs in found.items() if runs[0] and runs[0]["breakdown"]}
+        if seen:
+            sys.path.append(str(CHILD.parent.parent))
+            from benchmarks.breakdown import lines
+
+            print("\n".join(lines(seen, options.breakdown)))
         if options.shape == "1b" and not theirs:
             print("\nfor comparison, measured EARLIER on an H200, NOT in this run (DeepSpeed is 0.19.8):")
             print("\n".join(f"{name:<12} {speed:>9,} {peak:>27.1f} GiB" for name, (speed, peak) in REFERENCE.items()))

@@ -55,8 +55,9 @@ CHECKPOINTED = ("3b",)
 class Task:
     """What to measure.
 
-    `contender` is plain, fsdp2, or ours or deepspeed with a stage after a colon and what is offloaded after a dash:
-    ours:2-cpu has its optimizer in host memory, ours:3-both its parameters too.
+    `contender` is plain, fsdp2, or ours or deepspeed with a stage after a colon, then traits after dashes:
+    ours:2-cpu has its optimizer in host memory, ours:3-both its parameters too; ours:0-fused has fused kernels,
+    ours:0-fp8 products of 8 bits (ours:0-fp8-rows with a scale per row), plain-compiled is compiled.
     """
 
     contender: str
@@ -68,22 +69,30 @@ class Task:
     threshold: int | None = None  # stage3_param_persistence_threshold
     deepspeed_path: str = ""
     profile: bool = False
+    breakdown: bool = False
 
     @property
     def kind(self) -> str:
-        return self.contender.partition(":")[0]
+        return self.contender.partition("-")[0].partition(":")[0]
 
     @property
     def stage(self) -> int:
-        return int(self.contender.partition(":")[2].partition("-")[0] or 0)
+        return int(self.contender.partition("-")[0].partition(":")[2] or 0)
+
+    @property
+    def traits(self) -> frozenset[str]:
+        """What the contender's name asks for behind its stage."""
+        asked = frozenset(self.contender.split("-")[1:])
+        if unknown := asked - {"cpu", "both", "fused", "fp8", "rows", "compiled"}:
+            raise ValueError(f"{self.contender}: nobody knows {', '.join(sorted(unknown))}")
+        return asked
 
     @property
     def offload(self) -> dict[str, Any]:
         """The keys of zero_optimization that the contender's name asks for."""
         away = {"device": "cpu", "pin_memory": True}
-        both = {"offload_optimizer": away, "offload_param": away}
-        known = {"": {}, "cpu": {"offload_optimizer": away}, "both": both}
-        return known[self.contender.partition("-")[2]]
+        names = {"cpu": ("offload_optimizer",), "both": ("offload_optimizer", "offload_param")}
+        return {name: away for trait in self.traits & set(names) for name in names[trait]}
 
 
 # ---- the contenders: each makes a function that takes one step on a batch and returns the loss
@@ -133,6 +142,8 @@ def plain(model: Any, task: Task) -> Callable[[Any], Any]:
     """A loop by hand: fp32 masters, one pass per list of tensors, no synchronisation with the device."""
     import torch
 
+    if "compiled" in task.traits:
+        model.compile()
     params = list(model.parameters())
     masters = [torch.nn.Parameter(param.detach().float()) for param in params]
     optimizer = torch.optim.AdamW(masters, fused=True, **OPTIMIZER)
@@ -193,7 +204,13 @@ def engine(model: Any, task: Task) -> Callable[[Any], Any]:
         "zero_optimization": zero,
         "steps_per_print": 10**9,
     }
+    if "fused" in task.traits:
+        config["fused_kernels"] = {"enabled": True}
+    if "fp8" in task.traits:
+        config["fp8"] = {"enabled": True, "scaling": "row" if "rows" in task.traits else "tensor"}
     made, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    if "compiled" in task.traits:
+        made.compile()
 
     def step(tokens: Any) -> Any:
         for _ in range(task.accumulation):
@@ -247,6 +264,7 @@ def measure(task: Task) -> dict[str, Any]:
         return {}
     steady = timed(step, batches, task.steps, task.device)
     return {
+        "breakdown": _kernels(step, batches) if task.breakdown else None,
         "losses": [float(loss) for loss in losses[:COMPARED]],
         "tokens": batches[0].numel() * task.accumulation,
         "step_s": statistics.median(steady),
@@ -256,6 +274,14 @@ def measure(task: Task) -> dict[str, Any]:
         "host_ms": 1e3 * host_time(step, batches, sync),
         **memory(task.device),
     }
+
+
+def _kernels(step: Any, batches: list[Any]) -> dict[str, Any]:
+    """The device's time by kernel."""
+    sys.path.append(str(ROOT))  # behind everything else: whose `deepspeed` is taken was decided before
+    from benchmarks.breakdown import breakdown
+
+    return breakdown(step, batches)
 
 
 def _nothing() -> None:
