@@ -3,6 +3,7 @@
     python benchmarks/gpu_llama.py                        # all contenders, each in a process of its own, in rounds
     python benchmarks/gpu_llama.py --contenders plain,ours:3 --rounds 1 --steps 8
     python benchmarks/gpu_llama.py --contenders plain,ours:0-fused --breakdown 12     # which kernels take the time
+    python benchmarks/gpu_llama.py --contenders plain,ours:0-fused --curve 200        # do they learn alike?
     python benchmarks/gpu_llama.py --contenders ours:2,ours:2-cpu,ours:3-both --accumulation 4     # states elsewhere
     python benchmarks/gpu_llama.py --profile ours:3       # where the host's time goes
     python benchmarks/gpu_llama.py --two-ranks-gloo       # two ranks on the same device: stages 1 to 3 against 0
@@ -27,13 +28,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REFERENCE", "main", "table", "two_rank_lines"]
+__all__ = ["REFERENCE", "curve_lines", "main", "table", "two_rank_lines"]
 
 CHILD = Path(__file__).with_name("llama_child.py")
 MARK = "gpu-llama-result "
 DEFAULT = ("plain", "fsdp2", "ours:0", "ours:1", "ours:2", "ours:3")
 AGREE = 1e-3  # of a loss; bf16 sums in another order differ by less
 START_LIMIT_S = 3.0
+WINDOW = 20  # steps whose losses are averaged
 
 # (tokens/s, peak GiB) of real DeepSpeed 0.19.8 and others on an H200, measured before: NOT of this run
 REFERENCE = {
@@ -51,7 +53,7 @@ def start(contender: str, options: argparse.Namespace, ranks: int = 1, **changes
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = str(listener.getsockname()[1])
-    names = ("shape", "device", "steps", "warm_up", "accumulation", "threshold", "deepspeed_path")
+    names = ("shape", "device", "steps", "warm_up", "accumulation", "threshold", "deepspeed_path", "curve")
     task = {"contender": contender, **{name: getattr(options, name) for name in names}, **changes}
     # all ranks share the first device, which is why LOCAL_RANK is 0
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -147,6 +149,32 @@ def table(found: Mapping[str, list[Any]]) -> list[str]:
     return lines + [f"{name:<12} failed" for name in found if name not in whole]
 
 
+def curve_lines(found: Mapping[str, list[float]]) -> list[str]:
+    """Means of twenty steps each, and how far they are from the first contender's at most."""
+    means = {
+        name: [statistics.fmean(losses[at : at + WINDOW]) for at in range(0, len(losses), WINDOW)]
+        for name, losses in found.items()
+    }
+    first = next(iter(means.values()))
+    shown = [round(place * (len(first) - 1) / 4) for place in range(5)] if len(first) >= 5 else range(len(first))
+    heads = "".join(f"{f'to {WINDOW * (place + 1)}':>10}" for place in shown)
+    lines = [f"{'loss, means of 20':<24}{heads}   furthest from {next(iter(means))}"]
+    for name, values in means.items():
+        apart = max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(values, first, strict=True))
+        lines.append(f"{name:<24}" + "".join(f"{values[place]:>10.4f}" for place in shown) + f"   {apart:.1e}")
+    return lines
+
+
+def curves(contenders: Sequence[str], options: argparse.Namespace) -> dict[str, list[float]]:
+    """The losses of every contender that runs through."""
+    found = {}
+    for name in contenders:
+        (result,) = start(name, options)
+        if result is not None:
+            found[name] = result["curve"]
+    return found
+
+
 def two_ranks(options: argparse.Namespace) -> dict[str, Any]:
     """Ranks that share one device, over gloo (NCCL refuses it): every stage must give the losses of stage 0."""
     found: dict[str, Any] = {}
@@ -190,6 +218,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--breakdown", type=int, default=0, metavar="N", help="time per kind of kernel, and the N longest"
     )
+    made.add_argument("--curve", type=int, default=0, metavar="N", help="losses of N steps beside those of the first")
     made.add_argument("--two-ranks-gloo", action="store_true")
     made.add_argument("--shape", default=None, help="1b, 3b, two-ranks or tiny; see llama_child.py")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -210,6 +239,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         theirs = [f"deepspeed:{stage}" for stage in range(4)] if options.deepspeed_path else []
         chosen = [name for name in options.contenders.split(",") if name] or [*DEFAULT, *theirs]
+        if options.curve:
+            losses = curves(chosen, options)
+            print("\n".join(curve_lines(losses)))
+            return int(len(losses) < len(chosen))
         found = contest(chosen, options)
         print("\n".join(table(found)))
         seen = {name: runs[0]["breakdown"] for name, runs in found.items() if runs[0] and runs[0]["breakdown"]}

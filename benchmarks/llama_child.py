@@ -36,6 +36,7 @@ __all__ = [
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "gpu-llama-result "
 COMPARED = 5  # losses of the first steps
+CURVE_BATCHES = 16
 HOST_STEPS = 5
 CLIPPING = 1.0
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -44,11 +45,12 @@ OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "wei
 SHAPES = {
     "1b": (2048, 16, 8192, 32, 8, 32000, 4096, 4),
     "3b": (3072, 28, 8192, 24, 8, 32000, 4096, 8),  # 3.0B parameters, with activation checkpointing
+    "8b": (4096, 32, 14336, 32, 8, 128256, 4096, 4),  # 8.0B parameters, with activation checkpointing
     "7b": (4096, 32, 12288, 32, 32, 32000, 1024, 1),  # 7.2B parameters; of gpu_scale.py
     "two-ranks": (512, 8, 1536, 8, 4, 8192, 256, 2),
     "tiny": (64, 2, 128, 4, 2, 256, 32, 2),
 }
-CHECKPOINTED = ("3b",)
+CHECKPOINTED = ("3b", "8b")
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Task:
     deepspeed_path: str = ""
     profile: bool = False
     breakdown: bool = False
+    curve: int = 0
+    """Steps whose losses are told, in place of times."""
 
     @property
     def kind(self) -> str:
@@ -246,7 +250,7 @@ def measure(task: Task) -> dict[str, Any]:
         torch.cuda.set_device(0)
     sync = torch.cuda.synchronize if task.device == "cuda" else _nothing
     model = make_model(task.shape, task.device)
-    batches = make_batches(task.shape, task.device, int(os.environ["RANK"]))
+    batches = make_batches(task.shape, task.device, int(os.environ["RANK"]), CURVE_BATCHES if task.curve else 4)
     sync()
     if task.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -254,6 +258,9 @@ def measure(task: Task) -> dict[str, Any]:
     step = MAKERS[task.kind](model, task)
     sync()
     made_s = time.perf_counter() - began
+    if task.curve:
+        found = [step(batches[number % len(batches)]) for number in range(task.curve)]
+        return {"curve": [float(loss) for loss in found]}
     losses = [step(batches[0])]
     sync()
     first_s = time.perf_counter() - began

@@ -38,8 +38,8 @@ def test_the_shape_is_the_one_of_the_target():
 def test_both_files_agree_on_the_mark_and_the_fields():
     assert gpu_llama.MARK == llama_child.MARK
     options = parser().parse_args([])
-    sent = {"shape", "device", "steps", "warm_up", "accumulation", "threshold", "deepspeed_path"}
-    assert sent | {"contender", "profile"} == set(Task.__dataclass_fields__)
+    sent = {"shape", "device", "steps", "warm_up", "accumulation", "threshold", "deepspeed_path", "curve"}
+    assert sent | {"contender", "profile", "breakdown"} == set(Task.__dataclass_fields__)
     assert sent <= set(vars(options))
 
 
