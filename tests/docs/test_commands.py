@@ -27,6 +27,7 @@ COMMANDS = all_commands()
 # What makes an example end soon; one without an entry here has a test of its own that runs it.
 SHORT = {
     "examples/collectives.py": [],
+    "examples/fast/train.py": ["--steps", "3", "--width", "16"],
     "examples/finetune/plain.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/finetune/with_accelerate.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/finetune/with_trainer.py": ["--steps", "2", "--output", "{tmp}"],

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.autograd.graph import increment_version
 
-from deepspeed.ops.adam.rule import AdamRule, Conditions, adam_reference
+from deepspeed.ops.adam.rule import AdamRule, Conditions, adam_reference, takes_conditions
 from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.optimizer import Batch, contiguous, wide
 from deepspeed.ops.registry import implementation, op, reference
@@ -26,8 +26,11 @@ def adam_one_pass_(batch: Batch, rule: AdamRule, conditions: Conditions | None =
 
 
 def takes_one_pass(device: torch.device) -> bool:
-    """True if there is a kernel for parameters on such a device; ranks must agree, so that nothing else decides."""
-    return device.type == "cuda" and op("adam_one_pass") is not adam_one_pass_reference_
+    """True if there is a kernel for parameters on such a device; ranks must agree, so that nothing else decides.
+
+    Where another implementation of `adam` was asked for, that one is used.
+    """
+    return takes_conditions(device) and op("adam_one_pass") is not adam_one_pass_reference_
 
 
 @reference("adam_one_pass")

@@ -17,6 +17,8 @@ from deepspeed.ops.registry import implementation, op, reference
 
 __all__ = ["Rounded", "round_columns", "round_rows", "round_tensor"]
 
+_NARROW = (torch.bfloat16, torch.float16)
+
 SMALLEST = 1e-12
 """A magnitude below which nothing is told apart from zero; the scale of zeros must not be 0."""
 
@@ -83,10 +85,15 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-limit, limit).to(dtype)
 
 
+def _turns(x: Tensor) -> bool:
+    """Whether the kernel can turn such a matrix: what Triton makes of float32 has wrong bytes in the transpose."""
+    return takes(x) and (x.dtype in _NARROW or not x.is_cuda)
+
+
 @torch.no_grad()
 def round_tensor_triton(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True) -> Rounded:
     """By the kernels where they can."""
-    if not takes(x):
+    if not _turns(x):
         return round_tensor_reference(x, dtype, rows=rows, columns=columns)
     from deepspeed.ops.fp8.kernels.quantise import largest, round_both
 
@@ -108,7 +115,7 @@ def round_rows_triton(x: Tensor, dtype: torch.dtype) -> Rounded:
 @torch.no_grad()
 def round_columns_triton(x: Tensor, dtype: torch.dtype) -> Rounded:
     """By the kernel where it can."""
-    if not takes(x) or not x.numel():
+    if not _turns(x) or not x.numel():
         return round_columns_reference(x, dtype)
     from deepspeed.ops.fp8.kernels.quantise import round_both
 

@@ -37,12 +37,12 @@ def _round_both(
         x = x / tl.load(scale_ptr + right, mask=right < columns, other=1.0)[None, :]
     else:
         x = x / tl.load(scale_ptr)
-    x = tl.minimum(tl.maximum(x, -limit), limit)
+    x = tl.minimum(tl.maximum(x, -limit), limit).to(TYPE)
     if ROWS:
-        tl.store(row_ptr + down[:, None] * columns + right[None, :], x.to(TYPE), mask=inside)
-    if COLUMNS:  # turned before it is rounded: some versions of Triton mix up bytes the other way round
+        tl.store(row_ptr + down[:, None] * columns + right[None, :], x, mask=inside)
+    if COLUMNS:
         turned = (right[:, None] < columns) & (down[None, :] < rows)
-        tl.store(column_ptr + right[:, None] * rows + down[None, :], tl.trans(x).to(TYPE), mask=turned)
+        tl.store(column_ptr + right[:, None] * rows + down[None, :], tl.trans(x), mask=turned)
 
 
 @triton.jit
