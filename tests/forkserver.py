@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import io
@@ -196,8 +197,15 @@ def find(job: Job) -> Any:
     return target
 
 
-if __name__ == "__main__":
-    for module_name in (*PRELOAD, *PRELOAD_OURS):
-        importlib.import_module(module_name)
+def main(*further: str) -> None:
+    """Load everything that ranks are to find loaded, then serve."""
+    for name in (*PRELOAD, *PRELOAD_OURS, *further):
+        importlib.import_module(name)
     sys.modules["torch"].set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # no rank looks through a million objects that it did not make, nor copies their memory by doing so
     serve(Connection(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

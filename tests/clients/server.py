@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import importlib
 import importlib.util
 import os
 import socket
@@ -59,17 +58,10 @@ class ClientServer(Server):
         return self.connection
 
 
-def load() -> None:
-    for client in CLIENTS:
-        for module in () if missing(client) else MODULES[client]:
-            importlib.import_module(module)
+SERVER = ClientServer()  # of this pytest process; two would load everything twice
 
 
 if __name__ == "__main__":
     from tests import forkserver
 
-    for name in (*forkserver.PRELOAD, *forkserver.PRELOAD_OURS):
-        importlib.import_module(name)
-    load()
-    sys.modules["torch"].set_num_threads(1)
-    forkserver.serve(Connection(int(sys.argv[1])))
+    forkserver.main(*(module for client in CLIENTS if not missing(client) for module in MODULES[client]))
