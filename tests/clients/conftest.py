@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests import harness
-from tests.clients.server import CLIENTS, ClientServer, missing
+from tests.clients.server import CLIENTS, SERVER, missing
 
 FOLDER = Path(__file__).parent
-_SERVER = ClientServer()
 
 
 def pytest_collection_modifyitems(items):
@@ -27,4 +26,4 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _client_server(monkeypatch):
-    monkeypatch.setattr(harness, "SERVER", _SERVER)
+    monkeypatch.setattr(harness, "SERVER", SERVER)
