@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from deepspeed.log import logger
@@ -15,6 +18,25 @@ with contextlib.suppress(ImportError):  # a machine that only runs the tests of 
     # A busy machine is slow, not wrong.
     settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("any machine")
+
+
+def pytest_configure():
+    """Processes of one run share the cores: more threads than cores only wait for each other."""
+    beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // beside))
+    gc.disable()  # until all files are imported, of which nothing is garbage
+
+
+def pytest_collection_finish():
+    """What is there now stays to the end: no collection in a test looks through it again."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    """Some libraries complain of what is never collected."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,10 @@ from tests.harness import Job, Outcome
 
 GRACE = 2.0  # seconds that the other ranks get once one has failed
 PRELOAD = ("torch", "torch.distributed", "torch.utils.checkpoint", "torch._dynamo", "pytest", "hypothesis", "hjson")
-PRELOAD_OURS = ("deepspeed._assemble", "deepspeed.utils.groups")
+PRELOAD_OURS = (
+    *("deepspeed._api", "deepspeed._assemble", "deepspeed.utils.groups", "deepspeed.zero.public.access"),
+    *("deepspeed.accelerator.cpu", "deepspeed.accelerator.cuda", "deepspeed.launcher.runner"),
+)
 
 
 @dataclass
@@ -205,6 +208,7 @@ def main(*further: str) -> None:
     gc.collect()
     gc.freeze()  # no rank looks through a million objects that it did not make, nor copies their memory by doing so
     serve(Connection(int(sys.argv[1])))
+    os._exit(0)  # at once: taking libraries apart lasts, and some complain of what was frozen
 
 
 if __name__ == "__main__":
