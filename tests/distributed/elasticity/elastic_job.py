@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness import ROOT
+from tests.distributed.launcher.launched import Launched, as_program
 
 STEPS, BATCH, SAMPLES, SAVED = 10, 12, 60, 3  # a checkpoint every 3 steps
+PATIENCE = 200.0  # seconds, only ever reached by a test that fails
 CONFIG = {
     "elasticity": {"enabled": True, "max_train_batch_size": 12, "micro_batch_sizes": [1, 2], "version": 0.1},
     "optimizer": {"type": "AdamW", "params": {"lr": 0.05}},
@@ -132,8 +131,8 @@ def _joined(rows):
 def reference(folder, config=None):
     """What each step of a run without any failure saw, on one rank."""
     job = ElasticJob(folder, config)
-    environment = {"PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "PATH": "", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, *job.words()], env=environment, check=True, capture_output=True, timeout=200)
+    with Launched(job.words(), folder, main=as_program) as run:
+        assert run.wait(PATIENCE) == 0, run.errors()
     (life,) = job.lives()
     assert (life.world, life.begin, sorted(life.steps)) == (1, 0, list(range(1, STEPS + 1)))
     return life.steps

@@ -13,7 +13,7 @@ import yaml
 
 from deepspeed.launcher import runner
 from deepspeed.launcher.ports import free_port
-from tests.distributed.launcher.launched import FOREIGN, Launched
+from tests.distributed.launcher.launched import FOREIGN, Launched, as_program
 from tests.harness import ROOT, ranks
 
 EXAMPLE = ROOT / "examples/elastic/train.py"
@@ -46,7 +46,9 @@ def losses(text):
 def undisturbed(folder):
     """What one process prints that nothing happens to."""
     (folder / "plain").mkdir()
-    return losses(run(sys.executable, *words(folder / "plain")))
+    with Launched(words(folder / "plain"), folder / "plain", main=as_program) as job:
+        assert job.wait(PATIENCE) == 0, job.errors()
+    return losses(job.output())
 
 
 def assert_goes_on(text, wanted, world=2):

@@ -11,7 +11,7 @@ import tempfile
 import pytest
 
 from tests.distributed.elasticity.test_elastic_example import STEPS, assert_goes_on, environment, undisturbed
-from tests.harness import ROOT
+from tests.harness import ROOT, ranks
 
 PATIENCE = 400.0  # seconds, only ever reached by a test that fails
 
@@ -19,6 +19,7 @@ PATIENCE = 400.0  # seconds, only ever reached by a test that fails
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install .[ray]")
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="Ray starts two workers on two cores")
+@ranks(1, init=False, timeout=600)
 def test_ray_train(tmp_path):
     words = ["--workers=2", f"--checkpoints={tmp_path}/checkpoints", *STEPS, "--die_at=7"]
     with tempfile.TemporaryDirectory(prefix="ray") as own:  # names of sockets must be short

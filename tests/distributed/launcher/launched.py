@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import runpy
 import select
 import signal
 import sys
@@ -126,6 +127,12 @@ class Mailbox:
 
     def numbers(self, count):
         return [int(line) for line in self.lines(count)]
+
+
+def as_program(arguments):
+    """A `main` for `Launched`: a script with its arguments, as an interpreter would run it that has torch loaded."""
+    sys.argv = list(arguments)
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def gone(pidfd, patience=TIMEOUT):
