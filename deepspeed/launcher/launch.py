@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.launcher import elastic, messages
+from deepspeed.launcher import messages
 from deepspeed.launcher.binding import Binding, bind
 from deepspeed.launcher.elastic_options import add_counts, elastic_nodes
 from deepspeed.launcher.errors import LaunchError, run_program
@@ -104,6 +104,8 @@ def run(args: argparse.Namespace) -> int:
             return plan
 
         if args.enable_elastic_training:
+            from deepspeed.launcher import elastic  # torch's agents, which every other start would wait for
+
             nodes = elastic_nodes(args, len(world))
             slots = len(world[host])
             return elastic.run(args, crew, environment, nodes=nodes, slots=slots, hangs_on_stdin=bool(relay))

@@ -19,7 +19,6 @@ from deepspeed.launcher.backends.hydra import HELPER, IMPIRunner, MPICHRunner, M
 from deepspeed.launcher.backends.openmpi import OpenMPIRunner
 from deepspeed.launcher.backends.pdsh import PDSHRunner
 from deepspeed.launcher.backends.slurm import SlurmRunner
-from deepspeed.launcher.elastic import kept_store
 from deepspeed.launcher.errors import LaunchError, option_words
 from deepspeed.launcher.exports import ENVIRONMENT_FILE, exported
 from deepspeed.launcher.node_words import node_words
@@ -50,6 +49,8 @@ def _run_on_hosts(args: argparse.Namespace, active: Slots, stack: ExitStack) -> 
     kept = bool(args.elastic_training and not args.master_addr)
     _settle(args, active)
     if kept:  # here, so that the job survives the loss of any of its hosts
+        from deepspeed.launcher.elastic import kept_store  # torch's agents, which every other start would wait for
+
         args.master_addr, args.master_port = stack.enter_context(kept_store(args))
     token = messages.new_token()
     relayed = messages.Relayed(token, labels=args.output != "plain")
