@@ -6,6 +6,8 @@ import ast
 import functools
 from pathlib import Path
 
+from deepspeed._collector import resting
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "deepspeed"
 
@@ -18,7 +20,8 @@ def files() -> tuple[Path, ...]:
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+    with resting():
+        return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def name(path: Path) -> str:

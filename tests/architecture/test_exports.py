@@ -7,6 +7,8 @@ import subprocess
 import sys
 from importlib import metadata
 
+import pytest
+
 import deepspeed
 import deepspeed.utils
 from tests.architecture.source import ROOT
@@ -50,6 +52,7 @@ def test_the_version_is_the_distribution_version():
     assert ".".join(map(str, parts)) == deepspeed.__version__
 
 
+@pytest.mark.slow
 def test_import_loads_nothing_optional_and_touches_no_device():
     code = """
 import json, sys, torch
@@ -66,6 +69,7 @@ print(json.dumps({"new": new, "cuda": torch.cuda.is_initialized(), "dist": torch
     assert facts["count"] < 20
 
 
+@pytest.mark.slow
 def test_the_modules_clients_reach_by_attribute_are_there_after_a_plain_import():
     code = """
 import deepspeed
@@ -75,6 +79,19 @@ print("ok")
     assert fresh(code) == "ok\n"
 
 
+@pytest.mark.slow
+def test_the_command_that_starts_jobs_loads_nothing_for_elastic_ones_alone():
+    """Everybody who starts a job waits for it."""
+    code = """
+import sys
+import deepspeed.launcher.runner
+agents = {"pydantic", "torch.distributed.elastic.agent", "torch.distributed.elastic.rendezvous"}
+print(sorted(agents & set(sys.modules)))
+"""
+    assert fresh(code) == "[]\n"
+
+
+@pytest.mark.slow
 def test_optional_packages_are_not_imported_by_any_layer():
     code = """
 import sys

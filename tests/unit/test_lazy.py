@@ -14,6 +14,7 @@ from deepspeed._lazy import submodule
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.slow
 def test_modules_below_a_package_are_attributes_after_a_plain_import():
     code = """
 import deepspeed

@@ -205,6 +205,7 @@ def test_backend_is_gloo_or_ccl_if_that_can_be_imported(monkeypatch, caplog):
     assert CPU_Accelerator().communication_backend_name() == "gloo"
 
 
+@pytest.mark.slow
 def test_compile_backend(cpu):
     assert cpu.get_compile_backend() == "inductor"
     cpu.set_compile_backend("eager")

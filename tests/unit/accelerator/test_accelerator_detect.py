@@ -212,6 +212,7 @@ def test_only_an_accelerator_can_be_set(machine):
             package.set_accelerator(wrong)
 
 
+@pytest.mark.slow
 def test_import_and_first_use_touch_no_device_and_load_little():
     code = """
 import json, os, sys, torch

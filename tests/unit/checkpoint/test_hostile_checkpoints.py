@@ -59,6 +59,7 @@ def names(sandbox):
     return ["/abs", str(sandbox.outside / "keys"), "../../outside/x", "../x", "a/b", "a\0", "", ".", "..", "x" * 300, 5]
 
 
+@pytest.mark.slow
 def test_names_do_not_become_paths(sandbox):
     """A parameter, a tied name and what it is tied to, a state of the optimizer."""
     for name in names(sandbox):
@@ -175,9 +176,9 @@ def repacked(path, compression, data=None):
 
 def test_compressed_files_are_not_unpacked(tmp_path):
     torch.save({"a": 1}, tmp_path / "x.pt")
-    bomb = b"\x80\x02" + pickle.dumps("x" * 300_000_000, 2)[2:]
+    bomb = b"\x80\x02" + pickle.dumps("x" * 60_000_000, 2)[2:]
     repacked(tmp_path / "x.pt", zipfile.ZIP_DEFLATED, bomb)
-    assert (tmp_path / "x.pt").stat().st_size < 400_000
+    assert (tmp_path / "x.pt").stat().st_size < 80_000
     with bounded(10), pytest.raises(CheckpointError, match="compressed"):
         safe_load(tmp_path / "x.pt")
 
@@ -364,6 +365,7 @@ def test_shapes(sandbox, shape):
             zero_to_fp32.main([str(folder), str(sandbox.out)])
 
 
+@pytest.mark.slow
 def test_mutations_through_every_reader_and_tool():
     """In a process of its own, whose memory is bounded."""
     program = [sys.executable, "-m", "tests.hostile_checkpoints", str(MUTATIONS), "20261116"]
