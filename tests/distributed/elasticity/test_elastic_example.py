@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from torch.distributed.run import main as torchrun
 
 from deepspeed.launcher import runner
 from deepspeed.launcher.ports import free_port
 from tests.distributed.launcher.launched import FOREIGN, Launched, as_program
 from tests.harness import ROOT, ranks
+from tests.warm_python import Warm
 
 EXAMPLE = ROOT / "examples/elastic/train.py"
 CONFIG = ROOT / "examples/elastic/ds_config.json"
@@ -30,12 +30,6 @@ def words(folder, *more):
 def environment():
     clean = {key: value for key, value in os.environ.items() if key not in FOREIGN}
     return {**clean, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-
-
-def run(*command):
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def losses(text):
@@ -63,7 +57,7 @@ def assert_goes_on(text, wanted, world=2):
 @ranks(1, init=False, timeout=600)
 def test_the_deepspeed_command(tmp_path):
     given = ["--elastic_training", "--num_gpus=2", *words(tmp_path, "--die_at=7")]
-    with Launched(given, tmp_path, main=runner.main) as job:
+    with Warm() as python, Launched(given, tmp_path, main=runner.main, python=python) as job:
         assert job.wait(PATIENCE) == 0, job.errors()
     assert_goes_on(job.output(), undisturbed(tmp_path))
 
@@ -71,9 +65,10 @@ def test_the_deepspeed_command(tmp_path):
 @pytest.mark.slow
 @ranks(1, init=False, timeout=600)
 def test_torchrun(tmp_path):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    text = run(*torchrun, f"--master-port={free_port()}", *words(tmp_path, "--die_at=7"))
-    assert_goes_on(text, undisturbed(tmp_path))
+    given = ["--nproc-per-node=2", "--max-restarts=1", f"--master-port={free_port()}", *words(tmp_path, "--die_at=7")]
+    with Warm() as python, Launched(given, tmp_path, main=torchrun, python=python) as job:
+        assert job.wait(PATIENCE) == 0, job.errors()
+    assert_goes_on(job.output(), undisturbed(tmp_path))
 
 
 def parts():
@@ -101,7 +96,7 @@ def test_the_manifest_agrees_with_itself():
     assert variable["valueFrom"]["fieldRef"]["fieldPath"].endswith("job-completion-index']")
 
 
-def pod(folder, index, port, *more):
+def pod(folder, index, port, python):
     """The command of a pod, as it runs on this machine."""
     found = parts()
     (container,) = found["Job"]["spec"]["template"]["spec"]["containers"]
@@ -122,14 +117,14 @@ def pod(folder, index, port, *more):
     own = folder / f"pod{index}"
     own.mkdir()
     both = ["--min_elastic_nodes=2", f"--master_port={port}"]  # else one of them may begin alone
-    return Launched([*both, *given, *STEPS, *more], own, main=runner.main)
+    return Launched([*both, *given, *STEPS, "--die_at=7"], own, main=runner.main, python=python)
 
 
 @pytest.mark.slow
 @ranks(1, init=False, timeout=600)
 def test_the_command_of_the_kubernetes_job_on_two_nodes(tmp_path):
     port = free_port()
-    with pod(tmp_path, 0, port, "--die_at=7") as first, pod(tmp_path, 1, port, "--die_at=7") as second:
+    with Warm() as python, pod(tmp_path, 0, port, python) as first, pod(tmp_path, 1, port, python) as second:
         assert first.wait(PATIENCE) == 0, first.errors()
         assert second.wait(PATIENCE) == 0, second.errors()
     assert_goes_on(first.output() + second.output(), undisturbed(tmp_path))

@@ -15,6 +15,7 @@ from tests.distributed.elasticity.elastic_job import ElasticJob, assert_continue
 from tests.distributed.launcher.launched import Launched, Mailbox, gone, script
 from tests.harness import ranks
 from tests.hosts import wait_for
+from tests.warm_python import Warm
 
 PATIENCE = 200.0  # seconds, only ever reached by a test that fails
 
@@ -22,8 +23,8 @@ PATIENCE = 200.0  # seconds, only ever reached by a test that fails
 class Nodes:
     """Launchers that find each other at one port, as `--no_ssh` starts them; the first keeps the store."""
 
-    def __init__(self, folder, slots):
-        self.folder, self.port = folder, free_port()
+    def __init__(self, folder, slots, python=None):
+        self.folder, self.port, self.python = folder, free_port(), python
         (folder / "hosts").write_text("".join(f"node{at} slots={count}\n" for at, count in enumerate(slots)))
 
     def start(self, number, words, *options):
@@ -34,7 +35,7 @@ class Nodes:
         own.mkdir()
         given = [f"--hostfile={self.folder}/hosts", "--no_ssh", f"--node_rank={number}", "--master_addr=127.0.0.1"]
         given += [f"--master_port={self.port}", "--elastic_training", *options, *words]
-        return Launched(given, own, main=runner.main)
+        return Launched(given, own, main=runner.main, python=self.python)
 
 
 @contextmanager
@@ -52,9 +53,16 @@ def test_nodes_die_and_join_and_the_curve_continues(tmp_path):
     (tmp_path / "plain").mkdir()
     wanted = reference(tmp_path / "plain")
     job = ElasticJob(tmp_path)
+    with Warm() as python, hurried():
+        join_and_die(job, Nodes(tmp_path, (1, 2), python))
+    lives = job.lives()
+    assert in_order([life.world for life in lives], [3, 1, 3])
+    assert_continues(lives, wanted)
+
+
+def join_and_die(job, nodes):
     first, second = job.hold(4), job.hold(8)
-    nodes = Nodes(tmp_path, (1, 2))
-    with hurried(), nodes.start(0, job.words()) as one:
+    with nodes.start(0, job.words()) as one:
         with nodes.start(1, job.words()) as two:
             wait_for(lambda: job.reached(4, 3), "the first life")
             two.send(signal.SIGKILL)
@@ -66,9 +74,6 @@ def test_nodes_die_and_join_and_the_curve_continues(tmp_path):
             second.unlink()
             assert one.wait(PATIENCE) == 0, one.errors()
             assert again.wait(PATIENCE) == 0, again.errors()
-    lives = job.lives()
-    assert in_order([life.world for life in lives], [3, 1, 3])
-    assert_continues(lives, wanted)
 
 
 @pytest.mark.slow

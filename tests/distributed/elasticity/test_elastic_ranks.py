@@ -13,6 +13,7 @@ from deepspeed.launcher import runner
 from tests.distributed.elasticity.elastic_job import SAVED, STEPS, ElasticJob, assert_continues, reference
 from tests.distributed.launcher.launched import Launched, Mailbox, gone, local, script
 from tests.harness import ranks
+from tests.warm_python import Warm
 
 ELASTIC = "--enable_elastic_training"
 PATIENCE = 200.0  # seconds, only ever reached by a test that fails
@@ -30,9 +31,8 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp
     (tmp_path / "plain").mkdir()
     wanted = reference(tmp_path / "plain", config)
     job = ElasticJob(tmp_path, config)
-    with Launched(
-        ["--num_gpus=2", "--elastic_training", *job.words({"5": 1, "8": 0})], tmp_path, main=runner.main
-    ) as run:
+    words = ["--num_gpus=2", "--elastic_training", *job.words({"5": 1, "8": 0})]
+    with Warm() as python, Launched(words, tmp_path, main=runner.main, python=python) as run:
         assert run.wait(PATIENCE) == 0, run.errors()
     lives = job.lives()
     assert [(life.world, life.begin) for life in lives] == [(2, 0), (2, SAVED), (2, 2 * SAVED)]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from deepspeed.launcher import launch
 from deepspeed.launcher.resources import encode_world_info
+from tests import warm_python
 
 TIMEOUT = 40.0  # only ever reached by a test that fails
 # What the ranks of the harness have in their environment; a launcher is not started by one.
@@ -33,9 +34,13 @@ PASSED_ON = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, sign
 class Launched:
     """A running launcher; leaving the context kills it, and so everything below it."""
 
-    def __init__(self, arguments, folder, *, main=launch.main, environ=None, out=None):
+    def __init__(self, arguments, folder, *, main=launch.main, environ=None, out=None, python=None):
+        """`python`: a `Warm` one for the ranks."""
         self.folder = Path(folder)
         self.environ = {"DS_ACCELERATOR": "cpu", **(environ or {})}
+        self.python = sys.executable
+        if python is not None:
+            self.python, self.environ[warm_python.VARIABLE] = python.path, python.socket
         self.out = out
         ready, self.ready = os.pipe()
         self.pid = os.fork()
@@ -60,6 +65,7 @@ class Launched:
             for name in FOREIGN:
                 os.environ.pop(name, None)
             os.environ.update(self.environ)
+            sys.executable = self.python
             out = self.out if self.out is not None else os.open("out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             err = self.out if self.out is not None else os.open("err", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(out, 1)
