@@ -144,10 +144,14 @@ def _become(job: dict[str, Any], streams: list[int]) -> None:
         os.chdir(job["folder"])
         os.environ.clear()
         os.environ.update(job["environ"])
-        sys.argv = list(job["words"])
-        sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+        module = job["words"][0] == "-m"
+        sys.argv = job["words"][module:]
+        sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(sys.argv[0])))
         try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            if module:
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(sys.argv[0], run_name="__main__")
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -160,6 +164,6 @@ def _become(job: dict[str, Any], streams: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["-u"] and sys.argv[2:3] != ["-m"]:
+    if sys.argv[1:2] == ["-u"]:
         stand_for(sys.argv[2:])
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])  # another program than a script of a rank

@@ -45,6 +45,9 @@ sys.exit(int(how))
             assert lines[0] == f"['{how}'] a b {tmp_path} __main__ True {tmp_path}"
             assert lines[1:] == ([] if how == "dies" else ["the end"])
             assert (b"ValueError: no" in errors) == (how == "raises")
+        job = start(python, tmp_path, "-u", "-m", path.stem, "5")
+        assert job.communicate(timeout=TIMEOUT)[0].decode().startswith(f"['5'] a b {tmp_path} __main__ True {tmp_path}")
+        assert job.returncode == 5
         job = start(python, tmp_path, "-c", "import sys; print(sys.executable, 'torch' in sys.modules)")
         assert job.communicate(timeout=TIMEOUT)[0].decode() == f"{sys.executable} False\n"
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import main as torchrun
 
 from deepspeed.bench import ds_bench
 from deepspeed.config.__main__ import main as look_at_config
@@ -17,11 +18,14 @@ from deepspeed.io import ds_io, ds_nvme_tune
 from deepspeed.io.sweep import SWEEP
 from deepspeed.launcher import report, runner
 from deepspeed.pipe.schedule.__main__ import main as draw_schedule
+from tests import harness
+from tests.clients.server import SERVER as CLIENT_SERVER
 from tests.clients.server import environment
-from tests.distributed.launcher.launched import Launched
+from tests.distributed.launcher.launched import Launched, as_program
 from tests.docs.pages import all_commands, runs
 from tests.docs.scene import checkpoint_folder, prepare_folder
 from tests.harness import ROOT, ranks
+from tests.warm_python import Warm
 
 COMMANDS = all_commands()
 # What makes an example end soon; one without an entry here has a test of its own that runs it.
@@ -38,7 +42,6 @@ ELSEWHERE = {
     "examples/gpt/train.py": "tests/unit/examples/test_gpt_script.py",
     "examples/ray/train.py": "tests/distributed/elasticity/test_ray_train.py",
 }
-MODULES = {"deepspeed": "deepspeed.launcher.runner", "accelerate": "accelerate.commands.accelerate_cli"}
 
 
 def example_of(command):
@@ -210,16 +213,42 @@ def test_checkpoint_tools(command, tmp_path):
     assert {*os.listdir(folder)} - {*before, "latest_universal"} == written
 
 
+@pytest.fixture
+def _loaded(request, monkeypatch):
+    """Examples that need Transformers find it loaded."""
+    if "finetune" in example_of(request.node.callspec.params["command"]):
+        monkeypatch.setattr(harness, "SERVER", CLIENT_SERVER)
+
+
+def program(words):
+    """A `main` for the program that a command names, and its arguments."""
+    name, *arguments = words
+    if name == "deepspeed":
+        return runner.main, arguments
+    if name == "accelerate":
+        from accelerate.commands.accelerate_cli import main as accelerate
+
+        return lambda given: (sys.argv.__setitem__(slice(None), [name, *given]), accelerate()), arguments
+    if arguments[:2] == ["-m", "torch.distributed.run"]:
+        return torchrun, arguments[2:]
+    return as_program, arguments
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", [each for each in EXAMPLES if example_of(each) in SHORT], ids=str)
+@pytest.mark.usefixtures("_loaded")
+@ranks(1, init=False, timeout=400)
 def test_example(command, tmp_path):
     if "finetune" in example_of(command):
         pytest.importorskip("accelerate" if command.words[0] == "accelerate" else "transformers")
-    words = [sys.executable, *command.words[1:]]
-    if command.words[0] in MODULES:
-        words[1:1] = ["-m", MODULES[command.words[0]]]
-    words += [word.format(tmp=tmp_path / "output") for word in SHORT[example_of(command)]]
-    ran = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=300, check=False)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    if "--output" in words:
+    short = [word.format(tmp=tmp_path / "output") for word in SHORT[example_of(command)]]
+    main, words = program([*command.words, *short])
+
+    def at_the_root(given):
+        os.chdir(ROOT)
+        main(given)
+
+    with Warm() as python, Launched(words, tmp_path, main=at_the_root, environ=environment(), python=python) as job:
+        assert job.wait(300) == 0, job.output() + job.errors()
+    if "--output" in short:
         assert {path.name for path in (tmp_path / "output").iterdir()} & {"pytorch_model.bin", "model.safetensors"}
