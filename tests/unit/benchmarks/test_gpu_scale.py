@@ -90,6 +90,7 @@ def test_a_failing_child_shows_its_output_and_fails_the_run(tmp_path, monkeypatc
     assert "no --deepspeed-path" in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("contender", "flavour", "reentrant"), [("ours", "3-block", True), ("torch", "fsdp2", False)])
 @ranks(1, init=False, timeout=120.0)
 def test_a_contender_is_measured(contender, flavour, reentrant):

@@ -144,6 +144,7 @@ def test_exports_are_exact():
     assert all(getattr(comm, name) is not None for name in comm.__all__)
 
 
+@pytest.mark.slow
 def test_import_is_light():
     """Nothing optional is loaded by the import (numpy comes with torch)."""
     code = "import sys; import deepspeed.comm; print(*{'pydantic', 'hjson', 'rich', 'mpi4py'} & set(sys.modules))"

@@ -61,6 +61,7 @@ def losses(cls, bits, seed=0):
     return sum(found[:10]) / 10, sum(found[-50:]) / 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", LEARNING, ids=lambda cls: cls.__name__)
 @pytest.mark.parametrize("bits", [16, 8])
 def test_the_loss_falls_as_with_float32(cls, bits):
@@ -70,6 +71,7 @@ def test_the_loss_falls_as_with_float32(cls, bits):
     assert abs(narrow - wide) < 0.01 * wide
 
 
+@pytest.mark.slow
 def test_rounding_to_nearest_would_not_do(monkeypatch):
     """The test above can fail: without the random rounding of 8-bit codes the second moment never moves."""
     found = operations()["cpu_adagrad"]

@@ -49,6 +49,7 @@ def transformers_layers():
     return modeling.GradientCheckpointingLayer, Marked
 
 
+@pytest.mark.slow
 def test_layers_of_transformers_mark_their_inputs():
     kind, Marked = transformers_layers()
     original = kind.__call__

@@ -14,7 +14,10 @@ from tests.harness import ranks
 
 @pytest.mark.parametrize(
     ("stage", "world", "store"),
-    [(0, 8, True), (1, 8, False), (1, 16384, True), (2, 1024, True), (3, 8, True), (3, 64, False), (3, 16384, True)],
+    [
+        *((0, 8, True), (1, 8, False), (1, 16384, True), (2, 1024, True), (3, 8, True), (3, 64, False)),
+        pytest.param(3, 16384, True, marks=pytest.mark.slow),
+    ],
 )
 @ranks(1, init=False)
 def test_every_stage_trains(stage, world, store):
