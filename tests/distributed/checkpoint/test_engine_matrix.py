@@ -138,16 +138,16 @@ def write(folder):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, worker_id):
-    """One folder for all processes of a test run: whoever comes first fills it."""
+    """One folder for all processes of a test run: each number of ranks is written by whoever comes first."""
     base = tmp_path_factory.getbasetemp()
     folder = (base if worker_id == "master" else base.parent) / "matrix"
     folder.mkdir(exist_ok=True)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (folder / "done").exists():
-            for world in WORLDS:
+    for world in WORLDS if worker_id == "gw0" else reversed(WORLDS):  # two processes begin at different ends
+        with (folder / f"lock{world}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / f"done{world}").exists():
                 ranks(world)(write)(folder=folder)
-            (folder / "done").touch()
+                (folder / f"done{world}").touch()
     return folder
 
 
