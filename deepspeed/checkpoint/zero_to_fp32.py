@@ -199,7 +199,8 @@ class _Joined:
     @property
     def shape(self) -> torch.Size:
         first = self.parts[0].shape
-        return torch.Size((*first[: self.dim], sum(p.shape[self.dim] for p in self.parts), *first[self.dim + 1 :]))
+        total = max(stop for part in self.intervals for _, stop in part)  # ranks may hold copies
+        return torch.Size((*first[: self.dim], total, *first[self.dim + 1 :]))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -232,7 +233,7 @@ def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint
         dim, intervals = splits[name]
         cut = tuple(tuple((int(start), int(stop)) for start, stop in part) for part in intervals)
         parts = tuple(found.tensors[name] for found, _ in read)
-        pieces = sorted(piece for part in cut for piece in part)
+        pieces = sorted({piece for part in cut for piece in part})
         fits = all(part.shape[dim] == sum(b - a for a, b in own) for part, own in zip(parts, cut, strict=True))
         if not fits or [start for start, _ in pieces] != [0, *(stop for _, stop in pieces[:-1])]:
             raise ValueError(f"{folder}: {name} is not cut as the file says, {dim} {cut!r:.100}")

@@ -31,7 +31,10 @@ def even(total: int, ranks: int, unit: int = 1) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a tensor is cut along one dim; the intervals of all ranks together cover it once."""
+    """How a tensor is cut along one dim; the intervals of all ranks together cover it.
+
+    Those of two ranks are apart or the same: ranks may hold copies of one interval, and nothing overlaps otherwise.
+    """
 
     dim: int
     parts: tuple[Intervals, ...]
@@ -50,7 +53,16 @@ class Split:
     @property
     def total(self) -> int:
         """Elements of the whole dim."""
-        return sum(self.size(rank) for rank in range(self.ranks))
+        return max((stop for part in self.parts for _, stop in part), default=0)
+
+    @property
+    def shared(self) -> bool:
+        """Whether some elements lie on several ranks."""
+        return sum(self.size(rank) for rank in range(self.ranks)) > self.total
+
+    def first_holder(self, rank: int) -> int:
+        """The first rank that holds what this rank holds: itself, unless it holds a copy."""
+        return self.parts.index(self.parts[rank])
 
     def size(self, rank: int) -> int:
         """Elements of the dim that a rank holds."""

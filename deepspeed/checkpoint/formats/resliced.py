@@ -26,19 +26,20 @@ def plain_splits(splits: Mapping[str, Split]) -> dict[str, Any]:
 
 
 def splits_in(value: Any, where: object) -> dict[str, Split]:
-    """What `plain_splits` wrote; anything that does not cover a dim once is a CheckpointError about `where`."""
+    """What `plain_splits` wrote; gaps, and overlaps that are no copies, are a CheckpointError about `where`."""
     found = {}
     for name, entry in (value or {}).items():
         try:
             dim, parts = entry
             split = Split(dim, tuple(tuple((start, stop) for start, stop in part) for part in parts))
-            pieces = sorted(piece for part in split.parts for piece in part)
+            pieces = sorted({piece for part in split.parts for piece in part})
             numbers = [dim, *(number for piece in pieces for number in piece)]
             fine = (
                 all(type(number) is int and 0 <= number < 2**40 for number in numbers) and len(pieces) < _MOST_INTERVALS
             )
             ends = [0, *(stop for _, stop in pieces)]
             fine = fine and dim < 64 and [start for start, _ in pieces] == ends[:-1] and bool(pieces)
+            fine = fine and all(len(set(part)) == len(part) for part in split.parts)
         except (TypeError, ValueError):
             fine = False
         if not fine or not isinstance(name, str):

@@ -44,3 +44,18 @@ def test_what_is_cut_comes_together(sizes, ranks, dim, unit):
     assert split.total == offset
     assert all(split.whole_shape(part.shape) == tuple(shape) for part in parts)
     assert torch.equal(split.join(parts), whole)
+
+
+@given(st.integers(1, 5), st.integers(1, 8))
+def test_ranks_may_hold_copies(pieces, ranks):
+    """Of a whole of several pieces, each on one or more neighbouring ranks."""
+    if ranks < pieces:
+        return
+    owners = [piece for piece, (first, last) in enumerate(deal(ranks, pieces)) for _ in range(first, last)]
+    split = Split.of(0, [[(2 * piece, 2 * piece + 2) for piece in owners]])
+    assert split.total == 2 * pieces
+    assert split.shared == (ranks > pieces)
+    whole = torch.arange(2 * pieces)
+    assert torch.equal(split.join([split.cut(whole, rank) for rank in range(ranks)]), whole)
+    firsts = [rank for rank in range(ranks) if split.first_holder(rank) == rank]
+    assert [owners[rank] for rank in firsts] == list(range(pieces)), "each piece is counted once"

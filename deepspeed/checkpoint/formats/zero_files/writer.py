@@ -173,7 +173,9 @@ def _universal_info(state: TrainingState) -> dict[str, Any]:
     info: dict[str, Any] = {"universal_checkpoint_version": 0.4}
     if state.splits:
         patterns = {name: f"^{re.escape(name)}$" for name in state.module if name not in state.buffers}
-        fused = [name for name, split in state.splits.items() if any(len(part) > 1 for part in split.parts)]
+        fused = [
+            name for name, split in state.splits.items() if split.shared or any(len(part) > 1 for part in split.parts)
+        ]
         info["tp_replicated_parameter_patterns"] = [p for name, p in patterns.items() if name not in state.splits]
         info["parameter_with_row_parallelism_patterns"] = [
             patterns[name] for name, split in state.splits.items() if split.dim == 1 and name not in fused

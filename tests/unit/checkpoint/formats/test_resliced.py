@@ -10,7 +10,11 @@ from deepspeed.fragments import Split, even
 
 
 def test_read_back_as_written():
-    splits = {"a": Split.of(1, [even(7, 3)]), "b": Split.of(0, [even(4, 2), [(4, 5), (5, 6)]])}
+    splits = {
+        "a": Split.of(1, [even(7, 3)]),
+        "b": Split.of(0, [even(4, 2), [(4, 5), (5, 6)]]),
+        "copies": Split.of(0, [[(0, 2), (0, 2), (2, 4)]]),
+    }
     assert splits_in(plain_splits(splits), "here") == splits
     assert splits_in(None, "here") == {}
 
@@ -23,6 +27,7 @@ def test_read_back_as_written():
         [0],
         [0, [[[0, 2]], [[3, 4]]]],
         [0, [[[0, 2]], [[1, 4]]]],
+        [0, [[[0, 2], [0, 2]], [[2, 4]]]],
         [-1, [[[0, 2]]]],
         [0, [[[0, -2]]]],
         [0, [[[0, 2.0]]]],
