@@ -142,6 +142,8 @@ def _mesh(mesh_param: Any, mpu: Any) -> Any:
 
 
 def _mesh_of(schema: Schema) -> Any:
-    """The device mesh that two keys of the config describe."""
+    """The device mesh that two keys of the config describe; None where ranks share layers, too."""
     data, sequence = schema.data_parallel_size, schema.sequence_parallel_size
-    return None if data is None or sequence is None else comm.initialize_mesh_device((data, sequence), _MESH)
+    if data is None or sequence is None or schema.axis_sizes["tp"] > 1:
+        return None
+    return comm.initialize_mesh_device((data, sequence), _MESH)

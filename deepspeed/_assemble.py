@@ -38,13 +38,14 @@ from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import Stepper
 from deepspeed.sequence.build import share_sequences
-from deepspeed.tensor_parallel import split_model
+from deepspeed.tensor_parallel import SplitModel, split_model
 from deepspeed.tensor_parallel.inputs import InputCheck
 from deepspeed.zero.agreement import Hosts
 from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.budgeting import budget, parameters_leave
 from deepspeed.zero.build import Sharded, hold_whole, house, quarters_of, shard
 from deepspeed.zero.parameters.hooks import ModuleHooks
+from deepspeed.zero.parameters.reborn import Reborn
 from deepspeed.zero.parameters.sharding import keep_whole
 from deepspeed.zero.states.norm import Measure
 from deepspeed.zero.states.states import States
@@ -82,7 +83,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         set_log_level_from_string(schema.log_level)
     watch_hangs(schema)  # first: groups that are made from now on wait as long as it says
     layout = _layout(request, stack)
-    check_inputs = split_model(schema, module, layout["tp"], request.mpu)
+    split = split_model(schema, module, layout["tp"], Reborn(layout["dp", "sp"]), request.mpu)
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
@@ -98,10 +99,11 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     events, scale = EventStream(), make_scale(schema, precision)
     parameters = split_experts(request.model_parameters, module)
     basic = _optimizer(request, parameters, precision)
-    states, reducer, sharded = _states(request, layout, precision, basic, stack, experts)
+    states, reducer, sharded = _states(request, layout, precision, basic, stack, experts, split)
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
     accumulation = Accumulation(config.batch.steps, managed=schema.managed_gradient_accumulation)
+    forward = _forward(module, precision, sharded.hooks if sharded else None, split.check)
     parts = Parts(
         config=config,
         module=module,
@@ -114,9 +116,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         reducer=reducer,
         backward=Backward(reducer, accumulation, scale, events, listens=basic is not None),
         events=events,
-        forward=share_sequences(
-            schema, module, layout, stack, _forward(module, precision, sharded.hooks if sharded else None, check_inputs)
-        ),
+        forward=share_sequences(schema, module, layout, stack, forward, split.heads),
         make_loader=partial(
             build_dataloader,
             data_parallel_rank=layout["dp"].rank,
@@ -210,6 +210,7 @@ def _states(
     basic: Optimizer | None,
     stack: ExitStack,
     experts: SpreadExperts | None,
+    split: SplitModel,
 ) -> tuple[States | None, Reducer, Sharded | None]:
     """What the optimizer updates and what reduces gradients: shards, or whole where there is nobody to share with."""
     model, axis = layout["pp", "tp"], layout["dp", "sp"]
@@ -220,7 +221,14 @@ def _states(
         experts.require_stage(int(zero.stage))
     lies_on = None if experts is None else experts.lies_on
     parts = partial(is_split, experts=experts)
-    measure = Measure(axis, model_group, parts, all_used=not zero.ignore_unused_parameters, lies_on=lies_on)
+    measure = Measure(
+        axis,
+        model_group,
+        parts,
+        all_used=not zero.ignore_unused_parameters,
+        elsewhere=split.elsewhere,
+        lies_on=lies_on,
+    )
     if isinstance(module, PipelineModule):
         measure = over_stages(measure, module, layout)
     hosts = Hosts(axis)

@@ -53,11 +53,6 @@ UNBUILT: tuple[Feature, ...] = (
     Feature("zero_optimization.zeropp_loco_param", "LoCo", lambda c: c.zero_optimization.zeropp_loco_param is not None),
     Feature("zero_optimization.mics_shard_size", "MiCS", lambda c: c.zero_optimization.mics_shard_size > 0),
     Feature(
-        "sequence_parallel.attention",
-        "sequences that ranks share together with split layers (tensor_parallel.autotp_size)",
-        lambda c: c.sequence_parallel.attention is not None and min(c.axis_sizes.values()) > 1,
-    ),
-    Feature(
         "tensor_parallel.keep_module_on_host",
         "split layers in host memory",
         lambda c: c.tensor_parallel.keep_module_on_host,

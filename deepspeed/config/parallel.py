@@ -128,7 +128,9 @@ class TPTrainingConfig(Section):
         None, description="Own rules for splitting layers; they go before the preset's."
     )
     tp_overlap_comm: bool = Field(
-        False, description="Whether the all-reduce of input gradients overlaps with the weight gradients."
+        False,
+        description="Whether sums over ranks run beside products: in backward those of input gradients beside weight "
+        "gradients, in forward those of one half of the tokens beside the other half.",
     )
     sequence_parallel: bool = Field(
         False,

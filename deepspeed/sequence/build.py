@@ -29,9 +29,17 @@ Forward = Callable[..., Any]
 
 
 def share_sequences(
-    schema: Schema, module: nn.Module, layout: ParallelLayout, stack: ExitStack, forward: Forward
+    schema: Schema,
+    module: nn.Module,
+    layout: ParallelLayout,
+    stack: ExitStack,
+    forward: Forward,
+    heads: tuple[int, int] | None = None,
 ) -> Forward:
-    """`forward` with whole sequences as arguments, of which each rank computes a part; itself where none is asked."""
+    """`forward` with whole sequences as arguments, of which each rank computes a part; itself where none is asked.
+
+    `heads` are the query and key/value heads that a rank computes at least, where not each computes all of them.
+    """
     axis, size = layout["sp"], schema.sequence_parallel_size or 1
     asked, ulysses = schema.sequence_parallel.attention, schema.sequence_parallel.ulysses_size
     if asked is None or size == 1:
@@ -42,7 +50,7 @@ def share_sequences(
             "them agree, or leave one of them out.",
             path="sequence_parallel_size",
         )
-    queries, keys = _heads(module)
+    queries, keys = _heads(module) if heads is None else heads
     order = choose_order(asked, ulysses, size, queries, keys)
     ways = _ways(axis, order)
     inputs = Inputs(module, order, axis.rank)

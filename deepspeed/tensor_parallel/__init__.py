@@ -1,7 +1,7 @@
 """Tensor parallelism: layers that several ranks share. `_assemble` calls `split_model`; nothing here knows a stage."""
 
 from deepspeed.tensor_parallel.apply import splits_of
-from deepspeed.tensor_parallel.build import plan_model, split_model
+from deepspeed.tensor_parallel.build import SplitModel, plan_model, split_model
 from deepspeed.tensor_parallel.gathering import cut_state, whole_of, whole_parameters
 
-__all__ = ["cut_state", "plan_model", "split_model", "splits_of", "whole_of", "whole_parameters"]
+__all__ = ["SplitModel", "cut_state", "plan_model", "split_model", "splits_of", "whole_of", "whole_parameters"]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed import comm
 from deepspeed.fragments import Split
 from deepspeed.parallel import AxisGroup
 from deepspeed.tensor_parallel.attention import tell_share
@@ -25,11 +27,14 @@ from deepspeed.tensor_parallel.plan import Change, Plan
 from deepspeed.tensor_parallel.regions import Entrance, summed
 from deepspeed.tensor_parallel.rules import Kind
 
-__all__ = ["apply", "splits_of", "sum_gradient"]
+__all__ = ["Opened", "apply", "counted_elsewhere", "splits_of", "sum_gradient"]
+
+Opened = Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]]
+"""A context in which parameters are whole that were constructed in shards."""
 
 
 @torch.no_grad()
-def apply(plan: Plan, axis: AxisGroup, *, overlap: bool = False) -> None:
+def apply(plan: Plan, axis: AxisGroup, opened: Opened, *, overlap: bool = False) -> None:
     """Cut the model's layers for this rank; parameters keep their identity, so that optimizers know them."""
     cut: set[int] = set()
     entrance = Entrance(axis)
@@ -40,7 +45,8 @@ def apply(plan: Plan, axis: AxisGroup, *, overlap: bool = False) -> None:
             for param in change.module.parameters():
                 sum_gradient(param, axis)
             continue
-        _cut(change, axis, cut)
+        with opened(change.module.parameters(recurse=False)):
+            _cut(change, axis, cut)
         _convert(change, axis, entrance, overlap)
     draws = Draws(axis)
     for attention in plan.attention:
@@ -59,9 +65,24 @@ def sum_gradient(param: nn.Parameter, axis: AxisGroup, needed: Callable[[], bool
 
     `needed` is asked in backward; always where not given.
     """
+    _hook(param, _Sum(axis, needed))
+
+
+def counted_elsewhere(model: nn.Module, rank: int) -> frozenset[int]:
+    """Ids of the parameters of which this rank holds a copy, and another one counts its gradient in the norm."""
+    found: set[int] = set()
+    for module in model.modules():
+        share = getattr(module, "share", None)
+        if isinstance(share, Share):
+            held = {name: split for name, split in share.splits.items() if split.first_holder(rank) != rank}
+            found.update(id(module._parameters[name]) for name in held)
+    return frozenset(found)
+
+
+def _hook(param: nn.Parameter, hook: Callable[[Tensor], Tensor]) -> None:
     trained = param.requires_grad
     param.requires_grad_(True)  # a hook can be left for the day on which it is trained
-    param.register_hook(_Sum(axis, needed))
+    param.register_hook(hook)
     param.requires_grad_(trained)
 
 
@@ -74,6 +95,23 @@ class _Sum:
         return summed(grad, self.axis) if self.needed is None or self.needed() else grad
 
     def __deepcopy__(self, _: Any) -> _Sum:
+        return self
+
+
+@dataclass
+class _SumOfCopies:
+    """Sums what backward brings for elements of which several ranks hold copies, each for its own queries."""
+
+    axis: AxisGroup
+    split: Split
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        whole = grad.new_zeros(self.split.whole_shape(grad.shape))
+        self.split.place(grad, self.axis.rank, whole)
+        comm.all_reduce(whole, group=self.axis.group)
+        return self.split.cut(whole, self.axis.rank)
+
+    def __deepcopy__(self, _: Any) -> _SumOfCopies:
         return self
 
 
@@ -103,6 +141,8 @@ def _cut(change: Change, axis: AxisGroup, done: set[int]) -> None:
             part = split.cut(param.detach(), axis.rank)
             param.data = part.clone() if part.data_ptr() == param.data_ptr() else part
             param.tensor_model_parallel = True  # type: ignore[attr-defined]  # as Megatron marks them
+            if split.shared:
+                _hook(param, _SumOfCopies(axis, split))
     if change.rows is not None:
         for param in change.module.parameters(recurse=False):
             if id(param) not in done:

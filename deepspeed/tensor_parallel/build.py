@@ -2,35 +2,54 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from logging import WARNING
 from typing import Any
 
 from torch import nn
 
+from deepspeed import comm
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.config.schema import Schema
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
 from deepspeed.parallel import AxisGroup
-from deepspeed.tensor_parallel.apply import apply
+from deepspeed.parallel.hierarchy import local_ranks
+from deepspeed.tensor_parallel.apply import Opened, apply, counted_elsewhere
 from deepspeed.tensor_parallel.dividing import divide_sequences
 from deepspeed.tensor_parallel.draws import same_generators
 from deepspeed.tensor_parallel.hf_plan import model_plan, of_plan
 from deepspeed.tensor_parallel.inputs import InputCheck
+from deepspeed.tensor_parallel.loading import fill, take_place
 from deepspeed.tensor_parallel.loss import split_loss
 from deepspeed.tensor_parallel.model_init import asked_size, check_asked
 from deepspeed.tensor_parallel.plan import Plan, plan
 from deepspeed.tensor_parallel.presets import by_names, preset
 from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, of_spec
 
-__all__ = ["find_rules", "is_split_model", "plan_model", "split_model"]
+__all__ = ["SplitModel", "find_rules", "is_split_model", "plan_model", "split_model"]
 
 
-def split_model(schema: Schema, model: nn.Module, axis: AxisGroup, mpu: Any = None) -> InputCheck | None:
-    """Split a model over the ranks of an axis, as the config says; None where there is nothing to do."""
+@dataclass(frozen=True)
+class SplitModel:
+    """What the other parts of an engine must know of a model that may have been split."""
+
+    check: InputCheck | None = None
+    """Compares the inputs of ranks that share layers."""
+    heads: tuple[int, int] | None = None
+    """The fewest query and key-value heads that a rank computes; None where each computes all of them."""
+    elsewhere: frozenset[int] = frozenset()
+    """Ids of parameters of which another rank holds the same and counts it in the norm."""
+
+
+def split_model(schema: Schema, model: nn.Module, axis: AxisGroup, opened: Opened, mpu: Any = None) -> SplitModel:
+    """Split a model over the ranks of an axis, where the config or `tp_model_init` asks for it."""
     section = schema.tensor_parallel
     size = asked_size(model, section.autotp_size)
+    empty = take_place(model)
     if size < 2:
-        return None
+        fill(model, empty, 0)
+        return SplitModel()
     if axis.size != size:
         raise UsageError(
             f"the model is to be split over {size} ranks (tensor_parallel.autotp_size, or tp_model_init), but the "
@@ -38,21 +57,25 @@ def split_model(schema: Schema, model: nn.Module, axis: AxisGroup, mpu: Any = No
             "mpu or mesh agree with it"
         )
     check_asked(model, schema, axis, mpu)
-    _require_whole(model)
+    _tell_nodes(axis)
     if is_split_model(model):
         raise UsageError(
             "tensor_parallel: the model is split already, by an earlier deepspeed.initialize. Build the model anew, or "
             "take the engine that you have"
         )
     made = plan_model(section, model, axis.size)
-    apply(made, axis, overlap=section.tp_overlap_comm)
+    apply(made, axis, opened, overlap=section.tp_overlap_comm)
+    for param in model.parameters():
+        with opened([param]):
+            pass  # what stays whole on all of these ranks lies on other ranks, too, from now on
+    fill(model, empty, axis.rank)
     if section.sequence_parallel:
         divide_sequences(model, made, axis)
     same_generators(axis)
     if section.vocab_parallel_lm_head:
         split_loss(model, made)
     _tell(made)
-    return InputCheck(axis)
+    return SplitModel(InputCheck(axis), _fewest_heads(made), counted_elsewhere(model, axis.rank))
 
 
 def plan_model(section: TPTrainingConfig, model: nn.Module, ranks: int) -> Plan:
@@ -82,14 +105,20 @@ def is_split_model(model: nn.Module) -> bool:
     return any(getattr(module, "share", None) is not None for module in model.modules())
 
 
-def _require_whole(model: nn.Module) -> None:
-    """Refuse parameters that zero.Init has sharded already: layers are cut first."""
-    names = (name for name, param in model.named_parameters() if getattr(param, "ds_shape", param.shape) != param.shape)
-    if (name := next(names, None)) is not None:
-        raise UsageError(
-            f"tensor_parallel: {name} was sharded by zero.Init when the model was built, but layers are split before "
-            "ZeRO shards what a rank holds of them. Build the model outside of zero.Init"
+def _tell_nodes(axis: AxisGroup) -> None:
+    """Ranks that share layers wait for each other several times per block: they belong on one node."""
+    here = local_ranks(unknown=comm.get_world_size())
+    nodes = {rank // here for rank in axis.ranks}
+    if len(nodes) > 1:
+        log_dist(
+            f"the ranks {list(axis.ranks)}, which share layers, lie on {len(nodes)} nodes of {here} ranks. They are "
+            "fastest on one node: let tensor_parallel.autotp_size divide the ranks of a node",
+            level=WARNING,
         )
+
+
+def _fewest_heads(made: Plan) -> tuple[int, int] | None:
+    return min((attention.heads.fewest(made.ranks) for attention in made.attention), default=None)
 
 
 def _of_model(model: nn.Module) -> list[Rule]:

@@ -45,6 +45,11 @@ class Heads:
         """The key-value heads of each rank; some appear on several ranks where `shares_keys`."""
         return [(start // self.group, -(-stop // self.group)) for start, stop in self.queries_of(ranks)]
 
+    def fewest(self, ranks: int) -> tuple[int, int]:
+        """Query and key-value heads of the rank that has the fewest."""
+        pairs = zip(self.queries_of(ranks), self.keys_of(ranks), strict=True)
+        return min((queries[1] - queries[0], keys[1] - keys[0]) for queries, keys in pairs)
+
     def elements(self, heads: tuple[int, int]) -> tuple[int, int]:
         """Where heads lie in a projection."""
         return heads[0] * self.dim, heads[1] * self.dim

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepspeed.fragments import Split
 from deepspeed.parallel import AxisGroup
 from deepspeed.tensor_parallel import regions
-from deepspeed.tensor_parallel.overlap import overlapped_linear
+from deepspeed.tensor_parallel.overlap import overlapped_linear, overlapped_sum
 from deepspeed.tensor_parallel.sequence import Sequence
 
 __all__ = ["ColumnParallel", "ExpertsParallel", "RowParallel", "Share", "VocabularyParallel", "class_of", "share_of"]
@@ -40,7 +40,7 @@ class Share:
     gather_output: bool = False
     split_input: bool = False
     overlap: bool = False
-    """The sum of input gradients runs beside the product for the weight's."""
+    """Sums over ranks run beside products."""
     sequence: Sequence | None = None
     """The activations outside are split along the sequence."""
     rows: tuple[tuple[int, int], ...] | None = None
@@ -96,6 +96,9 @@ class RowParallel(_Shared):
         share = self.share
         share.entrance.forget()
         inputs = regions.scatter(input, share.axis, share.sizes) if share.split_input else input
+        if share.overlap and not share.transposed and torch.is_grad_enabled():
+            output = overlapped_sum(inputs, self.weight, share.axis)
+            return output if self.bias is None else output + self.bias
         output = self.product(inputs, with_bias=False)
         output = regions.leave(output, share.axis) if share.sequence is None else share.sequence.leave(output)
         return output if self.bias is None else output + self.bias

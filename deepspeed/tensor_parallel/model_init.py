@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,14 @@ from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.process_groups import ranks_of
 
-__all__ = ["asked_size", "check_asked", "is_autotp_training_mode", "set_autotp_mode", "tp_model_init"]
+__all__ = [
+    "asked_checkpoint",
+    "asked_size",
+    "check_asked",
+    "is_autotp_training_mode",
+    "set_autotp_mode",
+    "tp_model_init",
+]
 
 
 @dataclass(frozen=True)
@@ -24,6 +32,7 @@ class _Asked:
     size: int
     dtype: torch.dtype | None
     group: Any
+    checkpoint: Path | None
 
 
 _asked: WeakKeyDictionary[nn.Module, _Asked] = WeakKeyDictionary()
@@ -38,10 +47,14 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
 
     `tp_group` names the process group of these ranks. Where the config of `initialize` says something else, that is an
     error there; what it leaves out is taken from here. `config` is read there, too; a dict must not contradict here.
+    `checkpoint` is a folder of safetensors: parameters on the meta device get their values from there, and each rank
+    reads its own part.
     """
-    group = kwargs.pop("tp_group", None)
+    group, checkpoint = kwargs.pop("tp_group", None), kwargs.pop("checkpoint", None)
     if kwargs:
-        raise UsageError(f"tp_model_init: unknown arguments {', '.join(sorted(kwargs))}; it takes tp_group")
+        raise UsageError(
+            f"tp_model_init: unknown arguments {', '.join(sorted(kwargs))}; it takes tp_group and checkpoint"
+        )
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise UsageError(f"tp_model_init: tp_size is {tp_size!r}, expected a number of ranks from 1")
     told = (config.get("tensor_parallel") or {}).get("autotp_size") if isinstance(config, Mapping) else None
@@ -51,7 +64,7 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
         )
     if group is not None and group.size() != tp_size:
         raise UsageError(f"tp_model_init: tp_size is {tp_size}, but tp_group has {group.size()} ranks; let them agree")
-    _asked[model] = _Asked(tp_size, dtype, group)
+    _asked[model] = _Asked(tp_size, dtype, group, None if checkpoint is None else Path(checkpoint))
     return model
 
 
@@ -76,6 +89,12 @@ def asked_size(model: nn.Module, size: int) -> int:
             "them agree"
         )
     return max(size, asked.size)
+
+
+def asked_checkpoint(model: nn.Module) -> Path | None:
+    """The folder that `tp_model_init` was given for a model."""
+    asked = _asked.get(model)
+    return None if asked is None else asked.checkpoint
 
 
 def check_asked(model: nn.Module, schema: Schema, axis: AxisGroup, mpu: Any) -> None:

@@ -153,7 +153,13 @@ class _Planner:
                     f"{attention.heads.key_value} key-value heads of {attention.heads.dim} make {covered}. Give a rule "
                     "with the shape of this layer, or skip it, in tensor_parallel.partition_config"
                 )
-            if shared:
+            if shared and rule.gather_output:
+                raise UsageError(
+                    f"tensor_parallel: the output of {path} is to be gathered, but its {attention.heads.key_value} "
+                    f"key-value heads (dim 0) are fewer than the {self.ranks} ranks, some of which compute the same. "
+                    "Leave gather_output out of its rule"
+                )
+            if shared and len(cuts) > 1:  # queries of its own beside keys of several ranks, in one tensor
                 rows = tuple(tuple(cut[rank] for cut in cuts) for rank in range(self.ranks))
                 return Change(path, module, Kind.COLUMN, rule, {}, (), transposed, rows)
         else:

@@ -25,6 +25,7 @@ __all__ = [
     "ResidentParameter",
     "SpreadParameter",
     "ZeroParameter",
+    "ordinary_class",
     "shard_parameter",
     "spread_class",
     "watch_gradient",
@@ -60,7 +61,7 @@ class ZeroParameter(nn.Parameter):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An ordinary parameter: clients make new ones of the class of an old one."""
-        return _ordinary(cls)(*args, **kwargs)
+        return ordinary_class(cls)(*args, **kwargs)
 
     ds_id = property(lambda self: self._zero.number, doc="A number of its own.")
     ds_shape = property(lambda self: self._zero.shape, doc="The shape of the whole parameter.")
@@ -143,7 +144,7 @@ class ZeroParameter(nn.Parameter):
             held = self._zero.holds > 0
             values = self.detach().clone() if held else torch.empty(0, dtype=self.dtype, device=self.device)
             copy: nn.Parameter = nn.Parameter(values, requires_grad=self.requires_grad)
-            copy.__class__ = _ordinary(type(self)) if held else type(self)
+            copy.__class__ = ordinary_class(type(self)) if held else type(self)
             if not held:
                 copy._zero = self._zero.copy(copy)  # type: ignore[attr-defined]
             memo[id(self)] = copy
@@ -237,11 +238,11 @@ def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "", remote
 def spread_class(param: nn.Parameter) -> None:
     """Let a parameter that was whole for good behave as one that is empty between its uses."""
     if isinstance(param, ZeroParameter) and not isinstance(param, SpreadParameter):
-        kind = _sharded(_ordinary(type(param)), SpreadParameter)
+        kind = _sharded(ordinary_class(type(param)), SpreadParameter)
         param.__class__ = kind  # type: ignore[assignment]
 
 
-def _ordinary(kind: type[nn.Parameter]) -> type[nn.Parameter]:
+def ordinary_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class that a sharded parameter had before."""
     return next(base for base in kind.__mro__ if issubclass(base, nn.Parameter) and not issubclass(base, ZeroParameter))
 

@@ -89,6 +89,8 @@ def whole(engine: deepspeed.DeepSpeedEngine, values: dict[str, torch.Tensor]) ->
         dist.all_gather_object(parts, value, group=axis.group)
         if name in splits:
             found[name] = splits[name].join(parts)
+            holders = map(splits[name].first_holder, range(axis.size))
+            assert all(torch.equal(part, parts[first]) for part, first in zip(parts, holders, strict=True)), name
         else:
             assert all(torch.equal(part, parts[0]) for part in parts), f"{name} differs between ranks"
             found[name] = value

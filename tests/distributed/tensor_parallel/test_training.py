@@ -12,62 +12,10 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import UsageError
-from deepspeed.tensor_parallel import splits_of
+from deepspeed.tensor_parallel import build, splits_of
 from tests.distributed.tensor_parallel.families import assert_close, make, parameters, start, tokens
+from tests.distributed.tensor_parallel.training import momentum, train, zero
 from tests.harness import ranks
-
-
-def momentum(**options):
-    """Not Adam, whose first steps have the size of the learning rate, however small a gradient is."""
-    return {"optimizer": {"type": "SGD", "params": {"lr": 0.2, "momentum": 0.9}}, **options}
-
-
-def zero(stage):
-    section = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    return {"zero_optimization": section, "zero_allow_untested_optimizer": True}
-
-
-class Reference:
-    """The same steps in one process."""
-
-    def __init__(self, model, ranks, accumulation=1, clip=0.0):
-        self.model, self.ranks, self.accumulation, self.clip = model, ranks, accumulation, clip
-        trained = [param for param in model.parameters() if param.requires_grad]
-        self.optimizer = torch.optim.SGD(trained, lr=0.2, momentum=0.9)
-
-    def step(self, batches):
-        """Loss and norm of a step; each batch is that of all data-parallel ranks."""
-        total = 0.0
-        for batch in batches:
-            for part in batch.chunk(self.ranks):
-                loss = self.model(input_ids=part, labels=part).loss / self.ranks / self.accumulation
-                loss.backward()
-                total += loss.item()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip or float("inf"))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return total, float(norm)
-
-
-def train(engine, plain, accumulation=1, steps=3, clip=0.0, tolerance=2e-5):
-    """Train both; losses, norms and parameters are the same."""
-    axis = engine._parts.layout["dp"]
-    reference = Reference(plain, axis.size, accumulation, clip)
-    for step in range(steps):
-        batches = [tokens(2 * axis.size, seed=10 * step + micro) for micro in range(accumulation)]
-        expected, norm = reference.step(batches)
-        total = torch.zeros(())
-        for batch in batches:
-            own = batch.chunk(axis.size)[axis.rank]
-            loss = engine(input_ids=own, labels=own).loss
-            total += loss.detach().float() / accumulation
-            engine.backward(loss)
-            engine.step()
-        dist.all_reduce(total)
-        assert total.item() / dist.get_world_size() == pytest.approx(expected, abs=tolerance)
-        assert float(engine.get_global_grad_norm()) == pytest.approx(norm, rel=10 * tolerance)
-    wanted = {name: param.detach() for name, param in plain.named_parameters()}
-    assert_close(parameters(engine), wanted, 10 * tolerance)
 
 
 @ranks(4, timeout=300)
@@ -78,6 +26,19 @@ def test_stages_accumulation_and_clipping():
         sections = momentum(gradient_accumulation_steps=accumulation, gradient_clipping=0.5, **zero(stage))
         engine = start(model, 2, tensor_parallel=options, **sections)
         train(engine, plain, accumulation, clip=0.5)
+        engine.destroy()
+
+
+@ranks(4, timeout=300)
+def test_adamw():
+    """With an epsilon that keeps the first steps smooth: else those of the smallest gradients have any sign."""
+    for stage, name, tp in ((0, "llama", 4), (3, "gpt2", 2)):
+        model, plain = make(name)
+        params = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.1}
+        engine = start(
+            model, tp, optimizer={"type": "AdamW", "params": params}, zero_optimization=zero(stage)["zero_optimization"]
+        )
+        train(engine, plain, optimizer=lambda trained, params=params: torch.optim.AdamW(trained, **params))
         engine.destroy()
 
 
@@ -276,3 +237,13 @@ def test_what_cannot_be_split_is_an_error_on_all_ranks():
     deepspeed.tp_model_init(other, tp_size=4, dtype=torch.float32)
     with pytest.raises(UsageError, match="autotp_size is 2, but tp_model_init was called with tp_size=4"):
         start(other, 2, tensor_parallel=uneven)
+
+
+@ranks(2)
+def test_ranks_on_two_nodes_are_told(monkeypatch):
+    told = []
+    monkeypatch.setattr(build, "log_dist", lambda message, **_: told.append(message))
+    for local, expected in (("2", 0), ("1", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+        start(make("llama")[0], 2).destroy()
+        assert len([message for message in told if "lie on 2 nodes of 1 ranks" in message]) == expected

@@ -34,3 +34,5 @@ def test_ranks_share_a_key_where_there_are_too_few():
     assert heads.queries_of(4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert heads.keys_of(4) == [(0, 1), (0, 1), (1, 2), (1, 2)]
     assert heads.elements((1, 2)) == (8, 16)
+    assert heads.fewest(4) == (2, 1)
+    assert Heads(5, 5, 8).fewest(2) == (2, 2)

@@ -57,12 +57,28 @@ def test_names_tell_what_is_split():
     assert "lm_head" not in kinds
 
 
-def test_keys_fewer_than_ranks_stay_whole():
-    changes = planned(Model(key_heads=1))
-    keys = changes["layers.0.self_attn.k_proj"]
-    assert keys.splits == {}
-    assert keys.rows == (((0, 4),), ((0, 4),))
-    assert changes["layers.0.self_attn.q_proj"].rows is None
+def test_ranks_hold_the_keys_they_need():
+    """Some hold copies where keys are fewer than ranks; in a fused weight they stay whole."""
+    keys = planned(Model(key_heads=2), 4)["layers.0.self_attn.k_proj"]
+    assert keys.rows is None
+    assert keys.splits["weight"].parts == (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),))
+    assert keys.splits["bias"] == keys.splits["weight"]
+    assert keys.splits["weight"].shared
+    assert not planned(Model(key_heads=2))["layers.0.self_attn.k_proj"].splits["weight"].shared
+    model = Model(key_heads=1)
+    attention = model.layers[0].self_attn
+    attention.qkv_proj = nn.Linear(16, 24)
+    del attention.q_proj, attention.k_proj, attention.v_proj
+    attention.hidden_size = 16
+    fused = planned(model)["layers.0.self_attn.qkv_proj"]
+    assert fused.splits == {}
+    assert fused.rows == (((0, 8), (16, 20), (20, 24)), ((8, 16), (16, 20), (20, 24)))
+
+
+def test_the_output_of_shared_keys_is_not_gathered():
+    own = [{"patterns": [r".*k_proj\.weight"], "partition_type": "column", "gather_output": True}]
+    with pytest.raises(UsageError, match=r"k_proj is to be gathered, but its 1 key-value heads \(dim 0\)"):
+        planned(Model(key_heads=1), partition_config={"layer_specs": own})
 
 
 def test_heads_are_never_cut():
