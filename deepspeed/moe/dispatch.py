@@ -49,13 +49,13 @@ def by_slots(routes: Routes, capacity: int) -> Dispatch:
     return Dispatch(rows, _sources(rows, count), count, False, routes.experts)
 
 
-def in_order(routes: Routes) -> Dispatch:
-    """Experts have as many rows as they were chosen, one behind the other; dropped assignments have one, too."""
-    flat = routes.experts.reshape(-1)
+def in_order(experts: Tensor) -> Dispatch:
+    """Experts [k, S] have as many rows as they were chosen, one behind the other; dropped assignments have one, too."""
+    flat = experts.reshape(-1)
     sources = torch.argsort(flat, stable=True)
     rows = torch.empty_like(flat)
     rows[sources] = torch.arange(flat.numel(), device=flat.device)
-    return Dispatch(rows.view_as(routes.experts), sources, flat.numel(), True, routes.experts)
+    return Dispatch(rows.view_as(experts), sources, flat.numel(), True, experts)
 
 
 def _sources(rows: Tensor, count: int) -> Tensor:

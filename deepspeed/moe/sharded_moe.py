@@ -10,12 +10,14 @@ from torch.nn import functional
 
 from deepspeed.errors import LayoutError, UsageError
 from deepspeed.moe import gates
-from deepspeed.moe.dispatch import by_slots, in_order
-from deepspeed.moe.exchange import exchange, exchange_counts
+from deepspeed.moe.dispatch import by_slots
+from deepspeed.moe.exchange import exchange
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.gates import einsum, gumbel_rsample, multiplicative_jitter, top1gating, top2gating, topkgating
+from deepspeed.moe.listening import Listener
 from deepspeed.moe.mappings import parts_of, whole_of
 from deepspeed.moe.routing import Routes, capacity_of, route_top1, route_top2, route_topk
+from deepspeed.moe.travel import through_experts
 from deepspeed.ops.grouped import Groups
 
 if TYPE_CHECKING:
@@ -140,6 +142,7 @@ class MOELayer(nn.Module):
         self.use_tutel = use_tutel
         self.l_aux = torch.zeros(())
         self.exp_counts = torch.zeros(0, dtype=torch.int64)
+        self.listener: Listener | None = None
         self._axis: AxisGroup | None = None
         self._slices: AxisGroup | None = None
 
@@ -160,6 +163,8 @@ class MOELayer(nn.Module):
         tokens = input[0].reshape(-1, input[0].shape[-1])
         routes: Routes = self.gate.route(tokens, *input[1:2])
         self.l_aux, self.exp_counts = routes.loss, routes.counts
+        if self.listener is not None and self.training:
+            self.listener(routes.counts, routes.kept)
         if self.ep_size > 1 and self._axis is None:
             raise UsageError(
                 f"experts are spread over {self.ep_size} ranks, which are not known yet. Hand the model to "
@@ -171,7 +176,14 @@ class MOELayer(nn.Module):
         elif self._slices is not None:
             combined = self._by_slots(tokens, routes, gates.common_capacity(routes, self.ep_group))
         else:
-            combined = self._in_order(tokens, routes)
+            combined = through_experts(
+                tokens,
+                routes.experts,
+                routes.weights,
+                count=routes.num_experts,
+                axis=self._axis,
+                compute=lambda rows, groups: self.experts(rows, groups=groups),
+            )
         return combined.view(*input[0].shape[:-1], combined.shape[-1])
 
     def _by_slots(self, tokens: Tensor, routes: Routes, capacity: int) -> Tensor:
@@ -194,24 +206,6 @@ class MOELayer(nn.Module):
         if self._slices is not None:
             rows = whole_of(rows, 1, self._slices)
         return plan.combine(rows.reshape(-1, rows.shape[-1]), routes.weights)
-
-    def _in_order(self, tokens: Tensor, routes: Routes) -> Tensor:
-        """Experts get the rows that they were chosen for; with several ranks the host has to know how many."""
-        plan = in_order(routes)
-        rows, sent = plan.to_rows(tokens), plan.counts(routes.num_experts)
-        if self.ep_size == 1 or self._axis is None:
-            return plan.combine(self.experts(rows, groups=Groups.of(sent)), routes.weights)
-        sent = sent.view(self.ep_size, self.num_local_experts)
-        came = exchange_counts(sent, self._axis)
-        comes, goes = (each.sum(1).tolist() for each in (came, sent))
-        rows = exchange(rows, self._axis, comes, goes)  # [from rank][local expert]
-        numbers = torch.arange(self.num_local_experts, device=rows.device).repeat(self.ep_size)
-        order = torch.argsort(numbers.repeat_interleave(came.view(-1), output_size=sum(comes)), stable=True)
-        out: Tensor = self.experts(rows.index_select(0, order), groups=Groups.of(came.sum(0)))
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=order.device)
-        rows = exchange(out.index_select(0, back), self._axis, goes, comes)
-        return plan.combine(rows, routes.weights)
 
 
 def _as_one(experts: nn.Module) -> bool:

@@ -136,12 +136,7 @@ def _shape(layer: Any) -> tuple[Any, ...]:
 def _all_at_once(rows: Tensor, layers: Sequence[nn.Linear], groups: Groups) -> Tensor:
     weight = stacked([layer.weight for layer in layers])
     biases = [layer.bias for layer in layers if layer.bias is not None]
-    bias = stacked(biases) if biases else None
-    if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        rows, weight = rows.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    return grouped_linear(rows, weight, groups, bias)
+    return grouped_linear(rows, weight, groups, stacked(biases) if biases else None)
 
 
 def stacked(params: Sequence[Tensor]) -> Tensor:

@@ -51,7 +51,14 @@ class Groups:
 
 
 def grouped_linear(rows: Tensor, weight: Tensor, groups: Groups, bias: Tensor | None = None) -> Tensor:
-    """[rows, out]: each group times the transpose of its weight [groups, out, in], plus its bias [groups, out]."""
+    """[rows, out]: each group times the transpose of its weight [groups, out, in], plus its bias [groups, out].
+
+    Under autocast in its dtype, as torch's linear layers are.
+    """
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
     if groups.ends is None:
         batch = rows.view(groups.count, -1, rows.shape[-1])
         turned = weight.transpose(1, 2)
