@@ -16,6 +16,7 @@ from deepspeed.config import DeepSpeedConfig
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
 from deepspeed.log import log_dist, set_log_level_from_string
+from deepspeed.moe.auto import spread_blocks
 from deepspeed.moe.placing import SpreadExperts, spread_experts
 from deepspeed.moe.utils import split_experts
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
@@ -84,6 +85,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     watch_hangs(schema)  # first: groups that are made from now on wait as long as it says
     layout = _layout(request, stack)
     split = split_model(schema, module, layout["tp"], Reborn(layout["dp", "sp"]), request.mpu)
+    spread_blocks(schema, module, layout)
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,6 +37,12 @@ def data_techniques(schema: Schema) -> bool:
     return any(isinstance(section, DeepSpeedConfigModel) and _switched_on(section) for section in inner)
 
 
+def _given(key: str, schema: Schema) -> bool:
+    """Whether a key of `expert_parallel` asks for something."""
+    section = schema.expert_parallel
+    return section.enabled and getattr(section, key) != type(section).model_fields[key].default
+
+
 UNBUILT: tuple[Feature, ...] = (
     Feature("aio.use_gds", "GPUDirect Storage", lambda c: c.aio.use_gds),
     Feature(
@@ -67,7 +74,24 @@ UNBUILT: tuple[Feature, ...] = (
         "manual injection policies",
         lambda c: c.tensor_parallel.injection_policy_tuple is not None,
     ),
-    Feature("expert_parallel", "AutoEP", lambda c: c.expert_parallel.enabled),
+    Feature("expert_parallel.comm_backend", "DeepEP", functools.partial(_given, "comm_backend")),
+    Feature(
+        "expert_parallel",
+        "spread experts together with split layers (tensor_parallel.autotp_size)",
+        lambda c: c.expert_parallel.enabled and c.axis_sizes["tp"] > 1,
+    ),
+    *(
+        Feature(
+            f"expert_parallel.{key}",
+            "a router, or experts, other than the model's own (set it in the model's config)",
+            functools.partial(_given, key),
+        )
+        for key in (
+            *("top_k", "score_func", "score_apply", "route_norm", "route_scale", "routed_scaling_factor"),
+            *("num_expert_groups", "num_limited_groups", "expert_activation"),
+            *("expert_tensor_parallel_size", "load_balance_coeff"),
+        )
+    ),
     Feature("compile.deepcompile", "DeepCompile", lambda c: c.compile.deepcompile),
     Feature("hybrid_engine", "the hybrid engine", lambda c: c.hybrid_engine.enabled),
     Feature(

@@ -35,6 +35,8 @@ class Idle:
 
 
 _IN_THE_MODULE = "PipelineModule decides it, by its arguments"
+_BY_STRUCTURE = "experts are recognised by their structure: parameters of the shape [experts, …]"
+_OWN_ROUTER = "router and shared experts of a block stay as the model has them"
 _SLICES = "a rank sends what it has to the rank with the same slice, which needs all of it"
 
 
@@ -128,6 +130,27 @@ IDLE: tuple[Idle, ...] = (
             ("replace_with_kernel_inject", "kernels are injected for inference only"),
             ("kernel_inject", "kernels are injected for inference only"),
         )
+    ),
+    Idle(
+        "expert_parallel",
+        "expert_parallel.enabled is false, so that experts are not spread",
+        lambda c: not c.expert_parallel.enabled,
+        switch="expert_parallel.enabled",
+    ),
+    *(
+        Idle(f"expert_parallel.{key}", why)
+        for keys, why in (
+            (("preset_model", "num_experts_attr", "expert_w1", "expert_w2", "expert_w3"), _BY_STRUCTURE),
+            (("top_k_attr", "router_pattern", "has_shared_experts"), _OWN_ROUTER),
+            (("shared_experts_pattern", "shared_experts_gate_pattern"), _OWN_ROUTER),
+            (("disable_triton_grouped_mm",), "torch's grouped product is the one that there is"),
+            (("gate_up_impl",), "gate and up are one product where the model keeps them as one"),
+            (("combine_impl", "row_weighting_impl"), "outputs are always weighted and summed in float32 by one pass"),
+            (("comm_num_sm", "comm_qp_margin", "comm_max_tokens_per_rank"), "they belong to comm_backend deepep"),
+            (("async_split_plan",), "numbers of tokens travel as soon as the router has chosen"),
+            (("validate_folding_routing",), "experts are not spread over tensor-parallel ranks"),
+        )
+        for key in keys
     ),
     Idle("elasticity.min_time", "it is for schedulers, who decide whether a job is worth starting"),
     *(Idle(f"pipeline.{key}", _IN_THE_MODULE) for key in ("stages", "partition", "seed_layers")),

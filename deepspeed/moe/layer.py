@@ -9,10 +9,10 @@ from deepspeed.errors import UsageError
 from deepspeed.log import logger
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
-from deepspeed.parallel import ParallelLayout
+from deepspeed.parallel import ExpertGroups, ParallelLayout
 from deepspeed.parallel.current import current_layout
 
-__all__ = ["MoE"]
+__all__ = ["MoE", "meet"]
 
 _POLICIES = (None, "None", "Jitter", "RSample")
 
@@ -83,16 +83,15 @@ class MoE(nn.Module):
         """Find the ranks of the experts in the current layout; the engine does this by itself."""
         self.join(current_layout.get(), data_first=use_data_before_expert_parallel_)
 
-    def join(self, layout: ParallelLayout, *, data_first: bool = False) -> None:
+    def join(self, layout: ParallelLayout, *, data_first: bool = False) -> ExpertGroups:
         """Take the ranks of the experts from a layout; all ranks call this for all layers, in the same order."""
         tensor = layout["tp"]
         folds = tensor.size > 1 and not self.enable_expert_tensor_parallelism
         experts = layout.experts(self.ep_size, data_first=data_first, fold_tp=folds)
-        for axis in (experts.ep, experts.edp):
-            _ = axis.group if axis.size > 1 else None
-        current_layout.experts[self.expert_group_name] = experts
+        meet(experts, self.expert_group_name)
         self.deepspeed_moe.join(experts.ep, tensor if folds else None)
         self.deepspeed_moe.gate.ep_group = self.deepspeed_moe.ep_group
+        return experts
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(output, auxiliary loss, tokens per expert); `used_token` [S] leaves out those that are 0 there (top-1)."""
@@ -104,3 +103,11 @@ class MoE(nn.Module):
             shares = functional.softmax(self.coefficient(hidden_states), dim=-1)
             output = output * shares[..., 0:1] + beside * shares[..., 1:]
         return output, *said
+
+
+def meet(experts: ExpertGroups, name: str) -> ExpertGroups:
+    """Make the groups of ranks, which all of them do in the same order, and let scripts find them by name."""
+    for axis in (experts.ep, experts.edp):
+        _ = axis.group if axis.size > 1 else None
+    current_layout.experts[name] = experts
+    return experts

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from deepspeed.errors import FeatureUnavailable, LayoutError
+from deepspeed.fragments import Split, even
 from deepspeed.moe.experts import Experts
-from deepspeed.moe.layer import MoE
+from deepspeed.moe.layer import MoE, meet
+from deepspeed.moe.stacked import SpreadStack
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.parallel import AxisGroup, ExpertGroups, ParallelLayout
 from deepspeed.parallel.current import current_layout
@@ -32,6 +34,17 @@ class SpreadLayer:
     local: int
     """Experts on each rank."""
     groups: ExpertGroups
+    stacked: frozenset[str] = frozenset()
+    """Parameters in which the experts lie one behind the other: each rank has a slice, under the name of the whole."""
+
+    def holds(self, name: str) -> bool:
+        """True for the name of a parameter of which ranks have different experts."""
+        return name in self.stacked if self.stacked else name.startswith(self.begin)
+
+    @property
+    def listed(self) -> str:
+        """What names in files begin with: there a slice of stacked experts is called as an expert is."""
+        return f"{self.begin}deepspeed_experts." if self.stacked else self.begin
 
     @property
     def first(self) -> int:
@@ -74,14 +87,14 @@ class SpreadExperts:
     def name_of(self, name: str) -> str:
         """What a parameter of this rank is called in the whole model."""
         for layer in self.layers:
-            if layer.first and name.startswith(layer.begin):
+            if layer.first and not layer.stacked and layer.holds(name):
                 number, _, rest = name.removeprefix(layer.begin).partition(".")
                 return f"{layer.begin}{int(number) + layer.first}.{rest}"
         return name
 
     def elsewhere(self, name: str) -> bool:
         """True for the name of an expert, whichever rank has it."""
-        return any(name.startswith(layer.begin) for layer in self.layers)
+        return any(layer.holds(name) for layer in self.layers if not layer.stacked)
 
     def crosses(self, param: Tensor) -> bool:
         """True for an expert that is spread or copied over tensor-parallel ranks, as if these were data-parallel."""
@@ -108,8 +121,23 @@ class SpreadExperts:
 
     @property
     def numbers(self) -> Mapping[str, int]:
-        """Beginning of names → experts, in the order of the model."""
-        return {layer.begin: layer.experts for layer in self.layers}
+        """Beginning of names in files → experts, or slices of them, in the order of the model."""
+        return {layer.listed: layer.groups.ep.size if layer.stacked else layer.experts for layer in self.layers}
+
+    @property
+    def slices(self) -> Mapping[str, tuple[int, int]]:
+        """Stacked parameters → which slice this rank has, of how many."""
+        axes = {name: layer.groups.ep for layer in self.layers for name in layer.stacked}
+        return {name: (axis.rank, axis.size) for name, axis in axes.items()}
+
+    @property
+    def splits(self) -> Mapping[str, Split]:
+        """How stacked parameters are cut over the ranks that share them."""
+        return {
+            name: Split.of(0, [even(layer.experts, layer.groups.ep.size)])
+            for layer in self.layers
+            for name in layer.stacked
+        }
 
 
 def spread_experts(
@@ -119,16 +147,23 @@ def spread_experts(
     layers = []
     for path, each in module.named_modules():
         if isinstance(each, MoE):
-            each.join(layout, data_first=data_first)
-            name, groups = each.expert_group_name, current_layout.experts[each.expert_group_name]
-            stack.callback(_forget, name, groups)
+            groups = each.join(layout, data_first=data_first)
             begin = f"{path}{'.' * bool(path)}deepspeed_moe.experts.deepspeed_experts."
-            layers.append(SpreadLayer(begin, name, each.num_experts, each.num_local_experts, groups))
+            made = SpreadLayer(begin, each.expert_group_name, each.num_experts, each.num_local_experts, groups)
+        elif isinstance(each, SpreadStack):
+            known = each.stack
+            groups = meet(known.groups, known.group_name)
+            own = frozenset(f"{path}.{name}" for name, _ in each.named_parameters(recurse=False))
+            made = SpreadLayer(f"{path}.", known.group_name, known.experts, known.local, groups, own)
+        else:
+            continue
+        stack.callback(_forget, made.group_name, groups)
+        layers.append(made)
     if not layers:
         return None
-    made = SpreadExperts(layers, layout["dp", "sp"], data_first=data_first)
-    made.note_buffers(module)
-    return made
+    spread = SpreadExperts(layers, layout["dp", "sp"], data_first=data_first)
+    spread.note_buffers(module)
+    return spread
 
 
 def _forget(name: str, groups: ExpertGroups) -> None:

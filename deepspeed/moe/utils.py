@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.moe.layer import MoE
+from deepspeed.moe.stacked import SpreadStack
 
 __all__ = [
     "configure_moe_param_groups",
@@ -28,7 +29,11 @@ DENSE = "dense-params"
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
     """Whether a model has such layers, and the number of experts of the last one (0 if it has none)."""
-    numbers = [module.num_experts for module in m.modules() if isinstance(module, MoE)]
+    numbers = [
+        module.num_experts if isinstance(module, MoE) else module.stack.experts
+        for module in m.modules()
+        if isinstance(module, (MoE, SpreadStack))
+    ]
     return bool(numbers), numbers[-1] if numbers else 0
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.checkpoint.formats.checked_files import Opener
+from deepspeed.checkpoint.formats.expert_slices import JoinedSlices
 from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.native.reader import NativeSource
 from deepspeed.checkpoint.formats.native.writer import INDEX
@@ -81,7 +82,8 @@ def open_checkpoint(
             )
 
         if stages == 1:  # a rank of a pipeline reads what all stages have
-            return _of_ranks(of_rank, found.model_ranks, splits, mp_rank if layers is None else mp_rank % slices)
+            rank = mp_rank if layers is None else mp_rank % slices
+            return _joined(_of_ranks(of_rank, found.model_ranks, splits, rank))
         mine = mp_rank // slices
         sources = [of_rank(stage * slices + mp_rank % slices, reads_order=stage == mine) for stage in range(stages)]
         return Stages(sources, mine)
@@ -112,6 +114,12 @@ def _dimensions(found: Found, opener: Opener) -> tuple[int, int]:
 
 def _cut(source: Source, splits: Mapping[str, Split] | None, rank: int) -> Source:
     return Resliced([source], {}, splits, rank) if splits else source
+
+
+def _joined(source: Source) -> Source:
+    """With experts whole of which the ranks that wrote had slices."""
+    slices = source.slices if isinstance(source, DeepSpeedSource) else {}
+    return JoinedSlices(source, slices) if slices else source
 
 
 def _of_ranks(

@@ -56,8 +56,16 @@ class Resliced:
     """
 
     def __init__(
-        self, sources: Sequence[Source], saved: Mapping[str, Split], wanted: Mapping[str, Split], rank: int = 0
+        self,
+        sources: Sequence[Source],
+        saved: Mapping[str, Split],
+        wanted: Mapping[str, Split],
+        rank: int = 0,
+        *,
+        same_ranks: bool = False,
     ) -> None:
+        """`same_ranks`: a rank is the one that wrote what it reads, so that random states are its own."""
+        self._same_ranks = same_ranks
         self._sources, self._saved, self._wanted, self._rank = sources, saved, wanted, rank
         self._first = sources[0]
         for name, split in saved.items():
@@ -134,6 +142,9 @@ class Resliced:
         owner = self.aliases.get(name, name)
         if owner not in self._saved and owner not in self._wanted:
             return self._first.find(name, kind, start, stop)
+        if owner not in self._saved and (run := self._run(owner)) is not None:
+            last = run[1] if stop is None else run[0] + stop
+            return self._first.find(name, kind, run[0] + start, last)
         flat = self._part(owner, kind).reshape(-1)
         return [Part(flat[start:stop].clone(), _IN_MEMORY)]
 
@@ -148,7 +159,18 @@ class Resliced:
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """The place in the data; random states belong to the ranks that wrote them."""
         found = self._first.rank_state(rank)
+        if self._same_ranks:
+            return found
         return {"data": found["data"]} if found.get("data") else {}
+
+    def _run(self, name: str) -> tuple[int, int] | None:
+        """The elements of a whole tensor that the wanted rank has, if they lie one behind the other."""
+        wanted, shape = self._wanted[name], self._first.shapes[name]
+        if wanted.dim or self._shapes[name] == shape or len(wanted.parts[self._rank]) != 1:
+            return None
+        ((start, stop),) = wanted.parts[self._rank]
+        row = shape[1:].numel()
+        return start * row, stop * row
 
     def _part(self, name: str, kind: str) -> Tensor:
         saved, wanted = self._saved.get(name), self._wanted.get(name)

@@ -101,6 +101,8 @@ class Experts:
     """Whether this rank is the first that has this part."""
     writes: Mapping[str, bool]
     """Layer → whether this rank is the first of those that have the same experts of it."""
+    slices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Parameters in which experts lie one behind the other → which slice this rank has, of how many."""
 
 
 @dataclass(frozen=True, slots=True)

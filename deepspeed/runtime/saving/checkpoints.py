@@ -19,6 +19,7 @@ from deepspeed.checkpoint.formats.consolidate import scripts
 from deepspeed.checkpoint.formats.detect import Share, open_checkpoint
 from deepspeed.checkpoint.formats.native import writer as safetensors_files
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files
+from deepspeed.checkpoint.formats.resliced import Resliced
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.stages import Selection
 from deepspeed.checkpoint.formats.stand_ins import StandIns
@@ -201,6 +202,10 @@ class Checkpoints:
         layers = None if self._parts.layers is None else self._parts.layers.known
         share = Share(layers, splits)
         source = open_checkpoint(path, mp_rank=mp_rank, order=order or None, partial=partial, near=near, share=share)
+        experts = self._parts.experts
+        if experts is not None and experts.splits:
+            own, _ = next(iter(experts.slices.values()))
+            source = Resliced([source], {}, experts.splits, own, same_ranks=True)
         return source if holds is None else Selection(source, holds)
 
     def load(self, path: Path, wish: Wish) -> Source:

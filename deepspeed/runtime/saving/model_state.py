@@ -44,12 +44,13 @@ def collect(module: nn.Module, *, keep: bool = True, exclude_frozen: bool = Fals
 def gather_experts(state: OrderedDict[str, Any], experts: SpreadExperts, *, keep: bool) -> None:
     """Bring what other ranks have of the experts to rank 0, by their names in the whole model; layer by layer."""
     for layer in experts.layers:
-        own = {experts.name_of(name): state.pop(name) for name in list(state) if name.startswith(layer.begin)}
+        own = {experts.name_of(name): state.pop(name) for name in list(state) if layer.holds(name)}
         axis = layer.groups.ep
         if axis.size > 1 and layer.groups.edp.rank == 0:
             told: list[Any] = [None] * axis.size
             comm.all_gather_object(told, own, group=axis.group)
-            own = {name: value for each in told for name, value in each.items()}
+            joined = {name: torch.cat([each[name] for each in told]) for name in own} if layer.stacked else {}
+            own = joined or {name: value for each in told for name, value in each.items()}
         if keep:
             state.update(own)
 

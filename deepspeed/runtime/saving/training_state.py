@@ -189,8 +189,9 @@ def _experts(parts: Parts) -> Experts | None:
     experts = parts.experts
     if experts is None:
         return None
-    writes = {layer.begin: layer.groups.edp.rank == 0 for layer in experts.layers}
-    return Experts(experts.numbers, experts.data_first, experts.most.ep.rank, experts.most.edp.rank == 0, writes)
+    writes = {layer.listed: layer.groups.edp.rank == 0 for layer in experts.layers}
+    first = experts.most.edp.rank == 0
+    return Experts(experts.numbers, experts.data_first, experts.most.ep.rank, first, writes, experts.slices)
 
 
 def _groups(parts: Parts, exclude_frozen: bool) -> list[Listed]:

@@ -84,3 +84,31 @@ def batches(step: int, micro: int, *, tokens: int = TOKENS, uneven: bool = False
         torch.randn(tokens + (rank if uneven else 0), WIDTH, generator=generator)
         for rank in range(dist.get_world_size())
     ]
+
+
+class StackedExperts(nn.Module):
+    """Experts in stacked parameters, as Transformers keeps them, without its flags."""
+
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.down_proj = nn.Parameter(torch.randn(experts, WIDTH, WIDTH) / 3)
+
+    def forward(self, tokens, chosen, weights):
+        out = torch.zeros_like(tokens)
+        for number in range(self.num_experts):
+            rows, choice = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, rows, tokens[rows] @ self.down_proj[number] * weights[rows, choice, None])
+        return out
+
+
+class StackedModel(nn.Module):
+    """A router of its own, and stacked experts."""
+
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, experts), StackedExperts(experts)
+
+    def forward(self, tokens):
+        weights, chosen = self.gate(tokens).softmax(-1).topk(2)
+        return self.experts(tokens, chosen, weights).square().mean()

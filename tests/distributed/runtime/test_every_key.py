@@ -32,6 +32,7 @@ from deepspeed.config.shape import Key, Model, keys_of, members_of
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.log import logger
 from deepspeed.pipe import PipelineModule
+from tests.distributed.moe.models import StackedModel
 from tests.harness import ranks
 from tests.models import Tiny, batches
 
@@ -215,6 +216,8 @@ def readers(folder):
     run({"fp16": {"enabled": True}, "checkpoint": {"writer": {}}}, folder)
     run({"torch_autocast": {"enabled": True}, "activation_checkpointing": KEPT}, folder)
     run({}, folder, mesh_param=(1, 2))
+    spread = {"train_batch_size": 4, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    deepspeed.initialize(model=StackedModel(), config=spread)[0].destroy()
     row = PipelineModule([torch.nn.Linear(2, 2)], num_stages=1)
     deepspeed.initialize(model=row, config={"train_batch_size": 4, "pipeline": {"schedule": "gpipe"}})[0].destroy()
     return {leaf.path for leaf in leaves() if (leaf.owner, leaf.chain[-1].name) in seen}

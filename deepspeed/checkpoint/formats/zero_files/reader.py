@@ -13,6 +13,7 @@ from torch import Tensor
 from deepspeed.checkpoint.formats.bounds import rank_count, shapes_of
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.client_values import decode
+from deepspeed.checkpoint.formats.expert_slices import slices_in
 from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.resliced import splits_in
 from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
@@ -121,6 +122,11 @@ class DeepSpeedSource:
         told = self._extra.get("splits")
         return None if told is None else splits_in(told, self._directory)
 
+    @functools.cached_property
+    def slices(self) -> Mapping[str, int]:
+        """Parameters of experts that lie in slices → in how many."""
+        return slices_in((self._extra.get("experts") or {}).get("slices"), self._directory)
+
     @property
     def model_entries(self) -> Mapping[str, Any]:
         """The entries of the model's file."""
@@ -162,6 +168,8 @@ class DeepSpeedSource:
     def dtype(self, name: str) -> torch.dtype | None:
         """What the model computed with."""
         tensor = self._module.get(name)
+        if tensor is None and name in self._experts:
+            tensor = self._experts[name][0]
         return None if tensor is None else tensor.dtype
 
     def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:

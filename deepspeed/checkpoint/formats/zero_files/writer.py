@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepspeed._version import __version__
 from deepspeed.checkpoint.formats.client_values import decode, encode
+from deepspeed.checkpoint.formats.expert_slices import with_slices
 from deepspeed.checkpoint.formats.plain_values import plain
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
 from deepspeed.checkpoint.formats.resliced import plain_splits
@@ -74,6 +75,7 @@ RESERVED = frozenset(
 
 def files(state: TrainingState, *, allocate: Allocate | None = None, stand_ins: StandIns | None = None) -> Files:
     """What this rank writes. See `Host` for `allocate` and `stand_ins`."""
+    state = with_slices(state)
     host, result = Host(allocate, stand_ins), Files()
     rank_state = rank_entries(state, host)
     if state.stage == 3 or state.writes_shared:
@@ -165,7 +167,9 @@ def _experts(state: TrainingState) -> dict[str, Any]:
     if state.experts is None:
         return {}
     sizes = [group.ep for group in state.groups]
-    return {"experts": {"layers": dict(state.experts.layers), "data_first": state.experts.data_first, "sizes": sizes}}
+    found = {"layers": dict(state.experts.layers), "data_first": state.experts.data_first, "sizes": sizes}
+    slices = {name: count for name, (_, count) in state.experts.slices.items()}
+    return {"experts": {**found, "slices": slices} if slices else found}
 
 
 def _universal_info(state: TrainingState) -> dict[str, Any]:

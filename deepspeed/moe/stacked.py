@@ -1,0 +1,172 @@
+"""Experts that a model keeps in stacked parameters [experts, …], as those of Transformers do, spread over ranks.
+
+[Note: experts alone] A block of a model has a router, experts, and perhaps experts that see every token. Only the
+module of the experts changes: it keeps its object, its hooks and its parameters, of which this rank has a slice, and
+gets a class before its own. The block goes on to choose experts and weights by its own code, whatever that is.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import UsageError
+from deepspeed.moe.exchange import exchange, exchange_counts
+from deepspeed.moe.listening import Listener
+from deepspeed.moe.routing import count_of
+from deepspeed.moe.travel import through_experts
+from deepspeed.ops.grouped import Groups, grouped_linear
+from deepspeed.parallel import ExpertGroups
+
+__all__ = ["SpreadStack", "Stack", "computes_by_flags", "count_of_stack", "kind_of", "spread_stack"]
+
+CHOSEN, EVERY = 3, 1
+"""Arguments of a module of experts: tokens with their experts and weights, or a row for every expert and token."""
+
+
+@dataclass
+class Stack:
+    """What a module of experts knows of the others."""
+
+    path: str
+    experts: int
+    """Of the whole model."""
+    groups: ExpertGroups
+    grouped: bool
+    """Computed by grouped products here; else by the module's own code."""
+    arguments: tuple[str, ...]
+    """What the module's own code calls them."""
+
+    @property
+    def local(self) -> int:
+        """Experts on each rank."""
+        return self.experts // self.groups.ep.size
+
+    @property
+    def group_name(self) -> str:
+        """The mark of its parameters."""
+        return f"ep_size_{self.groups.ep.size}"
+
+    def __deepcopy__(self, _: Any) -> Stack:
+        return self  # groups of processes are not copied
+
+
+def count_of_stack(module: nn.Module) -> int | None:
+    """How many experts a module holds in stacked parameters; None if it is no such module."""
+    count = getattr(module, "num_experts", None)
+    shapes = [getattr(param, "ds_shape", param.shape) for param in module.parameters(recurse=False)]
+    if not isinstance(count, int) or count < 2 or not any(len(shape) == 3 for shape in shapes):
+        return None
+    return count if all(len(shape) > 1 and shape[0] == count for shape in shapes) else None
+
+
+def kind_of(module: nn.Module) -> tuple[str, ...] | None:
+    """The arguments of a module of experts: (tokens, chosen, weights), or (rows,); None for any other number."""
+    fixed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    code = inspect.unwrap(type(module).forward)
+    names = [each.name for each in inspect.signature(code).parameters.values() if each.kind in fixed][1:]
+    return tuple(names) if len(names) in (CHOSEN, EVERY) else None
+
+
+def computes_by_flags(module: nn.Module) -> bool:
+    """True if a module says what it computes, by the flags that Transformers' own grouped products go by."""
+    return all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate", "down_proj"))
+
+
+@torch.no_grad()
+def spread_stack(module: nn.Module, stack: Stack, done: set[int]) -> None:
+    """Let a module keep this rank's slice of its experts; parameters keep their identity, by which optimizers go."""
+    first = stack.groups.ep.rank * stack.local
+    for param in module.parameters(recurse=False):
+        if id(param) not in done:
+            done.add(id(param))
+            param.data = param.detach()[first : first + stack.local].clone()
+            param.allreduce = False  # type: ignore[attr-defined]  # as parameters of experts are marked
+            param.group_name = stack.group_name  # type: ignore[attr-defined]
+    module.__class__ = _class_of(type(module))  # type: ignore[arg-type]
+    module.num_experts = stack.local  # type: ignore[assignment]  # what its own code computes with
+    module.stack = stack  # type: ignore[assignment]
+
+
+@functools.cache
+def _class_of(original: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Spread{original.__name__}", (SpreadStack, original), {"__module__": __name__})
+
+
+class SpreadStack(nn.Module):
+    """Put before the class of a module of experts: tokens go to the ranks of their experts."""
+
+    stack: Stack
+    listener: Listener | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the module's own; every rank of the experts calls it."""
+        stack = self.stack
+        given = dict(zip(stack.arguments, args, strict=False)) | kwargs
+        values = [given.get(name) for name in stack.arguments]
+        if len(given) != len(values) or not all(isinstance(each, Tensor) for each in values):
+            raise UsageError(
+                f"{stack.path}: its experts are spread over {stack.groups.ep.size} ranks and take the tensors "
+                f"{', '.join(stack.arguments)}, but were called with {', '.join(map(str, given))}"
+            )
+        if len(values) == EVERY:
+            return self._every(*values)  # type: ignore[arg-type]
+        return self._chosen(*values)  # type: ignore[arg-type]
+
+    def _chosen(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Each token [..., M] to the experts [S, k] that its router chose."""
+        stack = self.stack
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        if chosen.shape != weights.shape or len(chosen) != len(flat):
+            raise UsageError(
+                f"{stack.path}: {len(flat)} tokens came with chosen experts of shape {tuple(chosen.shape)} and weights "
+                f"of shape {tuple(weights.shape)}; expected [{len(flat)}, k] for both"
+            )
+        if self.listener is not None and self.training:
+            self.listener(count_of(chosen.reshape(-1), stack.experts))
+        compute = self._grouped if stack.grouped else self._own
+        out = through_experts(flat, chosen.t(), weights.t(), count=stack.experts, axis=stack.groups.ep, compute=compute)
+        return out.view(*tokens.shape[:-1], out.shape[-1])
+
+    def _grouped(self, rows: Tensor, groups: Groups) -> Tensor:
+        """What the module's flags say, over all experts at once."""
+        up, down = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
+        inner = self._product(rows, groups, up)
+        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)  # type: ignore[operator]
+        out = self._product(inner, groups, down)
+        return self.post_expert_norm(out) if getattr(self, "has_post_expert_norm", False) else out  # type: ignore[operator]
+
+    def _product(self, rows: Tensor, groups: Groups, name: str) -> Tensor:
+        weight: Tensor = getattr(self, name)
+        bias = getattr(self, f"{name}_bias") if self.has_bias else None
+        return grouped_linear(rows, weight.transpose(1, 2) if self.is_transposed else weight, groups, bias)
+
+    def _own(self, rows: Tensor, groups: Groups) -> Tensor:
+        """The module's own code, for which each row is a token of one expert with the weight 1."""
+        if len(rows) == 0:  # code that finds no expert to call has no way back to anything
+            return rows + sum(param.flatten()[:1].sum() * 0 for param in self.parameters())
+        numbers = groups.numbers(len(rows)).long().unsqueeze(1)
+        out: Tensor = super().forward(rows, numbers, rows.new_ones(len(rows), 1))
+        return out
+
+    def _every(self, rows: Tensor) -> Tensor:
+        """[experts × S, M]: every expert computes a row for every token, which ranks may have different numbers of."""
+        axis, local = self.stack.groups.ep, self.stack.local
+        if self.listener is not None and self.training:  # whom the router did not choose has rows of 0
+            self.listener(rows.detach().view(self.stack.experts, -1, rows.shape[-1]).any(-1).sum(1))
+        if axis.size == 1:
+            alone: Tensor = super().forward(rows)
+            return alone
+        tokens = len(rows) // self.stack.experts
+        told = exchange_counts(torch.full((axis.size, 1), tokens, device=rows.device), axis).view(-1).tolist()
+        comes, goes = [local * each for each in told], [local * tokens] * axis.size
+        parts = exchange(rows, axis, comes, goes).split(comes)
+        side_by_side = torch.cat([part.view(local, -1, rows.shape[-1]) for part in parts], dim=1)
+        out: Tensor = super().forward(side_by_side.reshape(-1, rows.shape[-1]))
+        back = out.view(local, sum(told), -1).split(told, dim=1)
+        return exchange(torch.cat([each.reshape(len(each[0]) * local, -1) for each in back]), axis, goes, comes)
