@@ -17,6 +17,7 @@ from deepspeed.config.explain import batch_values, rows
 from deepspeed.config.hangs import HangsConfig
 from deepspeed.events import OverflowFound
 from deepspeed.log import log_dist, logger, print_dist
+from deepspeed.moe.statistics import RouterStatistics
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.subscriber import MonitorSubscriber
 from deepspeed.profiling.memory import MemoryBreakdown
@@ -71,6 +72,8 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     stack.callback(parts.monitor.close)
     if parts.monitor.enabled:
         stack.callback(MonitorSubscriber(parts.monitor, times=times).attach(events).close)
+        if parts.experts is not None:
+            stack.callback(RouterStatistics(parts.module, parts.layout["dp", "sp"]).attach(events).close)
     if comm.get_rank() == 0:
         stack.callback(events.subscribe(OverflowFound, _tell_overflow).close)
     if schema.vocabulary_size is not None and schema.vocabulary_size % 8:

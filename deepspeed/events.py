@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
 __all__ = [
     "EventStream",
+    "ExpertsUsed",
+    "LayerUse",
     "OverflowFound",
     "Phase",
     "PhaseBegan",
@@ -86,6 +89,39 @@ class StepFinished:
     """Global norm before clipping: a number, a tensor that is still being computed, or None."""
     loss: Any
     """This rank's losses of the step's micro batches: a tensor that is still being computed, or None."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerUse:
+    """What the router of one layer of experts chose."""
+
+    counts: tuple[int, ...]
+    """Assignments of each expert."""
+    dropped: int
+    """Assignments that no expert took, because it was full."""
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """Of each expert, as a multiple of an equal share."""
+        mean = sum(self.counts) / len(self.counts)
+        return tuple(count / mean if mean else 0.0 for count in self.counts)
+
+    @property
+    def entropy(self) -> float:
+        """Of the load: 1 where all experts have as many, 0 where one has all."""
+        total = sum(self.counts)
+        shares = [count / total for count in self.counts if count]
+        return sum(share * math.log(1 / share) for share in shares) / math.log(max(len(self.counts), 2))
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsUsed:
+    """What all routers chose in the forwards of a step, over all ranks; told when the next step is through."""
+
+    step: int
+    samples: int
+    layers: Mapping[str, LayerUse]
+    """By the path of the layer in the model."""
 
 
 class Subscription:

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.events import EventStream, Phase, StepFinished, Subscription
+from deepspeed.events import EventStream, ExpertsUsed, Phase, StepFinished, Subscription
 from deepspeed.monitor.base import Monitor, writes_here
 
 __all__ = ["MonitorSubscriber", "StepTimes"]
 
 _PREFIX = "Train/Samples/"
+_EXPERTS = "Train/Experts/"
 
 
 class StepTimes(Protocol):
@@ -53,6 +54,7 @@ class MonitorSubscriber:
         if writes_here():
             subscription: Subscription = events.subscribe(StepFinished, self._step_finished)
             self._subscriptions.callback(subscription.close)
+            self._subscriptions.callback(events.subscribe(ExpertsUsed, self._experts_used).close)
             if self._times is not None:
                 self._subscriptions.callback(self._times.listen(self._step_timed).close)
         return self
@@ -89,6 +91,16 @@ class MonitorSubscriber:
                 return
         if loss is not None:
             metrics.append((_PREFIX + "train_loss", loss, event.samples))
+        self._monitor.write_events(metrics)
+
+    def _experts_used(self, event: ExpertsUsed) -> None:
+        self.flush()
+        metrics: list[tuple[str, Any, int]] = []
+        for layer, use in event.layers.items():
+            name, total = f"{_EXPERTS}{layer}/", sum(use.counts)
+            metrics.append((f"{name}entropy", use.entropy, event.samples))
+            metrics.append((f"{name}dropped", use.dropped / max(total, 1), event.samples))
+            metrics += [(f"{name}load/{number}", load, event.samples) for number, load in enumerate(use.loads)]
         self._monitor.write_events(metrics)
 
     def _step_timed(self, event: StepFinished, milliseconds: Mapping[Phase, float]) -> None:
