@@ -243,20 +243,23 @@ def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint
 
 def _read_rank(folder: Path, rank: str, exclude_frozen: bool) -> tuple[Checkpoint, Any]:
     """What the files of one model-parallel rank hold, and how tensors are cut over these ranks."""
-    models = sorted(folder.glob(f"*mp_rank_{rank}_model_states.pt"), key=natural)
+    found_models = sorted(folder.glob(f"*mp_rank_{rank}_model_states.pt"), key=natural)
+    experts = [path for path in found_models if re.match(r"layer_\d+_expert_", path.name)]
+    models = [path for path in found_models if path not in experts]
     optimizers = sorted(
         folder.glob("*optim_states.pt" if rank == "*" else f"*mp_rank_{rank}*optim_states.pt"), key=natural
     )
-    if not models or any(re.search(r"layer_|expert_", path.name) for path in (*models, *folder.glob("layer_*"))):
-        raise ValueError(f"{folder} has no '*mp_rank_*_model_states.pt', or is of a pipeline or of experts")
+    optimizers = [path for path in optimizers if not path.name.startswith("expp_rank_")]
+    layers = [path for path in folder.glob("layer_*") if "_expert_" not in path.name]
+    if not models or layers or any(path.name.startswith("layer_") for path in models):
+        raise ValueError(f"{folder} has no '*mp_rank_*_model_states.pt', or is of a pipeline")
     model, reader = _load(models[0]), _Reader()
-    if "num_experts" in model:
-        raise ValueError(f"{folder} has experts in the shards of some ranks; save_16bit_model writes the whole model")
     found = Checkpoint(aliases=dict(model.get("shared_params") or (model.get("ds_extra") or {}).get("aliases") or {}))
     buffers, module = set(model.get("buffer_names") or ()), model["module"]
     listed = model.get("param_shapes") or () if optimizers else ()
     groups = [{name: _shape(shape, name) for name, shape in group.items()} for group in listed]
     trained = {name for group in groups for name in group}
+    spread = _spread(model, experts, folder) if "num_experts" in model else None
     frozen_shapes = model.get("frozen_param_shapes") or {}
     for name, tensor in module.items():
         whole = name in buffers or not models[0].name.startswith("zero_pp_rank")
@@ -276,9 +279,11 @@ def _read_rank(folder: Path, rank: str, exclude_frozen: bool) -> tuple[Checkpoin
             parts = _striped(models, ("frozen_param_fragments", name), 0, shape.numel())
             found.tensors[name] = Lazy(shape, torch.float32, parts, reader)
     if groups:
-        _add_trained(found, groups, optimizers, reader)
+        _add_trained(found, groups, optimizers, reader, spread)
     elif not optimizers:
         _untie(found, module)
+    if spread is not None:
+        _add_experts(found, experts, spread, reader, exclude_frozen=exclude_frozen and bool(groups))
     order = {name: place for place, name in enumerate(module)}
     found.tensors = dict(sorted(found.tensors.items(), key=lambda item: order.get(item[0], len(order))))
     return found, (model.get("ds_extra") or {}).get("splits")
@@ -301,8 +306,10 @@ def _striped(files: Sequence[Path], keys: tuple[Any, ...], offset: int, numel: i
     return tuple((path, keys, offset, offset + held[rank]) for rank, path in enumerate(files) if held[rank])
 
 
-def _add_trained(found: Checkpoint, groups: list[dict[str, Any]], files: Sequence[Path], reader: _Reader) -> None:
-    first = _load(files[0])["optimizer_state_dict"]
+def _add_trained(
+    found: Checkpoint, groups: list[dict[str, Any]], every: Sequence[Path], reader: _Reader, spread: _Spread | None
+) -> None:
+    first, files = _load(every[0])["optimizer_state_dict"], every
     by_parameter = "fp32_flat_groups" in first
     key = "fp32_flat_groups" if by_parameter else "single_partition_of_fp32_groups"
     if key not in first:
@@ -316,8 +323,11 @@ def _add_trained(found: Checkpoint, groups: list[dict[str, Any]], files: Sequenc
     if len(first[key]) != len(groups):
         raise ValueError(f"{files[0]} has {len(first[key])} flat tensors, the model file lists {len(groups)}")
     gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in groups]
-    for number, group in enumerate(groups):
-        offset = 0
+    parts_of = [1] * len(groups) if spread is None else spread.parts(first, len(groups), by_parameter)
+    tensors = [(number, part) for number, count in enumerate(parts_of) for part in range(count)]
+    for number, part in tensors:
+        group, offset = groups[number], 0
+        files = every if spread is None else spread.files(every, parts_of[number], part)
         whole = sum(math.prod(shape) for shape in group.values()) + sum(gaps[number] if not by_parameter else ())
         shard = -(-whole // (2 * len(files))) * 2
         for place, (name, shape) in enumerate(group.items()):
@@ -332,7 +342,86 @@ def _add_trained(found: Checkpoint, groups: list[dict[str, Any]], files: Sequenc
                     for rank in range(offset // shard, -(-(offset + numel) // shard))
                 )
                 offset += numel + gaps[number][place]
-            found.tensors[name] = Lazy(torch.Size(shape), torch.float32, parts, reader)
+            whole_name = name if spread is None else spread.name(name, parts_of[number], part)
+            found.tensors[whole_name] = Lazy(torch.Size(shape), torch.float32, parts, reader)
+
+
+_EXPERT = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)")
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """How experts lie on ranks, which number those that they hold from 0."""
+
+    layers: Mapping[str, int]
+    data_first: bool
+    sizes: Sequence[int] | None
+    slices: Mapping[str, int]
+    folder: Path
+
+    def parts(self, first: Mapping[str, Any], flats: int, by_parameter: bool) -> list[int]:
+        """Over how many ranks the experts of each flat tensor are spread; 1 where it has none."""
+        base = first["optimizer_state_dict"] if by_parameter else first["base_optimizer_state"]
+        groups = base["param_groups"] if isinstance(base, Mapping) else first.get("param_groups") or [{}] * flats
+        names = [re.fullmatch(r"ep_size_(\d{1,6})", str(g.get("name", ""))) if g.get("moe") else None for g in groups]
+        sizes = self.sizes or [1 if name is None else int(name[1]) for name in names]
+        members = [list(group["params"]) for group in groups] if by_parameter else [[flat] for flat in range(flats)]
+        result = [1] * flats
+        for size, own in zip(sizes, members, strict=True):
+            for flat in own:
+                result[flat] = max(int(size), 1)
+        return result
+
+    def files(self, files: Sequence[Path], count: int, part: int) -> list[Path]:
+        """Those of the ranks that hold a part of the experts."""
+        copies, rest = divmod(len(files), count)
+        if rest:
+            raise ValueError(f"{self.folder}: experts on {count} ranks do not fit the {len(files)} that wrote them")
+        step = range(copies)
+        return [files[part * copies + copy] if self.data_first else files[copy * count + part] for copy in step]
+
+    def name(self, name: str, count: int, part: int) -> str:
+        """What a rank's own name is in the whole model."""
+        found = _EXPERT.fullmatch(name)
+        if found is None:
+            return name
+        if self.layers.get(found[1], 0) % count:
+            raise ValueError(f"{self.folder}: {self.layers.get(found[1])} experts {name} are not on {count} ranks")
+        return f"{found[1]}{int(found[2]) + part * (self.layers[found[1]] // count)}{found[3]}"
+
+
+def _spread(model: Mapping[str, Any], experts: Sequence[Path], folder: Path) -> _Spread:
+    told = (model.get("ds_extra") or {}).get("experts")
+    if told is not None:
+        counts = [*told["layers"].values(), *told.get("slices", {}).values(), *told["sizes"]]
+        if any(type(count) is not int or not 0 <= count < 2**20 for count in counts):
+            raise ValueError(f"{folder}: numbers of experts are {counts!r:.200}")
+        return _Spread(told["layers"], bool(told["data_first"]), told["sizes"], told.get("slices", {}), folder)
+    layers: dict[str, int] = {}
+    for name in (name for path in experts for name in _load(path)):
+        found = _EXPERT.fullmatch(name) if isinstance(name, str) else None
+        if found is not None:
+            layers[found[1]] = max(layers.get(found[1], 0), int(found[2]) + 1)
+    config = model.get("ds_config") or {}
+    return _Spread(layers, bool(config.get("use_data_before_expert_parallelism")), None, {}, folder)
+
+
+def _add_experts(
+    found: Checkpoint, files: Sequence[Path], spread: _Spread, reader: _Reader, *, exclude_frozen: bool
+) -> None:
+    """What of experts has no master weights, and slices of them put together."""
+    for path in () if exclude_frozen else files:
+        for name, tensor in _load(path).items():
+            if isinstance(name, str) and isinstance(tensor, Tensor) and name not in found.tensors:
+                dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+                found.tensors[name] = Lazy(tensor.shape, dtype, ((path, (name,), 0, tensor.numel()),), reader)
+    for name, count in spread.slices.items():
+        before, _, last = name.rpartition(".")
+        parts = [found.tensors.pop(f"{before}.deepspeed_experts.{part}.{last}", None) for part in range(count)]
+        if not parts or any(part is None or not part.shape or part.shape != parts[0].shape for part in parts):
+            raise ValueError(f"{spread.folder}: {name} lies in {count} slices, of which some are not there")
+        shape = torch.Size((len(parts) * parts[0].shape[0], *parts[0].shape[1:]))
+        found.tensors[name] = Lazy(shape, parts[0].dtype, tuple(p for part in parts for p in part.parts), reader)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.errors import CheckpointError
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.distributed.moe.models import EXPERTS, WIDTH, StackedModel, batches
 from tests.distributed.moe.test_expert_checkpoints import shared_folder
 from tests.harness import ranks
@@ -110,11 +111,15 @@ def test_whole_models_and_universal():
         source = open_checkpoint(folder / f"of{stage}")
         assert source.shapes["experts.down_proj"] == (EXPERTS, WIDTH, WIDTH)
         assert set(source.shapes) == set(expected)
+        masters = get_fp32_state_dict_from_zero_checkpoint(folder, tag=f"of{stage}")
+        assert set(masters) == set(expected)
         whole = load_file(folder / f"whole{stage}" / "model.safetensors")
         assert set(whole) == set(expected)
         for name, (master, _) in expected.items():
             assert torch.equal(whole[name], master.bfloat16()), name
             assert torch.equal(source.read(name, "master").view(master.shape), master), name
+            if stage:  # without ZeRO the script takes the weights as the model has them
+                assert torch.equal(masters[name], master), name
         if dist.get_rank() == 0:
             convert(folder / f"of{stage}", folder / f"universal{stage}")
         dist.barrier()
