@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -129,6 +130,15 @@ class SpreadExperts:
         """Stacked parameters → which slice this rank has, of how many."""
         axes = {name: layer.groups.ep for layer in self.layers for name in layer.stacked}
         return {name: (axis.rank, axis.size) for name, axis in axes.items()}
+
+    def cut(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A state dict of whole values as this rank holds them; values that have the size of a slice already stay."""
+        cut = dict(state)
+        for name, split in self.splits.items():
+            value = state.get(name)
+            if isinstance(value, Tensor) and value.dim() and len(value) == split.total:
+                cut[name] = split.cut(value, self.slices[name][0])
+        return cut
 
     @property
     def splits(self) -> Mapping[str, Split]:

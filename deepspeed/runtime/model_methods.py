@@ -13,7 +13,7 @@ from deepspeed import comm
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 from deepspeed.log import logger
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.saving.model_state import collect, gather_experts, load, load_by, write_model
+from deepspeed.runtime.saving.model_state import collect, gather_experts, join_slices, load, load_by, write_model
 from deepspeed.tensor_parallel import cut_state
 from deepspeed.zero.parameters.shard import shards_of
 
@@ -38,10 +38,14 @@ class ModelMethods:
         parameters themselves, which are empty where they are sharded.
         """
         module = self._parts.module
-        shared = self._parts.layout["tp"].size > 1
+        experts = self._parts.experts
+        sliced = experts is not None and bool(experts.slices)
+        shared = self._parts.layout["tp"].size > 1 or sliced
         if not keep_vars and (shared or (self._parts.sharded is not None and shards_of(module.parameters()))):
             whole = collect(module, exclude_frozen=exclude_frozen_parameters)
             assert whole is not None, "this rank keeps it"
+            if experts is not None:
+                join_slices(whole, experts)
             found: dict[str, Any] = OrderedDict() if destination is None else destination
             found.update({prefix + name: value for name, value in whole.items()})
             return found
@@ -77,6 +81,14 @@ class ModelMethods:
                     "ranks hold different parts. Give every rank the whole state dict and leave the argument out"
                 )
             state = cut_state(module, state, self._parts.layout["tp"].rank)
+        experts = self._parts.experts
+        if experts is not None and experts.slices:
+            if fetch_z3_params:
+                raise UsageError(
+                    "load_module_state_dict(fetch_z3_params=True) gives rank 0's values to all, but ranks hold "
+                    "different experts. Give every rank the whole state dict and leave the argument out"
+                )
+            state = experts.cut(state)
         if custom_load_fn is not None:
             load_by(module, state, custom_load_fn)
         else:

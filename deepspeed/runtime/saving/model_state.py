@@ -24,7 +24,7 @@ from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import Shard, shards_of
 from deepspeed.zero.public.gathered import GatheredParameters
 
-__all__ = ["collect", "gather_experts", "load", "load_by", "write_model"]
+__all__ = ["collect", "gather_experts", "join_slices", "load", "load_by", "write_model"]
 
 
 # ---- reading
@@ -39,6 +39,15 @@ def collect(module: nn.Module, *, keep: bool = True, exclude_frozen: bool = Fals
     with torch.no_grad():
         found.add(module, "")
     return found.values if keep else None
+
+
+def join_slices(state: OrderedDict[str, Any], experts: SpreadExperts) -> None:
+    """Put stacked experts together on every rank, all of which call this."""
+    for layer in experts.layers:
+        for name in [name for name in state if layer.stacked and layer.holds(name) and layer.groups.ep.size > 1]:
+            told: list[Any] = [None] * layer.groups.ep.size
+            comm.all_gather_object(told, state[name], group=layer.groups.ep.group)
+            state[name] = torch.cat(told)
 
 
 def gather_experts(state: OrderedDict[str, Any], experts: SpreadExperts, *, keep: bool) -> None:

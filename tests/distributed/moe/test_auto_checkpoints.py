@@ -120,6 +120,11 @@ def test_whole_models_and_universal():
             assert torch.equal(source.read(name, "master").view(master.shape), master), name
             if stage:  # without ZeRO the script takes the weights as the model has them
                 assert torch.equal(masters[name], master), name
+        everywhere = engine.module_state_dict()
+        assert all(torch.equal(everywhere[name], value) for name, value in whole.items())
+        doubled = {name: 2 * value for name, value in everywhere.items()}
+        engine.load_module_state_dict(doubled)
+        assert all(torch.equal(doubled[name], value) for name, value in engine.module_state_dict().items())
         if dist.get_rank() == 0:
             convert(folder / f"of{stage}", folder / f"universal{stage}")
         dist.barrier()
