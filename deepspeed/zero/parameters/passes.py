@@ -302,7 +302,7 @@ class Passes:
         absent = [s for s in use.shards if not s.whole and not s.persistent]
         if not absent:
             return
-        if any(s.pending is None for s in absent):
+        if any(s.pending is None and not s.alone for s in absent):  # what this rank alone holds comes from nobody
             self._play(now, len(steps.steps))
             self._depart(now, _ALL)
             now.strayed = True

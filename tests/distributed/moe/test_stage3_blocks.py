@@ -11,6 +11,8 @@ from torch import nn
 
 import deepspeed
 from deepspeed.utils import get_z3_leaf_modules, safe_get_full_fp32_param, set_z3_leaf_module
+from tests.distributed.moe.models import Model as Layers
+from tests.distributed.moe.models import StackedModel
 from tests.harness import ranks
 
 WIDTH = 8
@@ -89,6 +91,22 @@ def test_blocks_of_experts_are_one_unit():
     assert exchanges[False] > 2 * exchanges[True]
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(safe_get_full_fp32_param(mine), theirs.data, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@ranks(2)
+def test_experts_that_a_rank_alone_holds_need_no_asking():
+    """Spread over all ranks, by the layer or by the config: a steady step exchanges as often as a dense model's."""
+    for model, section in ((Layers(2, 2, k=1), {}), (StackedModel(), {"enabled": True, "autoep_size": 2})):
+        engine, *_ = deepspeed.initialize(model=model, config={**config(), "expert_parallel": section})
+        hosts = engine._parts.sharded.coordinator._passes._hosts
+        counts = []
+        for step in range(4):
+            before = hosts.exchanges
+            engine.backward(engine(batches(step, dist.get_world_size())[dist.get_rank()]))
+            engine.step()
+            counts.append(hosts.exchanges - before)
+        assert counts[1:] == [5, 5, 5]
+        engine.destroy()
 
 
 @ranks(2)
