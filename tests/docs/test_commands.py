@@ -17,6 +17,7 @@ from deepspeed.config.__main__ import main as look_at_config
 from deepspeed.io import ds_io, ds_nvme_tune
 from deepspeed.io.sweep import SWEEP
 from deepspeed.launcher import report, runner
+from deepspeed.moe.show import main as show_routers
 from deepspeed.pipe.schedule.__main__ import main as draw_schedule
 from tests import harness
 from tests.clients.server import SERVER as CLIENT_SERVER
@@ -67,7 +68,7 @@ LAUNCHES = of("deepspeed", "train.py", "torchrun")
 def test_every_command_is_tried_by_one_of_these():
     tried = {*of("make"), *of("ds_report"), *of("deepspeed.config"), *of("deepspeed", "train.py"), *of("pytest")}
     tried |= {*of("ds_io", "ds_nvme_tune", "ds_bench", "deepspeed.preflight", "deepspeed.pipe.schedule")}
-    tried |= {*of("pip"), *of("accelerate"), *of("torchrun")}
+    tried |= {*of("pip"), *of("accelerate"), *of("torchrun"), *of("deepspeed.moe.show")}
     tried |= {*of("deepspeed.checkpoint", "deepspeed.checkpoint.ds_to_universal", "out/zero_to_fp32.py")}
     assert [str(command) for command in TOOLS if command not in tried] == []
     assert [str(command) for command in EXAMPLES if example_of(command) not in {**SHORT, **ELSEWHERE}] == []
@@ -110,6 +111,17 @@ def test_pytest(command):
 def test_report(command, capsys):
     assert report.main(command.words[1:]) in (None, 0)
     assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", of("deepspeed.moe.show"), ids=str)
+def test_what_routers_did(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = command.words[command.words.index("deepspeed.moe.show") + 1 :]
+    (tmp_path / words[0]).mkdir(parents=True)
+    for name in ("entropy", "dropped", "load_0"):
+        (tmp_path / words[0] / f"Train_Experts_layer_{name}.csv").write_text(f"step,{name}\n1,1.0\n")
+    assert show_routers(words[:1]) == 0
+    assert "layer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", of("deepspeed.pipe.schedule"), ids=str)
