@@ -26,6 +26,7 @@ from deepspeed.pipe.measure import over_stages
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.accumulation import Accumulation
+from deepspeed.runtime.activation_checkpointing.engine_hook import keep_hidden_states
 from deepspeed.runtime.activation_checkpointing.state import configure_from
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.dataloader import build_dataloader
@@ -39,6 +40,7 @@ from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import Stepper
 from deepspeed.sequence.build import share_sequences
+from deepspeed.sequence.tiles import tile_model
 from deepspeed.tensor_parallel import SplitModel, split_model
 from deepspeed.tensor_parallel.inputs import InputCheck
 from deepspeed.zero.agreement import Hosts
@@ -118,7 +120,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         reducer=reducer,
         backward=Backward(reducer, accumulation, scale, events, listens=basic is not None),
         events=events,
-        forward=share_sequences(schema, module, layout, stack, forward, split.heads),
+        forward=_around(request, layout, stack, forward, split),
         make_loader=partial(
             build_dataloader,
             data_parallel_rank=layout["dp"].rank,
@@ -246,6 +248,16 @@ def _states(
         return sharded.states, sharded.reducer, sharded
     states = None if basic is None else hold_whole(module, precision, basic, measure, layout.alone)
     return states, build_reducer(schema, module, measure, precision, states), None
+
+
+def _around(
+    request: Request, layout: ParallelLayout, stack: ExitStack, forward: Callable[..., Any], split: SplitModel
+) -> Callable[..., Any]:
+    """`forward` within what the config puts around it, from the inside to the outside."""
+    schema, module = request.config.schema, request.module
+    forward = keep_hidden_states(schema.activation_checkpointing, module, forward)
+    forward = tile_model(schema.sequence_parallel, module, stack, forward)
+    return share_sequences(schema, module, layout, stack, forward, split.heads)
 
 
 def _forward(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .model import PositiveCount, Section
+from .model import Count, PositiveCount, Section
 
 __all__ = ["ActivationCheckpointingConfig"]
 
@@ -27,5 +27,13 @@ class ActivationCheckpointingConfig(Section):
     )
     synchronize_checkpoint_boundary: bool = Field(
         False, description="Whether the device is synchronised at the start and end of each checkpointed call."
+    )
+    keep_last_count: Count = Field(
+        1, description="Newest saved inputs that stay on the device with cpu_checkpointing; backward begins with them."
+    )
+    layers_per_checkpoint: PositiveCount = Field(
+        1,
+        description="Layers of Transformers in a row of which only the first one's input is saved; backward computes "
+        "the others' from it.",
     )
     profile: bool = Field(False, description="Whether the time of each checkpointed call is measured.")

@@ -43,6 +43,13 @@ def _given(key: str, schema: Schema) -> bool:
     return section.enabled and getattr(section, key) != type(section).model_fields[key].default
 
 
+_TILES = "tiles together with split layers (tensor_parallel.autotp_size)"
+
+
+def _splits(schema: Schema) -> bool:
+    return schema.axis_sizes["tp"] > 1
+
+
 UNBUILT: tuple[Feature, ...] = (
     Feature("aio.use_gds", "GPUDirect Storage", lambda c: c.aio.use_gds),
     Feature(
@@ -59,6 +66,24 @@ UNBUILT: tuple[Feature, ...] = (
     ),
     Feature("zero_optimization.zeropp_loco_param", "LoCo", lambda c: c.zero_optimization.zeropp_loco_param is not None),
     Feature("zero_optimization.mics_shard_size", "MiCS", lambda c: c.zero_optimization.mics_shard_size > 0),
+    Feature(
+        "fused_kernels.loss",
+        "the fused loss of sequences that ranks share (sequence_parallel.attention)",
+        lambda c: c.fused_kernels.enabled and c.fused_kernels.loss and c.sequence_parallel.attention is not None,
+    ),
+    Feature(
+        "sequence_parallel.tiled_loss",
+        "tiles of a loss that is fused, and tiled by itself (fused_kernels.loss)",
+        lambda c: c.fused_kernels.enabled and c.fused_kernels.loss and c.sequence_parallel.tiled_loss is not None,
+    ),
+    Feature(
+        "sequence_parallel.tiled_compute",
+        _TILES,
+        lambda c: c.sequence_parallel.tiled_compute is not None and _splits(c),
+    ),
+    Feature(
+        "sequence_parallel.tiled_loss", _TILES, lambda c: c.sequence_parallel.tiled_loss is not None and _splits(c)
+    ),
     Feature(
         "tensor_parallel.keep_module_on_host",
         "split layers in host memory",

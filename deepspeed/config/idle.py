@@ -112,10 +112,18 @@ IDLE: tuple[Idle, ...] = (
         lambda c: c.tensor_parallel.autotp_size < 2,
         switch="tensor_parallel.autotp_size",
     ),
+    *(
+        Idle(
+            f"sequence_parallel.{key}",
+            "sequence_parallel_size is below 2, so that sequences are not shared out",
+            lambda c: (c.sequence_parallel_size or 1) < 2,
+        )
+        for key in ("attention", "ulysses_size")
+    ),
     Idle(
-        "sequence_parallel",
-        "sequence_parallel_size is below 2, so that sequences are not shared out",
-        lambda c: (c.sequence_parallel_size or 1) < 2,
+        "activation_checkpointing.keep_last_count",
+        "activation_checkpointing.cpu_checkpointing is off",
+        lambda c: not c.activation_checkpointing.cpu_checkpointing,
     ),
     Idle(
         "sequence_parallel.ulysses_size",

@@ -159,7 +159,7 @@ class Keys(DeepSpeedConfigModel):
         None, description="Number of ranks that share each sequence; null is 1."
     )
     sequence_parallel: SequenceParallelConfig = Field(
-        default_factory=SequenceParallelConfig, description="Attention over sequences that ranks share."
+        default_factory=SequenceParallelConfig, description="Attention over sequences that ranks share; tiles."
     )
     data_parallel_size: PositiveCount | None = Field(
         None, description="Number of data-parallel ranks; a check only, the number of processes decides."

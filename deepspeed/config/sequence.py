@@ -1,4 +1,4 @@
-"""The `sequence_parallel` section: how attention is computed over sequences that ranks share."""
+"""The `sequence_parallel` section: sequences that ranks share, and tiles of long ones."""
 
 from __future__ import annotations
 
@@ -22,4 +22,14 @@ class SequenceParallelConfig(Section):
     )
     ulysses_size: PositiveCount | None = Field(
         None, description="Number of neighbouring ranks that exchange heads, with auto; keys travel between these."
+    )
+    tiled_compute: PositiveCount | None = Field(
+        None,
+        description="Tokens of a tile in which MLPs and norms of a model of Transformers are computed; what they need "
+        "inside exists for one tile. null computes them whole.",
+    )
+    tiled_loss: PositiveCount | None = Field(
+        None,
+        description="Tokens of a tile in which logits and loss of a causal model of Transformers are computed in "
+        "training; its outputs then have no logits. null computes them whole.",
     )

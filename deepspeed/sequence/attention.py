@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.sequence.attend import Ways, attend, core_options
 from deepspeed.sequence.core import Core
-from deepspeed.sequence.transformers_hooks import Masks, core_of, hang
+from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, models_in
 from deepspeed.sequence.whole import Whole
 
 __all__ = ["SequenceAttention"]
@@ -64,9 +64,7 @@ class SequenceAttention:
     @classmethod
     def install(cls, module: nn.Module, ways: Ways, stack: ExitStack) -> SequenceAttention:
         """Let every model of Transformers in a module use it, until the stack is closed."""
-        from transformers import PreTrainedModel
-
-        models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+        models = models_in(module)
         for model in models:
             if not model._supports_attention_backend:
                 raise UsageError(

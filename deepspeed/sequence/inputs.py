@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.sequence.labels import shifted
 from deepspeed.sequence.order import TokenOrder
+from deepspeed.sequence.transformers_hooks import models_in
 from deepspeed.sequence.whole import Whole
 
 __all__ = ["Inputs", "Part"]
@@ -157,11 +158,8 @@ def _counts_positions_by(model: nn.Module) -> str:
 
 def _model_in(module: nn.Module) -> Any:
     """The model of Transformers: the module itself, or what it wraps."""
-    from transformers import PreTrainedModel
-
-    for inner in module.modules():
-        if isinstance(inner, PreTrainedModel):
-            return inner
+    for inner in models_in(module):
+        return inner
     raise UsageError(
         f"sequence_parallel.attention needs a model of Transformers; {type(module).__name__} is none and has none in "
         "it. Leave it out and use deepspeed.sequence.layer.DistributedAttention in the model."

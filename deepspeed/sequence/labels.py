@@ -15,9 +15,9 @@ __all__ = ["IGNORED", "mean_over_tokens", "shifted", "sum_over_ranks"]
 IGNORED = -100
 
 
-def shifted(labels: Tensor) -> Tensor:
+def shifted(labels: Tensor, none: int = IGNORED) -> Tensor:
     """For every token the label of the next one, [batch, length]; the last one has none."""
-    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=none)
 
 
 def mean_over_tokens(loss: Tensor, labels: Tensor, group: ProcessGroup, worth: int) -> Tensor:

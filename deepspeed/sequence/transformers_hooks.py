@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from deepspeed.errors import UsageError
 from deepspeed.sequence.core import Core
 from deepspeed.sequence.whole import Whole
 
-__all__ = ["Masks", "core_of", "hang"]
+__all__ = ["Masks", "core_of", "hang", "models_in"]
 
 _UNFIT = ("eager", "flex_attention")  # the first is each model's own, the second takes masks of its own kind
 
@@ -57,6 +57,13 @@ class Masks:
     def whole(self, mask: Tensor | None) -> Whole | None:
         """What a mask stands for, if that is known."""
         return None if mask is None else self._wholes.get(mask)
+
+
+def models_in(module: nn.Module) -> list[Any]:
+    """The models of Transformers in a module, itself or what it wraps (PEFT), the outermost first."""
+    from transformers import PreTrainedModel
+
+    return [each for each in module.modules() if isinstance(each, PreTrainedModel)]
 
 
 def core_of(name: str) -> Core:

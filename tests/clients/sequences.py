@@ -30,14 +30,16 @@ class Case:
     dtype: str = "fp32"
     sp: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    tiles: dict[str, int] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
 
 def family(kind: str, **options: Any) -> Any:
     """A random model of two layers."""
     import transformers as t
 
-    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "gpt_neox": "GPTNeoX"}
-    name = names.get(kind) or {"bloom": "Bloom", "gpt2": "GPT2", "bert": "Bert"}[kind]
+    names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma2"}
+    name = names.get(kind) or {"bloom": "Bloom", "gpt2": "GPT2", "bert": "Bert", "gpt_neox": "GPTNeoX"}[kind]
     given = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
     given |= {"num_attention_heads": 4, "max_position_embeddings": 64, "use_cache": False}
     given["attn_implementation"] = "sdpa"
@@ -85,13 +87,13 @@ def build(case: Case, model: Any = None, mpu: Any = None, **config: Any) -> Any:
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": case.clip,
         "sequence_parallel_size": size,
-        "sequence_parallel": {"attention": case.attention},
+        "sequence_parallel": {"attention": case.attention, **case.tiles},
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": case.stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": case.dtype == "bf16"},
     }
-    return deepspeed.initialize(model=model, config={**given, **config}, mpu=mpu)[0]
+    return deepspeed.initialize(model=model, config={**given, **case.config, **config}, mpu=mpu)[0]
 
 
 def training(case: Case) -> Training:

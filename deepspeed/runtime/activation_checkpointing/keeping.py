@@ -22,7 +22,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.arena import Arena, Slot
 from deepspeed.runtime.activation_checkpointing.axis import ModelAxis
 from deepspeed.runtime.activation_checkpointing.lane import on_device
-from deepspeed.runtime.activation_checkpointing.offload import Offload, Parked, Turn
+from deepspeed.runtime.activation_checkpointing.offload import Offload, OffloadLimits, Parked, Turn
 from deepspeed.runtime.activation_checkpointing.saved import AsIs, Form, flattened, is_expanded
 from deepspeed.runtime.activation_checkpointing.settings import Settings
 
@@ -65,7 +65,7 @@ class Keeper:
         self._shards = axis.size if settings.partition_activations else 1
         # Where the accelerator is the CPU, inputs are in host memory already.
         self._to_host = settings.cpu_checkpointing and get_accelerator().device_name() != "cpu"
-        self._offload = Offload()
+        self._offload = Offload(OffloadLimits(keep_last=settings.keep_last_count))
         self.arena: Arena | None = None
         if settings.contiguous_memory_optimization and settings.number_checkpoints:
             self.arena = Arena(settings.number_checkpoints, self._empty)

@@ -12,16 +12,28 @@ import torch
 
 from deepspeed.runtime.activation_checkpointing.structure import CheckpointingError
 
-__all__ = ["MARKER", "LayerMarker", "Marks"]
+__all__ = ["MARKER", "Layer", "LayerMarker", "Marks", "layer_class"]
 
 _MODULE, _CLASS = "transformers.modeling_layers", "GradientCheckpointingLayer"
+
+
+Layer = Callable[[torch.Tensor], Any]
+"""A layer with all of its arguments but the first."""
 
 
 class Marks(Protocol):
     """Who wants to know."""
 
-    def mark(self, tensor: torch.Tensor) -> None:
+    def enter(self, tensor: torch.Tensor, layer: Layer) -> None:
         """This tensor is a layer's input."""
+
+    def leave(self, result: Any) -> None:
+        """The layer entered last returned this."""
+
+
+def layer_class() -> Any:
+    """The class of Transformers' checkpointed layers; None where it is not loaded, so that no model has any."""
+    return getattr(sys.modules.get(_MODULE), _CLASS, None)
 
 
 class LayerMarker:
@@ -50,7 +62,7 @@ class LayerMarker:
     def open(self, marks: Marks) -> None:
         """From now on, layers that this thread calls mark their inputs there."""
         # A model of Transformers can only exist where the module is loaded; nothing else is worth loading it.
-        layer = getattr(sys.modules.get(_MODULE), _CLASS, None)
+        layer = layer_class()
         with self._lock:
             self._users += 1
             if layer is not None:
@@ -62,7 +74,7 @@ class LayerMarker:
         self._opened.pop()
         with self._lock:
             self._users -= 1
-            layer = getattr(sys.modules.get(_MODULE), _CLASS, None)
+            layer = layer_class()
             if self._users == 0 and layer is not None and self._wrapper is not None:
                 if layer.__call__ is self._wrapper:  # else somebody wrapped it once more, and ours does nothing
                     layer.__call__ = self._original
@@ -81,9 +93,13 @@ class LayerMarker:
         @functools.wraps(original)
         def marked(module: Any, *args: Any, **kwargs: Any) -> Any:
             saves = bool(self._opened and args and module.gradient_checkpointing and module.training)
-            if saves and isinstance(args[0], torch.Tensor):
-                self._opened[-1].mark(args[0])
-            return original(module, *args, **kwargs)
+            if not saves or not isinstance(args[0], torch.Tensor):
+                return original(module, *args, **kwargs)
+            marks = self._opened[-1]
+            marks.enter(args[0], lambda hidden: original(module, hidden, *args[1:], **kwargs))
+            result = original(module, *args, **kwargs)
+            marks.leave(result)
+            return result
 
         self._original, self._wrapper = original, marked
         layer.__call__ = marked

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.errors import UsageError
+from deepspeed.runtime.activation_checkpointing.chain import Chain, hidden_of
 from deepspeed.runtime.activation_checkpointing.lane import on_device
-from deepspeed.runtime.activation_checkpointing.layer_marker import MARKER
+from deepspeed.runtime.activation_checkpointing.layer_marker import MARKER, Layer
 from deepspeed.runtime.activation_checkpointing.offload import (
     CheckpointActivationOffloadStats,
     Offload,
@@ -47,11 +49,21 @@ class _Waiting:
     key: _Key
 
 
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """Stands for what a chain of layers computes again."""
+
+    chain: Chain
+    position: int
+
+
 @dataclass(slots=True)
 class _Mark:
     storage: StorageWeakRef  # while it is held, no other storage has the same key
     parked: weakref.ref[Parked] | None = None
     version: int = -1
+    chain: Chain | None = None
+    position: int = 0  # in the chain
 
 
 class _HiddenStates:
@@ -59,18 +71,40 @@ class _HiddenStates:
 
     def __init__(self, offload: Offload, min_bytes: int) -> None:
         self.offload = offload
+        self.layers = 1  # of a chain, at most
         self._min_bytes = min_bytes
         self._marks: dict[_Key, _Mark] = {}
+        self._chain: Chain | None = None
+        self._left: tuple[_Key, int, StorageWeakRef] | None = None  # what the last layer returned, and its version
 
-    def mark(self, tensor: torch.Tensor) -> None:
+    def mark(self, tensor: torch.Tensor) -> _Mark | None:
         self.offload.stats.marked_tensors += 1
         if type(tensor) is torch.Tensor and tensor.layout == torch.strided:  # others have memory of their own kind
-            self._marks.setdefault(_key(tensor), _Mark(StorageWeakRef(tensor.untyped_storage())))
+            return self._marks.setdefault(_key(tensor), _Mark(StorageWeakRef(tensor.untyped_storage())))
+        return None
+
+    def enter(self, tensor: torch.Tensor, layer: Layer) -> None:
+        mark = self.mark(tensor)
+        if mark is None or self.layers == 1:
+            return
+        follows = self._left is not None and self._left[:2] == (_key(tensor), tensor._version)
+        if self._chain is None or not follows or len(self._chain) == self.layers:
+            self._chain = Chain()
+        mark.chain, mark.position = self._chain, len(self._chain)
+        self._chain.add(layer, tensor)
+
+    def leave(self, result: Any) -> None:
+        hidden = hidden_of(result)
+        if type(hidden) is torch.Tensor and hidden.layout == torch.strided:
+            self._left = _key(hidden), hidden._version, StorageWeakRef(hidden.untyped_storage())
+        else:
+            self._left = None
 
     def forget_marks(self) -> None:
         self._marks.clear()
+        self._chain = self._left = None
 
-    def pack(self, tensor: torch.Tensor) -> AsIs | _Waiting:
+    def pack(self, tensor: torch.Tensor) -> AsIs | _Waiting | _Computed:
         stats = self.offload.stats
         stats.saved_tensors_seen += 1
         if not self._marks or type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
@@ -79,6 +113,16 @@ class _HiddenStates:
         mark = self._marks.get(key)
         if mark is None:
             return AsIs.of(tensor)
+        if mark.chain is None:
+            return self._keep(tensor, key, mark)
+        if mark.position > 0 and mark.chain.first is not None:
+            return _Computed(mark.chain, mark.position)
+        kept = self._keep(tensor, key, mark)
+        mark.chain.first = lambda: self._given_back(kept)
+        return kept
+
+    def _keep(self, tensor: torch.Tensor, key: _Key, mark: _Mark) -> AsIs | _Waiting:
+        stats = self.offload.stats
         if not on_device(tensor) or tensor.nbytes < self._min_bytes or is_expanded(tensor):
             stats.skipped_marked_tensors += 1
             return AsIs.of(tensor)
@@ -90,7 +134,10 @@ class _HiddenStates:
                 mark.parked, mark.version = weakref.ref(parked), tensor._version
         return _Waiting(parked, form, key)
 
-    def unpack(self, kept: AsIs | _Waiting) -> torch.Tensor:
+    def unpack(self, kept: AsIs | _Waiting | _Computed) -> torch.Tensor:
+        return kept.chain.input_of(kept.position) if isinstance(kept, _Computed) else self._given_back(kept)
+
+    def _given_back(self, kept: AsIs | _Waiting) -> torch.Tensor:
         if isinstance(kept, AsIs):
             return kept.get()
         self._marks.pop(kept.key, None)  # a layer that is run again saves its input again, and at once needs it
@@ -132,6 +179,17 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         self._states = _HiddenStates(Offload(limits, pinned=use_pin_memory, streams=use_streams), min_offload_bytes)
         super().__init__(self._states.pack, self._states.unpack)
         self._open = False
+
+    @property
+    def layers_per_checkpoint(self) -> int:
+        """Layers of Transformers in a row of which only the first one's input is kept; see [Note: chains]."""
+        return self._states.layers
+
+    @layers_per_checkpoint.setter
+    def layers_per_checkpoint(self, count: int) -> None:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise UsageError(f"layers_per_checkpoint is {count!r}; expected a whole number above zero")
+        self._states.layers = count
 
     @property
     def stats(self) -> CheckpointActivationOffloadStats:

@@ -1,4 +1,4 @@
-"""The settings of activation checkpointing: six values, where each came from, and which fit together."""
+"""The settings of activation checkpointing: their values, where each came from, and which fit together."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ ARGUMENTS = {
     "synchronize_checkpoint_boundary": "synchronize",
     "profile": "profile",
 }
+_COUNTS = {"number_checkpoints": 1, "keep_last_count": 0}  # the least of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +35,17 @@ class Settings:
     contiguous_memory_optimization: bool = False
     number_checkpoints: int | None = None
     synchronize_checkpoint_boundary: bool = False
+    keep_last_count: int = 1
     profile: bool = False
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
         """Checked settings; what is not given has its default."""
         for key, value in values.items():
-            if key == "number_checkpoints":
-                fits = isinstance(value, int) and not isinstance(value, bool) and value > 0
-                expected = "a whole number above zero"
+            least = _COUNTS.get(key)
+            if least is not None:
+                fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+                expected = f"a whole number from {least} on"
             else:
                 fits, expected = isinstance(value, bool), "true or false"
             if not fits:
@@ -61,7 +64,8 @@ class Settings:
 
 def given_in(section: ActivationCheckpointingConfig) -> dict[str, Any]:
     """The keys that the user wrote in the section, with their values; null means not given."""
-    values = {key: getattr(section, key) for key in ARGUMENTS if key in section.model_fields_set}
+    keys = (*ARGUMENTS, "keep_last_count")
+    values = {key: getattr(section, key) for key in keys if key in section.model_fields_set}
     return {key: value for key, value in values.items() if value is not None}
 
 
@@ -77,4 +81,5 @@ def section_of(config: Any) -> ActivationCheckpointingConfig:
 
 def _error(key: str, text: str) -> DeepSpeedConfigError:
     path = f"{SECTION}.{key}"
-    return DeepSpeedConfigError(f"{path} (argument {ARGUMENTS[key]} of configure): {text}.", path=path)
+    argument = f" (argument {ARGUMENTS[key]} of configure)" if key in ARGUMENTS else ""
+    return DeepSpeedConfigError(f"{path}{argument}: {text}.", path=path)

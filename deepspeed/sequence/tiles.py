@@ -1,0 +1,210 @@
+"""The section's tiles in a model of Transformers as it is: MLPs and norms, and logits with their loss.
+
+[Note: logits that never are]
+Between the head and the loss of a causal model lies code of the model's own. While a loss is wanted, the head hands its
+input through, and the loss function, which gets that as its logits, calls the head tile by tile. A model that does
+something to its logits in between would be wrong then; so the loss function insists on the very memory that the head
+was given, unchanged.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.log import log_dist
+from deepspeed.sequence.labels import IGNORED, shifted
+from deepspeed.sequence.tiled import TiledFusedLogitsLoss, TiledMLP
+from deepspeed.sequence.transformers_hooks import models_in
+
+if TYPE_CHECKING:
+    from deepspeed.config.sequence import SequenceParallelConfig
+
+__all__ = ["tile_model"]
+
+Forward = Callable[..., Any]
+_MLPS, _NORMS = ("MLP", "FeedForward"), ("RMSNorm", "LayerNorm")  # how the names of their classes end
+
+
+def tile_model(section: SequenceParallelConfig, module: nn.Module, stack: ExitStack, forward: Forward) -> Forward:
+    """`forward` of a model whose parts run over tiles, until the stack is closed; itself where none are asked for."""
+    compute, loss = section.tiled_compute, section.tiled_loss
+    if compute is None and loss is None:
+        return forward
+    models = models_in(module)
+    if not models:
+        key = "tiled_loss" if compute is None else "tiled_compute"
+        raise _error(
+            key,
+            f"{type(module).__name__} is no model of Transformers and has none in it. Leave it out, and use TiledMLP "
+            "and TiledFusedLogitsLoss in the model",
+        )
+    if compute is not None:
+        _tile_layers(models[0], compute, stack)
+    return forward if loss is None else _TiledLoss(models[0], loss, stack, forward)
+
+
+def _tile_layers(model: Any, tokens: int, stack: ExitStack) -> None:
+    """Every MLP and norm of a layer, and the norms outside of layers."""
+    found = [each for each in model.modules() if type(each).__name__.endswith((*_MLPS, *_NORMS)) and _takes_one(each)]
+    mlps = [each for each in found if type(each).__name__.endswith(_MLPS)]
+    if not mlps:
+        raise _error(
+            "tiled_compute",
+            f"{type(model).__name__} has no MLP that takes hidden states alone: no class whose name ends with "
+            f"{' or '.join(_MLPS)}. Leave it out",
+        )
+    for each in found:
+        _tile(each, tokens, stack)
+    log_dist(f"tiles of {tokens} tokens: {len(mlps)} MLPs, {len(found) - len(mlps)} norms", ranks=[0])
+
+
+def _takes_one(module: nn.Module) -> bool:
+    needed = [each for each in inspect.signature(module.forward).parameters.values() if each.default is each.empty]
+    return len(needed) == 1 and needed[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+def _tile(module: nn.Module, tokens: int, stack: ExitStack) -> None:
+    """Let a module compute hidden states, [batch, length, width], over tiles."""
+    whole = module.forward
+
+    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs or hidden.dim() != 3 or hidden.shape[1] <= tokens:
+            return whole(hidden, *args, **kwargs)
+        return TiledMLP.apply(lambda _, part: whole(part.contiguous()), module, hidden, -(-hidden.shape[1] // tokens))
+
+    _set(module, "forward", forward, stack)
+
+
+class _TiledLoss:
+    """A causal model's forward in which logits exist for a tile; see [Note: logits that never are]."""
+
+    def __init__(self, model: Any, tokens: int, stack: ExitStack, forward: Forward) -> None:
+        from transformers.loss.loss_utils import ForCausalLMLoss
+
+        self._model, self._name, self._tokens, self._forward = model, type(model).__name__, tokens, forward
+        self._takes = inspect.signature(model.forward)
+        self._head: Any = model.get_output_embeddings()
+        if self._head is None or getattr(model, "loss_function", None) is not ForCausalLMLoss:
+            raise _error(
+                "tiled_loss",
+                f"{self._name} is no causal model with a head and Transformers' loss for it. Leave it out, and use "
+                "TiledFusedLogitsLoss in the model",
+            )
+        self._head_whole, self._loss_whole = self._head.forward, model.loss_function
+        self._wanted = False
+        self._pending: tuple[Tensor, int] | None = None
+        _set(self._head, "forward", self._hand_through, stack)
+        _set(model, "_loss_function", self._loss, stack)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._model.training or self._labels(args, kwargs) is None:
+            return self._forward(*args, **kwargs)
+        self._wanted = True
+        try:
+            outputs = self._forward(*args, **kwargs)
+            if self._pending is not None or self._wanted:
+                raise self._unfit("computes its loss without Transformers' loss function")
+        finally:
+            self._wanted, self._pending = False, None
+        return _without_logits(outputs)
+
+    def _labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args:
+            return kwargs.get("labels")
+        names = list(self._takes.parameters)
+        return {**dict(zip(names, args, strict=False)), **kwargs}.get("labels")
+
+    def _hand_through(self, hidden: Tensor) -> Tensor:
+        if not self._wanted:
+            return self._head_whole(hidden)  # type: ignore[no-any-return]
+        if self._pending is not None:
+            raise self._unfit("calls its head twice")
+        self._pending = hidden, hidden._version
+        return hidden
+
+    def _loss(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """In the place of `ForCausalLMLoss`."""
+        if not self._wanted:
+            return self._loss_whole(  # type: ignore[no-any-return]
+                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others
+            )
+        hidden = self._unchanged(logits)
+        self._wanted, self._pending = False, None  # from now on the head is itself, also when a tile is run again
+        if shift_labels is None:
+            assert labels is not None, "a loss is wanted where there are labels"
+            shift_labels = shifted(labels, ignore_index)
+        shift_labels = shift_labels.to(hidden.device)
+        if shift_labels.shape != hidden.shape[:2]:
+            raise UsageError(
+                f"{self._name} has hidden states {tuple(hidden.shape)} and labels {tuple(shift_labels.shape)}; "
+                "sequence_parallel.tiled_loss needs a label for each token. Leave logits_to_keep out."
+            )
+
+        def part(head: Any, some: Tensor, wanted: Tensor) -> Tensor:
+            logits = head(some).float().flatten(0, 1)
+            return nn.functional.cross_entropy(logits, wanted.flatten(), ignore_index=ignore_index, reduction="sum")
+
+        tiles = max(1, -(-hidden.shape[1] // self._tokens))
+        total = TiledFusedLogitsLoss.apply(part, self._head, hidden, shift_labels, None, tiles, None, "sum")
+        if num_items_in_batch is not None:
+            return total / torch.as_tensor(num_items_in_batch, device=total.device)
+        return total / (shift_labels != ignore_index).sum()
+
+    def _unchanged(self, logits: Tensor) -> Tensor:
+        """What the head got, or an error where that is not what arrived."""
+        if self._pending is None:
+            raise self._unfit("computes logits without its head")
+        hidden, version = self._pending
+        same = (logits.data_ptr(), logits.shape, logits.stride()) == (hidden.data_ptr(), hidden.shape, hidden.stride())
+        if not same or logits.dtype != hidden.dtype or hidden._version != version:
+            raise self._unfit("changes its logits before the loss (a scale or a soft cap, say)")
+        return logits
+
+    def _unfit(self, what: str) -> UsageError:
+        return UsageError(
+            f"{self._name} {what}, so that its loss cannot be computed over tiles. Leave sequence_parallel.tiled_loss "
+            "out."
+        )
+
+
+def _without_logits(outputs: Any) -> Any:
+    """Nobody may take hidden states for logits."""
+    if isinstance(outputs, tuple):
+        return (outputs[0], None, *outputs[2:])
+    outputs["logits"] = None
+    return outputs
+
+
+def _set(owner: Any, name: str, value: Any, stack: ExitStack) -> None:
+    """An attribute of an object, until the stack is closed."""
+    before = vars(owner).get(name)
+
+    def undo() -> None:
+        if before is None:
+            vars(owner).pop(name, None)
+        else:
+            setattr(owner, name, before)
+
+    setattr(owner, name, value)
+    stack.callback(undo)
+
+
+def _error(key: str, text: str) -> DeepSpeedConfigError:
+    path = f"sequence_parallel.{key}"
+    return DeepSpeedConfigError(f"{path} is given, but {text}.", path=path)
