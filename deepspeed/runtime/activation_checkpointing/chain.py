@@ -41,7 +41,8 @@ class _Run:
             if self._devices:
                 set_device_states(self._devices, self._numbers, device_type=self._device)
             # as it was then; a reentrant checkpoint warns of an input without
-            return hidden_of(self._layer(given.detach().requires_grad_(given.is_floating_point())))
+            result: torch.Tensor = hidden_of(self._layer(given.detach().requires_grad_(given.is_floating_point())))
+            return result
 
 
 class Chain:

@@ -95,8 +95,8 @@ class LayerMarker:
             saves = bool(self._opened and args and module.gradient_checkpointing and module.training)
             if not saves or not isinstance(args[0], torch.Tensor):
                 return original(module, *args, **kwargs)
-            marks = self._opened[-1]
-            marks.enter(args[0], lambda hidden: original(module, hidden, *args[1:], **kwargs))
+            marks, others = self._opened[-1], args[1:]  # what runs the layer again must not hold its input
+            marks.enter(args[0], lambda hidden: original(module, hidden, *others, **kwargs))
             result = original(module, *args, **kwargs)
             marks.leave(result)
             return result

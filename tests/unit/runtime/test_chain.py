@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed.errors import UsageError
@@ -92,6 +94,20 @@ def test_what_stays_on_the_device_is_chained_too():
     expected, found = trained(layers()), trained(layers(), offload)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert (offload.stats.offloaded_tensors, offload.stats.skipped_marked_tensors) == (0, 3)
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, 5), (2, 3), (5, 1)])
+def test_inputs_that_are_computed_again_are_not_held(count, kept):
+    made, seen = layers(), []
+    for layer in made:
+        layer.register_forward_pre_hook(lambda module, given: seen.append(StorageWeakRef(given[0].untyped_storage())))
+    with chained(count, min_offload_bytes=10**9):
+        out = torch.randn(32, 64, requires_grad=True) * 1
+        for layer in made:
+            out = layer(out, scale=torch.tensor(1.0))
+    gc.collect()
+    assert sum(not storage.expired() for storage in seen) == kept
+    out.sum().backward()
 
 
 def test_an_input_that_is_not_the_last_output_begins_a_chain():
