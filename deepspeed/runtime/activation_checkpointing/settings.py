@@ -35,8 +35,8 @@ class Settings:
     contiguous_memory_optimization: bool = False
     number_checkpoints: int | None = None
     synchronize_checkpoint_boundary: bool = False
-    keep_last_count: int = 1
     profile: bool = False
+    keep_last_count: int = 1
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:

@@ -1,0 +1,264 @@
+"""Cross-entropy where ranks share the vocabulary (`tp_group`), the sequence (`sp_group`), or both.
+
+Parts of a vocabulary are the last dim of the logits, parts of a sequence the first dim of the targets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from deepspeed import comm
+from deepspeed.errors import UsageError
+from deepspeed.parallel.split_vocabulary import split_cross_entropy
+from deepspeed.sequence.labels import shifted
+
+__all__ = [
+    "VocabParallelCausalLMLoss",
+    "VocabParallelCrossEntropyLoss",
+    "sum_of_all",
+    "vocab_parallel_cross_entropy",
+    "vocab_sequence_parallel_cross_entropy",
+]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which tokens of the vocabulary a rank's logits are for: [start, stop), of `size` in all."""
+
+    start: int
+    stop: int
+    size: int
+
+    @classmethod
+    def of(
+        cls, width: int, group: ProcessGroup | None, start: int | None, stop: int | None, size: int | None
+    ) -> Columns:
+        """As they were given; equal parts in the order of ranks where nothing is."""
+        if (start is None) != (stop is None):
+            raise UsageError(f"vocab_start_index is {start} and vocab_end_index is {stop}; give both of them or none.")
+        if size is not None and start is None:
+            raise UsageError(
+                f"global_vocab_size is {size}, which needs explicit vocab_start_index and vocab_end_index: columns "
+                "beyond it are padding, and it must be known whose they are."
+            )
+        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+        if start is None or stop is None:
+            return cls(rank * width, (rank + 1) * width, ranks * width)
+        if stop - start != width:
+            raise UsageError(
+                f"the logits have {width} columns, but vocab_start_index to vocab_end_index is {start} to {stop}."
+            )
+        if size is None:
+            ends = torch.tensor(stop, device=comm.group_device())
+            if group is not None:
+                comm.all_reduce(ends, comm.ReduceOp.MAX, group=group)
+            size = int(ends)
+        return cls(start, stop, size)
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """The logits with padding that no token is."""
+        real = max(0, self.size - self.start)
+        if real >= logits.shape[-1]:
+            return logits
+        padding = torch.arange(logits.shape[-1], device=logits.device) >= real
+        return logits.masked_fill(padding, -torch.inf)
+
+    def check(self, target: Tensor, ignored: int) -> None:
+        """Raise where a target is no token."""
+        strange = (target != ignored) & ((target < 0) | (target >= self.size))
+        if bool(strange.any()):
+            raise UsageError(
+                f"a target is {int(target[strange][0])}, out of range for a vocabulary of {self.size} tokens; tokens "
+                f"that are not to be counted have the target {ignored} (ignore_index)."
+            )
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    tp_group: ProcessGroup | None = None,
+    sp_group: ProcessGroup | None = None,
+    vocab_start_index: int | None = None,
+    vocab_end_index: int | None = None,
+    global_vocab_size: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    gather_sequence_loss: bool = False,
+    backend: str = "torch",
+) -> Tensor:
+    """The loss of logits of which the ranks of `tp_group` have some columns each, in float32.
+
+    "mean" and "sum" are over the tokens of all ranks of `sp_group`, the gradient is that of this rank's part. "none"
+    gives a loss for every token of this rank, or of all with `gather_sequence_loss`, whose gradients are summed.
+    """
+    _check(reduction, gather_sequence_loss, backend)
+    width = vocab_parallel_logits.shape[-1]
+    columns = Columns.of(width, tp_group, vocab_start_index, vocab_end_index, global_vocab_size)
+    columns.check(target, ignore_index)
+    logits = columns.masked(vocab_parallel_logits)
+    losses = split_cross_entropy(logits, target, columns.start, tp_group, ignore_index)
+    if reduction == "none":
+        return _gathered(losses, sp_group, sums=True) if gather_sequence_loss and sp_group is not None else losses
+    totals = torch.stack([losses.sum(), (target != ignore_index).sum().to(losses.dtype)])
+    if sp_group is not None:
+        totals = sum_of_all(totals, sp_group)
+    return totals[0] if reduction == "sum" else totals[0] / totals[1]
+
+
+def vocab_sequence_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    sp_group: ProcessGroup,
+    tp_group: ProcessGroup | None = None,
+    vocab_start_index: int | None = None,
+    vocab_end_index: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "none",
+    gather_sequence_loss: bool = True,
+    backend: str = "torch",
+) -> Tensor:
+    """`vocab_parallel_cross_entropy` with other defaults; of gathered losses the gradient is this rank's part."""
+    gathers = gather_sequence_loss and reduction == "none"
+    _check(reduction, gather_sequence_loss, backend)
+    losses = vocab_parallel_cross_entropy(
+        vocab_parallel_logits,
+        target,
+        tp_group,
+        sp_group,
+        vocab_start_index,
+        vocab_end_index,
+        ignore_index=ignore_index,
+        reduction=reduction,
+    )
+    return _gathered(losses, sp_group, sums=False) if gathers else losses
+
+
+class VocabParallelCrossEntropyLoss(nn.Module):
+    """`vocab_parallel_cross_entropy` as a module."""
+
+    def __init__(
+        self,
+        tp_group: ProcessGroup | None = None,
+        sp_group: ProcessGroup | None = None,
+        vocab_start_index: int | None = None,
+        vocab_end_index: int | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        gather_sequence_loss: bool = False,
+        backend: str = "torch",
+    ) -> None:
+        super().__init__()
+        _check(reduction, gather_sequence_loss, backend)
+        self.reduction, self.gather_sequence_loss = reduction, gather_sequence_loss
+        self.options: dict[str, Any] = {
+            "tp_group": tp_group,
+            "sp_group": sp_group,
+            "vocab_start_index": vocab_start_index,
+            "vocab_end_index": vocab_end_index,
+            "ignore_index": ignore_index,
+            "backend": backend,
+        }
+
+    def forward(self, vocab_parallel_logits: Tensor, target: Tensor) -> Tensor:
+        """The loss."""
+        return vocab_parallel_cross_entropy(
+            vocab_parallel_logits,
+            target,
+            reduction=self.reduction,
+            gather_sequence_loss=self.gather_sequence_loss,
+            **self.options,
+        )
+
+
+class VocabParallelCausalLMLoss:
+    """The loss of a causal model of Transformers, in the place of its `loss_function`, over split logits."""
+
+    def __init__(
+        self,
+        tp_group: ProcessGroup | None = None,
+        sp_group: ProcessGroup | None = None,
+        vocab_start_index: int | None = None,
+        vocab_end_index: int | None = None,
+        ignore_index: int = -100,
+        backend: str = "torch",
+    ) -> None:
+        self.ignore_index = ignore_index
+        self.loss = VocabParallelCrossEntropyLoss(
+            tp_group, sp_group, vocab_start_index, vocab_end_index, ignore_index, "mean", False, backend
+        )
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None = None,
+        vocab_size: int | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Any = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """The mean over labelled tokens, or the sum over them divided by `num_items_in_batch`."""
+        if shift_labels is None:
+            if labels is None:
+                raise UsageError("the loss of a causal language model needs labels or shift_labels; both are None.")
+            shift_labels = shifted(labels, self.ignore_index)
+        target = shift_labels.to(logits.device)
+        if num_items_in_batch is None:
+            return self.loss(logits, target)  # type: ignore[no-any-return]
+        total = vocab_parallel_cross_entropy(logits, target, reduction="sum", **self.loss.options)
+        return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+class _OfAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
+        total = values.clone()
+        comm.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _Gather(torch.autograd.Function):
+    """All ranks' losses, one after the other; the gradient is this rank's part, of the sum over ranks if `sums`."""
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, group: ProcessGroup, sums: bool) -> Tensor:
+        ctx.way = group, sums
+        whole = losses.new_empty(group.size() * losses.shape[0], *losses.shape[1:])
+        comm.all_gather_into_tensor(whole, losses.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        group, sums = ctx.way
+        whole = grads[0].contiguous()
+        if not sums:
+            return whole.chunk(group.size())[group.rank()], None, None
+        part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
+        comm.reduce_scatter_tensor(part, whole, group=group)
+        return part, None, None
+
+
+def sum_of_all(values: Tensor, group: ProcessGroup) -> Tensor:
+    """The sum over ranks; the gradient is that of this rank's summand alone."""
+    return _OfAll.apply(values, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _gathered(losses: Tensor, group: ProcessGroup, *, sums: bool) -> Tensor:
+    return _Gather.apply(losses, group, sums)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _check(reduction: str, gathers: bool, backend: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise UsageError(f"reduction is {reduction!r}; expected 'mean', 'sum' or 'none'.")
+    if gathers and reduction != "none":
+        raise UsageError(f"gather_sequence_loss needs reduction 'none', found {reduction!r}: one number has no parts.")
+    if backend != "torch":
+        raise UsageError(f"backend is {backend!r}; the loss over a split vocabulary is computed by 'torch' alone.")
