@@ -336,6 +336,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.plan:
         return 0
     _join()
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # tensors of gigabytes leave gaps
     if options.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     with _attention(options.attention if options.device == "cuda" else "any"):
