@@ -222,8 +222,38 @@ def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint
     ranks = sorted({found[1] for name in names if (found := re.search(r"mp_rank_(\d+)", name))})
     if len(ranks) < 2:
         return _read_rank(folder, "*", exclude_frozen)[0]
-    read = [_read_rank(folder, rank, exclude_frozen) for rank in ranks]
+    slices = _slices(folder, ranks)
+    whole = _read_slices(folder, ranks[:slices], exclude_frozen)
+    for first in range(slices, len(ranks), slices):  # the other stages of a pipeline
+        stage = _read_slices(folder, ranks[first : first + slices], exclude_frozen)
+        whole.tensors = {**whole.tensors, **{n: v for n, v in stage.tensors.items() if n not in whole.tensors}}
+        whole.aliases = {**stage.aliases, **whole.aliases}
+    return whole
+
+
+def _slices(folder: Path, ranks: Sequence[str]) -> int:
+    """How many of the model-parallel ranks share each layer; the others are further stages of a pipeline."""
+    model = _load(sorted(folder.glob(f"*mp_rank_{ranks[0]}_model_states.pt"), key=natural)[0])
+    told = model.get("checkpoint_parallel_dimensions")
+    slices, stages = (told.get("tp_degree"), told.get("pp_degree")) if isinstance(told, Mapping) else (None, None)
+    if not isinstance(slices, int) or not isinstance(stages, int):
+        slices, stages = (1, len(ranks)) if _layers(folder) else (len(ranks), 1)
+    if slices < 1 or slices * stages != len(ranks):
+        raise ValueError(f"{folder} tells of {stages} stages of {slices} slices, but has files of {len(ranks)} ranks")
+    return slices
+
+
+def _layers(folder: Path) -> list[Path]:
+    """The files of a pipeline's layers."""
+    return [path for path in folder.glob("layer_*") if "_expert_" not in path.name]
+
+
+def _read_slices(folder: Path, ranks: Sequence[str], exclude_frozen: bool) -> Checkpoint:
+    """What ranks hold that share their layers."""
+    read = [_read_rank(folder, rank, exclude_frozen, place) for place, rank in enumerate(ranks)]
     checkpoint, splits = read[0]
+    if len(ranks) == 1:
+        return checkpoint
     if splits is None:
         raise ValueError(f"{folder} is of {len(ranks)} model-parallel ranks and does not tell how they cut tensors")
     for name in [name for name in checkpoint.tensors if name in splits]:
@@ -241,8 +271,8 @@ def read_checkpoint(folder: Path, *, exclude_frozen: bool = False) -> Checkpoint
     return checkpoint
 
 
-def _read_rank(folder: Path, rank: str, exclude_frozen: bool) -> tuple[Checkpoint, Any]:
-    """What the files of one model-parallel rank hold, and how tensors are cut over these ranks."""
+def _read_rank(folder: Path, rank: str, exclude_frozen: bool, place: int = 0) -> tuple[Checkpoint, Any]:
+    """What the files of one model-parallel rank hold, the `place`-th slice, and how tensors are cut over slices."""
     found_models = sorted(folder.glob(f"*mp_rank_{rank}_model_states.pt"), key=natural)
     experts = [path for path in found_models if re.match(r"layer_\d+_expert_", path.name)]
     models = [path for path in found_models if path not in experts]
@@ -250,12 +280,12 @@ def _read_rank(folder: Path, rank: str, exclude_frozen: bool) -> tuple[Checkpoin
         folder.glob("*optim_states.pt" if rank == "*" else f"*mp_rank_{rank}*optim_states.pt"), key=natural
     )
     optimizers = [path for path in optimizers if not path.name.startswith("expp_rank_")]
-    layers = [path for path in folder.glob("layer_*") if "_expert_" not in path.name]
-    if not models or layers or any(path.name.startswith("layer_") for path in models):
-        raise ValueError(f"{folder} has no '*mp_rank_*_model_states.pt', or is of a pipeline")
+    if not models or (experts and _layers(folder)):
+        raise ValueError(f"{folder} has no '*mp_rank_*_model_states.pt', or is of experts in a pipeline")
     model, reader = _load(models[0]), _Reader()
     found = Checkpoint(aliases=dict(model.get("shared_params") or (model.get("ds_extra") or {}).get("aliases") or {}))
-    buffers, module = set(model.get("buffer_names") or ()), model["module"]
+    buffers, where = set(model.get("buffer_names") or ()), _weights_of(folder, models[0], model, place)
+    module = {name: tensor for name, (tensor, _, _) in where.items()}
     listed = model.get("param_shapes") or () if optimizers else ()
     groups = [{name: _shape(shape, name) for name, shape in group.items()} for group in listed]
     trained = {name for group in groups for name in group}
@@ -270,7 +300,8 @@ def _read_rank(folder: Path, rank: str, exclude_frozen: bool) -> tuple[Checkpoin
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ValueError(f"{models[0]} holds {name!r:.100}, which is no named tensor")
         dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-        found.tensors[name] = Lazy(tensor.shape, dtype, ((models[0], ("module", name), 0, tensor.numel()),), reader)
+        _, path, keys = where[name]
+        found.tensors[name] = Lazy(tensor.shape, dtype, ((path, keys, 0, tensor.numel()),), reader)
     if len(models) != (model.get("dp_world_size") if models[0].name.startswith("zero_pp_rank") else 1):
         raise ValueError(f"{folder} has {len(models)} model files, {models[0].name} names other ranks: it is not whole")
     if models[0].name.startswith("zero_pp_rank") and not exclude_frozen:
@@ -287,6 +318,31 @@ def _read_rank(folder: Path, rank: str, exclude_frozen: bool) -> tuple[Checkpoin
     order = {name: place for place, name in enumerate(module)}
     found.tensors = dict(sorted(found.tensors.items(), key=lambda item: order.get(item[0], len(order))))
     return found, (model.get("ds_extra") or {}).get("splits")
+
+
+_Where = tuple[Tensor, Path, tuple[Any, ...]]
+
+
+def _weights_of(folder: Path, file: Path, model: Mapping[str, Any], place: int) -> dict[str, _Where]:
+    """The tensors of a model's file, or those of a stage in files of its layers: each with where it lies."""
+    if model["module"] is not None:
+        return {name: (tensor, file, ("module", name)) for name, tensor in model["module"].items()}
+    prefixes = (model.get("ds_extra") or {}).get("layers")
+    if not isinstance(prefixes, (Mapping, type(None))):
+        raise ValueError(f"{file} tells its layers by a {type(prefixes).__name__}; expected a dict")
+    if prefixes is None and not model.get("param_shapes"):
+        raise ValueError(f"{file} does not tell the names of its layers' weights; load it with its PipelineModule")
+    listed = {*(model.get("frozen_param_shapes") or ()), *(model.get("buffer_names") or ())}
+    found: dict[str, _Where] = {}
+    for path in sorted(folder.glob("layer_*-model_states.pt"), key=natural):
+        match = re.fullmatch(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt", path.name)
+        if match is None or (match[2] is not None and int(match[2]) != place):
+            continue
+        prefix = f"{int(match[1])}." if prefixes is None else prefixes.get(str(int(match[1])))
+        for name, tensor in _load(path).items() if isinstance(prefix, str) else ():
+            if prefixes is not None or f"{prefix}{name}" in listed:
+                found[f"{prefix}{name}"] = tensor, path, (name,)
+    return found
 
 
 def _untie(found: Checkpoint, module: Mapping[str, Tensor]) -> None:
