@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from deepspeed import comm
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.load import load
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
 
@@ -57,7 +58,7 @@ def initialize(
     source = _config_source(args, config, config_params)
     _check_local_rank(args)
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    mpu = _pipeline_grid(model, mpu, mesh_param)
+    source, mpu = _pipeline_grid(model, mpu, mesh_param, source)
     mesh = _mesh(mesh_param, mpu)
     config = DeepSpeedConfig(source, mpu=mpu, mesh_device=mesh)
     config.tell()
@@ -121,15 +122,18 @@ def _check_local_rank(args: Any) -> None:
         )
 
 
-def _pipeline_grid(model: nn.Module, mpu: Any, mesh_param: Any) -> Any:
-    """The grid of a pipeline, which is its mpu; what was given for other models."""
+def _pipeline_grid(model: nn.Module, mpu: Any, mesh_param: Any, source: Any) -> tuple[Any, Any]:
+    """The config, and the grid of a pipeline with its axes, which is its mpu; what was given for other models."""
     from deepspeed.pipe.module import PipelineModule
 
     if not isinstance(model, PipelineModule):
-        return mpu
+        return source, mpu
     if mpu is not None or mesh_param is not None:
         raise UsageError("a PipelineModule has its own topology; pass neither mpu nor mesh_param with it")
-    return model.mpu()
+    from deepspeed.pipe.axes import fit_grid
+
+    loaded = load(source)
+    return loaded, fit_grid(model, loaded.schema.axis_sizes)
 
 
 def _mesh(mesh_param: Any, mpu: Any) -> Any:

@@ -21,6 +21,7 @@ from deepspeed.moe.placing import SpreadExperts, spread_experts
 from deepspeed.moe.utils import split_experts
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
+from deepspeed.pipe.axes import agree_on_experts, split_stage
 from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.pipe.measure import over_stages
 from deepspeed.pipe.module import PipelineModule
@@ -86,8 +87,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         set_log_level_from_string(schema.log_level)
     watch_hangs(schema)  # first: groups that are made from now on wait as long as it says
     layout = _layout(request, stack)
-    split = split_model(schema, module, layout["tp"], Reborn(layout["dp", "sp"]), request.mpu)
-    spread_blocks(schema, module, layout)
+    split = _split(request, layout)
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
@@ -199,6 +199,18 @@ def _layout(request: Request, stack: ExitStack) -> ParallelLayout:
         stack.callback(current_layout.forget, layout)
     layout.create_groups("dp", "sp", ("dp", "sp"), "tp", ("pp", "tp"))
     return layout
+
+
+def _split(request: Request, layout: ParallelLayout) -> SplitModel:
+    """Split the layers and blocks of experts that ranks share, of the whole model or of a stage."""
+    schema, module, opened = request.config.schema, request.module, Reborn(layout["dp", "sp"])
+    if isinstance(module, PipelineModule):
+        agree_on_experts(module, layout)
+        split = split_stage(schema, module, layout, opened)
+    else:
+        split = split_model(schema, module, layout["tp"], opened, request.mpu)
+    spread_blocks(schema, module, layout)
+    return split
 
 
 def is_split(param: nn.Parameter, experts: SpreadExperts | None = None) -> bool:

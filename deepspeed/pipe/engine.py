@@ -15,6 +15,7 @@ from deepspeed.log import log_dist, logger, warn_once
 from deepspeed.pipe.accord import Accord
 from deepspeed.pipe.executor import Batch, Executor, Results
 from deepspeed.pipe.feed import Feed
+from deepspeed.pipe.gathering import whole_state
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule.actions import Schedule
 from deepspeed.pipe.schedule.generators import forward_only
@@ -53,6 +54,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._wires.open()
         self._executor = Executor(parts, module, self._wires, splits=self._splits())
         self._feed = Feed(parts.training_dataloader, needed=module.first or module.last)
+        self._feed.batch_fn = None if module.cut is None else module.cut.pair
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._plan(self.gradient_accumulation_steps())
         self._at_boundary = False
@@ -282,6 +284,10 @@ class PipelineEngine(DeepSpeedEngine):
         if every and self.global_steps % every == 0 and self.module.last and self._parts.layout["dp"].rank == 0:
             logger.info(" ".join(map(str, msg)))
 
+    def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model, of all stages, in host memory of rank 0; None on other ranks."""
+        return whole_state(self._parts, exclude_frozen=exclude_frozen_parameters)
+
     # ---- what a pipeline has no use for
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -319,21 +325,6 @@ def _chosen(wanted: str | None, module: PipelineModule) -> str:
 
 
 def _require(parts: Parts, module: PipelineModule, accord: Accord) -> None:
-    for key, size in (
-        ("sequence_parallel_size", parts.config.schema.axis_sizes["sp"]),
-        ("tensor_parallel.autotp_size", parts.config.schema.axis_sizes["tp"]),
-    ):
-        if size > 1:
-            raise DeepSpeedConfigError(
-                f"{key} is {size}, and the model is a PipelineModule, whose topology decides the axes; the two "
-                "together are not part of this version. Remove the key.",
-                path=key,
-            )
-    if parts.experts is not None:
-        raise UsageError(
-            "the PipelineModule has layers of experts (deepspeed.moe), which are not part of this version in a "
-            "pipeline. Train the layers without a pipeline"
-        )
     if not parts.accumulation.managed:
         raise DeepSpeedConfigError(
             "managed_gradient_accumulation false is not for a pipeline, whose batch is one accumulation; remove it",

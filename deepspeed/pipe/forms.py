@@ -29,12 +29,15 @@ class Kind:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
+Structure = tuple[str, Any]
+"""("tensor", its number), ("plain", type and value), ("tuple" or "list", parts) or ("dict", pairs of name and part)."""
+
+
 @dataclass(frozen=True)
 class Form:
     """A structure without its tensors; equal forms need not be told again."""
 
-    structure: str
-    """JSON; a tensor is the number of one in `kinds`."""
+    structure: Structure
     kinds: tuple[Kind, ...]
 
     def text(self) -> str:
@@ -46,7 +49,8 @@ class Form:
     def parse(cls, text: str) -> Form:
         """The form that `text()` wrote."""
         structure, kinds = json.loads(text)
-        return cls(structure, tuple(Kind(getattr(torch, name), tuple(shape), bool(t)) for name, shape, t in kinds))
+        known = tuple(Kind(getattr(torch, name), tuple(shape), bool(trained)) for name, shape, trained in kinds)
+        return cls(_frozen(structure), known)
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.kinds)) or "no tensors"
@@ -57,24 +61,24 @@ def flatten(value: Any) -> tuple[Form, list[Tensor]]:
     tensors: list[Tensor] = []
     places: dict[int, int] = {}
 
-    def walk(part: Any) -> Any:
+    def walk(part: Any) -> Structure:
         if isinstance(part, Tensor):
             if id(part) not in places:
                 places[id(part)] = len(tensors)
                 tensors.append(part)
-            return {"tensor": places[id(part)]}
+            return "tensor", places[id(part)]
         if isinstance(part, (tuple, list)):
-            return {"tuple" if isinstance(part, tuple) else "list": [walk(each) for each in part]}
+            return "tuple" if isinstance(part, tuple) else "list", tuple(walk(each) for each in part)
         if isinstance(part, dict) and all(isinstance(name, str) for name in part):
-            return {"dict": {name: walk(each) for name, each in part.items()}}
+            return "dict", tuple((name, walk(each)) for name, each in part.items())
         if isinstance(part, _PLAIN):
-            return {"plain": part}
+            return "plain", (type(part).__name__, part)  # 1 and True are equal, but not the same
         raise PipelineError(
             f"a stage gave a {type(part).__name__} to the next one; stages pass tensors, numbers, strings and None, in "
             "tuples, lists and dicts with names"
         )
 
-    structure = json.dumps(walk(value))
+    structure = walk(value)
     kinds = tuple(Kind(tensor.dtype, tuple(tensor.shape), tensor.requires_grad) for tensor in tensors)
     return Form(structure, kinds), tensors
 
@@ -82,18 +86,22 @@ def flatten(value: Any) -> tuple[Form, list[Tensor]]:
 def unflatten(form: Form, tensors: Sequence[Tensor]) -> Any:
     """The structure again."""
 
-    def walk(part: Any) -> Any:
-        (kind, inner), *_ = part.items()
+    def walk(part: Structure) -> Any:
+        kind, inner = part
         if kind == "tensor":
             return tensors[inner]
         if kind == "dict":
-            return {name: walk(each) for name, each in inner.items()}
+            return {name: walk(each) for name, each in inner}
         if kind == "plain":
-            return inner
+            return inner[1]
         parts = [walk(each) for each in inner]
         return tuple(parts) if kind == "tuple" else parts
 
-    return walk(json.loads(form.structure))
+    return walk(form.structure)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(each) for each in value) if isinstance(value, list) else value
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

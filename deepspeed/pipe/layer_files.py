@@ -13,6 +13,7 @@ from deepspeed.checkpoint.formats.training_state import Layers
 from deepspeed.checkpoint.formats.zero_files.file_names import layer_file
 from deepspeed.errors import CheckpointError
 from deepspeed.parallel.topology import PipelineParallelGrid
+from deepspeed.pipe.cutting import ModelCut
 from deepspeed.pipe.specs import Layer, LayerSpec, TiedLayerSpec
 
 __all__ = ["LayerFiles"]
@@ -27,22 +28,30 @@ class LayerFiles:
     _grid: PipelineParallelGrid
     _modules: dict[str, nn.Module | None]
     _local_start: int
+    cut: ModelCut | None
 
     def layer_names(self) -> Layers:
         """The layers that have a file, with what the names of their tensors begin."""
-        tied = {number: f"tied_modules.{key}." for key, number in _files_of_ties(self._layer_specs).items()}
-        here: dict[int, str] = {}
+        if self.cut is not None:
+            files = list(enumerate(self.cut.files()))
+            here = {file: prefix for file, (number, prefix) in files if number in self._calls}
+            tied = {f"{tie.path}." for tie in self.cut.ties} if len(self._layer_specs) - 1 in self._calls else set()
+            return Layers(here, {file: prefix for file, (_, prefix) in files if file not in here and prefix in tied})
+        owned = {number: f"tied_modules.{key}." for key, number in _files_of_ties(self._layer_specs).items()}
+        here = {}
         for number in self._calls:
             layer = self._layer_specs[number]
-            if number in tied:
-                here[number] = tied[number]
+            if number in owned:
+                here[number] = owned[number]
             elif isinstance(layer, (LayerSpec, nn.Module)) and not isinstance(layer, TiedLayerSpec):
                 here[number] = f"{number}."
         prefixes = tuple(f"tied_modules.{key}." for key in self.tied_modules)
-        return Layers(here, {n: p for n, p in tied.items() if n not in here and p in prefixes})
+        return Layers(here, {n: p for n, p in owned.items() if n not in here and p in prefixes})
 
     def holds(self, name: str) -> bool:
         """Whether a tensor of the whole model lies on this rank; what no rank can have does, to be refused there."""
+        if self.cut is not None:
+            return not self.cut.knows(name) or name.startswith(tuple(self.layer_names().known.values()))
         first, _, rest = name.partition(".")
         if first == "tied_modules":
             return rest.partition(".")[0] in self.tied_modules
@@ -92,6 +101,8 @@ class LayerFiles:
         """Give every stage the tied weights of the first that has them."""
 
     def _with_files(self) -> Sequence[tuple[int, nn.Module]]:
+        if self.cut is not None:
+            return [(file, self._under(prefix)) for file, prefix in self.layer_names().here.items()]
         found = []
         for number in self.layer_names().here:
             layer = self._layer_specs[number]
@@ -99,6 +110,10 @@ class LayerFiles:
             assert module is not None, "a layer with a file is a module"
             found.append((number, module))
         return found
+
+    def _under(self, prefix: str) -> nn.Module:
+        assert isinstance(self, nn.Module), "these are methods of a module"
+        return self.get_submodule(prefix.removesuffix("."))
 
     def _file(self, number: int) -> str:
         slices = self._grid.get_slice_parallel_world_size()

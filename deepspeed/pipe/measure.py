@@ -18,5 +18,5 @@ def over_stages(measure: Measure, module: PipelineModule, layout: ParallelLayout
         measure,
         model_group=slices.group if slices.size > 1 else None,
         stages=stages.group if stages.size > 1 else None,
-        elsewhere=frozenset(module.ties.counted_elsewhere()),
+        elsewhere=measure.elsewhere | frozenset(module.ties.counted_elsewhere()),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import nn
@@ -14,10 +14,11 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import LayoutError, PipelineError, UsageError
 from deepspeed.parallel.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from deepspeed.pipe.cutting import ModelCut, Part
 from deepspeed.pipe.layer_files import LayerFiles
 from deepspeed.pipe.partition import bounds_of
 from deepspeed.pipe.schedule.names import kind_of
-from deepspeed.pipe.specs import Layer, LayerSpec, TiedLayerSpec, name_of
+from deepspeed.pipe.specs import Elsewhere, Layer, LayerSpec, TiedLayerSpec, name_of
 from deepspeed.pipe.ties import Tie, Ties
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.zero.parameters.structure import tensors_in
@@ -34,7 +35,7 @@ class PipelineModule(LayerFiles, nn.Module):
 
     def __init__(
         self,
-        layers: Iterable[Layer] | nn.Sequential,
+        layers: Iterable[Layer] | nn.Module,
         num_stages: int | None = None,
         topology: ProcessTopology | None = None,
         loss_fn: Callable[[Any, Any], Any] | None = None,
@@ -51,12 +52,19 @@ class PipelineModule(LayerFiles, nn.Module):
         chunks: int | None = None,
         example_input: Any = None,
     ) -> None:
-        """`schedule` decides which stages a rank holds, `chunks` how many; `example_input` is what a profile runs."""
+        """`layers` may be a model of Transformers, cut at its blocks: what other ranks have is taken out of it.
+
+        `schedule` decides which stages a rank holds, `chunks` how many; `example_input` is what a profile runs.
+        """
         super().__init__()
         if num_stages is None and topology is None:
             raise UsageError("PipelineModule needs num_stages=..., or a topology with an axis 'pipe'")
-        self._layer_specs: list[Layer] = list(layers)
-        self.loss_fn = loss_fn
+        self.cut = _cut(layers, loss_fn) if _is_model(layers) else None
+        """The model of Transformers that the layers are those of; None: it is a row of layers by itself."""
+        if self.cut is not None:
+            self.config = self.cut.config
+        self._layer_specs: list[Layer] = list(cast("Iterable[Layer]", layers) if self.cut is None else self.cut.layers)
+        self.loss_fn = loss_fn if self.cut is None or loss_fn is not None else self.cut.loss
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
         self.activation_checkpoint_func = activation_checkpoint_func
@@ -65,6 +73,8 @@ class PipelineModule(LayerFiles, nn.Module):
         self.use_reentrant = True
         self.micro_offset = 0
         comm.init_distributed()
+        self.sized_by_stages = topology is None
+        """The number of stages was given, and what the other axes are is open."""
         self._topo = _topology(num_stages, topology)
         self._grid = PipelineParallelGrid(topology=self._topo)
         self.global_rank, self.world_size = self._grid.global_rank, self._grid.world_size
@@ -85,9 +95,10 @@ class PipelineModule(LayerFiles, nn.Module):
         for stage in self.stages:
             for number in range(self.parts[stage], self.parts[stage + 1]):
                 self._build(number, self._layer_specs[number])
+        self._let_go()
         device = torch.device(get_accelerator().current_device_name())
         self.to(device)
-        self.ties = Ties(self._find_ties(), self._grid, self.tied_modules)
+        self.ties = Ties(self._find_ties(), self._grid, self._tied_module)
         self.ties.share()
 
     # ---- building
@@ -98,7 +109,9 @@ class PipelineModule(LayerFiles, nn.Module):
         call: Callable[..., Any]
         if isinstance(layer, PipelineModule):
             raise UsageError(f"layer {number} is a PipelineModule; a pipeline cannot be a layer of another one")
-        if isinstance(layer, TiedLayerSpec):
+        if isinstance(layer, Part):
+            call = layer
+        elif isinstance(layer, TiedLayerSpec):
             if layer.key not in self.tied_modules:
                 self.tied_modules[layer.key] = layer.build()
             module = self.tied_modules[layer.key]
@@ -116,8 +129,26 @@ class PipelineModule(LayerFiles, nn.Module):
         self._calls[number] = call
         self.forward_funcs.append(call)
 
+    def _let_go(self) -> None:
+        """Of the layers of other ranks only their names remain."""
+        if self.cut is not None:
+            for name, module in self.cut.keep(self._calls).items():
+                if hasattr(self, name):
+                    raise UsageError(
+                        f"the model's module {name!r} has a name that PipelineModule uses itself; rename it"
+                    )
+                self.add_module(name, module)
+        for number, layer in enumerate(self._layer_specs):
+            if isinstance(layer, nn.Module) and number not in self._calls:
+                self._layer_specs[number] = Elsewhere(name_of(layer))
+
+    def _tied_module(self, key: str) -> nn.Module:
+        return self.tied_modules[key] if self.cut is None else self.get_submodule(key)
+
     def _find_ties(self) -> Iterator[Tie]:
         """The tied keys in the order of their first layer, with the stages on which they lie."""
+        for shared in self.cut.ties if self.cut is not None else ():
+            yield Tie(shared.path, (shared.attribute,), list(dict.fromkeys((self.owners[0], self.owners[-1]))))
         found: dict[str, Tie] = {}
         for stage, (first, last) in enumerate(pairwise(self.parts)):
             for layer in self._layer_specs[first:last]:
@@ -171,8 +202,8 @@ class PipelineModule(LayerFiles, nn.Module):
         """Whether it is worth it: only layers of the given classes, or any that has parameters."""
         calls = [self._calls[number] for number in range(first, last)]
         if self.checkpointable_layers is not None:
-            return all(type(call).__name__ in self.checkpointable_layers for call in calls)
-        return any(isinstance(call, nn.Module) and any(True for _ in call.parameters()) for call in calls)
+            return all(name_of(call) in self.checkpointable_layers for call in calls)
+        return any(isinstance(call, (nn.Module, Part)) and any(True for _ in call.parameters()) for call in calls)
 
     # ---- what it is
 
@@ -245,9 +276,34 @@ class PipelineModule(LayerFiles, nn.Module):
         """The grid of the pipeline, an mpu."""
         return self._grid
 
+    def use_topology(self, topology: ProcessTopology) -> None:
+        """Take another topology, in which every rank has the stage that it has; on all ranks together."""
+        self._grid.close()
+        self._topo, self._grid = topology, PipelineParallelGrid(topology=topology)
+        assert self._grid.stage_id == self.stage_id, "stages are the slowest axis of every topology"
+        self.ties = Ties(self._find_ties(), self._grid, self._tied_module)
+
     def num_pipeline_stages(self) -> int:
         """Ranks of the pipeline."""
         return self.num_stages
+
+
+def _is_model(layers: object) -> TypeGuard[nn.Module]:
+    """True for a model that is no row of layers."""
+    if isinstance(layers, str) or not isinstance(layers, (nn.Module, Iterable)):
+        raise UsageError(f"layers is a {type(layers).__name__}; expected a list of layers, an nn.Sequential or a model")
+    return isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList))
+
+
+def _cut(model: nn.Module, loss_fn: Callable[[Any, Any], Any] | None) -> ModelCut:
+    """A model as layers, which has a loss."""
+    cut = ModelCut(model)
+    if loss_fn is None and not cut.has_loss:
+        raise UsageError(
+            f"{type(model).__name__} is cut without its loss, which is known for models that predict the next token; "
+            "pass PipelineModule(..., loss_fn=fn), which is called as fn(outputs, labels)"
+        )
+    return cut
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:

@@ -14,6 +14,7 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.parallel.balance import partition_balanced, partition_uniform
+from deepspeed.pipe.cutting import Part
 from deepspeed.pipe.forms import map_tensors
 from deepspeed.pipe.specs import Layer, LayerSpec, TiedLayerSpec, name_of
 from deepspeed.zero.parameters.structure import tensors_in
@@ -46,7 +47,7 @@ def bounds_of(method: str, layers: Sequence[Layer], stages: int, example: Any = 
 
 def _trained(layer: Layer) -> int:
     """Trained parameters of a layer; one that is not built yet is built without memory to count them."""
-    if isinstance(layer, nn.Module):
+    if isinstance(layer, (nn.Module, Part)):
         return sum(param.numel() for param in layer.parameters() if param.requires_grad)
     if isinstance(layer, LayerSpec):
         try:
@@ -115,7 +116,7 @@ def _timed(call: Callable[..., Any], inputs: Any) -> tuple[float, Any]:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         accelerator.synchronize()
         spent.append(time.perf_counter() - began)
-    for param in call.parameters() if isinstance(call, nn.Module) else ():
+    for param in call.parameters() if isinstance(call, (nn.Module, Part)) else ():
         param.grad = None
     return min(spent[1:]), map_tensors(outputs, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad))
 

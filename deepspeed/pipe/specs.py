@@ -10,7 +10,7 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
 
-__all__ = ["Layer", "LayerSpec", "TiedLayerSpec", "name_of"]
+__all__ = ["Elsewhere", "Layer", "LayerSpec", "TiedLayerSpec", "name_of"]
 
 
 class LayerSpec:
@@ -54,6 +54,17 @@ class TiedLayerSpec(LayerSpec):
         self.key = key
         self.forward_fn = forward_fn
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+class Elsewhere:
+    """A module that another rank has: its name is all that remains."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *_: Any) -> Any:
+        """Refused."""
+        raise UsageError(f"the layer {self.__name__} lies on another stage")
 
 
 Layer = nn.Module | LayerSpec | Callable[..., Any]

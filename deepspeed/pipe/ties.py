@@ -34,10 +34,11 @@ class Tie:
 class Ties:
     """The tied weights of a rank."""
 
-    def __init__(self, ties: Iterable[Tie], grid: PipelineParallelGrid, modules: nn.ModuleDict) -> None:
+    def __init__(self, ties: Iterable[Tie], grid: PipelineParallelGrid, module_of: Callable[[str], nn.Module]) -> None:
+        """`module_of` gives this rank's module of a key."""
         self._ties = list(ties)
         self._grid = grid
-        self._modules = modules
+        self._module_of = module_of
 
     def mine(self) -> Iterator[tuple[Tie, nn.Parameter, list[int]]]:
         """(tie, weight, global ranks that share it), in an order that all ranks have."""
@@ -46,7 +47,7 @@ class Ties:
             if here in tie.ranks and len(tie.ranks) > 1:
                 ranks = [self._grid.stage_to_global(rank) for rank in tie.ranks]
                 for attribute in tie.attributes:
-                    yield tie, _weight(self._modules[tie.key], tie.key, attribute), ranks
+                    yield tie, _weight(self._module_of(tie.key), tie.key, attribute), ranks
 
     def counted_elsewhere(self) -> set[int]:
         """Ids of weights whose gradient an earlier stage counts in the norm."""

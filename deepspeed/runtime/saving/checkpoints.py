@@ -131,9 +131,10 @@ class Checkpoints:
         if not isinstance(run.client_state, Mapping):
             raise UsageError(f"client_state is {type(run.client_state).__name__}, expected a dict of the caller's own")
         self._refuse_experts()
-        if self._section.format == "safetensors" and self._parts.layout["tp"].size > 1:
+        if self._section.format == "safetensors" and self._parts.layout["pp", "tp"].size > 1:
+            what = "slices of tensor-parallel ranks" if self._parts.layout["tp"].size > 1 else "stages of a pipeline"
             raise UsageError(
-                'checkpoint.format is "safetensors", which has no place for the slices of tensor-parallel ranks yet; '
+                f'checkpoint.format is "safetensors", which has no place for the {what} yet; '
                 'use "deepspeed", from which python -m deepspeed.checkpoint convert makes safetensors of whole tensors'
             )
         settle_edits(self._parts)
@@ -146,6 +147,11 @@ class Checkpoints:
 
     def _refuse_experts(self) -> None:
         experts = self._parts.experts
+        if experts is not None and self._parts.layout["pp"].size > 1:
+            raise CheckpointError(
+                f"the model has experts in a pipeline ({experts.layers[0].begin}…), for which checkpoints have no "
+                "place yet; save_16bit_model writes the whole model"
+            )
         if experts is not None and experts.most.ep.size > 1 and self._section.format == "safetensors":
             raise CheckpointError(
                 f'checkpoint.format is "safetensors", which has no place for experts that are spread over '

@@ -12,6 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.universal.convert import convert
+from deepspeed.errors import DeepSpeedError
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.harness import ranks, store_path
 from tests.pipelines import assert_equal, config, data, loss_of, pipeline, train_pipeline, train_whole
@@ -50,6 +51,13 @@ def test_any_number_of_stages_reads_what_any_number_wrote():
         _, again = resumed(others, path, 0, zero, schedule=another)
         assert_equal(again, train_whole(2, 4 // stages, 2)[1])
         again.destroy()
+
+
+@ranks(2)
+def test_safetensors_are_refused():
+    engine, *_ = deepspeed.initialize(model=pipeline(2), config=config(2, checkpoint={"format": "safetensors"}))
+    with pytest.raises(DeepSpeedError, match="no place for the stages of a pipeline"):
+        engine.save_checkpoint(str(folder("refused")))
 
 
 @ranks(2)

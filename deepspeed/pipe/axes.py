@@ -1,0 +1,92 @@
+"""A pipeline together with the other axes of a config: its grid, and split layers and experts on each stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from deepspeed.config.schema import Schema
+from deepspeed.errors import DeepSpeedConfigError, LayoutError, UsageError
+from deepspeed.moe.layer import MoE
+from deepspeed.parallel import ParallelLayout
+from deepspeed.parallel.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.pipe.accord import Accord
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.tensor_parallel import SplitModel, split_model
+from deepspeed.tensor_parallel.apply import Opened
+from deepspeed.zero.agreement import Hosts
+
+__all__ = ["agree_on_experts", "fit_grid", "split_stage"]
+
+_MOST_KINDS = 8  # of sizes over which experts of one model are spread
+
+
+def fit_grid(module: PipelineModule, sizes: Mapping[str, int]) -> PipelineParallelGrid:
+    """The grid of a pipeline with the axes that the config names; a rank keeps its stage."""
+    if sizes["sp"] > 1:
+        raise DeepSpeedConfigError(
+            f"sequence_parallel_size is {sizes['sp']}, and the model is a PipelineModule; the two together are not "
+            "part of this version. Remove the key.",
+            path="sequence_parallel_size",
+        )
+    topology, tp, key = module.topology(), sizes["tp"], "tensor_parallel.autotp_size"
+    slices = max(1, topology.get_dim("model"))
+    if tp in (1, slices):
+        return module.mpu()
+    if not module.sized_by_stages:
+        raise DeepSpeedConfigError(
+            f"{key} is {tp}, but the topology of the PipelineModule has {slices} along 'model'. Let them agree, or "
+            "build the PipelineModule with num_stages alone",
+            path=key,
+        )
+    replicas = topology.world_size() // module.num_stages
+    if replicas % tp:
+        raise LayoutError(
+            f"{replicas} ranks hold each of the {module.num_stages} stages, which {key} {tp} does not divide. Start a "
+            f"multiple of {module.num_stages * tp} processes, or change {key} or num_stages"
+        )
+    module.use_topology(PipeModelDataParallelTopology(module.num_stages, tp, replicas // tp))
+    return module.mpu()
+
+
+def split_stage(schema: Schema, module: PipelineModule, layout: ParallelLayout, opened: Opened) -> SplitModel:
+    """Split the layers of this rank's stages as the config says; what fails on one stage is an error on all."""
+    section = schema.tensor_parallel
+    if section.autotp_size < 2:
+        return SplitModel()
+    for name in ("vocab_parallel_lm_head", "sequence_parallel"):
+        if getattr(section, name):
+            raise DeepSpeedConfigError(
+                f"tensor_parallel.{name} is true, and the model is a PipelineModule, between whose stages hidden "
+                "states are whole, and whose embedding and head may share a weight. Remove the key.",
+                path=f"tensor_parallel.{name}",
+            )
+    # An embedding and a head that share a weight lie on different stages, which would decide apart: both stay whole.
+    kept = section.model_copy(update={"vocab_parallel_lm_head": False})
+    error: UsageError | None = None
+    split = SplitModel()
+    chosen = schema.model_copy(update={"tensor_parallel": kept})
+    try:
+        split = split_model(chosen, module, layout["tp"], opened, module.mpu())
+    except UsageError as caught:
+        error = caught
+    Accord(layout).end(error is not None, error, error)
+    return split if module.first else replace(split, check=None)
+
+
+def agree_on_experts(module: PipelineModule, layout: ParallelLayout) -> None:
+    """Refuse stages whose experts are spread otherwise than those of other stages: groups are made by all ranks."""
+    mine = sorted({each.ep_size for each in module.modules() if isinstance(each, MoE)})
+    words = [*mine, *[0] * _MOST_KINDS][:_MOST_KINDS]
+    said = Hosts(layout.world).exchange(words, "experts of the stages").tolist()
+    for rank, other in enumerate(said):
+        if other != said[0]:
+            raise UsageError(
+                f"the stage of rank 0 has experts over {_shown(said[0])} ranks, that of rank {rank} over "
+                f"{_shown(other)}: every stage of a pipeline needs layers of experts of the same ep_size. Cut the "
+                "model at other places (partition_method), or use fewer stages"
+            )
+
+
+def _shown(sizes: list[int]) -> str:
+    return " and ".join(str(size) for size in sizes if size) or "no"
