@@ -9,7 +9,7 @@ forms       what travels between stages, as text and tensors;  wires: the messag
 split       backward in two parts;  executor: plays a schedule
 feed        micro-batches;  accord: what ranks agree upon around a batch
 axes        a stage's split layers and experts;  measure: the norm over stages;  gathering: the whole model on one rank
-engine      PipelineEngine: train_batch, eval_batch
+engine      PipelineEngine: train_batch, eval_batch;  lost: the stages of ranks that an error names
 ```
 """
 

@@ -16,6 +16,7 @@ from deepspeed.pipe.accord import Accord
 from deepspeed.pipe.executor import Batch, Executor, Results
 from deepspeed.pipe.feed import Feed
 from deepspeed.pipe.gathering import whole_state
+from deepspeed.pipe.lost import naming_stages
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule.actions import Schedule
 from deepspeed.pipe.schedule.generators import forward_only
@@ -70,6 +71,10 @@ class PipelineEngine(DeepSpeedEngine):
             raise PipelineError("train_batch() needs gradients, and they are switched off; use eval_batch()")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
+        with naming_stages(self.module.topology()):
+            return self._train()
+
+    def _train(self) -> Tensor:
         count = self.gradient_accumulation_steps()
         if self._parts.moved:
             self._must_be_here("engine.train_batch()", trains=True, steps=True)
@@ -131,13 +136,14 @@ class PipelineEngine(DeepSpeedEngine):
     def _evaluate(self, data_iter: Any, count: int | None, compute_loss: bool, *, keep: bool) -> Results:
         count = self.gradient_accumulation_steps() if count is None else count
         feed, training = self._feed.lend(data_iter), self.module.training
-        batches = self._load(feed, "eval_batch()", count)
-        self.module.eval()
-        try:
-            with torch.no_grad(), self._wires.other_forms():
-                return self._play(self._forward_plan(count), batches, compute_loss=compute_loss, keep_outputs=keep)
-        finally:
-            self.module.train(training)
+        with naming_stages(self.module.topology()):
+            batches = self._load(feed, "eval_batch()", count)
+            self.module.eval()
+            try:
+                with torch.no_grad(), self._wires.other_forms():
+                    return self._play(self._forward_plan(count), batches, compute_loss=compute_loss, keep_outputs=keep)
+            finally:
+                self.module.train(training)
 
     def _load(self, feed: Feed, what: str, count: int) -> list[Batch]:
         """The micro-batches of a batch, once all ranks have theirs."""
