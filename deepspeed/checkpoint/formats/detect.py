@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,11 +83,15 @@ def open_checkpoint(
             )
 
         if stages == 1:  # a rank of a pipeline reads what all stages have
-            rank = mp_rank if layers is None else mp_rank % slices
-            return _joined(_of_ranks(of_rank, found.model_ranks, splits, rank))
-        mine = mp_rank // slices
-        sources = [of_rank(stage * slices + mp_rank % slices, reads_order=stage == mine) for stage in range(stages)]
-        return Stages(sources, mine)
+            place = mp_rank if layers is None else mp_rank % (_ranks_of(splits) or slices)
+            return _joined(_of_ranks(of_rank, found.model_ranks, splits, place))
+        mine, place = divmod(mp_rank, _ranks_of(splits) or slices)
+
+        def of_stage(stage: int) -> Source:
+            of_slice = functools.partial(of_rank, reads_order=stage == mine)
+            return _of_ranks(lambda part: of_slice(stage * slices + part), range(slices), splits, place)
+
+        return Stages([of_stage(stage) for stage in range(stages)], mine)
     raise CheckpointError(
         f"{path} holds no checkpoint; it has {', '.join(names[:5]) or 'nothing'}. Expected DeepSpeed's "
         f"*_model_states.pt, a universal checkpoint's zero/, or {INDEX}"
@@ -113,7 +118,12 @@ def _dimensions(found: Found, opener: Opener) -> tuple[int, int]:
 
 
 def _cut(source: Source, splits: Mapping[str, Split] | None, rank: int) -> Source:
-    return Resliced([source], {}, splits, rank) if splits else source
+    return Resliced([source], {}, splits, rank % _ranks_of(splits)) if splits else source
+
+
+def _ranks_of(splits: Mapping[str, Split] | None) -> int:
+    """Over how many ranks a reader's tensors are cut; 0 if they are not."""
+    return next(iter(splits.values())).ranks if splits else 0
 
 
 def _joined(source: Source) -> Source:

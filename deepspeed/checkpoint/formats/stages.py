@@ -18,7 +18,7 @@ class Stages:
 
     def __init__(self, sources: Sequence[Source], near: int = 0) -> None:
         """`near`: the stage that this rank asks for what all of them say."""
-        self._sources = sources
+        self.sources = sources
         self._near = sources[near] if near < len(sources) else sources[0]
         self._home: dict[str, Source] = {}
         for source in sources:
@@ -30,12 +30,12 @@ class Stages:
     @property
     def count(self) -> int:
         """Stages."""
-        return len(self._sources)
+        return len(self.sources)
 
     @property
     def format(self) -> str:
         """A few words on what this is."""
-        return f"{self._near.format}, {len(self._sources)} pipeline stages"
+        return f"{self._near.format}, {len(self.sources)} pipeline stages"
 
     @property
     def stage(self) -> int:
@@ -60,17 +60,17 @@ class Stages:
     @property
     def buffers(self) -> Mapping[str, Tensor]:
         """The buffers, whole."""
-        return {name: tensor for source in self._sources for name, tensor in source.buffers.items()}
+        return {name: tensor for source in self.sources for name, tensor in source.buffers.items()}
 
     @property
     def aliases(self) -> Mapping[str, str]:
         """Tied name → the name in `shapes`."""
-        return {alias: name for source in self._sources for alias, name in source.aliases.items()}
+        return {alias: name for source in self.sources for alias, name in source.aliases.items()}
 
     @property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
         """The optimizer's groups, of every stage."""
-        return [group for source in self._sources for group in source.groups]
+        return [group for source in self.sources for group in source.groups]
 
     @property
     def small(self) -> Small:

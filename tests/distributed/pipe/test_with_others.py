@@ -1,15 +1,19 @@
 """A pipeline together with split layers and with experts, and what it is refused together with."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
 from torch import nn
 
 import deepspeed
+from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError, UsageError
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import PipelineModule
 from deepspeed.tensor_parallel import splits_of
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.harness import ranks, store_path
 
 CONFIG = {
@@ -104,9 +108,14 @@ def whole_weights(engine):
     return found
 
 
+def compare(found, end):
+    for name, value in found.items():
+        assert torch.allclose(value, end[name], atol=2e-6), name
+
+
 @ranks(4)
 def test_layers_of_a_stage_are_split():
-    for stage, tie in ((0, True), (3, False)):
+    for stage, tie in ((1, True), (3, False)):
         whole = llama(tie)
         optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
         expected = [float(sum(whole(**batch).loss for batch in tokens()) / 2)]
@@ -121,15 +130,31 @@ def test_layers_of_a_stage_are_split():
         assert engine._parts.layout.sizes == {"pp": 2, "dp": 1, "sp": 1, "tp": 2}
         assert any("q_proj" in name for name in splits_of(module))
         assert [float(engine.train_batch(tokens()))] == pytest.approx(expected, abs=2e-6)
-        for name, value in whole_weights(engine).items():
-            assert torch.allclose(value, end[name], atol=2e-6), name
+        compare(whole_weights(engine), end)
         engine.save_checkpoint(f"{store_path()}-{stage}", tag="t")
         engine.destroy()
         again = PipelineModule(llama(tie), num_stages=2, partition_method="uniform")
         engine, *_ = deepspeed.initialize(model=again, config={**CONFIG, **more})
-        engine.load_checkpoint(f"{store_path()}-{stage}", tag="t")
-        for name, value in whole_weights(engine).items():
-            assert torch.allclose(value, end[name], atol=2e-6), name
+        path = Path(f"{store_path()}-{stage}")
+        engine.load_checkpoint(str(path), tag="t")
+        compare(whole_weights(engine), end)
+        engine.destroy()
+        if deepspeed.comm.get_rank() == 0:
+            compare(get_fp32_state_dict_from_zero_checkpoint(str(path), "t"), end)
+            convert(path / "t", path / "universal")
+        deepspeed.comm.barrier()
+        again = PipelineModule(llama(tie), num_stages=4)
+        engine, *_ = deepspeed.initialize(model=again, config={**CONFIG, "zero_optimization": {"stage": stage}})
+        for tag in ("t", "universal"):
+            engine.load_checkpoint(str(path), tag=tag)
+            compare(whole_weights(engine), end)
+        engine.save_checkpoint(str(path), tag="four")
+        engine.destroy()
+        again = PipelineModule(llama(tie), num_stages=2, partition_method="uniform")
+        engine, *_ = deepspeed.initialize(model=again, config={**CONFIG, **more})
+        for tag in ("four", "universal"):
+            engine.load_checkpoint(str(path), tag=tag)
+            compare(whole_weights(engine), end)
         engine.destroy()
 
 

@@ -34,6 +34,19 @@ def test_every_parameter_of_a_real_checkpoint(name):
     Net().load_state_dict(state)
 
 
+def test_the_stages_of_a_pipeline():
+    """Written by DeepSpeed 0.19.8; at stage 0 its files do not tell which names tied layers have."""
+    written = Path(__file__).parents[2] / "fixtures" / "pipeline-deepspeed-0.19.8"
+    state = tools.get_fp32_state_dict_from_zero_checkpoint(str(written), "stage1")
+    expected = {f"{number}.{name}" for number in range(1, 5) for name in ("weight", "bias")}
+    assert set(state) == {"tied_modules.embed.weight", *expected}
+    for number in range(1, 5):
+        layer = torch.load(written / "stage1" / f"layer_{number:02d}-model_states.pt", weights_only=True)
+        assert all(torch.equal(state[f"{number}.{name}"], value) for name, value in layer.items())
+    with pytest.raises(CheckpointError, match="does not tell the names of its layers' weights"):
+        tools.get_fp32_state_dict_from_zero_checkpoint(str(written), "stage0")
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, 3])
 def test_what_we_write(tmp_path, stage, world):

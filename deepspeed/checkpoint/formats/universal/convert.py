@@ -101,7 +101,8 @@ def _sources(path: Path) -> Sequence[Source]:
     found = sort_files(entry.name for entry in path.iterdir())
     ranks = found.model_ranks
     whole = open_checkpoint(path)
-    if isinstance(whole, Resliced) or len(ranks) < 2:
+    parts = whole.sources if isinstance(whole, Stages) else [whole]
+    if any(isinstance(part, Resliced) for part in parts) or len(ranks) < 2:
         return [whole]  # slices that tell how they belong together
     if isinstance(whole, Stages):  # stages are one source; what is left to put together are slices
         return [whole, *(open_checkpoint(path, mp_rank=part) for part in range(1, len(ranks) // whole.count))]
