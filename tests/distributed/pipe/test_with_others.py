@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers as hf
 from torch import nn
 
 import deepspeed
@@ -86,6 +85,8 @@ SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, 
 
 
 def llama(tie):
+    import transformers as hf  # by the ranks that need it: it takes seconds
+
     hf.logging.set_verbosity_error()
     torch.manual_seed(0)
     return hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES, vocab_size=23, num_hidden_layers=2, tie_word_embeddings=tie))
