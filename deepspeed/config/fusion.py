@@ -23,9 +23,3 @@ class FusedKernelsConfig(Section):
         True, description="The last projection of causal language models with its loss; logits are never whole."
     )
     exclude: Patterns = Field([], description="Regular expressions, matched from the start of module names to leave.")
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What is asked for."""
-        chosen = {"norm": self.norm, "rotary": self.rotary, "mlp": self.mlp, "loss": self.loss}
-        return tuple(kind for kind, wanted in chosen.items() if wanted) if self.enabled else ()

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from torch import nn
 
 from deepspeed.config.schema import Schema
-from deepspeed.fusion.find import Finding, find, find_products, put
+from deepspeed.fusion.find import KINDS, Finding, find, find_products, put
 from deepspeed.fusion.table import lines
 from deepspeed.log import print_dist
 
@@ -19,7 +19,7 @@ def fuse(schema: Schema, model: nn.Module, undo: ExitStack) -> None:
     fused, eight = schema.fused_kernels, schema.fp8
     findings: list[Finding] = []
     if fused.enabled:
-        findings += find(model, fused.kinds, fused.exclude)
+        findings += find(model, [kind for kind in KINDS if getattr(fused, kind)], fused.exclude)
         put(findings, undo)
     if eight.enabled:
         products = list(find_products(model, eight.scaling, eight.exclude))

@@ -46,6 +46,7 @@ MEMOS = {
     "ops::_cpu_flags": "what this processor can do",
     "ops::_rocminfo": "what the machine's ROCm tells",
     "ops::_outcome": "the compiled libraries, or why there are none",
+    "ops::_programs": "which program of a kernel updates what",
     "ops::_processor": "which instructions compilers choose on this machine",
     "ops::_version": "what a compiler says of itself",
     "moe::_class_of": "the class of a module of experts that are spread, for each class of such modules",

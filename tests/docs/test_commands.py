@@ -17,6 +17,7 @@ from deepspeed.config.__main__ import main as look_at_config
 from deepspeed.io import ds_io, ds_nvme_tune
 from deepspeed.io.sweep import SWEEP
 from deepspeed.launcher import report, runner
+from deepspeed.launcher.ports import free_port
 from deepspeed.moe.show import main as show_routers
 from deepspeed.pipe.schedule.__main__ import main as draw_schedule
 from tests import harness
@@ -48,6 +49,15 @@ ELSEWHERE = {
 def example_of(command):
     """The script of examples/ that a command starts, if it does."""
     return next((word for word in command.words if word.startswith("examples/") and word.endswith(".py")), None)
+
+
+def needs_clients(command):
+    return any(folder in example_of(command) for folder in ("finetune", "fast"))
+
+
+def alone():
+    """The environment of a job that meets at a port of its own, also where torchrun starts it."""
+    return {**environment(), "PET_MASTER_PORT": str(free_port())}
 
 
 def unique(found):
@@ -171,7 +181,7 @@ def test_preflight(command, tmp_path):
     else:
         module = ["-m", "torch.distributed.run"] if command.words[0] == "torchrun" else []
         words = [sys.executable, *module, *command.words[1:]]
-        ran = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+        ran = subprocess.run(words, env=alone(), capture_output=True, text=True, timeout=120, check=False)
         status, output = ran.returncode, ran.stdout
     assert status in (0, 1), output
     assert any(word in output for word in (["usage"] if "--help" in command.words else ["READY", '"ready"']))
@@ -197,7 +207,7 @@ def test_launch(command, tmp_path):
     prepare_folder(folder)
     if command.words[0] != "deepspeed":
         module = ["-m", "torch.distributed.run"] if command.words[0] == "torchrun" else []
-        subprocess.run([sys.executable, *module, *command.words[1:]], env=environment(), check=True)
+        subprocess.run([sys.executable, *module, *command.words[1:]], env=alone(), check=True)
         assert (folder / ("ran.0" if module else "ran.alone")).exists()
         return
     with Launched(command.words[1:], folder, main=runner.main, environ={"LOCAL_SIZE": "4"}) as job:
@@ -228,7 +238,7 @@ def test_checkpoint_tools(command, tmp_path):
 @pytest.fixture
 def _loaded(request, monkeypatch):
     """Examples that need Transformers find it loaded."""
-    if "finetune" in example_of(request.node.callspec.params["command"]):
+    if needs_clients(request.node.callspec.params["command"]):
         monkeypatch.setattr(harness, "SERVER", CLIENT_SERVER)
 
 
@@ -251,7 +261,7 @@ def program(words):
 @pytest.mark.usefixtures("_loaded")
 @ranks(1, init=False, timeout=400)
 def test_example(command, tmp_path):
-    if "finetune" in example_of(command):
+    if needs_clients(command):
         pytest.importorskip("accelerate" if command.words[0] == "accelerate" else "transformers")
     short = [word.format(tmp=tmp_path / "output") for word in SHORT[example_of(command)]]
     main, words = program([*command.words, *short])
@@ -260,7 +270,7 @@ def test_example(command, tmp_path):
         os.chdir(ROOT)
         main(given)
 
-    with Warm() as python, Launched(words, tmp_path, main=at_the_root, environ=environment(), python=python) as job:
+    with Warm() as python, Launched(words, tmp_path, main=at_the_root, environ=alone(), python=python) as job:
         assert job.wait(300) == 0, job.output() + job.errors()
     if "--output" in short:
         assert {path.name for path in (tmp_path / "output").iterdir()} & {"pytorch_model.bin", "model.safetensors"}

@@ -218,6 +218,12 @@ def readers(folder):
     run({}, folder, mesh_param=(1, 2))
     spread = {"train_batch_size": 4, "expert_parallel": {"enabled": True, "autoep_size": 2}}
     deepspeed.initialize(model=StackedModel(), config=spread)[0].destroy()
+    blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(2))
+    fast = {"train_batch_size": 4, "fused_kernels": {"enabled": True}, "fp8": {"enabled": True}}
+    deepspeed.initialize(model=torch.nn.Sequential(*blocks), config=fast)[0].destroy()
+    engine = deepspeed.initialize(model=torch.nn.Sequential(*blocks), config={"train_batch_size": 4})[0]
+    engine.compile(backend="eager")
+    engine.destroy()
     row = PipelineModule([torch.nn.Linear(2, 2)], num_stages=1)
     deepspeed.initialize(model=row, config={"train_batch_size": 4, "pipeline": {"schedule": "gpipe"}})[0].destroy()
     return {leaf.path for leaf in leaves() if (leaf.owner, leaf.chain[-1].name) in seen}
