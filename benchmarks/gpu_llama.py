@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REFERENCE", "curve_lines", "main", "table", "two_rank_lines"]
+__all__ = ["REFERENCE", "contest", "curve_lines", "curves", "main", "parser", "table", "two_rank_lines"]
 
 CHILD = Path(__file__).with_name("llama_child.py")
 MARK = "gpu-llama-result "

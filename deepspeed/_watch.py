@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.peaks import peak_flops
 from deepspeed.config.explain import batch_values, rows
 from deepspeed.config.hangs import HangsConfig
-from deepspeed.events import OverflowFound
+from deepspeed.events import OverflowFound, PhaseFailed
 from deepspeed.log import log_dist, logger, print_dist
 from deepspeed.moe.statistics import RouterStatistics
 from deepspeed.monitor.monitor import MonitorMaster
@@ -25,6 +25,7 @@ from deepspeed.profiling.progress import StepLine
 from deepspeed.profiling.throughput import Throughput
 from deepspeed.profiling.timers import NoopTimer
 from deepspeed.profiling.wall_clock import WallClock
+from deepspeed.runtime.out_of_memory import OutOfMemory
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
@@ -74,6 +75,7 @@ def watch(parts: Parts, stack: ExitStack) -> None:
         stack.callback(MonitorSubscriber(parts.monitor, times=times).attach(events).close)
         if parts.experts is not None:
             stack.callback(RouterStatistics(parts.module, parts.layout["dp", "sp"]).attach(events).close)
+    stack.callback(events.subscribe(PhaseFailed, OutOfMemory(parts)).close)
     if comm.get_rank() == 0:
         stack.callback(events.subscribe(OverflowFound, _tell_overflow).close)
     if schema.vocabulary_size is not None and schema.vocabulary_size % 8:

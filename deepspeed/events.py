@@ -15,6 +15,7 @@ __all__ = [
     "OverflowFound",
     "Phase",
     "PhaseBegan",
+    "PhaseFailed",
     "PhaseFinished",
     "StepFinished",
     "Subscription",
@@ -54,6 +55,14 @@ class PhaseFinished:
     phase: Phase
     micro_step: int
     at_boundary: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseFailed:
+    """A phase ended with an error, which listeners may add words to."""
+
+    phase: Phase
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True)

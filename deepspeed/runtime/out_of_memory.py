@@ -1,0 +1,119 @@
+"""When a device runs out of memory: what was alive, by kind, and the cheapest changes of the config that would fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.events import PhaseFailed
+from deepspeed.runtime.parts import Parts
+
+__all__ = ["OutOfMemory", "alive", "changes"]
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_ADVICE = 3
+_SPREAD = {1: ("masters", "moments"), 2: ("gradients",), 3: ("parameters",)}  # what each stage spreads besides
+REST = "activations and everything else"
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """Adds to the error of a phase what an engine knows of its memory; listens to `PhaseFailed`."""
+
+    parts: Parts
+
+    def __call__(self, event: PhaseFailed) -> None:
+        """Only a device that ran out of memory is explained, and only once."""
+        error = event.error
+        if not isinstance(error, torch.OutOfMemoryError) or "What was alive" in str(error):
+            return
+        held = alive(self.parts)
+        phase = event.phase.value.partition("_")[0]
+        lines = [f"What was alive on {self.parts.device} in {phase}:"]
+        lines += [f"  {nbytes / 2**30:8.2f} GiB  {kind}" for kind, nbytes in held.items()]
+        if advice := changes(self.parts, held, _wanted(str(error))):
+            lines += ["The cheapest changes that may free enough:", *(f"  - {line}" for line in advice)]
+        error.args = ("\n".join([str(error), "", *lines]),)
+
+
+def alive(parts: Parts) -> dict[str, int]:
+    """Bytes on the engine's device by kind; what is not known otherwise is what the allocator has besides."""
+    seen: set[int] = set()
+    found = {kind: _bytes(tensors, parts.device, seen) for kind, tensors in _tensors(parts).items()}
+    total = int(get_accelerator().memory_allocated(parts.device.index))
+    return {**found, REST: max(total - sum(found.values()), 0)}
+
+
+def _tensors(parts: Parts) -> dict[str, list[Tensor]]:
+    params = list(parts.module.parameters())
+    pieces = [piece for group in parts.states.groups for piece in group.pieces] if parts.states is not None else []
+    states = parts.basic_optimizer.state.values() if parts.basic_optimizer is not None else ()
+    grads = [param.grad for param in params]
+    grads += [grad for piece in pieces for grad in (piece.gradient, piece.master.grad, piece.home)]
+    return {
+        "parameters": [*params, *(piece.source for piece in pieces)],
+        "gradients": [grad for grad in grads if grad is not None],
+        "masters": [piece.master for piece in pieces],
+        "moments": [value for state in states for value in state.values() if isinstance(value, Tensor)],
+        "buffers of the model": list(parts.module.buffers()),
+    }
+
+
+def _bytes(tensors: list[Tensor], device: torch.device, seen: set[int]) -> int:
+    """Of memory that was not counted before."""
+    total = 0
+    for tensor in tensors:
+        if tensor.device != device or tensor.layout is not torch.strided:
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def changes(parts: Parts, held: dict[str, int], wanted: int) -> list[str]:
+    """What to change, cheapest first: those that free what is missing, or else those that free most."""
+    known = list(_options(parts, held))
+    enough = [option for option in known if option[1] >= wanted]
+    chosen = enough[:_ADVICE] or sorted(known, key=lambda option: -option[1])[:_ADVICE]
+    return [f"{text}: frees about {nbytes / 2**30:.2f} GiB" for text, nbytes in chosen]
+
+
+def _options(parts: Parts, held: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """(change, bytes that it frees by arithmetic), from what costs nothing to what costs time."""
+    schema, module, ranks = parts.config.schema, parts.module, parts.layout["dp", "sp"].size
+    zero, rest = schema.zero_optimization, held[REST]
+    micro = parts.config.train_micro_batch_size_per_gpu
+    if micro is not None and micro > 1:
+        steps = parts.accumulation.steps * micro // (micro // 2)
+        yield (
+            f'"train_micro_batch_size_per_gpu": {micro // 2} with "gradient_accumulation_steps": {steps}',
+            rest - rest * (micro // 2) // micro,
+        )
+    if hasattr(module, "gradient_checkpointing_enable") and not getattr(module, "is_gradient_checkpointing", False):
+        yield "model.gradient_checkpointing_enable(), which computes activations again", rest * 3 // 4
+    away = zero.offloads_optimizer or not held["masters"] + held["moments"]
+    freed = 0
+    for stage, kinds in _SPREAD.items():
+        if ranks > 1 and zero.stage < stage:
+            freed += sum(held[kind] for kind in kinds)
+            yield f'"zero_optimization": {{"stage": {stage}}}', freed - freed // ranks
+    if not away:
+        yield (
+            '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
+            held["masters"] + held["moments"],
+        )
+    if zero.stage == 3 and not zero.offloads_parameters:
+        yield '"zero_optimization": {"offload_param": {"device": "cpu"}}', held["parameters"]
+
+
+def _wanted(text: str) -> int:
+    """Bytes that could not be had, as torch says it; 0 if it does not."""
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (\w+)", text)
+    return int(float(found[1]) * _UNITS.get(found[2], 0)) if found else 0
