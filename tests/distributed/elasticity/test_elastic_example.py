@@ -100,7 +100,8 @@ def pod(folder, index, port, python):
     """The command of a pod, as it runs on this machine."""
     found = parts()
     (container,) = found["Job"]["spec"]["template"]["spec"]["containers"]
-    (folder / "hostfile").write_text(found["ConfigMap"]["data"]["hostfile"])
+    if not index:  # the other pod begins later, and the first may be reading by then
+        (folder / "hostfile").write_text(found["ConfigMap"]["data"]["hostfile"])
     replaced = {
         "/job/": f"{folder}/",
         "/shared/": f"{folder}/",

@@ -240,10 +240,11 @@ def test_what_cannot_be_split_is_an_error_on_all_ranks():
 
 
 @ranks(2)
-def test_ranks_on_two_nodes_are_told(monkeypatch):
+def test_ranks_on_two_nodes_are_told():
     told = []
-    monkeypatch.setattr(build, "log_dist", lambda message, **_: told.append(message))
-    for local, expected in (("2", 0), ("1", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
-        start(make("llama")[0], 2).destroy()
-        assert len([message for message in told if "lie on 2 nodes of 1 ranks" in message]) == expected
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "log_dist", lambda message, **_: told.append(message))
+        for local, expected in (("2", 0), ("1", 1)):
+            patch.setenv("LOCAL_WORLD_SIZE", local)
+            start(make("llama")[0], 2).destroy()
+            assert len([message for message in told if "lie on 2 nodes of 1 ranks" in message]) == expected
