@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,22 +21,22 @@ _SPREAD = {1: ("masters", "moments"), 2: ("gradients",), 3: ("parameters",)}  # 
 REST = "activations and everything else"
 
 
-@dataclass(frozen=True)
 class OutOfMemory:
     """Adds to the error of a phase what an engine knows of its memory; listens to `PhaseFailed`."""
 
-    parts: Parts
+    def __init__(self, parts: Parts) -> None:
+        self._parts = weakref.ref(parts)  # what listens must not keep an engine alive: its parameters know its events
 
     def __call__(self, event: PhaseFailed) -> None:
         """Only a device that ran out of memory is explained, and only once."""
-        error = event.error
-        if not isinstance(error, torch.OutOfMemoryError) or "What was alive" in str(error):
+        error, parts = event.error, self._parts()
+        if not isinstance(error, torch.OutOfMemoryError) or "What was alive" in str(error) or parts is None:
             return
-        held = alive(self.parts)
+        held = alive(parts)
         phase = event.phase.value.partition("_")[0]
-        lines = [f"What was alive on {self.parts.device} in {phase}:"]
+        lines = [f"What was alive on {parts.device} in {phase}:"]
         lines += [f"  {nbytes / 2**30:8.2f} GiB  {kind}" for kind, nbytes in held.items()]
-        if advice := changes(self.parts, held, _wanted(str(error))):
+        if advice := changes(parts, held, _wanted(str(error))):
             lines += ["The cheapest changes that may free enough:", *(f"  - {line}" for line in advice)]
         error.args = ("\n".join([str(error), "", *lines]),)
 
