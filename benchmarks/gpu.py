@@ -41,9 +41,9 @@ CURVES = ("plain", "ours:0", "ours:0-fused", "ours:0-fused-fp8")
 PARTS = ("kernels", "training", "curve", "8b")
 
 
-def kernels(options: argparse.Namespace) -> None:
+def kernels(options: argparse.Namespace) -> int:
     """Each kernel alone, against a copy; in a process of its own, whose memory is gone afterwards."""
-    subprocess.run([sys.executable, "-m", "benchmarks.gpu_kernels"], cwd=ROOT, check=False)
+    return subprocess.run([sys.executable, "-m", "benchmarks.gpu_kernels"], cwd=ROOT, check=False).returncode
 
 
 def training(options: argparse.Namespace) -> dict[str, Any]:
@@ -134,7 +134,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found.get("training") and not draw(found["training"], given.output / "gpu.png"):
         print("no picture: matplotlib is not installed")
     print(f"{time.monotonic() - began:.0f} s in all")
-    return int(any(None in runs for part in ("training", "8b") for runs in (found.get(part) or {}).values()))
+    return int(
+        bool(found.get("kernels"))
+        or any(None in runs for part in ("training", "8b") for runs in (found.get(part) or {}).values())
+    )
 
 
 if __name__ == "__main__":

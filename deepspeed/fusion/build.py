@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from logging import WARNING
 
 from torch import nn
 
 from deepspeed.config.schema import Schema
 from deepspeed.fusion.find import KINDS, Finding, find, find_products, put
 from deepspeed.fusion.table import lines
-from deepspeed.log import print_dist
+from deepspeed.log import log_dist, print_dist
+from deepspeed.ops.fp8.linear import emulated
 
 __all__ = ["fuse"]
 
@@ -25,6 +27,12 @@ def fuse(schema: Schema, model: nn.Module, undo: ExitStack) -> None:
         products = list(find_products(model, eight.scaling, eight.exclude))
         put(products, undo)
         findings += products
+        if emulated():
+            log_dist(
+                "fp8.enabled: this device has no units for 8-bit numbers (CUDA, compute capability 8.9 and later): they "
+                "are multiplied as float32, which gives the same numbers and is slower than 16 bits",
+                level=WARNING,
+            )
     if fused.enabled or eight.enabled:
         told = lines(findings) if findings else ["nothing was found that fused kernels compute"]
         print_dist("\n".join(["Fused kernels", *told]))

@@ -58,10 +58,14 @@ def compile_module(parts: Parts, options: dict[str, Any]) -> None:
         parts.sharded.hooks.as_units(blocks)
     for block in blocks:
         # the forward alone: hooks on the block stay Python
+        before = block.__dict__.get("forward")
         block.forward = torch.compile(block.forward, **options)
-        parts.resources.callback(_forget, block, block.__dict__.get("forward"))
+        parts.resources.callback(_put_back, block, before)
 
 
-def _forget(block: nn.Module, compiled: Any) -> None:
-    if block.__dict__.get("forward") is compiled:
-        del block.forward
+def _put_back(block: nn.Module, before: Any) -> None:
+    """A forward that somebody had put on the block itself is there again."""
+    if before is None:
+        block.__dict__.pop("forward", None)
+    else:
+        block.forward = before

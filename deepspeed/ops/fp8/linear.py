@@ -18,7 +18,7 @@ from deepspeed.ops.capability import compute_capability, on_cuda
 from deepspeed.ops.fp8.quantise import Rounded, round_columns, round_rows, round_tensor
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["MULTIPLE", "SCALINGS", "Fp8Linear", "product"]
+__all__ = ["MULTIPLE", "SCALINGS", "Fp8Linear", "emulated", "product"]
 
 SCALINGS = ("tensor", "row")
 MULTIPLE = 16
@@ -62,6 +62,11 @@ def product_scaled(
         use_fast_accum=fast,
     )
     return out.to(dtype)
+
+
+def emulated() -> bool:
+    """True if 8-bit numbers are multiplied as float32 here, for want of units that multiply them."""
+    return op("fp8_product") is product_reference
 
 
 @implementation("fp8_product", name="scaled_mm", requires=on_cuda & compute_capability(8, 9), rank=20)

@@ -57,6 +57,15 @@ def test_the_curve_beside_that_of_16_bits_at_every_stage():
 
 
 @ranks(1)
+def test_a_device_without_such_units_is_told():
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepspeed.fusion.build.log_dist", lambda message, **_: told.append(message))
+        train(0, {"enabled": True}, steps=1)
+    assert any("multiplied as float32" in message for message in told) == (not torch.cuda.is_available())
+
+
+@ranks(1)
 def test_layers_that_stay_are_chosen_by_name():
     torch.manual_seed(0)
     engine, *_ = deepspeed.initialize(
