@@ -29,8 +29,8 @@ def fuse(schema: Schema, model: nn.Module, undo: ExitStack) -> None:
         findings += products
         if emulated():
             log_dist(
-                "fp8.enabled: this device has no units for 8-bit numbers (CUDA, compute capability 8.9 and later): they "
-                "are multiplied as float32, which gives the same numbers and is slower than 16 bits",
+                "fp8.enabled: this device has no units for 8-bit numbers (CUDA, compute capability 8.9 and later): "
+                "they are multiplied as float32, which gives the same numbers and is slower than 16 bits",
                 level=WARNING,
             )
     if fused.enabled or eight.enabled:
