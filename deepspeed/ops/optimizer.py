@@ -2,6 +2,9 @@
 
 An update rule is an op over lists of tensors. An optimizer sorts its parameters into batches whose lists have one
 device and one dtype each and the same step number, and hands every batch to the op.
+
+[Note: many tensors] A model of tiny layers has thousands of tensors and next to nothing to compute, so that what is
+done once per tensor and step in Python is what a step costs.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -94,11 +98,12 @@ class BatchOptimizer(MomentKeeper):
 
     def _check(self, groups: Iterable[Group]) -> None:
         """Refuse what no rule can update, before anything has changed."""
+        host = self.one_pass
         for group in groups:
             for param in group["params"]:
-                if self.one_pass is not None:
-                    self._check_one_pass(self.one_pass, param)
-                grad = self._gradient(param)
+                if host is not None:
+                    self._check_one_pass(host, param)
+                grad = param.grad if host is None else host.gradient(param)
                 if grad is None:
                     continue
                 if grad.layout is not torch.strided:
@@ -133,8 +138,9 @@ class BatchOptimizer(MomentKeeper):
         """Advance the step of every parameter with a gradient and sort them into batches; the empty ones have none."""
         host = self.one_pass
         found: dict[tuple[Any, ...], Batch] = {}
+        latest: tuple[Any, ...] | None = None
         for param in group["params"]:
-            grad = self._gradient(param)
+            grad = param.grad if host is None else host.gradient(param)
             if grad is None:
                 continue
             state = self.state[param]
@@ -144,28 +150,28 @@ class BatchOptimizer(MomentKeeper):
             state["step"] = step
             if not param.numel():
                 continue
-            first: Tensor = state[names[0]]
+            coded = state[names[0]].dtype
             out = None if host is None else host.out(param)
             dense = param.is_contiguous() and grad.is_contiguous()
-            key = (step, param.device, param.dtype, grad.dtype, first.dtype, dense, out is not None and out.dtype)
-            batch = found.get(key)
-            if batch is None:
-                coded = first.dtype == torch.uint8
-                batch = found[key] = Batch(
-                    step,
-                    tuple([] for _ in names),
-                    factor=1.0 if host is None else host.factor,
-                    scales=tuple([] for _ in names) if coded else (),
-                )
+            key = (step, param.device, param.dtype, grad.dtype, coded, dense, out is not None and out.dtype)
+            if key != latest:
+                latest = key
+                batch = found.get(key) or found.setdefault(key, _empty_batch(step, names, coded, host))
             batch.params.append(param)
             batch.grads.append(grad)
             if out is not None:
                 batch.outs.append(out)
-            for tensors, name in zip(batch.moments, names, strict=True):
-                tensors.append(state[name])
-            for tensors, name in zip(batch.scales, names if batch.scales else (), strict=True):
-                tensors.append(state[scale_name(name)])
+            for place, name in enumerate(names):
+                batch.moments[place].append(state[name])
+                if batch.scales:
+                    batch.scales[place].append(state[scale_name(name)])
         return list(found.values())
+
+
+def _empty_batch(step: int, names: Sequence[str], moments: torch.dtype, one_pass: OnePass | None) -> Batch:
+    lists: tuple[list[Tensor], ...] = tuple([] for _ in names)
+    scales: tuple[list[Tensor], ...] = tuple([] for _ in names) if moments == torch.uint8 else ()
+    return Batch(step, lists, factor=1.0 if one_pass is None else one_pass.factor, scales=scales)
 
 
 def evaluate(closure: Closure | None) -> Any:
@@ -197,7 +203,7 @@ def check_hyperparameters(name: str, *, betas: Sequence[float] = (), **amounts: 
 
 def contiguous(lists: TensorLists) -> bool:
     """True if every tensor is: torch's fused CPU kernels walk memory and do not look at strides."""
-    return all(tensor.is_contiguous() for tensors in lists for tensor in tensors)
+    return all(map(Tensor.is_contiguous, chain.from_iterable(lists)))  # no loop of Python's: see [Note: many tensors]
 
 
 def widely(kernel: Callable[[TensorLists], Any], lists: TensorLists, *, elementwise: bool = True) -> list[Any]:

@@ -117,15 +117,13 @@ class Arrivals:
         self._handles.clear()
 
     def _note(self, name: str, number: int) -> None:
-        if self._whole:
-            if self._task not in (-1, _graph_task()):
-                self._reentrant, self.departures.early = True, False
-            if self.departures.has_left(number):
-                raise CommError(
-                    f"the gradient of {name!r} arrived again after it had been sent to the other ranks. The graph of "
-                    "this step differs from the last one's; wrap its backward calls in "
-                    "engine.coalesce_grad_reduction()."
-                )
+        if self._whole and self._task != -1 and self._task != _graph_task():
+            self._reentrant, self.departures.early = True, False
         if self.clock is not None:
             self.departures.positions[number] = self.clock()
-        self.departures.arrive(number)
+        if not self.departures.arrive(number) and self._whole:
+            raise CommError(
+                f"the gradient of {name!r} arrived again after it had been sent to the other ranks. The graph of "
+                "this step differs from the last one's; wrap its backward calls in "
+                "engine.coalesce_grad_reduction()."
+            )

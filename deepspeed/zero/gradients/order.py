@@ -112,17 +112,13 @@ class Departures:
         """The bucket that it belongs to."""
         return self._home[each]
 
-    def has_left(self, each: int) -> bool:
-        """True if its bucket is on its way in this backward."""
-        return self._home[each] < self.next
-
-    def arrive(self, each: int) -> None:
-        """A gradient is there, or is added to one that is."""
+    def arrive(self, each: int) -> bool:
+        """A gradient is there, or is added to one that is; False if its bucket had left, so that it is late."""
         self.sequence.append(each)
         place = self._home[each]
         if place < self.next:
             self.late.add(each)
-            return
+            return False
         if each not in self._here:
             self._here.add(each)
             self.waiting += self._sizes[each]
@@ -132,6 +128,7 @@ class Departures:
             self._missing[place] -= 1
         if self.early and (self.waiting > self._budget or not self._missing[self.next]):
             self._depart()
+        return True
 
     def ready(self) -> tuple[int, int]:
         """How many buckets may have left by now, and how many must have because too much waits."""

@@ -54,6 +54,8 @@ def tile(optimizer: Optimizer, away: Mapping[int, Piece], limit: int) -> list[Ti
     `away` are the pieces that live in another tier, by the id of their masters.
     """
     count = len(optimizer.param_groups)
+    if not away and not limit:
+        return [Tile([options["params"] for options in optimizer.param_groups], [])]
     rows = [
         _Row(place, master, away.get(id(master)))
         for place, options in enumerate(optimizer.param_groups)
