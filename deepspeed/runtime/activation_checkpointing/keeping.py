@@ -19,9 +19,9 @@ from torch.nn.functional import pad
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
+from deepspeed.memory.lane import on_device
 from deepspeed.runtime.activation_checkpointing.arena import Arena, Slot
 from deepspeed.runtime.activation_checkpointing.axis import ModelAxis
-from deepspeed.runtime.activation_checkpointing.lane import on_device
 from deepspeed.runtime.activation_checkpointing.offload import Offload, OffloadLimits, Parked, Turn
 from deepspeed.runtime.activation_checkpointing.saved import AsIs, Form, flattened, is_expanded
 from deepspeed.runtime.activation_checkpointing.settings import Settings

@@ -18,9 +18,9 @@ from enum import Enum
 import torch
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.memory.lane import Direct, Lane, Ticket, lane_for
 from deepspeed.runtime.activation_checkpointing.arena import Slot
 from deepspeed.runtime.activation_checkpointing.host_pool import HostPool
-from deepspeed.runtime.activation_checkpointing.lane import Direct, Lane, Ticket, lane_for
 from deepspeed.runtime.activation_checkpointing.saved import changed_in_place
 
 __all__ = ["CheckpointActivationOffloadStats", "Offload", "OffloadLimits", "Parked", "Turn"]

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.errors import UsageError
+from deepspeed.memory.lane import on_device
 from deepspeed.runtime.activation_checkpointing.chain import Chain, hidden_of
-from deepspeed.runtime.activation_checkpointing.lane import on_device
 from deepspeed.runtime.activation_checkpointing.layer_marker import MARKER, Layer
 from deepspeed.runtime.activation_checkpointing.offload import (
     CheckpointActivationOffloadStats,

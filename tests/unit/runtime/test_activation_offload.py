@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from deepspeed.accelerator import get_accelerator, reset_accelerator, set_accelerator
 from deepspeed.accelerator.cpu import CPU_Accelerator
-from deepspeed.runtime.activation_checkpointing import lane
+from deepspeed.memory import lane
+from deepspeed.memory.lane import DeviceLane, Direct, lane_for
 from deepspeed.runtime.activation_checkpointing.host_pool import HostPool, size_class
-from deepspeed.runtime.activation_checkpointing.lane import DeviceLane, Direct, lane_for
 from deepspeed.runtime.activation_checkpointing.offload import Offload, OffloadLimits, Turn
 from deepspeed.runtime.activation_checkpointing.structure import CheckpointingError
 
