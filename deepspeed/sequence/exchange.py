@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from deepspeed import comm
 from deepspeed.sequence.heads import HeadPlan
 
-__all__ = ["gather_heads", "scatter_heads", "scatter_queries_keys_values"]
+__all__ = ["gather_heads", "of_all_ranks", "scatter_heads", "scatter_queries_keys_values"]
 
 Counts = tuple[int, ...]
 
@@ -45,6 +45,12 @@ def scatter_heads(tensor: Tensor, heads: Counts, group: ProcessGroup) -> Tensor:
 def gather_heads(tensor: Tensor, heads: Counts, group: ProcessGroup) -> Tensor:
     """[batch, whole, this rank's heads, width] → [batch, part, all heads, width]."""
     return _Exchange.apply(group, (heads,), False, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
+
+
+def of_all_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
+    """Equal parts of all ranks side by side in dim 1; gradients are summed over ranks."""
+    copies = part.transpose(0, 1).repeat(1, group.size(), 1)[None]
+    return scatter_heads(copies, (part.shape[0],) * group.size(), group)[0].transpose(0, 1)
 
 
 class _Exchange(torch.autograd.Function):

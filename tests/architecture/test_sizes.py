@@ -47,6 +47,7 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/sequence/cross_entropy.py::__init__": "the public signature",
     "deepspeed/sequence/cross_entropy.py::vocab_parallel_cross_entropy": "the public signature",
     "deepspeed/sequence/cross_entropy.py::vocab_sequence_parallel_cross_entropy": "the public signature",
+    "deepspeed/sequence/fpdt_layer.py::__init__": "the public signature",
     "deepspeed/sequence/layer.py::single_all_to_all": "the public signature",
     "deepspeed/sequence/tiled.py::apply": "the public signature",
     "deepspeed/sequence/tiled.py::sequence_tiled_compute": "the public signature",
