@@ -1,0 +1,226 @@
+"""Attention of images and text whose sequences ranks share, and images among text, against the whole on one rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.errors import UsageError
+from deepspeed.sequence.auto_sp import auto_wrap_model_for_sp
+from deepspeed.sequence.autosp_detector import detect_model_sp_info
+from deepspeed.sequence.autosp_fusion import (
+    InternVLFusionAdapter,
+    LlavaFusionAdapter,
+    ModalityFusionSPAdapter,
+    Qwen2VLFusionAdapter,
+)
+from deepspeed.sequence.autosp_vit import UlyssesSPViTAttention
+from deepspeed.sequence.layer import DistributedAttention
+from tests.harness import ranks
+
+HIDDEN, PATCHES = 8, 6
+
+
+def close(found, expected):
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def summed(grads):
+    for grad in grads:
+        dist.all_reduce(grad)
+    return grads
+
+
+class Attention(nn.Module):
+    """Over [images, patches, hidden]; returns the weights, too, as Transformers' do, if it is asked to."""
+
+    def __init__(self, pair):
+        super().__init__()
+        self.qkv, self.pair = nn.Linear(HIDDEN, 3 * HIDDEN), pair
+
+    def forward(self, hidden, mask=None):
+        query, key, value = self.qkv(hidden).chunk(3, -1)
+        out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return (out, None) if self.pair else out
+
+
+@ranks(2, 3, timeout=400)
+def test_attention_of_images():
+    """With and without a class token; more images than ranks, as many, one; with a mask for whole images."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    for images, has_token, pair, masked in ((4, True, True, False), (3, False, False, False), (1, True, False, True)):
+        torch.manual_seed(images)
+        attention = Attention(pair)
+        first, length = int(has_token), PATCHES * size
+        whole = torch.randn(images, first + length, HIDDEN, requires_grad=True)
+        mask = torch.rand(1, first + length, first + length) > 0.3 if masked else None
+        expected = attention(whole, mask)
+        expected = expected[0] if pair else expected
+        weight = torch.randn_like(expected)
+        mine = slice(first + rank * PATCHES, first + (rank + 1) * PATCHES)
+        part = torch.cat([whole.detach()[:, :first], whole.detach()[:, mine]], 1).requires_grad_()
+        found = UlyssesSPViTAttention(attention, group, has_token)(part, **({"mask": mask} if masked else {}))
+        assert isinstance(found, tuple) == pair
+        found = found[0] if pair else found
+        close([found], [torch.cat([expected[:, :first], expected[:, mine]], 1)])
+        # the loss of the token counts on one rank only, as that of a patch does
+        own = torch.cat([weight[:, :first] * (rank == 0), weight[:, mine]], 1)
+        grads = torch.autograd.grad((found * own).sum(), [part, *attention.parameters()])
+        wanted = torch.autograd.grad((expected * weight).sum(), [whole, *attention.parameters()])
+        close([grads[0][:, first:], *summed(list(grads[1:]))], [wanted[0][:, mine], *wanted[1:]])
+        close(summed([grads[0][:, :first].contiguous()]), [wanted[0][:, :first]])
+    with pytest.raises(UsageError, match=r"shape \(2, 3\)"):
+        UlyssesSPViTAttention(attention, group)(torch.zeros(2, 3))
+
+
+def gathered(part):
+    parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, part.detach().contiguous())
+    return torch.cat(parts, 1)
+
+
+@ranks(2)
+def test_images_among_text():
+    """Numbers as DeepSpeed 0.19.8 arranges them: features are 100.. on the first rank, 110.. on the second."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    features = (100 + 10 * rank + torch.arange(2.0))[None, :, None].repeat(2, 1, 2)
+
+    def text(length):
+        return torch.arange(float(length))[None, :, None].repeat(2, 1, 2)
+
+    llava = LlavaFusionAdapter(nn.Identity(), group)
+    cases = [
+        (
+            llava,
+            4,
+            [[1, 2, -200, 3], [1, -200, 2, 3]],
+            [[0, 1, 100, 101, 110, 111, 3, 0], [0, 100, 101, 110, 111, 2, 3, 0]],
+        ),
+        (llava, 4, [[1, 2, -200, 3], [1, 4, 2, 3]], [[0, 1, 100, 101, 110, 111, 3, 0], [0, 1, 2, 3, 0, 0, 0, 0]]),
+        (llava, 4, [[1, -200, 2, -200]] * 2, [[0, 100, 101, 2, 110, 111]] * 2),
+        (
+            InternVLFusionAdapter(nn.Identity(), group, image_token_id=7),
+            6,
+            [[1, 7, 7, 7, 7, 2], [7, 7, 7, 7, 1, 2]],
+            [[0, 100, 101, 110, 111, 5], [100, 101, 110, 111, 4, 5]],
+        ),
+        (
+            Qwen2VLFusionAdapter(nn.Identity(), group, 8, 9),
+            7,
+            [[1, 8, 0, 0, 0, 0, 9], [8, 0, 0, 0, 0, 9, 1]],
+            [[0, 1, 100, 101, 110, 111, 6, 0], [0, 100, 101, 110, 111, 5, 6, 0]],
+        ),
+    ]
+    for adapter, length, ids, expected in cases:
+        found = gathered(adapter(features, text(length), torch.tensor(ids)))
+        assert found[:, :, 0].tolist() == expected
+    with pytest.raises(UsageError, match="ModalityFusionSPAdapter does not say"):
+        ModalityFusionSPAdapter(nn.Identity(), group)(features, text(4), torch.zeros(2, 4))
+    with pytest.raises(UsageError, match="3 image tokens"):
+        llava(features, text(4), torch.tensor([[1, -200, -200, -200]] * 2))
+    with pytest.raises(UsageError, match=r"\[1, 4\] places"):
+        cases[3][0](features, text(6), torch.tensor([[7, 0, 0, 0, 0, 0], [7, 7, 7, 7, 1, 2]]))
+
+
+@ranks(2)
+def test_gradients_through_a_fusion():
+    """Of features, which all ranks' parts use, of the projection, and of text."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    projection = nn.Linear(3, 4)
+    visual, text = torch.randn(2, 4, 3, requires_grad=True), torch.randn(2, 5, 4, requires_grad=True)
+    ids = torch.tensor([[1, -200, 2, 3, 4], [1, 2, -200, 3, 4]])
+    weight = torch.randn(2, 8, 4)
+    features = projection(visual)
+    rows = [torch.cat([text[i, : i + 1], features[i], text[i, i + 2 :]]) for i in range(2)]
+    expected = torch.autograd.grad((torch.stack(rows) * weight).sum(), [visual, text, *projection.parameters()])
+    adapter = LlavaFusionAdapter(projection, dist.group.WORLD)
+    mine = visual.detach()[:, rank * 2 : rank * 2 + 2].requires_grad_()
+    out = adapter(mine, text, ids)
+    grads = torch.autograd.grad(
+        (out * weight[:, rank * 4 : rank * 4 + 4]).sum(), [mine, text, *projection.parameters()]
+    )
+    close([grads[0], *summed(list(grads[1:]))], [expected[0][:, rank * 2 : rank * 2 + 2], *expected[1:]])
+
+
+@ranks(2, timeout=400)
+def test_models_of_transformers():
+    """A Llama and an encoder of CLIP as they come: losses and gradients are those of the whole on one rank."""
+    from transformers import CLIPVisionConfig, CLIPVisionModel, LlamaConfig, LlamaForCausalLM
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=40,
+        attn_implementation="sdpa",
+    )
+    model = LlamaForCausalLM(shape)
+    ids, at = torch.randint(40, (2, 16)), torch.arange(16)[None].expand(2, 16)
+    whole = model(input_ids=ids, position_ids=at).logits
+    weight = torch.randn_like(whole)
+    expected = torch.autograd.grad((whole * weight).sum(), list(model.parameters()))
+    names = set(model.state_dict())
+    part = slice(rank * 8, rank * 8 + 8)
+    assert auto_wrap_model_for_sp(model, group) is model
+    assert set(model.state_dict()) == names
+    found = model(input_ids=ids[:, part], position_ids=at[:, part], use_cache=False).logits
+    close([found], [whole[:, part]])
+    grads = torch.autograd.grad((found * weight[:, part]).sum(), list(model.parameters()))
+    close(summed(list(grads)), expected)
+
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, image_size=16, patch_size=4
+    )
+    clip = CLIPVisionModel(vision)
+    encoder = next(module for module in clip.modules() if type(module).__name__ == "CLIPEncoder")
+    hidden = torch.randn(4, 17, 16)
+    whole = encoder(inputs_embeds=hidden).last_hidden_state
+    auto_wrap_model_for_sp(clip, group)
+    wrapped = [each for each in clip.modules() if isinstance(each, UlyssesSPViTAttention)]
+    assert len(wrapped) == 2
+    assert wrapped[0].has_cls_token
+    mine = slice(1 + rank * 8, 9 + rank * 8)
+    found = encoder(inputs_embeds=torch.cat([hidden[:, :1], hidden[:, mine]], 1)).last_hidden_state
+    close([found], [torch.cat([whole[:, :1], whole[:, mine]], 1)])
+
+
+def called(name, **members):
+    return type(name, (nn.Module,), members)()
+
+
+@ranks(1)
+def test_what_is_found():
+    outer = called("ViTAttention")
+    outer.attention = called("ViTSelfAttention")
+    model = nn.ModuleDict(
+        {
+            "vision_tower": nn.ModuleList([outer, called("CLIPAttention")]),
+            "language_model": nn.ModuleList([called("LlamaAttention", forward=lambda self, q, k, v: q)]),
+            "text_model": nn.ModuleList([called("CLIPAttention", forward=lambda self, q, k, v: q)]),
+            "multi_modal_projector": nn.Linear(2, 2),
+            "merger": nn.Linear(2, 2),
+        }
+    )
+    info = detect_model_sp_info(model)
+    assert [path for path, _ in info.vit_attn_modules] == ["vision_tower.0", "vision_tower.1"]
+    assert [path for path, _ in info.llm_attn_modules] == ["language_model.0", "text_model.0"]
+    assert info.vision_projection_module == ("multi_modal_projector", model["multi_modal_projector"])
+    text = model["language_model"][0]
+    auto_wrap_model_for_sp(model, dist.group.WORLD)
+    assert isinstance(model["vision_tower"][0], UlyssesSPViTAttention)
+    assert model["vision_tower"][0].attn is outer
+    assert isinstance(model["language_model"][0], DistributedAttention)
+    assert model["language_model"][0].local_attn is text
+    with pytest.raises(UsageError, match="Linear has no attention"):
+        auto_wrap_model_for_sp(nn.Linear(2, 2), dist.group.WORLD)
+    hidden_only = nn.ModuleList([called("LlamaAttention", forward=lambda self, hidden_states: hidden_states)])
+    with pytest.raises(UsageError, match="0 \\(LlamaAttention\\) is neither"):
+        auto_wrap_model_for_sp(hidden_only, dist.group.WORLD)
