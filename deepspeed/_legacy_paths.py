@@ -19,6 +19,8 @@ MOVED: dict[str, str] = {
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.comm.utils": "deepspeed._compat.launcher_facts",
     "deepspeed.compile.config": "deepspeed.config.compile",
+    "deepspeed.module_inject.autotp_config": "deepspeed.tensor_parallel.rule_objects",
+    "deepspeed.module_inject.tp_shard": "deepspeed.tensor_parallel.shard_sizes",
     "deepspeed.ops.op_builder.async_io": "deepspeed.ops.op_builder.builders",
     "deepspeed.ops.op_builder.cpu_adagrad": "deepspeed.ops.op_builder.builders",
     "deepspeed.ops.op_builder.cpu_adam": "deepspeed.ops.op_builder.builders",
@@ -116,6 +118,18 @@ SPLIT: dict[str, dict[str, str]] = {
         "get_coalescing_manager": "deepspeed._compat.torch_backend",
         "has_all_reduce_coalesced": "deepspeed.comm",
         "has_coalescing_manager": "deepspeed.comm",
+    },
+    "deepspeed.module_inject.auto_tp": {
+        "AutoTPConfig": "deepspeed.tensor_parallel.rule_objects",
+        "PartitionType": "deepspeed.tensor_parallel.rule_objects",
+        "TPLayerSpec": "deepspeed.tensor_parallel.rule_objects",
+    },
+    "deepspeed.module_inject.layers": {
+        "is_autotp_training_mode": "deepspeed.tensor_parallel.model_init",
+        "set_autotp_mode": "deepspeed.tensor_parallel.model_init",
+    },
+    "deepspeed.module_inject.tp_plan_converter": {
+        "TPPlanConverter": "deepspeed.tensor_parallel.rule_objects",
     },
     "deepspeed.monitor.config": {
         "CSVConfig": "deepspeed.config.monitor",
