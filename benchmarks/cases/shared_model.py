@@ -29,7 +29,6 @@ PAIRS, BATCH = 20, 2
 RULES = [
     {"patterns": [r".*\.(q_proj|k_proj|v_proj|gate_proj|up_proj)\.weight$"], "partition_type": "column"},
     {"patterns": [r".*\.(o_proj|down_proj)\.weight$"], "partition_type": "row"},
-    {"patterns": [r".*"], "partition_type": "skip"},
 ]
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": BATCH,
