@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
-from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.current import current_layout
+from deepspeed.parallel.regions import between, joined, own
 
 __all__ = ["drop_tokens", "gather_tokens", "parts_of", "whole_of"]
 
@@ -34,48 +31,14 @@ def parts_of(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
             f"dim {dim} of a tensor of shape {tuple(values.shape)} cannot be cut into {axis.size} equal parts, one for "
             "each tensor-parallel rank; pad it to a multiple"
         )
-    part: Tensor = _Parts.apply(values, dim, axis)  # type: ignore[no-untyped-call]
-    return part
+    return between(values, axis, [values.shape[dim] // axis.size] * axis.size, dim, (own, joined))
 
 
 def whole_of(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
     """The parts of all ranks along a dim; backward takes this rank's part."""
-    whole: Tensor = _Whole.apply(values, dim, axis)  # type: ignore[no-untyped-call]
-    return whole
+    return between(values, axis, [values.shape[dim]] * axis.size, dim, (joined, own))
 
 
 def _tensor_axis() -> AxisGroup | None:
     axis = current_layout.get()["tp"] if current_layout.is_known else None
     return axis if axis is not None and axis.size > 1 else None
-
-
-def _cut(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
-    return values.chunk(axis.size, dim)[axis.rank].contiguous()
-
-
-def _join(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
-    parts = [torch.empty_like(values, memory_format=torch.contiguous_format) for _ in axis.ranks]
-    comm.all_gather(parts, values.contiguous(), group=axis.group)
-    return torch.cat(parts, dim)
-
-
-class _Parts(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return _cut(values, dim, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _join(grads[0], ctx.dim, ctx.axis), None, None
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
-        ctx.dim, ctx.axis = dim, axis
-        return _join(values, dim, axis)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _cut(grads[0], ctx.dim, ctx.axis), None, None

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
+from deepspeed.parallel.regions import Members, between, joined, leave, own, summed_part
 from deepspeed.parallel.split_vocabulary import split_cross_entropy
 from deepspeed.sequence.labels import shifted
 
@@ -213,46 +214,15 @@ class VocabParallelCausalLMLoss:
         return total / torch.as_tensor(num_items_in_batch, device=total.device)
 
 
-class _OfAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup) -> Tensor:
-        total = values.clone()
-        comm.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
-
-
-class _Gather(torch.autograd.Function):
-    """All ranks' losses, one after the other; the gradient is this rank's part, of the sum over ranks if `sums`."""
-
-    @staticmethod
-    def forward(ctx: Any, losses: Tensor, group: ProcessGroup, sums: bool) -> Tensor:
-        ctx.way = group, sums
-        whole = losses.new_empty(group.size() * losses.shape[0], *losses.shape[1:])
-        comm.all_gather_into_tensor(whole, losses.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        group, sums = ctx.way
-        whole = grads[0].contiguous()
-        if not sums:
-            return whole.chunk(group.size())[group.rank()], None, None
-        part = whole.new_empty(whole.shape[0] // group.size(), *whole.shape[1:])
-        comm.reduce_scatter_tensor(part, whole, group=group)
-        return part, None, None
-
-
 def sum_of_all(values: Tensor, group: ProcessGroup) -> Tensor:
     """The sum over ranks; the gradient is that of this rank's summand alone."""
-    return _OfAll.apply(values, group)  # type: ignore[no-any-return, no-untyped-call]
+    return leave(values, Members(group))
 
 
 def _gathered(losses: Tensor, group: ProcessGroup, *, sums: bool) -> Tensor:
-    return _Gather.apply(losses, group, sums)  # type: ignore[no-any-return, no-untyped-call]
+    """All ranks' losses, one after the other; the gradient is this rank's part, of the sum over ranks if `sums`."""
+    sizes = [losses.shape[0]] * group.size()
+    return between(losses, Members(group), sizes, 0, (joined, summed_part if sums else own))
 
 
 def _check(reduction: str, gathers: bool, backend: str) -> None:
