@@ -3,12 +3,14 @@
     python benchmarks/gpu_moe.py                                    # 8 and 64 experts, every contender in turn
     python benchmarks/gpu_moe.py --deepspeed-path FOLDER            # the real one, too, in a process of its own
     python benchmarks/gpu_moe.py --profile ours --experts 64        # which kernels take the time
+    python benchmarks/gpu_moe.py --only ours --reference wide_linear,combine_rows     # without some of the kernels
     python benchmarks/gpu_moe.py --device cpu --hidden 64 --inner 128 --tokens 256 --steps 2      # does it run at all?
 
 Two experts of each token compute a gated unit (three products). `dense` is one such unit over twice as many rows: the
 same floating-point operations. Time is that of CUDA events, the median of the steps; the peak counts weights and
-gradients. `ours:blocks` is Transformers' block with its experts as `expert_parallel` computes them. `ours:capacity`
-and `deepspeed` drop tokens that exceed the capacity, the others none.
+gradients. `ours:blocks` is Transformers' block with its experts as `expert_parallel` computes them. `ours:apart` has
+experts whose two products of one input are not recognised as gate and value. `ours:capacity` and `deepspeed` drop
+tokens that exceed the capacity, the others none.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ __all__ = ["CONTENDERS", "main", "table"]
 MARK = "gpu-moe-result "
 TARGETS = {("ours", 8): 15.0, ("ours", 64): 17.0}  # ms on an H200 with the default sizes
 
+OPS = ("spread_rows", "combine_rows", "combine_slopes", "wide_linear", "gated_halves")  # what a variant can do without
+
 Row = dict[str, Any]
 """contender, experts, ms, gib, or error."""
 
@@ -51,16 +55,37 @@ def _gated(options: argparse.Namespace) -> Any:
     return Gated()
 
 
-def _layer(options: argparse.Namespace, experts: int, **choices: Any) -> Callable[[Any], Any]:
+def _apart(options: argparse.Namespace) -> Any:
+    """The same unit in steps that nothing recognises as a gate and its value: two products and an activation."""
+    from torch import nn
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unit = _gated(options)
+            self.same = nn.Identity()
+
+        def forward(self, rows: Any) -> Any:
+            unit = self.unit
+            return unit.down(nn.functional.silu(unit.gate(rows)) * unit.up(self.same(rows)))
+
+    return Apart()
+
+
+def _layer(options: argparse.Namespace, experts: int, expert: Any = None, **choices: Any) -> Callable[[Any], Any]:
     """The layer of whichever deepspeed is imported."""
     from deepspeed.moe.layer import MoE
 
-    layer: Any = MoE(options.hidden, _gated(options), experts, k=2, **choices)
+    layer: Any = MoE(options.hidden, expert or _gated(options), experts, k=2, **choices)
     return lambda tokens: layer(tokens)[0]
 
 
 def _ours(options: argparse.Namespace, experts: int) -> Callable[[Any], Any]:
     return _layer(options, experts, drop_tokens=False, top2_2nd_expert_sampling=False)
+
+
+def _ours_apart(options: argparse.Namespace, experts: int) -> Callable[[Any], Any]:
+    return _layer(options, experts, _apart(options), drop_tokens=False, top2_2nd_expert_sampling=False)
 
 
 def _with_capacity(options: argparse.Namespace, experts: int) -> Callable[[Any], Any]:
@@ -130,6 +155,7 @@ CONTENDERS: dict[str, Callable[[argparse.Namespace, int], Callable[[Any], Any]]]
     "dense": _dense,
     "transformers": _transformers,
     "ours": _ours,
+    "ours:apart": _ours_apart,
     "ours:capacity": _with_capacity,
     "ours:blocks": _blocks,
     "deepspeed": _deepspeed,
@@ -271,6 +297,12 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--timeout", type=float, default=40.0, help="seconds for real DeepSpeed")
     made.add_argument("--deepspeed-path", default="", help="the folder that has real DeepSpeed's `deepspeed`")
     made.add_argument("--as-deepspeed", action="store_true", help=argparse.SUPPRESS)
+    made.add_argument(
+        "--reference",
+        default="",
+        metavar="OPS",
+        help="run these operations by their torch reference, as " + ",".join(OPS),
+    )
     made.add_argument("--profile", default="", metavar="CONTENDER", help="show the kernels of a step of one contender")
     made.add_argument("--json", type=Path, help="write the rows to this file")
     return made
@@ -280,6 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0, or 1 where ours could not be measured."""
     options = _parser().parse_args(arguments)
     numbers = [int(each) for each in options.experts.split(",")]
+    for each in filter(None, options.reference.split(",")):
+        os.environ[f"DS_OP_{each.upper()}"] = "reference"
     own = str(Path(__file__).resolve().parent.parent)
     sys.path.insert(0, options.deepspeed_path if options.as_deepspeed else own)
     if options.as_deepspeed:

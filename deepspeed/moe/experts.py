@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.moe.structure import lay_side_by_side, read
+from deepspeed.moe.side_by_side import lay_side_by_side
+from deepspeed.moe.structure import read
 from deepspeed.ops.grouped import Groups
 
 __all__ = ["Experts"]
@@ -49,10 +50,9 @@ class Experts(nn.Module):
         return self
 
     def _gather_memory(self) -> None:
-        """Lay the same parameter of all experts side by side, so that a grouped product needs no copy."""
+        """Lay the parameters of all experts side by side, so that a grouped product needs no copy."""
         if self._structure is not None:
-            for alike in zip(*(list(expert.parameters()) for expert in self.deepspeed_experts), strict=True):
-                lay_side_by_side(alike)
+            lay_side_by_side([self._structure.parameters(expert) for expert in self.deepspeed_experts])
 
     @property
     def as_one(self) -> bool:

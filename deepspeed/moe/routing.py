@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -29,8 +30,6 @@ class Routes:
     """The auxiliary loss that balances the experts, a scalar."""
     experts: Tensor
     """The expert that the gate chose."""
-    places: Tensor
-    """The place among the tokens of that expert; 0 for what is dropped."""
     kept: Tensor
     """False for what is dropped: the expert does not count."""
     weights: Tensor
@@ -39,6 +38,13 @@ class Routes:
     """[experts]: assignments of each before any was dropped."""
     capacity: int | None
     """Tokens that an expert takes; None: all."""
+    place: Callable[[], Tensor]
+    """How `places` are found, which takes a sort that not everybody needs."""
+
+    @cached_property
+    def places(self) -> Tensor:
+        """[k, S]: the place among the tokens of that expert; 0 for what is dropped."""
+        return self.place()
 
     @property
     def num_experts(self) -> int:
@@ -92,9 +98,11 @@ def route_top1(
             kept = kept & _best(chosen, lots, kept, count, capacity)
     elif capacity is not None:
         kept = kept & (_places_of_kept(chosen, kept, count) < capacity)
-    weights = gates.gather(1, chosen.unsqueeze(1)).squeeze(1) * kept
-    places = _places_of_kept(chosen, kept, count)
-    return Routes(loss, chosen[None], places[None], kept[None], weights[None], counts, capacity)
+    weights = gates.gather(1, chosen.unsqueeze(1)).squeeze(1)
+    if capacity is not None or used is not None:
+        weights = weights * kept
+    place = partial(_places_of_kept, chosen, kept, count)
+    return Routes(loss, chosen[None], kept[None], weights[None], counts, capacity, lambda: place()[None])
 
 
 def route_top2(logits: Tensor, capacity: int | None, *, noise: Noise | None = None) -> Routes:
@@ -106,10 +114,14 @@ def route_top2(logits: Tensor, capacity: int | None, *, noise: Noise | None = No
     second = torch.argmax(others.scatter(1, first.unsqueeze(1), float("-inf")), dim=1)
     chosen = torch.stack((first, second))
     loss = torch.mean(gates.mean(0) * (count_of(first, count) / len(logits))) * count * count
+    weights, counts = gates.gather(1, chosen.t()).t(), count_of(chosen.view(-1), count)
+    if capacity is None:
+        kept = torch.ones_like(chosen, dtype=torch.bool)
+        place = partial(places_within, chosen.view(-1), count)
+        return Routes(loss, chosen, kept, _normalised(weights), counts, capacity, lambda: place().view_as(chosen))
     places = places_within(chosen.view(-1), count).view_as(chosen)
-    kept = torch.ones_like(chosen, dtype=torch.bool) if capacity is None else places < capacity
-    weights = _normalised(gates.gather(1, chosen.t()).t() * kept)
-    return Routes(loss, chosen, places * kept, kept, weights, count_of(chosen.view(-1), count), capacity)
+    kept = places < capacity
+    return Routes(loss, chosen, kept, _normalised(weights * kept), counts, capacity, lambda: places * kept)
 
 
 def route_topk(logits: Tensor, k: int, capacity: int | None, *, by_position: bool = False) -> Routes:
@@ -129,10 +141,10 @@ def route_topk(logits: Tensor, k: int, capacity: int | None, *, by_position: boo
             kept = places_within(flat, count) < capacity
         else:
             kept = _best(flat, scores.detach().reshape(-1), kept, count, capacity)
-    places = _places_of_kept(flat, kept, count)
-    chosen, places, kept = (each.view(tokens, k).t() for each in (flat, places, kept))
-    weights = _normalised(gates.gather(1, indices).t() * kept)
-    return Routes(loss, chosen, places, kept, weights, counts, capacity)
+    place = partial(_places_of_kept, flat, kept, count)
+    chosen, kept = (each.view(tokens, k).t() for each in (flat, kept))
+    weights = scores.t() if capacity is None else scores.t() * kept
+    return Routes(loss, chosen, kept, _normalised(weights), counts, capacity, lambda: place().view(tokens, k).t())
 
 
 def _best(experts: Tensor, scores: Tensor, among: Tensor, count: int, capacity: int) -> Tensor:

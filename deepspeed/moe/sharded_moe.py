@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from deepspeed.errors import LayoutError, UsageError
 from deepspeed.moe import gates
@@ -19,6 +18,7 @@ from deepspeed.moe.mappings import parts_of, whole_of
 from deepspeed.moe.routing import Routes, capacity_of, route_top1, route_top2, route_topk
 from deepspeed.moe.travel import through_experts
 from deepspeed.ops.grouped import Groups
+from deepspeed.ops.model.wide_linear import wide_linear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -114,10 +114,10 @@ class TopKGate(nn.Module):
     def _logits(self, input: Tensor) -> Tensor:
         """[S, experts], in float32 whatever the model's dtype and autocast say."""
         with torch.autocast(input.device.type, enabled=False):
-            values = input.float()
+            values = input
             if self.training and self.noisy_gate_policy == "Jitter":
-                values = multiplicative_jitter(values, device=input.device)
-            return functional.linear(values, self.wg.weight.float())
+                values = multiplicative_jitter(input.float(), device=input.device)
+            return wide_linear(values, self.wg.weight)
 
 
 class MOELayer(nn.Module):

@@ -21,6 +21,8 @@ from deepspeed.moe.listening import Listener
 from deepspeed.moe.routing import count_of
 from deepspeed.moe.travel import through_experts
 from deepspeed.ops.grouped import Groups, grouped_linear
+from deepspeed.ops.model.device import takes
+from deepspeed.ops.model.gated import ACTIVATIONS, halves, halves_reference
 from deepspeed.parallel import ExpertGroups
 
 __all__ = ["SpreadStack", "Stack", "computes_by_flags", "count_of_stack", "kind_of", "spread_stack"]
@@ -41,6 +43,8 @@ class Stack:
     """Computed by grouped products here; else by the module's own code."""
     arguments: tuple[str, ...]
     """What the module's own code calls them."""
+    gate: str | None = None
+    """What its gate is, if it is one that there is a kernel for."""
 
     @property
     def local(self) -> int:
@@ -88,9 +92,23 @@ def spread_stack(module: nn.Module, stack: Stack, done: set[int]) -> None:
             param.data = param.detach()[first : first + stack.local].clone()
             param.allreduce = False  # type: ignore[attr-defined]  # as parameters of experts are marked
             param.group_name = stack.group_name  # type: ignore[attr-defined]
+    stack.gate = _kind_of_gate(module) if stack.grouped and module.has_gate else None
     module.__class__ = _class_of(type(module))  # type: ignore[arg-type]
     module.num_experts = stack.local  # type: ignore[assignment]  # what its own code computes with
     module.stack = stack  # type: ignore[assignment]
+
+
+@torch.no_grad()
+def _kind_of_gate(module: nn.Module) -> str | None:
+    """The activation whose product with the other half a module's own gate computes, found by trying."""
+    given = torch.linspace(-9.0, 9.0, 48, device="cpu", dtype=torch.float32).view(2, 24)
+    found = module._apply_gate(given.clone())  # type: ignore[operator]
+    expected = {kind: halves_reference(given, kind) for kind in ACTIVATIONS}
+    return next((kind for kind, values in expected.items() if _close(found, values)), None)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @functools.cache
@@ -137,7 +155,12 @@ class SpreadStack(nn.Module):
         """What the module's flags say, over all experts at once."""
         up, down = ("gate_up_proj" if self.has_gate else "up_proj"), "down_proj"
         inner = self._product(rows, groups, up)
-        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)  # type: ignore[operator]
+        if not self.has_gate:
+            inner = self.act_fn(inner)  # type: ignore[operator]
+        elif self.stack.gate is not None and takes(inner):
+            inner = halves(inner, self.stack.gate)
+        else:
+            inner = self._apply_gate(inner)  # type: ignore[operator]
         out = self._product(inner, groups, down)
         return self.post_expert_norm(out) if getattr(self, "has_post_expert_norm", False) else out  # type: ignore[operator]
 

@@ -8,17 +8,20 @@ each linear layer. Anything else is called expert by expert, which is right for 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from deepspeed.moe.side_by_side import merged, stacked
 from deepspeed.ops.grouped import Groups, grouped_linear
+from deepspeed.ops.model.device import takes
+from deepspeed.ops.model.gated import halves
 
-__all__ = ["Structure", "lay_side_by_side", "read", "stacked"]
+__all__ = ["Structure", "read"]
 
 # Modules without parameters that treat every element, or every row, alike.
 _MODULES = (
@@ -34,30 +37,61 @@ _FUNCTIONS = {
 _METHODS = {"relu", "tanh", "sigmoid", "square", "mul", "add", "sub", "div", "neg", "pow", "clamp"}
 
 
+@dataclass(frozen=True)
+class Product:
+    """Linear layers that read the same rows: where their weights lie side by side, they are one product."""
+
+    nodes: tuple[fx.Node, ...]
+    gate: tuple[fx.Node, fx.Node, str] | None = None
+    """(activation, multiplication, kind) if all that is done with two layers is act(first) · second."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The layers."""
+        return tuple(str(node.target) for node in self.nodes)
+
+
 class Structure:
     """The steps of one expert, to be run over the rows of many that are built alike."""
 
-    def __init__(self, graph: fx.Graph, linears: Sequence[str]) -> None:
+    def __init__(self, graph: fx.Graph, products: Sequence[Product]) -> None:
         self._graph = graph
-        self._linears = linears
+        self._products = products
+        self._layers: Layers | None = None
+
+    def __deepcopy__(self, _: Any) -> Structure:
+        return Structure(self._graph, self._products)  # the layers are found again, in the copies
+
+    def parameters(self, expert: nn.Module) -> list[nn.Parameter]:
+        """Those of an expert's linear layers, in the order in which they are best laid side by side."""
+        found = []
+        for product in self._products:
+            layers: list[Any] = [expert.get_submodule(name) for name in product.names]
+            found += [layer.weight for layer in layers]
+            found += [layer.bias for layer in layers if layer.bias is not None]
+        return list(dict.fromkeys(found))
 
     def run(self, experts: Sequence[nn.Module], rows: Tensor, groups: Groups) -> Tensor | None:
         """[rows, out]; None if the experts are not, or no longer, built as this one was."""
-        layers = {name: self._layers(experts, name) for name in self._linears}
-        if any(found is None for found in layers.values()):
+        if self._layers is None or not self._layers.hold(experts):
+            self._layers = Layers.of(experts, [name for product in self._products for name in product.names])
+        if self._layers is None:
             return None
         values: dict[fx.Node, Any] = {}
 
         def value(node: fx.Node) -> Any:
             return values[node]
 
+        products = {node: product for product in self._products for node in product.nodes}
         for node in self._graph.nodes:
+            if node in values:
+                continue
             args = fx.map_arg(node.args, value)
             kwargs = fx.map_arg(node.kwargs, value)
             if node.op == "placeholder":
                 values[node] = rows
-            elif node.op == "call_module" and node.target in layers:
-                values[node] = _all_at_once(args[0], layers[node.target] or [], groups)
+            elif node in products:
+                values.update(_compute(products[node], self._layers, args[0], groups))
             elif node.op == "call_module":
                 values[node] = experts[0].get_submodule(node.target)(*args, **kwargs)
             elif node.op == "call_function":
@@ -69,11 +103,59 @@ class Structure:
                 return result
         raise AssertionError("a graph has an output")
 
-    @staticmethod
-    def _layers(experts: Sequence[nn.Module], name: str) -> list[nn.Linear] | None:
-        found: list[Any] = [expert.get_submodule(name) for expert in experts]
-        alike = all(_plain(layer) and _shape(layer) == _shape(found[0]) for layer in found)
-        return found if alike else None
+
+class Layers:
+    """The linear layers of all experts by name, looked up once and looked after at every call."""
+
+    def __init__(self, experts: Sequence[nn.Module], named: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
+        self._experts = list(experts)
+        self._places = [place for places in named.values() for place in places]
+        self._found: list[Any] = [owner._modules[name] for owner, name in self._places]
+        self.named: dict[str, list[Any]] = {
+            name: [owner._modules[last] for owner, last in places] for name, places in named.items()
+        }
+
+    @classmethod
+    def of(cls, experts: Sequence[nn.Module], names: Sequence[str]) -> Layers | None:
+        """None if these are not plain linear layers of equal shapes."""
+        places = {}
+        for name in names:
+            above, _, last = name.rpartition(".")
+            places[name] = [(expert.get_submodule(above), last) for expert in experts]
+        made = cls(experts, places)
+        if not made.hold(experts):
+            return None
+        alike = all(_shape(layer) == _shape(found[0]) for found in made.named.values() for layer in found)
+        return made if alike else None
+
+    def hold(self, experts: Sequence[nn.Module]) -> bool:
+        """True while they are the layers of these experts, and nobody listens to one."""
+        return self._experts == list(experts) and all(
+            _plain(layer) and owner._modules.get(name) is layer
+            for (owner, name), layer in zip(self._places, self._found, strict=True)
+        )
+
+
+def _compute(product: Product, layers: Layers, rows: Tensor, groups: Groups) -> dict[fx.Node, Any]:
+    """What the layers of a product make of rows, and what follows of it where that is one step with it."""
+    found = [layers.named[name] for name in product.names]
+    weight = merged([[layer.weight for layer in each] for each in zip(*found, strict=True)]) if len(found) > 1 else None
+    if weight is None:
+        return {
+            node: grouped_linear(rows, stacked([layer.weight for layer in each]), groups, _bias(each))
+            for node, each in zip(product.nodes, found, strict=True)
+        }
+    biases = [bias for each in found if (bias := _bias(each)) is not None]
+    both = grouped_linear(rows, weight, groups, torch.cat(biases, dim=1) if biases else None)
+    if product.gate is not None and takes(both):
+        act, times, kind = product.gate
+        return {**dict.fromkeys((*product.nodes, act)), times: halves(both, kind)}
+    return dict(zip(product.nodes, both.split([each[0].out_features for each in found], dim=-1), strict=True))
+
+
+def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+    biases = [layer.bias for layer in layers if layer.bias is not None]
+    return stacked(biases) if biases else None
 
 
 def read(expert: nn.Module) -> Structure | None:
@@ -88,13 +170,57 @@ def read(expert: nn.Module) -> Structure | None:
     for node in graph.nodes:
         if node.op == "call_module":
             module = expert.get_submodule(node.target)
-            if _plain(module):
+            if _plain(module) and len(node.args) == 1:
                 linears.append(node.target)
             elif type(module) not in _MODULES or _watched(module):
                 return None
         elif not _allowed(node):
             return None
-    return Structure(graph, linears) if linears else None
+    return Structure(graph, _products(expert, graph, linears)) if linears else None
+
+
+def _products(expert: nn.Module, graph: fx.Graph, linears: Sequence[str]) -> list[Product]:
+    """Each linear layer in one product; those that read the same rows are together."""
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    called = [node for node in graph.nodes if node.op == "call_module" and node.target in linears]
+    for node in called:
+        readers.setdefault(node.args[0], []).append(node)
+    products = []
+    for nodes in readers.values():
+        layers: list[Any] = [expert.get_submodule(str(node.target)) for node in nodes]
+        once = all(sum(other.target == node.target for other in called) == 1 for node in nodes)
+        if len(nodes) > 1 and once and len({layer.bias is None for layer in layers}) == 1:
+            products.append(_gated_or_not(expert, nodes))
+        else:
+            products += [Product((node,)) for node in nodes]
+    return products
+
+
+def _gated_or_not(expert: nn.Module, nodes: Sequence[fx.Node]) -> Product:
+    """The product of some layers; two of them may be gate and value, and then the gate is the first."""
+    widths = {expert.get_submodule(str(node.target)).out_features for node in nodes}
+    if len(nodes) == 2 and len(widths) == 1 and all(len(node.users) == 1 for node in nodes):
+        for first, second in (nodes, nodes[::-1]):
+            (act,), (times,) = first.users, second.users
+            kind = _kind_of(expert, act)
+            if kind and list(act.users) == [times] and _multiplies(times) and set(times.args) == {act, second}:
+                return Product((first, second), (act, times, kind))
+    return Product(tuple(nodes))
+
+
+def _multiplies(node: fx.Node) -> bool:
+    return node.target in (operator.mul, torch.mul, "mul") and len(node.args) == 2 and not node.kwargs
+
+
+def _kind_of(expert: nn.Module, node: fx.Node) -> str | None:
+    """Which of the activations of `halves` a step is."""
+    module = expert.get_submodule(str(node.target)) if node.op == "call_module" else None
+    if type(module) is nn.SiLU or (node.target is functional.silu and not node.kwargs):
+        return "silu"
+    if type(module) is nn.GELU or node.target is functional.gelu:
+        told = getattr(module, "approximate", node.kwargs.get("approximate", "none"))
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(str(told))
+    return None
 
 
 def _allowed(node: fx.Node) -> bool:
@@ -120,65 +246,10 @@ def _plain(module: nn.Module) -> bool:
 
 def _watched(module: nn.Module) -> bool:
     """True if somebody listens to this module, who would not be told."""
-    hooks: tuple[Any, ...] = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
-    return any(hooks)
 
 
 def _shape(layer: Any) -> tuple[Any, ...]:
     return layer.weight.shape, layer.weight.dtype, None if layer.bias is None else layer.bias.dtype
-
-
-def _all_at_once(rows: Tensor, layers: Sequence[nn.Linear], groups: Groups) -> Tensor:
-    weight = stacked([layer.weight for layer in layers])
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    return grouped_linear(rows, weight, groups, stacked(biases) if biases else None)
-
-
-def stacked(params: Sequence[Tensor]) -> Tensor:
-    """[n, …]: the tensors as one, without a copy if they lie in one memory at equal distances."""
-    step = _distance(params)
-    if step is None:
-        return torch.stack(list(params))
-    result: Tensor = _Adjacent.apply(step, *params)  # type: ignore[no-untyped-call]
-    return result
-
-
-@torch.no_grad()
-def lay_side_by_side(params: Sequence[nn.Parameter]) -> None:
-    """Move tensors that are alike into one memory; those that have no values of their own stay as they are."""
-    first = params[0]
-    alike = {(each.shape, each.dtype, each.device) for each in params}
-    if len(params) < 2 or len(alike) > 1 or first.is_meta or not first.numel() or _distance(params) == first.numel():
-        return
-    for each, home in zip(params, torch.stack(list(params)).unbind(), strict=True):
-        each.data = home
-
-
-def _distance(params: Sequence[Tensor]) -> int | None:
-    """Elements between two neighbours that lie in one memory in order; None if they do not."""
-    first = params[0]
-    if not all(each.is_contiguous() for each in params):
-        return None
-    if len(params) == 1:
-        return first.numel()
-    storage, at = first.untyped_storage().data_ptr(), [int(each.storage_offset()) for each in params]
-    step = at[1] - at[0]
-    even = all(here + step == after for here, after in pairwise(at))
-    same = all(each.untyped_storage().data_ptr() == storage for each in params)
-    return step if even and same and step >= first.numel() else None
-
-
-class _Adjacent(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, step: int, *params: Tensor) -> Tensor:
-        first = params[0].detach()
-        return first.as_strided((len(params), *first.shape), (step, *first.stride()))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *grads[0].unbind())

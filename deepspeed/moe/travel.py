@@ -28,12 +28,12 @@ def through_experts(
 
     `count` experts are spread over the axis in order; with several ranks the host has to know how many rows travel.
     """
-    plan = in_order(experts)
-    rows, sent = plan.to_rows(tokens), plan.counts(count)
+    plan, groups = in_order(experts, count)
+    rows = plan.to_rows(tokens)
     if axis is None or axis.size == 1:
-        return plan.combine(compute(rows, Groups.of(sent)), weights)
+        return plan.combine(compute(rows, groups), weights)
     local = count // axis.size
-    sent = sent.view(axis.size, local)
+    sent = groups.counts().view(axis.size, local)
     came = exchange_counts(sent, axis)
     comes, goes = (each.sum(1).tolist() for each in (came, sent))
     rows = exchange(rows, axis, comes, goes)  # [from rank][local expert]

@@ -36,6 +36,11 @@ class Groups:
         """Groups of so many rows each, which stay on the device."""
         return cls(counts.numel(), ends=counts.cumsum(0).to(torch.int32))
 
+    def counts(self) -> Tensor:
+        """[count]: rows of each group, on the device."""
+        assert self.ends is not None, "equal groups are known to the host"
+        return torch.diff(self.ends, prepend=self.ends.new_zeros(1))
+
     def sizes(self) -> list[int]:
         """Rows of each group; the host waits for the device."""
         if self.ends is None:

@@ -50,6 +50,8 @@ _FAMILIES = (
     "deepspeed.ops.grouped",
     "deepspeed.ops.model.norm",
     "deepspeed.ops.model.gated",
+    "deepspeed.ops.model.assignments",
+    "deepspeed.ops.model.wide_linear",
     "deepspeed.ops.model.rotary",
     "deepspeed.ops.model.linear_loss",
     "deepspeed.ops.fp8.quantise",

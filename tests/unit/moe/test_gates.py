@@ -91,7 +91,9 @@ def test_tokens_come_back_with_their_weights(made, width):
     routes, capacity = made
     tokens = torch.randn(routes.experts.shape[1], width, dtype=torch.float64, requires_grad=True)
     expected = tokens * routes.weights.sum(0).unsqueeze(1)
-    plans = [in_order(routes.experts)] + ([] if capacity is None else [by_slots(routes, capacity)])
+    plans = [in_order(routes.experts, routes.num_experts)[0]] + (
+        [] if capacity is None else [by_slots(routes, capacity)]
+    )
     for plan in plans:
         found = plan.combine(plan.to_rows(tokens), routes.weights.double())
         torch.testing.assert_close(found, expected.double(), rtol=1e-6, atol=1e-7)

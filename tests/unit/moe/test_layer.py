@@ -9,7 +9,8 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.structure import read, stacked
+from deepspeed.moe.side_by_side import lay_side_by_side, merged, stacked
+from deepspeed.moe.structure import read
 from deepspeed.moe.utils import (
     configure_moe_param_groups,
     has_moe_layers,
@@ -184,6 +185,80 @@ def test_stacked_without_a_copy_where_that_can_be():
     assert [param.grad.sum().item() for param in near] == [0.0, 4.0, 8.0]
     assert stacked(list(reversed(near))).data_ptr() != memory.data_ptr()
     assert torch.equal(stacked(list(reversed(near))), torch.stack(list(reversed(near))))
+
+
+class Wide(nn.Module):
+    """Gate and value in either order."""
+
+    def __init__(self, *, gate_first: bool = True, bias: bool = False) -> None:
+        super().__init__()
+        self.turned = not gate_first
+        self.down = nn.Linear(8, WIDTH)
+        self.w1, self.w2 = (nn.Linear(WIDTH, 8, bias=bias) for _ in range(2))
+        self.act = nn.GELU(approximate="tanh")
+
+    def forward(self, rows):
+        value, gate = (self.w1(rows), self.w2(rows)) if self.turned else (self.w2(rows), self.w1(rows))
+        return self.down(value * self.act(gate))
+
+
+@pytest.mark.parametrize("made", [{}, {"gate_first": False}, {"bias": True}, {"gate_first": False, "bias": True}])
+def test_gate_and_value_are_one_product(made, monkeypatch):
+    """Also as one kernel computes them, which takes their halves side by side."""
+    experts = Experts(Wide(**made), 3).double()
+    for param in experts.parameters():
+        nn.init.normal_(param)
+    (down,) = [each for each in experts._structure._products if each.names == ("down",)]
+    (both,) = [each for each in experts._structure._products if each is not down]
+    gate = "w1" if made.get("gate_first", True) else "w2"
+    assert (both.names[0], both.gate[2]) == (gate, "gelu_tanh")
+    layers = [[expert.get_submodule(name).weight for name in both.names] for expert in experts.deepspeed_experts]
+    assert merged(layers) is not None
+    rows = torch.randn(9, WIDTH, dtype=torch.float64)
+    groups = Groups.of(torch.tensor([4, 0, 5]))
+    parts = zip(experts.deepspeed_experts, rows.split([4, 0, 5]), strict=True)
+    expected = torch.cat([expert(part) for expert, part in parts])
+    wanted = torch.autograd.grad(expected.sin().sum(), list(experts.parameters()))
+    for by_kernel in (False, True):
+        monkeypatch.setattr("deepspeed.moe.structure.takes", lambda _, answer=by_kernel: answer)
+        found = experts(rows, groups=groups)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        grads = torch.autograd.grad(found.sin().sum(), list(experts.parameters()))
+        torch.testing.assert_close(grads, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gate_that_broadcasts_is_no_half():
+    class Scalar(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, rows):
+            return nn.functional.silu(self.gate(rows)) * self.up(rows)
+
+    (product,) = read(Scalar())._products
+    assert product.gate is None
+    experts = Experts(Scalar(), 2)
+    rows = torch.randn(4, WIDTH)
+    expected = torch.cat([expert(part) for expert, part in zip(experts.deepspeed_experts, rows.split(2), strict=True)])
+    torch.testing.assert_close(experts(rows, groups=Groups(2, length=2)), expected)
+
+
+def test_memory_that_lies_side_by_side_stays_where_it_is():
+    rows = [[nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(3))] for _ in range(3)]
+    values = [[each.detach().clone() for each in row] for row in rows]
+    lay_side_by_side(rows)
+    at = [each.data_ptr() for row in rows for each in row]
+    lay_side_by_side(rows)
+    assert at == [each.data_ptr() for row in rows for each in row]
+    assert all(
+        torch.equal(one, other) for pair in zip(rows, values, strict=True) for one, other in zip(*pair, strict=True)
+    )
+    assert stacked([row[1] for row in rows]).data_ptr() == at[1]
+    apart = [[nn.Parameter(torch.randn(4, 2))], [nn.Parameter(torch.randn(3, 2))]]
+    before = [row[0].data_ptr() for row in apart]
+    lay_side_by_side(apart)
+    assert before == [row[0].data_ptr() for row in apart], "experts that are not alike are left alone"
 
 
 @pytest.mark.parametrize("counts", [[3, 0, 2], [0, 0, 0], [1, 1, 1]])
