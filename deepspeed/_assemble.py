@@ -233,8 +233,6 @@ def _states(
     schema, module = request.config.schema, request.module
     zero = schema.zero_optimization
     model_group = model.group if model.size > 1 else None
-    if experts is not None:
-        experts.require_stage(int(zero.stage))
     lies_on = None if experts is None else experts.lies_on
     parts = partial(is_split, experts=experts)
     measure = Measure(
@@ -247,7 +245,7 @@ def _states(
     )
     if isinstance(module, PipelineModule):
         measure = over_stages(measure, module, layout)
-    hosts = Hosts(axis)
+    hosts = Hosts(layout["dp", "sp", "tp"] if experts is not None and experts.wide else axis)
     quarters = quarters_of(schema, budget(schema, module, precision, basic, axis, hosts), hosts, stack)
     spreads = axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None))
     if spreads or quarters.remotes is not None:

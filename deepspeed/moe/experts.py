@@ -21,7 +21,7 @@ class Experts(nn.Module):
 
     def __init__(self, expert: nn.Module, num_local_experts: int = 1, expert_group_name: str | None = None) -> None:
         super().__init__()
-        self.deepspeed_experts = nn.ModuleList(copy.deepcopy(expert) for _ in range(num_local_experts))
+        self.deepspeed_experts = nn.ModuleList(_copy_of(expert) for _ in range(num_local_experts))
         self.num_local_experts = num_local_experts
         self.group_name = expert_group_name
         self._structure = read(self.deepspeed_experts[0])
@@ -68,6 +68,15 @@ class Experts(nn.Module):
             self._structure = None  # somebody changed them: from now on one by one
         parts = rows.split(groups.sizes())
         return torch.cat([_first(expert(part)) for expert, part in zip(self.deepspeed_experts, parts, strict=True)])
+
+
+def _copy_of(expert: nn.Module) -> nn.Module:
+    """A copy with the marks of its parameters, such as that of split ones, which torch does not copy."""
+    made = copy.deepcopy(expert)
+    for param, given in zip(made.parameters(), expert.parameters(), strict=True):
+        for name, mark in vars(given).items():
+            setattr(param, name, mark)
+    return made
 
 
 def _first(output: Tensor | tuple[Tensor, ...]) -> Tensor:

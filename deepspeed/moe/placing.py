@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepspeed.errors import FeatureUnavailable, LayoutError
+from deepspeed.errors import LayoutError
 from deepspeed.fragments import Split, even
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.layer import MoE, meet
@@ -101,16 +101,10 @@ class SpreadExperts:
         """True for an expert that is spread or copied over tensor-parallel ranks, as if these were data-parallel."""
         return is_moe_param(param) and self._wide(self._groups[param.group_name])  # type: ignore[attr-defined]
 
-    def require_stage(self, stage: int) -> None:
-        """Refuse what needs ranks to agree that do not talk to each other."""
-        wide = [layer for layer in self.layers if self._wide(layer.groups)]
-        if wide and stage > 0:
-            raise FeatureUnavailable(
-                f"zero_optimization.stage is {stage}, and the experts of {wide[0].begin}… lie on several "
-                "tensor-parallel ranks: that works at stage 0 only. Set the stage to 0, or make the layer with "
-                "enable_expert_tensor_parallelism=True and an expert that splits its weights",
-                path="zero_optimization.stage",
-            )
+    @property
+    def wide(self) -> bool:
+        """True if experts lie on several tensor-parallel ranks, which then have to agree as data-parallel ranks do."""
+        return any(self._wide(layer.groups) for layer in self.layers)
 
     def _wide(self, groups: ExpertGroups) -> bool:
         return not {*groups.ep.ranks, *groups.edp.ranks} <= set(self._everybody.ranks)

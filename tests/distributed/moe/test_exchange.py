@@ -11,10 +11,10 @@ from torch import nn
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.errors import FeatureUnavailable, LayoutError
+from deepspeed.errors import LayoutError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
-from deepspeed.parallel import LayoutMpu, ParallelLayout
+from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.current import current_layout
 from deepspeed.utils import groups
 from tests.distributed.moe.models import EXPERTS, TOKENS, WIDTH, Model, adopt, batches, scrambled
@@ -107,51 +107,6 @@ def test_tensor_parallel_ranks_take_a_part_of_the_tokens_each():
                 dist.all_reduce(param.grad)  # each rank computed its part of the tokens
                 torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-5)
         current_layout.reset()
-
-
-@ranks(2)
-def test_training_with_experts_on_tensor_parallel_ranks():
-    with ParallelLayout.build(tp=2) as layout:
-        whole = scrambled(Model(k=2))
-        for first, second in ((1, 2), (2, 1)):
-            plain, model = copy.deepcopy(whole), Model(first, second, k=2)
-            with torch.no_grad():
-                for layer in (model.first, model.second):
-                    layer.join(layout)
-                for _, mine, theirs in folded(model, plain, layout):
-                    mine.copy_(theirs)
-            settings = config(gradient_clipping=0.1, optimizer={"type": "SGD", "params": {"lr": 0.5}})
-            engine, *_ = deepspeed.initialize(model=model, config=settings, mpu=LayoutMpu(layout))
-            optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
-            for step in range(2):
-                batch = batches(step, 0)[0]  # both ranks have the same
-                engine.backward(engine(batch))
-                engine.step()
-                plain(batch).backward()
-                norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-                optimizer.step()
-                optimizer.zero_grad()
-                torch.testing.assert_close(torch.tensor(engine.get_global_grad_norm()), norm, rtol=1e-5, atol=1e-6)
-            for name, mine, theirs in folded(model, plain, layout):
-                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6, msg=name)
-            engine.destroy()
-        with pytest.raises(FeatureUnavailable, match=r"stage is 2, and the experts of first\..* works at stage 0 only"):
-            deepspeed.initialize(
-                model=Model(1, 2), config=config(zero_optimization={"stage": 2}), mpu=LayoutMpu(layout)
-            )
-
-
-def folded(model, whole, layout):
-    """As `counterparts`, where tensor-parallel ranks share the experts."""
-    found = dict(whole.named_parameters())
-    for name, param in model.named_parameters():
-        if "deepspeed_experts" in name:
-            moe = getattr(model, name.split(".")[0])
-            before, _, rest = name.partition("deepspeed_experts.")
-            number, _, rest = rest.partition(".")
-            first = layout.experts(moe.ep_size, fold_tp=True)["ep"].rank * moe.num_local_experts
-            name = f"{before}deepspeed_experts.{first + int(number)}.{rest}"
-        yield name, param, found[name]
 
 
 @ranks(2)
