@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from deepspeed import comm
+from deepspeed.comm.agreement import gather_words
 from deepspeed.parallel import AxisGroup
 
-__all__ = ["exchange", "exchange_counts"]
+__all__ = ["exchange", "exchange_counts", "most_of_all"]
 
 Splits = list[int] | None
 
@@ -33,6 +36,14 @@ def exchange_counts(counts: Tensor, axis: AxisGroup) -> Tensor:
     with comm.labelled("numbers of tokens per expert"):
         comm.all_to_all_single(received, counts.contiguous(), group=axis.group)
     return received
+
+
+def most_of_all(number: int, hosts: ProcessGroup | None) -> int:
+    """The largest number that a rank has; hosts tell each other, devices go on. None: there is nobody to ask."""
+    if hosts is None or dist.get_backend(hosts) == "fake":
+        return number
+    with comm.labelled("capacity of experts"):
+        return int(gather_words(torch.tensor([number]), hosts).max())
 
 
 class _Exchange(torch.autograd.Function):

@@ -89,7 +89,8 @@ class MoE(nn.Module):
         folds = tensor.size > 1 and not self.enable_expert_tensor_parallelism
         experts = layout.experts(self.ep_size, data_first=data_first, fold_tp=folds)
         meet(experts, self.expert_group_name)
-        self.deepspeed_moe.join(experts.ep, tensor if folds else None)
+        drops = self.deepspeed_moe.gate.drop_tokens and experts.ep.size > 1
+        self.deepspeed_moe.join(experts.ep, tensor if folds else None, experts.hosts if drops else None)
         self.deepspeed_moe.gate.ep_group = self.deepspeed_moe.ep_group
         return experts
 

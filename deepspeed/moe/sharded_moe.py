@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from deepspeed.errors import LayoutError, UsageError
 from deepspeed.moe import gates
 from deepspeed.moe.dispatch import by_slots
-from deepspeed.moe.exchange import exchange
+from deepspeed.moe.exchange import exchange, most_of_all
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.gates import einsum, gumbel_rsample, multiplicative_jitter, top1gating, top2gating, topkgating
 from deepspeed.moe.listening import Listener
@@ -145,13 +145,18 @@ class MOELayer(nn.Module):
         self.listener: Listener | None = None
         self._axis: AxisGroup | None = None
         self._slices: AxisGroup | None = None
+        self._hosts: ProcessGroup | None = None
 
-    def join(self, axis: AxisGroup, slices: AxisGroup | None = None) -> None:
-        """Send tokens over this axis; the ranks of `slices` have equal tokens, and each sends a part of them."""
+    def join(self, axis: AxisGroup, slices: AxisGroup | None = None, hosts: ProcessGroup | None = None) -> None:
+        """Send tokens over this axis; the ranks of `slices` have equal tokens, and each sends a part of them.
+
+        Over `hosts`, a group of the ranks of the axis, they tell each other their capacities, which may differ.
+        """
         if axis.size != self.ep_size:
             raise LayoutError(f"these experts are spread over {self.ep_size} ranks, but the axis has {axis.size}")
         self._axis = axis
         self._slices = slices if slices is not None and slices.size > 1 else None
+        self._hosts = hosts
 
     @property
     def ep_group(self) -> ProcessGroup | None:
@@ -172,7 +177,7 @@ class MOELayer(nn.Module):
             )
         alone = self.ep_size == 1 and self._slices is None
         if routes.capacity is not None and not (alone and _as_one(self.experts)):
-            combined = self._by_slots(tokens, routes, routes.capacity)
+            combined = self._by_slots(tokens, routes, most_of_all(routes.capacity, self._hosts))
         elif self._slices is not None:
             combined = self._by_slots(tokens, routes, gates.common_capacity(routes, self.ep_group))
         else:

@@ -83,11 +83,19 @@ class AxisGroup:
 class ExpertGroups:
     """The two axes of one expert-parallel size: `["ep"]` and `["edp"]`."""
 
-    __slots__ = ("edp", "ep")
+    __slots__ = ("_hosts", "edp", "ep")
 
     def __init__(self, ep: AxisGroup, edp: AxisGroup) -> None:
         self.ep = ep
         self.edp = edp
+        self._hosts: ProcessGroup | None = None
+
+    @property
+    def hosts(self) -> ProcessGroup:
+        """A group of the ranks of `ep` that carries host tensors; made on first use, by all ranks in the same order."""
+        if self._hosts is None:
+            self._hosts = self.ep.twin("gloo")
+        return self._hosts
 
     def __getitem__(self, name: str) -> AxisGroup:
         if name not in ("ep", "edp"):

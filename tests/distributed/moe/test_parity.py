@@ -86,13 +86,13 @@ def test_four_ranks():
     for case in (
         Case(1, 2, 0, {"k": 1}, clip=0.3),
         Case(4, 2, 0, {"k": 2, "capacity_factor": 0.5}, accumulation=2, data_first=True),
-        Case(2, 4, 1, {"k": 3}, accumulation=2, clip=0.3),
+        Case(2, 4, 1, {"k": 3}, accumulation=2, clip=0.3, uneven=True),
         Case(2, 2, 1, {"k": 2, "drop_tokens": False}, uneven=True, data_first=True),
         Case(4, 1, 2, {"k": 1, "capacity_factor": 0.5, "use_residual": True}, accumulation=2),
         Case(2, 4, 2, {"k": 1, "drop_tokens": False}, uneven=True, clip=0.3),
         Case(2, 2, 3, {"k": 2}, accumulation=2, clip=0.3),
         Case(4, 2, 3, {"k": 3, "drop_tokens": False}, uneven=True),
-        Case(1, 4, 3, {"k": 1, "use_residual": True}, data_first=True),
+        Case(1, 4, 3, {"k": 1, "use_residual": True}, data_first=True, uneven=True),
         Case(2, 4, 2, {"k": 2}, client=True),
         Case(2, 1, 0, {"k": 2}, client=True, clip=0.3),
     ):
