@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import math
+import weakref
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -25,11 +26,13 @@ from deepspeed.profiling.progress import StepLine
 from deepspeed.profiling.throughput import Throughput
 from deepspeed.profiling.timers import NoopTimer
 from deepspeed.profiling.wall_clock import WallClock
+from deepspeed.runtime.held import held_tensors
 from deepspeed.runtime.out_of_memory import OutOfMemory
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
     from deepspeed.profiling.flops_profiler.report import Facts
+    from deepspeed.profiling.memory_profiler.subscriber import StepMemory
     from deepspeed.runtime.parts import Parts
 
 __all__ = ["watch", "watch_hangs"]
@@ -57,6 +60,8 @@ def watch(parts: Parts, stack: ExitStack) -> None:
         profile = StepProfile(parts.module, schema.flops_profiler, lambda: _facts(parts)).attach(events, times)
         parts.flops_profiler = profile.profiler
         stack.callback(profile.close)
+    if schema.memory_profiler.enabled and comm.get_rank() == 0:
+        parts.memory_profiler = _profile_memory(parts, stack)
     if schema.memory_breakdown:
         stack.callback(MemoryBreakdown().attach(events).close)
     shown = schema.steps_per_print is not None and math.isfinite(schema.steps_per_print)
@@ -90,6 +95,20 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     if schema.disable_python_gc:
         stack.callback(_PYTHON_GC.release)
         _PYTHON_GC.hold()
+
+
+def _profile_memory(parts: Parts, stack: ExitStack) -> StepMemory:
+    """Waits for the step whose peak is asked for; it must not keep an engine alive."""
+    from deepspeed.profiling.memory_profiler.profiler import MemoryProfiler
+    from deepspeed.profiling.memory_profiler.subscriber import StepMemory
+
+    engine = weakref.ref(parts)
+    profiler = MemoryProfiler(
+        parts.module, lambda: {} if (alive := engine()) is None else held_tensors(alive), parts.device
+    )
+    step = StepMemory(profiler, parts.config.schema.memory_profiler).attach(parts.events)
+    stack.callback(step.close)
+    return step
 
 
 def _facts(parts: Parts) -> Facts:

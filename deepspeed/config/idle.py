@@ -160,6 +160,24 @@ IDLE: tuple[Idle, ...] = (
         )
         for key in keys
     ),
+    Idle(
+        "fused_kernels",
+        "fused_kernels.enabled is false, so that modules stay as they are",
+        lambda c: not c.fused_kernels.enabled,
+        switch="fused_kernels.enabled",
+    ),
+    Idle(
+        "fp8",
+        "fp8.enabled is false, so that products keep their precision",
+        lambda c: not c.fp8.enabled,
+        switch="fp8.enabled",
+    ),
+    Idle(
+        "memory_profiler",
+        "memory_profiler.enabled is false, so that no step is profiled",
+        lambda c: not c.memory_profiler.enabled,
+        switch="memory_profiler.enabled",
+    ),
     Idle("elasticity.min_time", "it is for schedulers, who decide whether a job is worth starting"),
     *(Idle(f"pipeline.{key}", _IN_THE_MODULE) for key in ("stages", "partition", "seed_layers")),
     *(Idle(f"pipeline.{key}", _SLICES) for key in ("pipe_partitioned", "grad_partitioned")),

@@ -33,7 +33,7 @@ from .precision import (
     DeepSpeedFP16Config,
     TorchAutocastConfig,
 )
-from .profiling import FlopsProfilerConfig, TimersConfig
+from .profiling import FlopsProfilerConfig, MemoryProfilerConfig, TimersConfig
 from .sequence import SequenceParallelConfig
 from .values import DtypeName, Lower, Number, Whole, not_boolean
 from .zero import DeepSpeedZeroConfig
@@ -251,6 +251,9 @@ class Keys(DeepSpeedConfigModel):
     )
     flops_profiler: FlopsProfilerConfig = Field(
         default_factory=FlopsProfilerConfig, description="Floating-point operations per module."
+    )
+    memory_profiler: MemoryProfilerConfig = Field(
+        default_factory=MemoryProfilerConfig, description="Memory by kind at the peak of a step, and its module."
     )
     timers: TimersConfig = Field(default_factory=TimersConfig, description="Timers that run during training.")
 

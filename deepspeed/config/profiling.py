@@ -1,4 +1,4 @@
-"""The `flops_profiler` and `timers` sections."""
+"""The `flops_profiler`, `memory_profiler` and `timers` sections."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field
 from .model import Count, PositiveCount, Section
 from .values import Number, Whole
 
-__all__ = ["FlopsProfilerConfig", "ThroughputTimerConfig", "TimersConfig"]
+__all__ = ["FlopsProfilerConfig", "MemoryProfilerConfig", "ThroughputTimerConfig", "TimersConfig"]
 
 
 class FlopsProfilerConfig(Section):
@@ -28,6 +28,15 @@ class FlopsProfilerConfig(Section):
     )
     top_modules: PositiveCount = Field(1, description="Number of modules listed per depth.")
     detailed: bool = Field(True, description="Whether the profile of every single module is shown.")
+    output_file: str | None = Field(None, description="File that receives the report; null is standard output.")
+
+
+class MemoryProfilerConfig(Section):
+    """Memory by kind when one step needs most of it, and the module that was running."""
+
+    enabled: bool = Field(False, description="Whether rank 0 profiles one step.")
+    profile_step: Count = Field(1, description="Number of the optimizer step that is profiled.")
+    top_modules: PositiveCount = Field(10, description="Number of modules listed whose activations were alive.")
     output_file: str | None = Field(None, description="File that receives the report; null is standard output.")
 
 

@@ -130,6 +130,7 @@ FACTS: dict[str, Callable[[Any], Any]] = {
     "enable_backward_allreduce": lambda engine: not engine._parts.backward.suspended,
     "flops_profiler": lambda engine: engine._parts.flops_profiler,
     "global_rank": lambda engine: comm.get_rank(),
+    "memory_profiler": lambda engine: engine._parts.memory_profiler,
     "has_moe_layers": lambda engine: False,
     "mp_world_size": lambda engine: engine._parts.layout["pp", "tp"].size,
     "num_experts": lambda engine: [],

@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.events import PhaseFailed
+from deepspeed.runtime.held import held_tensors
 from deepspeed.runtime.parts import Parts
 
 __all__ = ["OutOfMemory", "alive", "changes"]
@@ -34,34 +35,33 @@ class OutOfMemory:
             return
         held = alive(parts)
         phase = event.phase.value.partition("_")[0]
-        lines = [f"What was alive on {parts.device} in {phase}:"]
+        lines = [f"What was alive on {parts.device} in {phase}{_running(error, parts.module)}:"]
         lines += [f"  {nbytes / 2**30:8.2f} GiB  {kind}" for kind, nbytes in held.items()]
         if advice := changes(parts, held, _wanted(str(error))):
             lines += ["The cheapest changes that may free enough:", *(f"  - {line}" for line in advice)]
+        if parts.memory_profiler is not None:
+            lines += parts.memory_profiler.report()
         error.args = ("\n".join([str(error), "", *lines]),)
+
+
+def _running(error: BaseException, model: nn.Module) -> str:
+    """The module in which an error was raised, as the frames tell it, which have none in most of a backward."""
+    names = {id(module): name for name, module in model.named_modules()}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        module = trace.tb_frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and id(module) in names:
+            found = f" of {names[id(module)] or 'the model'} ({type(module).__name__})"
+        trace = trace.tb_next
+    return found
 
 
 def alive(parts: Parts) -> dict[str, int]:
     """Bytes on the engine's device by kind; what is not known otherwise is what the allocator has besides."""
     seen: set[int] = set()
-    found = {kind: _bytes(tensors, parts.device, seen) for kind, tensors in _tensors(parts).items()}
+    found = {kind: _bytes(tensors, parts.device, seen) for kind, tensors in held_tensors(parts).items()}
     total = int(get_accelerator().memory_allocated(parts.device.index))
     return {**found, REST: max(total - sum(found.values()), 0)}
-
-
-def _tensors(parts: Parts) -> dict[str, list[Tensor]]:
-    params = list(parts.module.parameters())
-    pieces = [piece for group in parts.states.groups for piece in group.pieces] if parts.states is not None else []
-    states = parts.basic_optimizer.state.values() if parts.basic_optimizer is not None else ()
-    grads = [param.grad for param in params]
-    grads += [grad for piece in pieces for grad in (piece.gradient, piece.master.grad, piece.home)]
-    return {
-        "parameters": [*params, *(piece.source for piece in pieces)],
-        "gradients": [grad for grad in grads if grad is not None],
-        "masters": [piece.master for piece in pieces],
-        "moments": [value for state in states for value in state.values() if isinstance(value, Tensor)],
-        "buffers of the model": list(parts.module.buffers()),
-    }
 
 
 def _bytes(tensors: list[Tensor], device: torch.device, seen: set[int]) -> int:

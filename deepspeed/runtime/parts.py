@@ -68,6 +68,7 @@ class Parts:
     timers: Any = None
     tput_timer: Any = None
     flops_profiler: Any = None
+    memory_profiler: Any = None
     layers: Layers | None = None
     """Of a pipeline: the layers that have a file of their own in a checkpoint."""
     holds: Callable[[str], bool] | None = None

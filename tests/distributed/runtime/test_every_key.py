@@ -209,6 +209,7 @@ def readers(folder):
     run({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "memory": budgets}, folder)
     run({"hangs": {"patience": 2.5}}, folder)
     run({"flops_profiler": {"enabled": True, "profile_step": 0, "output_file": str(folder / "profile.txt")}}, folder)
+    run({"memory_profiler": {"enabled": True, "profile_step": 0, "output_file": str(folder / "peak.txt")}}, folder)
     for version in (0.1, 0.2):
         run({"elasticity": {**ELASTIC, "version": version}}, folder)
     run(WATCHED, folder)

@@ -58,7 +58,8 @@ def test_the_error_tells_what_was_alive_and_what_to_change():
             step(engine)
         text = str(caught.value)
         assert text.startswith(SAID)
-        assert f"What was alive on cpu in {where}:" in text
+        module = " of the model (Model)" if where == "forward" else ""
+        assert f"What was alive on cpu in {where}{module}:" in text
         assert text.count("What was alive") == 1
         assert all(kind in text for kind in ("parameters", "gradients", "masters", "moments", "buffers", REST))
         assert '"train_micro_batch_size_per_gpu": 2 with "gradient_accumulation_steps": 2' in text

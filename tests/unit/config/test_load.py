@@ -8,7 +8,9 @@ import math
 import pytest
 
 from deepspeed import log as ds_logging
+from deepspeed.config.idle import idle
 from deepspeed.config.load import load
+from deepspeed.config.schema import Schema
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
 
 BASE = {"train_batch_size": 8}
@@ -302,3 +304,13 @@ def test_secrets_are_never_shown(capsys):
     assert "api_key" in shown
     assert "very-secret" not in shown
     assert config.schema.comet.api_key == "very-secret"
+
+
+def test_keys_of_sections_that_are_switched_off_are_told():
+    given = {"fused_kernels": {"loss": False}, "fp8": {"scaling": "row"}, "memory_profiler": {"top_modules": 3}}
+    paths = ["fused_kernels.loss", "fp8.scaling", "memory_profiler.top_modules"]
+    assert sorted(problem.path for problem in idle(Schema(**given), paths)) == sorted(paths)
+    on = {name: {**section, "enabled": True} for name, section in given.items()}
+    assert idle(Schema(**on), [*paths, *(f"{name}.enabled" for name in given)]) == []
+    off = {name: {"enabled": False} for name in given}
+    assert idle(Schema(**off), [f"{name}.enabled" for name in given]) == []

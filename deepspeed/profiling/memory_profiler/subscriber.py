@@ -1,0 +1,78 @@
+"""`StepMemory`: the peak of one step of an engine, as the config's `memory_profiler` section asks for it."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from deepspeed.config.profiling import MemoryProfilerConfig
+from deepspeed.events import EventStream, PhaseBegan, PhaseFailed, PhaseFinished, StepFinished
+from deepspeed.log import print_dist
+from deepspeed.profiling.memory_profiler.profiler import MemoryPeak, MemoryProfiler
+from deepspeed.profiling.memory_profiler.report import lines
+
+__all__ = ["StepMemory"]
+
+
+class StepMemory:
+    """Looks from the end of the step before to the end of the step, and prints then."""
+
+    def __init__(self, profiler: MemoryProfiler, section: MemoryProfilerConfig) -> None:
+        self.profiler = profiler
+        self._section = section
+        self._subscriptions = ExitStack()
+
+    def attach(self, events: EventStream) -> StepMemory:
+        """Wait for the step."""
+        for subscription in (
+            events.subscribe(PhaseBegan, self._phase_began),
+            events.subscribe(PhaseFinished, self._phase_finished),
+            events.subscribe(PhaseFailed, self._phase_failed),
+            events.subscribe(StepFinished, self._step_finished),
+        ):
+            self._subscriptions.callback(subscription.close)
+        self._reached(0)
+        return self
+
+    def close(self) -> None:
+        """Stop waiting, and looking."""
+        self._subscriptions.close()
+        self.profiler.stop()
+
+    @property
+    def peak(self) -> MemoryPeak | None:
+        """The moment of the step at which most memory was in use; None before the step."""
+        return self.profiler.peak
+
+    def report(self) -> list[str]:
+        """What is known so far, as lines; none before anything was computed."""
+        if (peak := self.peak) is None:
+            return []
+        head = f"Memory at the peak of step {self._section.profile_step}"
+        return [head, *lines(peak, self._section.top_modules)]
+
+    def _phase_began(self, event: PhaseBegan) -> None:
+        self.profiler.enter_phase(event.phase.value.partition("_")[0])
+
+    def _phase_finished(self, event: PhaseFinished) -> None:
+        self.profiler.leave_phase()
+
+    def _phase_failed(self, event: PhaseFailed) -> None:
+        self.close()
+
+    def _reached(self, step: int) -> None:
+        if step == self._section.profile_step:
+            self.profiler.start()
+
+    def _step_finished(self, event: StepFinished) -> None:
+        if not self.profiler.running:
+            self._reached(event.step)
+            return
+        self.close()
+        text = "\n".join(self.report())
+        if self._section.output_file is None:
+            print_dist(text)
+            return
+        target = Path(self._section.output_file)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text + "\n", encoding="utf-8")
