@@ -62,6 +62,7 @@ def row(name: str, times: tuple[float, float], plain: tuple[float, float], moved
 
 def main() -> int:
     """Print the table."""
+    from deepspeed.ops.model.bias_gelu import bias_gelu
     from deepspeed.ops.model.gated import gated
     from deepspeed.ops.model.norm import layer_norm, rms_norm, rms_norm_reference
     from deepspeed.ops.model.rotary import rotary, rotary_reference
@@ -89,6 +90,10 @@ def main() -> int:
     mine = both(lambda: gated(g, u, "silu"), [g, u])
     plain = both(lambda: torch.nn.functional.silu(g) * u, [g, u])
     print(row("gated silu", mine, plain, (3 * size, 5 * size), copy))
+    bias = numbers(INNER, grad=True)
+    mine = both(lambda: bias_gelu(g, bias, "gelu_tanh"), [g, bias])
+    plain = both(lambda: torch.nn.functional.gelu(g + bias, approximate="tanh"), [g, bias])
+    print(row("bias gelu", mine, plain, (2 * size, 3 * size), copy))
     q = numbers(4, TOKENS // 4, HEADS, HEAD).transpose(1, 2).requires_grad_()
     k = numbers(4, TOKENS // 4, KV_HEADS, HEAD).transpose(1, 2).requires_grad_()
     cos, sin = numbers(1, TOKENS // 4, HEAD), numbers(1, TOKENS // 4, HEAD)

@@ -52,6 +52,7 @@ _FAMILIES = (
     "deepspeed.ops.model.gated",
     "deepspeed.ops.model.assignments",
     "deepspeed.ops.model.wide_linear",
+    "deepspeed.ops.model.bias_gelu",
     "deepspeed.ops.model.rotary",
     "deepspeed.ops.model.linear_loss",
     "deepspeed.ops.fp8.quantise",

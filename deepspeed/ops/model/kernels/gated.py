@@ -7,26 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.ops.model.kernels.activation import KINDS, act
+
 __all__ = ["gated_backward", "gated_forward"]
 
 _BLOCK = 1024
-_KINDS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-
-
-@triton.jit
-def _act(x, KIND: tl.constexpr):
-    """(activation, derivative)"""
-    if KIND == 0:
-        sigmoid = tl.sigmoid(x)
-        return x * sigmoid, sigmoid * (1.0 + x * (1.0 - sigmoid))
-    elif KIND == 1:
-        cdf = 0.5 * (1.0 + tl.math.erf(x * 0.7071067811865476))
-        return x * cdf, cdf + x * tl.exp(-0.5 * x * x) * 0.3989422804014327
-    else:
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        half = tl.sigmoid(2.0 * inner)  # (1 + tanh(inner)) / 2
-        slope = 0.7978845608028654 * (1.0 + 3.0 * 0.044715 * x * x)
-        return x * half, half + x * 2.0 * half * (1.0 - half) * slope
 
 
 @triton.jit
@@ -36,7 +21,7 @@ def _forward(gate_ptr, up_ptr, y_ptr, columns, gate_stride, up_stride, KIND: tl.
     inside = at < columns
     gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
-    value, _ = _act(gate, KIND)
+    value, _ = act(gate, KIND)
     tl.store(y_ptr + row * columns + at, (value * up).to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -51,7 +36,7 @@ def _backward(
     dy = tl.load(dy_ptr + row * columns + at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * gate_stride + at, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + at, mask=inside, other=0.0).to(tl.float32)
-    value, slope = _act(gate, KIND)
+    value, slope = act(gate, KIND)
     tl.store(dgate_ptr + row * gate_stride + at, (dy * up * slope).to(dgate_ptr.dtype.element_ty), mask=inside)
     tl.store(dup_ptr + row * up_stride + at, (dy * value).to(dup_ptr.dtype.element_ty), mask=inside)
 
@@ -62,7 +47,7 @@ def gated_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     y = torch.empty(rows, columns, dtype=gate.dtype, device=gate.device)
     if y.numel():
         grid = (rows, triton.cdiv(columns, _BLOCK))
-        _forward[grid](gate, up, y, columns, gate.stride(0), up.stride(0), KIND=_KINDS[kind], BLOCK=_BLOCK)
+        _forward[grid](gate, up, y, columns, gate.stride(0), up.stride(0), KIND=KINDS[kind], BLOCK=_BLOCK)
     return y
 
 
@@ -71,6 +56,4 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Ten
     rows, columns = gate.shape
     if dy.numel():
         grid = (rows, triton.cdiv(columns, _BLOCK))
-        _backward[grid](
-            dy, gate, up, dgate, dup, columns, gate.stride(0), up.stride(0), KIND=_KINDS[kind], BLOCK=_BLOCK
-        )
+        _backward[grid](dy, gate, up, dgate, dup, columns, gate.stride(0), up.stride(0), KIND=KINDS[kind], BLOCK=_BLOCK)

@@ -1,10 +1,13 @@
 """Triton's kernels for models beside their references, forward and backward."""
 
+from functools import partial
+
 import pytest
 import torch
 
 from .interpreted import DEVICE, close, gradients, numbers
 
+from deepspeed.ops.model.bias_gelu import FORMS, bias_gelu_reference, bias_gelu_triton  # isort: skip
 from deepspeed.ops.model.gated import (  # isort: skip
     ACTIVATIONS,
     gated_reference,
@@ -90,6 +93,20 @@ def test_gated(dtype, kind):
     compare(lambda g, u: gated_triton(g, u, kind), lambda g, u: gated_reference(g, u, kind), inputs, dtype)
     both = (numbers(2, 3, 66, dtype=dtype),)
     compare(lambda b: halves_triton(b, kind), lambda b: halves_reference(b, kind), both, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", FORMS)
+def test_gelu_with_a_bias(dtype, kind):
+    for shape in ((2, 3, 8), (1, 1), (37, 1030)):  # more rows than a tile has, more columns than a program
+        inputs = (numbers(*shape, dtype=dtype), numbers(shape[-1], dtype=dtype, seed=1))
+        kernel, plain = (partial(way, kind=kind) for way in (bias_gelu_triton, bias_gelu_reference))
+        compare(kernel, plain, inputs, dtype)
+    wide, bias = numbers(4, 32, dtype=dtype)[:, ::2], numbers(16)  # rows that lie apart, a bias of another dtype
+    close([bias_gelu_triton(wide, bias, kind)], [bias_gelu_reference(wide, bias, kind)], dtype)
+    nothing, bias = asked(numbers(0, 16), bias)
+    bias_gelu_triton(nothing, bias, kind).sum().backward()
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
