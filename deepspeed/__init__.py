@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm import init_distributed
     from deepspeed.config import DeepSpeedConfig
+    from deepspeed.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
     from deepspeed.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
     from deepspeed.pipe.engine import PipelineEngine
     from deepspeed.pipe.module import PipelineModule
@@ -61,6 +62,8 @@ _LAZY = {
     "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable": "deepspeed._api:DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable": "deepspeed._api:DeepSpeedSchedulerCallable",
+    "DeepSpeedTransformerConfig": "deepspeed.ops.transformer:DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer": "deepspeed.ops.transformer:DeepSpeedTransformerLayer",
     "DualPipeVEngine": "deepspeed.pipe.dualpipev:DualPipeVEngine",
     "DualPipeVModule": "deepspeed.pipe.dualpipev:DualPipeVModule",
     "HAS_TRITON": "deepspeed._compat.flags:HAS_TRITON",
@@ -101,6 +104,8 @@ __all__ = [
     "DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable",
+    "DeepSpeedTransformerConfig",
+    "DeepSpeedTransformerLayer",
     "DualPipeVEngine",
     "DualPipeVModule",
     "OnDevice",

@@ -15,7 +15,8 @@ from tests.architecture.source import ROOT
 
 PUBLIC = """
     HAS_TRITON TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader
-    DeepSpeedEngine DeepSpeedError DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable OnDevice
+    DeepSpeedEngine DeepSpeedError DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
+    DeepSpeedTransformerConfig DeepSpeedTransformerLayer OnDevice
     DualPipeVEngine DualPipeVModule PipelineEngine PipelineModule pipe
     __git_branch__ __git_hash__
     __version__ __version_major__ __version_minor__ __version_patch__ accelerator add_config_arguments

@@ -38,6 +38,8 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/ops/op_builder/kernels/fused_lamb.py::lamb": "the public signature",
     "deepspeed/ops/op_builder/kernels/fused_lion.py::multi_tensor_lion": "the public signature",
     "deepspeed/ops/muon/update.py::muon_update": "the public signature",
+    "deepspeed/ops/transformer/settings.py::__init__": "the public signature",
+    "deepspeed/ops/transformer/transformer.py::forward": "the public signature",
     "deepspeed/profiling/flops_profiler/profiler.py::get_model_profile": "the public signature",
     "deepspeed/runtime/lr_schedules.py::__init__": "the public signature",
     "deepspeed/runtime/dataloader.py::__init__": "the public signature",

@@ -302,11 +302,14 @@ class SpatialInferenceBuilder(_ToCome, CUDAOpBuilder):
 
 
 class TransformerBuilder(_ToCome, CUDAOpBuilder):
-    """The layer of BERT in training."""
+    """The layer of BERT in training; `deepspeed.ops.transformer` has it, and needs no op that is built."""
 
     BUILD_VAR = "DS_BUILD_TRANSFORMER"
     NAME = "transformer"
-    feature = "kernels"
+    feature = "deepspeed.ops.transformer"
+
+    def _reason(self) -> str:
+        return f"nothing is built for this layer; it comes with {self.feature}"
 
 
 class StochasticTransformerBuilder(TransformerBuilder):
