@@ -18,7 +18,9 @@ class FusedKernelsConfig(Section):
     )
     norm: bool = Field(True, description="RMSNorm and LayerNorm.")
     rotary: bool = Field(True, description="Rotary position embedding in attention modules.")
-    mlp: bool = Field(True, description="The activation of gated feed-forward layers (SwiGLU, GeGLU).")
+    mlp: bool = Field(
+        True, description="The activation of feed-forward layers: SwiGLU, GeGLU, and GELU with the bias before it."
+    )
     loss: bool = Field(
         True, description="The last projection of causal language models with its loss; logits are never whole."
     )

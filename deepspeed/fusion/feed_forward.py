@@ -13,7 +13,7 @@ from deepspeed.fusion.likeness import alike, overridden, stand_in
 from deepspeed.fusion.swap import Refused, Swap, put_forward
 from deepspeed.ops.model.gated import ACTIVATIONS, gated, gated_reference, halves
 
-__all__ = ["find_feed_forward"]
+__all__ = ["find_feed_forward", "is_gated"]
 
 _WIDTH, _INNER = 8, 6
 _APART = ("gate_proj", "up_proj", "down_proj")
@@ -22,7 +22,7 @@ _TOGETHER = ("gate_up_proj", "down_proj")
 
 def find_feed_forward(module: nn.Module) -> Swap | Refused | None:
     """How a gated feed-forward layer is replaced; None for any other module."""
-    names = next((names for names in (_APART, _TOGETHER) if all(_is_layer(module, name) for name in names)), None)
+    names = _names(module)
     if names is None:
         return None
     if reason := overridden(module):
@@ -37,6 +37,15 @@ def find_feed_forward(module: nn.Module) -> Swap | Refused | None:
         return Refused(f"{type(module).__name__} computes something else than one of {', '.join(ACTIVATIONS)} times up")
     run = _FeedForward(kind)
     return Swap(f"gated {kind}", partial(put_forward, module, run.apart if names is _APART else run.together))
+
+
+def is_gated(module: nn.Module) -> bool:
+    """Whether a module has the parts of a gated feed-forward layer."""
+    return _names(module) is not None
+
+
+def _names(module: nn.Module) -> tuple[str, ...] | None:
+    return next((names for names in (_APART, _TOGETHER) if all(_is_layer(module, name) for name in names)), None)
 
 
 def _is_layer(module: nn.Module, name: str) -> bool:

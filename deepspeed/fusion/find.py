@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from deepspeed.fusion.feed_forward import find_feed_forward
+from deepspeed.fusion.gelu import find_gelu
 from deepspeed.fusion.head import find_head
 from deepspeed.fusion.norms import find_norm
 from deepspeed.fusion.products import Recent, find_product
@@ -44,6 +46,12 @@ def find(model: nn.Module, kinds: Sequence[str], exclude: Sequence[str] = ()) ->
         for kind, finder in _FINDERS.items():
             if kind in kinds and kept(name) and (result := finder(module)) is not None:
                 yield Finding(kind, name, type(module).__name__, result)
+    if "mlp" in kinds:
+        alone = _alone(model)
+        for name, module in model.named_modules():
+            for inner, result in find_gelu(module, alone):
+                if kept(full := f"{name}.{inner}".strip(".")):
+                    yield Finding("mlp", full, type(module).__name__, result)
     if "loss" in kinds:
         for name, module in model.named_modules():
             if (found := find_head(module)) is not None:
@@ -59,6 +67,12 @@ def find_products(model: nn.Module, scaling: str, exclude: Sequence[str] = ()) -
     for name, module in model.named_modules():
         if kept(name) and (result := find_product(module, recent)) is not None:
             yield Finding("fp8", name, type(module).__name__, result)
+
+
+def _alone(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """Whether a module is in one place of the model."""
+    uses = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    return lambda module: uses[id(module)] == 1
 
 
 def _kept(exclude: Sequence[str]) -> Callable[[str], bool]:

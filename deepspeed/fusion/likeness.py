@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["alike", "overridden", "stand_in"]
+__all__ = ["alike", "attempt", "overridden", "stand_in"]
 
 # What code that was not written for a stand-in can raise.
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
@@ -28,12 +28,19 @@ def overridden(module: nn.Module) -> str | None:
     return "its forward was replaced on the instance" if "forward" in module.__dict__ else None
 
 
-def alike(computed: Callable[[], Any], expected: Any) -> bool:
-    """Whether code runs and gives what is expected, to rounding."""
+def attempt(computed: Callable[[], Any]) -> Any:
+    """What code gives; None where it does not run."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
-            found = computed()
+            return computed()
     except _FAILURES:
+        return None
+
+
+def alike(computed: Callable[[], Any], expected: Any) -> bool:
+    """Whether code runs and gives what is expected, to rounding."""
+    found = attempt(computed)
+    if found is None:
         return False
     pairs = zip(found, expected, strict=True) if isinstance(expected, tuple) else ((found, expected),)
     return isinstance(found, (Tensor, tuple)) and all(

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspeed.fusion.swap import Refused, Swap, put_forward
+from deepspeed.fusion.gelu import LinearGelu
+from deepspeed.fusion.swap import Refused, Swap, put_forward, replacement
 from deepspeed.ops.fp8.linear import MULTIPLE, Fp8Linear
 from deepspeed.ops.fp8.quantise import Rounded, round_rows, round_tensor
 
@@ -23,12 +24,15 @@ def find_product(module: nn.Module, recent: Recent) -> Swap | Refused | None:
         return None
     if type(module) is not nn.Linear:
         return Refused(f"{type(module).__name__} is a linear layer of its own kind")
-    if "forward" in module.__dict__:
+    fused = getattr(replacement(module), "__self__", None)
+    if "forward" in module.__dict__ and not isinstance(fused, LinearGelu):
         return Refused("its forward was replaced on the instance")
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return Refused(f"{module.in_features} × {module.out_features} is no multiple of {MULTIPLE} on each side")
     name = f"fp8 product, scales by {'row' if recent.by_rows else 'tensor'}"
-    return Swap(name, partial(put_forward, module, _Linear(recent).run))
+    linear = _Linear(recent)
+    put = partial(put_forward, module, linear.run) if fused is None else partial(fused.multiply_by, linear.product)
+    return Swap(name, put)
 
 
 class Recent:
@@ -63,17 +67,20 @@ class _Linear:
         self._recent = recent
 
     def run(self, module: Any, input: Tensor) -> Tensor:
+        return self.product(input, module.weight, module.bias)
+
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
         matrix = input.reshape(-1, input.shape[-1])
         short = -matrix.shape[0] % MULTIPLE
         if not matrix.shape[0]:
-            return functional.linear(input, module.weight.to(input.dtype), module.bias)
+            return functional.linear(input, weight.to(input.dtype), bias)
         if short:  # zeros change no sum
             matrix = functional.pad(matrix, (0, 0, 0, short))
         rounded = self._recent.rounded(input, matrix)
-        inputs = (matrix, module.weight, module.bias, rounded, self._recent.by_rows)
+        inputs = (matrix, weight, bias, rounded, self._recent.by_rows)
         out: Tensor = Fp8Linear.apply(*inputs)  # type: ignore[no-untyped-call]
         out = out[: out.shape[0] - short] if short else out  # the gradient of a slice is a copy
-        return out.view(*input.shape[:-1], module.out_features)
+        return out.view(*input.shape[:-1], weight.shape[0])

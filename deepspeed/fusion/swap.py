@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Refused", "Swap", "put_forward"]
+__all__ = ["Refused", "Swap", "Undo", "put_forward", "replacement"]
 
 Undo = Callable[[], None]
+
+_PUT = "deepspeed_put"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +32,17 @@ class Swap:
     put: Callable[[], Undo]
 
 
-def put_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+def put_forward(module: nn.Module, forward: Callable[..., Any], *, compiled: Callable[..., Any] | None = None) -> Undo:
     """Let this one module compute `forward(module, ...)`; its class and all others of it stay as they are.
 
-    A compiler gets to see what the class computes, which it fuses by itself.
+    A compiler gets to see `compiled`, by default what the class computes, which it fuses by itself.
     """
-    before, own = module.__dict__.get("forward"), type(module).forward
+    before, seen = module.__dict__.get("forward"), compiled or type(module).forward
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return (own if torch.compiler.is_compiling() else forward)(self, *args, **kwargs)
+        return (seen if torch.compiler.is_compiling() else forward)(self, *args, **kwargs)
+
+    run.__dict__[_PUT] = forward
 
     module.forward = types.MethodType(run, module)
 
@@ -49,3 +53,9 @@ def put_forward(module: nn.Module, forward: Callable[..., Any]) -> Undo:
             module.forward = before
 
     return undo
+
+
+def replacement(module: nn.Module) -> Callable[..., Any] | None:
+    """What `put_forward` let a module compute; None where nothing did."""
+    found: Callable[..., Any] | None = getattr(module.__dict__.get("forward"), _PUT, None)
+    return found
