@@ -1,4 +1,4 @@
-"""Fused kernels of models on one CUDA device: time, and bytes per second against a copy of the same device.
+"""Fused kernels of models and optimizers on one CUDA device: time, and bytes per second against a copy.
 
     PYTHONPATH=.:.gpu-deps python3 -m benchmarks.gpu_kernels            # forward and backward of each, beside torch's
 
@@ -101,7 +101,8 @@ def main() -> int:
     mine = both(lambda: rotary(q, k, cos, sin), [q, k])
     print(row("rotary", mine, both(lambda: rotary_reference(q, k, cos, sin), [q, k]), (2 * size, 2 * size), copy))
     _loss_lines()
-    _adam_lines(copy)
+    _update_lines(copy)
+    _code_lines(copy)
     return 0
 
 
@@ -127,31 +128,71 @@ def _loss_lines() -> None:
         print(f"{name:14} {1e3 * took:7.3f} ms, peak {peak:.2f} GiB; its products at {rate:.0f} TFLOP/s")
 
 
-def _adam_lines(copy: float) -> None:
-    from deepspeed.ops.adam.kernels.update import adam_many
-    from deepspeed.ops.adam.rule import AdamRule, Conditions, op
+SIZES = [WIDTH * INNER] * 48 + [WIDTH] * 33
 
-    sizes = [WIDTH * INNER] * 48 + [WIDTH] * 33
-    lists = [[torch.zeros(size, device="cuda") for size in sizes] for _ in range(3)]
-    grads = [torch.zeros(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
-    outs = [torch.zeros(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+
+def _zeros(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    return [torch.zeros(size, device="cuda", dtype=dtype) for size in SIZES]
+
+
+def _line(name: str, run: Callable[[], Any], nbytes: float, copy: float, more: str = "") -> None:
+    took, moved = seconds(run), sum(SIZES) * nbytes
+    print(f"{name:14} {1e3 * took:7.3f} ms {moved / took / GB:6.0f} GB/s {moved / took / copy:4.0%}{more}")
+
+
+def _update_lines(copy: float) -> None:
+    """Updates of an optimizer: fp32 masters, bf16 gradients in, bf16 weights out."""
+    from deepspeed.ops.adam.one_pass import ONE_PASS as ADAM
+    from deepspeed.ops.adam.rule import AdamRule
+    from deepspeed.ops.conditions import Conditions
+    from deepspeed.ops.lamb.one_pass import ONE_PASS as LAMB
+    from deepspeed.ops.lamb.rule import LambRule
+    from deepspeed.ops.lion.one_pass import ONE_PASS as LION
+    from deepspeed.ops.lion.rule import LionRule
+    from deepspeed.ops.muon.momentum import Momenta, MomentumRule, apply_triton, directions_triton
+    from deepspeed.ops.optimizer import Batch
+    from deepspeed.ops.registry import op
+
+    params, grads, outs = _zeros(), _zeros(torch.bfloat16), _zeros(torch.bfloat16)
+    first, second = _zeros(), _zeros()
     given = Conditions(torch.ones((), device="cuda"), torch.zeros((), device="cuda"))
-    inputs = (lists[0], grads, lists[1], lists[2])
-    took = seconds(lambda: adam_many(inputs, outs, 3, AdamRule(1e-4), conditions=given))
-    moved = sum(sizes) * 28
-    print(f"adam triton    {1e3 * took:7.3f} ms {moved / took / GB:6.0f} GB/s {moved / took / copy:4.0%}")
-    wide = [torch.zeros(size, device="cuda") for size in sizes]
+    two, one = (Batch(3, moments, params, grads, outs=outs) for moments in ((first, second), (first,)))
+    _line("adam triton", lambda: ADAM.triton(two, AdamRule(1e-4), given), 28, copy)
+    wide = _zeros()
 
     def fused() -> None:
-        for grad, narrow in zip(wide, grads, strict=True):
-            grad.copy_(narrow)
-        op("adam")(lists[0], wide, lists[1], lists[2], 3, AdamRule(1e-4))
-        torch._foreach_copy_(outs, lists[0])
+        torch._foreach_copy_(wide, grads)
+        op("adam")(params, wide, first, second, 3, AdamRule(1e-4))
+        torch._foreach_copy_(outs, params)
 
-    took = seconds(fused)
-    print(
-        f"adam torch     {1e3 * took:7.3f} ms {moved / took / GB:6.0f} GB/s {moved / took / copy:4.0%}, with its casts"
-    )
+    _line("adam torch", fused, 28, copy, ", with its casts")
+    _line("lion triton", lambda: LION.triton(one, LionRule(1e-4), given), 20, copy)
+    # weights and both moments are read twice, since norms of whole tensors are between
+    _line("lamb triton", lambda: LAMB.triton(two, LambRule(1e-4), given), 40, copy, ", two passes")
+    momenta = Momenta(params, grads, first, list(outs), conditions=given)
+    rule = MomentumRule(0.95, lr=1e-3)
+    _line("muon direction", lambda: directions_triton(momenta, rule, wide), 10, copy)
+    _line("muon apply", lambda: apply_triton(momenta, rule, wide), 24, copy)
+
+
+def _code_lines(copy: float) -> None:
+    """The same with moments in 8 bits."""
+    from deepspeed.ops.adam.one_pass import ONE_PASS as ADAM
+    from deepspeed.ops.adam.rule import AdamRule
+    from deepspeed.ops.blockwise import blocks
+    from deepspeed.ops.lion.one_pass import ONE_PASS as LION
+    from deepspeed.ops.lion.rule import LionRule
+    from deepspeed.ops.optimizer import Batch
+
+    params, grads, outs = _zeros(), _zeros(torch.bfloat16), _zeros(torch.bfloat16)
+    for name, update, made, count in (
+        ("adam 8 bits", ADAM, AdamRule(1e-4), 2),
+        ("lion 8 bits", LION, LionRule(1e-4), 1),
+    ):
+        codes = tuple(_zeros(torch.uint8) for _ in range(count))
+        scales = tuple([torch.zeros(blocks(size), device="cuda") for size in SIZES] for _ in range(count))
+        batch = Batch(3, codes, params, grads, outs=outs, scales=scales)
+        _line(name, lambda b=batch, u=update, r=made: u.triton(b, r), 12 + count * (2 + 8 / 256), copy)
 
 
 if __name__ == "__main__":

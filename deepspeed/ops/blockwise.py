@@ -65,9 +65,9 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, *, signed: bool, dithe
     codes.view(-1).copy_(code)
 
 
-def dither(numel: int, step: int, *, signed: bool) -> Tensor:
+def dither(numel: int, step: int, *, signed: bool, device: torch.device | None = None) -> Tensor:
     """What a step adds below the last bit of a code, for each element; the two kinds take different bits of a hash."""
-    word = (torch.arange(numel) * 0x9E3779B1 + step * 0x85EBCA77) & _WORD
+    word = (torch.arange(numel, device=device) * 0x9E3779B1 + step * 0x85EBCA77) & _WORD
     word = ((word ^ (word >> 15)) * 0x7FEB352D) & _WORD
     return (word >> 12 if signed else word >> 8 & 0xFFFFF).to(torch.int32)
 

@@ -12,13 +12,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from deepspeed.ops.batch_rule import Numbers
 from deepspeed.ops.native import library
 from deepspeed.ops.optimizer import Batch
 
-__all__ = ["Numbers", "host_kernel", "takes"]
-
-Numbers = tuple[float, ...]
-"""What a rule hands to its kernel."""
+__all__ = ["host_kernel", "takes"]
 
 _NONE, _CODES = 0, 4
 _FORMATS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import UsageError
+from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.moments import Group, MomentKeeper, scale_name, wide
 from deepspeed.ops.one_pass import OnePass
 
@@ -77,6 +79,37 @@ class BatchOptimizer(MomentKeeper):
     def takes_one_pass(self, device: torch.device) -> bool:
         """True if steps over parameters on `device` take `one_pass`; the same on all ranks, whatever each holds."""
         return self.cpu_only and device.type == "cpu"
+
+    conditions: Conditions | None = None
+    """Under which the next steps are taken; set and cleared by whoever takes them."""
+
+    counted: Sequence[dict[str, Any]] = ()
+    """The states whose steps were counted under these conditions."""
+
+    def takes_conditions(self, device: torch.device) -> bool:
+        """True if a step over parameters on `device` can be taken under `conditions`.
+
+        The answer is the same on all ranks, whatever each of them holds, and also for one that holds nothing.
+        """
+        return not self.cpu_only and self.takes_one_pass(device)
+
+    @contextmanager
+    def under(self, conditions: Conditions) -> Iterator[None]:
+        """Steps that are taken inside obey these conditions; `take_back` undoes their count."""
+        self.conditions, self.counted = conditions, []
+        try:
+            yield
+        finally:
+            self.conditions = None
+
+    def take_back(self) -> None:
+        """The last step was skipped by its conditions: do not count it."""
+        for state in self.counted:
+            state["step"] -= 1
+        self.counted = ()
+
+    def _conditions_on(self, device: torch.device) -> Conditions | None:
+        return None if self.conditions is None else self.conditions.on(device)
 
     def _update_group(self, group: Group) -> None:
         """Apply the rule to every parameter of `group` that has a gradient."""
@@ -137,6 +170,7 @@ class BatchOptimizer(MomentKeeper):
     def _batches(self, group: Group, names: Sequence[str]) -> list[Batch]:
         """Advance the step of every parameter with a gradient and sort them into batches; the empty ones have none."""
         host = self.one_pass
+        counted: list[dict[str, Any]] = []
         found: dict[tuple[Any, ...], Batch] = {}
         latest: tuple[Any, ...] | None = None
         for param in group["params"]:
@@ -148,6 +182,8 @@ class BatchOptimizer(MomentKeeper):
                 self._begin(group, param, state, names)
             step = state["step"] + 1
             state["step"] = step
+            if self.conditions is not None:
+                counted.append(state)
             if not param.numel():
                 continue
             coded = state[names[0]].dtype
@@ -165,6 +201,7 @@ class BatchOptimizer(MomentKeeper):
                 batch.moments[place].append(state[name])
                 if batch.scales:
                     batch.scales[place].append(state[scale_name(name)])
+        self.counted = [*self.counted, *counted] if counted else self.counted
         return list(found.values())
 
 

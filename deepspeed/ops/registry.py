@@ -30,7 +30,18 @@ from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
 from deepspeed.ops.capability import Capability, always
 
-__all__ = ["Explanation", "Implementation", "Op", "State", "explain", "implementation", "op", "operations", "reference"]
+__all__ = [
+    "Explanation",
+    "Implementation",
+    "Op",
+    "State",
+    "chosen",
+    "explain",
+    "implementation",
+    "op",
+    "operations",
+    "reference",
+]
 
 Kernel = Callable[..., Any]
 F = TypeVar("F", bound=Kernel)
@@ -43,9 +54,12 @@ _FAMILIES = (
     "deepspeed.ops.adam.one_pass",
     "deepspeed.ops.lion.rule",
     "deepspeed.ops.lion.host",
+    "deepspeed.ops.lion.one_pass",
     "deepspeed.ops.lamb.rule",
+    "deepspeed.ops.lamb.one_pass",
     "deepspeed.ops.adagrad.rule",
     "deepspeed.ops.adagrad.host",
+    "deepspeed.ops.muon.momentum",
     "deepspeed.ops.muon.newton_schulz",
     "deepspeed.ops.grouped",
     "deepspeed.ops.model.norm",
@@ -134,6 +148,13 @@ class Op:
         if self._chosen is None:
             self._chosen = self._choose()
         return self._chosen[1]
+
+    @property
+    def chosen(self) -> str:
+        """The name of the chosen implementation."""
+        if self._chosen is None:
+            self._chosen = self._choose()
+        return self._chosen[0].name
 
     def demand(self, name: str) -> Implementation:
         """The implementation called `name`, as `DS_OP_<NAME>` asks for it; an error if it cannot run here."""
@@ -251,12 +272,21 @@ def operations() -> dict[str, Op]:
 
 def op(name: str) -> Kernel:
     """The function that runs operation `name` on this machine."""
+    return _found(name).kernel
+
+
+def chosen(name: str) -> str:
+    """Which implementation of operation `name` runs on this machine."""
+    return _found(name).chosen
+
+
+def _found(name: str) -> Op:
     found = _OPS.get(name)
     if found is None:
         found = operations().get(name)
     if found is None:
         raise OpUnavailable(f"there is no op {name!r}; there are {', '.join(sorted(_OPS))}")
-    return found.kernel
+    return found
 
 
 def explain() -> tuple[Explanation, ...]:

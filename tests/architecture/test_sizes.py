@@ -72,7 +72,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Whether a function is compiled for a device, which has no objects: it gets every number by itself."""
-    return any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)
 
 
 def too_large(path: Path) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,6 @@ from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.lion.rule import LionRule, lion_reference
 from deepspeed.ops.muon import Muon, MuonWithAuxAdam, muon_update
 from deepspeed.ops.muon.newton_schulz import orthogonalize_reference
-from deepspeed.ops.muon.update import MuonRule, muon_updates
 from deepspeed.ops.registry import operations
 
 pytestmark = [
@@ -144,14 +143,18 @@ def test_low_rank_stays_bounded_in_float16():
 
 
 def test_alike_matrices_go_together():
-    grads = [torch.randn(64, 128, device="cuda") for _ in range(5)] + [torch.randn(128, 64, device="cuda")]
-    grads[3][0, 0] = float("nan")
-    alone, together = ([torch.zeros_like(g) for g in grads] for _ in range(2))
-    expected = [muon_update(g, m) for g, m in zip(grads, alone, strict=True)]
-    found = dict(muon_updates(grads, together, [None] * 6, MuonRule()))
-    for place, update in enumerate(expected):
-        torch.testing.assert_close(found[place], update, rtol=2e-2, atol=5e-3, equal_nan=True)
-        torch.testing.assert_close(together[place], alone[place])
+    shapes = [(64, 128)] * 5 + [(128, 64)]
+    params = [nn.Parameter(torch.zeros(shape, device="cuda")) for shape in shapes]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    params[3].grad[0, 0] = float("nan")
+    alone = [torch.zeros_like(param) for param in params]
+    expected = [muon_update(param.grad, momentum) for param, momentum in zip(params, alone, strict=True)]
+    optimizer = Muon(params, lr=1.0)
+    optimizer.step()
+    for param, update, momentum in zip(params, expected, alone, strict=True):
+        torch.testing.assert_close(-param.detach(), update, rtol=2e-2, atol=5e-3, equal_nan=True)
+        torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], momentum)
 
 
 def muon_groups():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_reference
-from deepspeed.ops.host_update import HostRule, register
+from deepspeed.ops.batch_rule import BatchRule
+from deepspeed.ops.host_update import register
 from deepspeed.ops.optimizer import Batch
 from deepspeed.ops.registry import op
 
@@ -20,7 +21,7 @@ def _numbers(batch: Batch, rule: AdagradRule) -> tuple[float, ...]:
 
 
 register(
-    HostRule(
+    BatchRule(
         "adagrad", oracle=adagrad_reference, signed=(False,), arguments=lambda batch, rule: (rule,), numbers=_numbers
     )
 )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 
 from deepspeed.ops.adam.one_pass import adam_one_pass_, takes_one_pass
-from deepspeed.ops.adam.rule import AdamRule, Conditions, adam_, takes_conditions
+from deepspeed.ops.adam.rule import AdamRule, adam_, takes_conditions
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, refuse
 
 __all__ = ["FusedAdam"]
@@ -74,46 +72,16 @@ class FusedAdam(BatchOptimizer):
     def _update_group(self, group: Group) -> None:
         group.setdefault("step", 0)
         super()._update_group(group)
-        if self.conditions is not None:
-            stepped = [self.state[param] for param in group["params"] if self._gradient(param) is not None]
-            self.counted = [*self.counted, *stepped]
 
     def _apply(self, group: Group, batch: Batch) -> None:
         rule, device = AdamRule.of(group, decoupled=self.adam_w_mode), batch.params[0].device
-        conditions = None if self.conditions is None else self.conditions.on(device)
-        if self.takes_one_pass(device):
-            adam_one_pass_(batch, rule, conditions)
-        else:
-            adam_(batch, rule, conditions)
+        step = adam_one_pass_ if self.takes_one_pass(device) else adam_
+        step(batch, rule, self._conditions_on(device))
 
     def takes_one_pass(self, device: torch.device) -> bool:
         """See `BatchOptimizer`."""
         return takes_one_pass(device)
 
-    conditions: Conditions | None = None
-    """Under which the next steps are taken; set and cleared by whoever takes them."""
-
-    counted: Sequence[dict[str, Any]] = ()
-    """The states whose steps were counted under these conditions."""
-
-    @contextmanager
-    def under(self, conditions: Conditions) -> Iterator[None]:
-        """Steps that are taken inside obey these conditions; `take_back` undoes their count."""
-        self.conditions, self.counted = conditions, []
-        try:
-            yield
-        finally:
-            self.conditions = None
-
     def takes_conditions(self, device: torch.device) -> bool:
-        """True if a step over parameters on `device` can be taken under `conditions`.
-
-        The answer is the same on all ranks, whatever each of them holds, and also for one that holds nothing.
-        """
+        """See `BatchOptimizer`; torch's own kernels take conditions, too."""
         return self.takes_one_pass(device) or takes_conditions(device)
-
-    def take_back(self) -> None:
-        """The last step was skipped by its conditions: do not count it."""
-        for state in self.counted:
-            state["step"] -= 1
-        self.counted = ()

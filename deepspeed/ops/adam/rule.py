@@ -10,14 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.ops.batch_rule import BatchRule
 from deepspeed.ops.capability import Capability, Verdict
+from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.optimizer import Batch, TensorLists, contiguous, wide, widely
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["AdamRule", "Conditions", "adam_", "adam_reference", "takes_conditions"]
+__all__ = ["ADAM", "AdamRule", "adam_", "adam_reference", "takes_conditions"]
 
 Tensors = list[Tensor]
 Kernel = Callable[..., None]
+
+# A smaller learning rate changes no float32, and its inverse is none.
+_NO_RATE = 1e-30
 
 # Where torch's fused kernels are known to run.
 _FUSED_DEVICES = ("cpu", "cuda")
@@ -54,20 +59,6 @@ class AdamRule:
         if not self.bias_correction:
             return 1.0, 1.0
         return 1 - self.beta1**step, 1 - self.beta2**step
-
-
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """What the device decides while it updates, so that the host need not wait for it: float32 scalars there."""
-
-    divisor: Tensor
-    """Gradients are divided by this first; they are used up, in place or not."""
-    skip: Tensor
-    """1 leaves parameters and moments as they are, 0 does not."""
-
-    def on(self, device: torch.device) -> Conditions:
-        """The same for tensors on `device`."""
-        return self if self.skip.device == device else Conditions(self.divisor.to(device), self.skip.to(device))
 
 
 def adam_(batch: Batch, rule: AdamRule, conditions: Conditions | None = None) -> None:
@@ -108,6 +99,26 @@ def adam_reference(
         p = p - rule.lr / first * m / (v.sqrt() / math.sqrt(second) + rule.eps)
         for target, result in ((param, p), (exp_avg, m), (exp_avg_sq, v)):
             target.copy_(result)
+
+
+def _numbers(batch: Batch, rule: AdamRule) -> tuple[float, ...]:
+    first, second = rule.corrections(batch.step)
+    keep = 1 - rule.lr * rule.weight_decay if rule.decoupled else 1.0
+    l2 = 0.0 if rule.decoupled else rule.weight_decay
+    rate = rule.lr / first
+    # Kernels divide by the rate before they divide; none at all is a division by infinity.
+    divisor = (1 / (math.sqrt(second) * rate), rule.eps / rate) if abs(rate) > _NO_RATE else (0.0, math.inf)
+    return (keep, l2, rule.beta1, 1 - rule.beta1, rule.beta2, 1 - rule.beta2, *divisor)
+
+
+ADAM = BatchRule(
+    "adam",
+    oracle=adam_reference,
+    signed=(True, False),
+    arguments=lambda batch, rule: (batch.step, rule),
+    numbers=_numbers,
+)
+"""Adam for whole batches."""
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from deepspeed.ops.lamb.one_pass import lamb_one_pass_, takes_one_pass
 from deepspeed.ops.lamb.rule import LambRule, lamb_
 from deepspeed.ops.multi_tensor import global_norm
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, refuse
@@ -85,9 +86,20 @@ class FusedLamb(BatchOptimizer):
         scale = self._clipped(group)
         found: dict[Tensor, Tensor] = {}
         for batch in self._batches(group, self.moments):
-            rule = LambRule.of(group, eps_inside_sqrt=self.eps_inside_sqrt, scale=_on(batch, scale))
-            found.update(zip(batch.params, lamb_(batch, rule), strict=True))
+            rule, device = (
+                LambRule.of(group, eps_inside_sqrt=self.eps_inside_sqrt, scale=_on(batch, scale)),
+                batch.params[0].device,
+            )
+            if self.takes_one_pass(device):
+                ratios = lamb_one_pass_(batch, rule, self._conditions_on(device))
+            else:
+                ratios = lamb_(batch, rule)
+            found.update(zip(batch.params, ratios, strict=False))  # where the step was skipped there may be none
         self._coefficients.extend(found[param] for param in group["params"] if param in found)
+
+    def takes_one_pass(self, device: torch.device) -> bool:
+        """See `BatchOptimizer`; the norm of a group, where it is clipped, is that of gradients of their true size."""
+        return takes_one_pass(device) and not any(group["max_grad_norm"] for group in self.param_groups)
 
     def _clipped(self, group: Group) -> float | Tensor:
         """What the group's gradients are divided by: the given scale, and more where their norm is too large."""

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.ops.batch_rule import BatchRule
 from deepspeed.ops.optimizer import Batch, TensorLists, wide, widely
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["LambRule", "lamb_", "lamb_reference"]
+__all__ = ["LAMB", "LambRule", "lamb_", "lamb_reference"]
 
 Tensors = list[Tensor]
 Kernel = Callable[[Tensors, Tensors, Tensors, Tensors, int, "LambRule"], list[Tensor]]
@@ -92,6 +93,22 @@ def lamb_reference(
         for target, result in ((param, p - rule.step_size(step) * coefficient * update), (exp_avg, m), (exp_avg_sq, v)):
             target.copy_(result)
     return coefficients
+
+
+def _numbers(batch: Batch, rule: LambRule) -> tuple[float, ...]:
+    roots = (rule.eps, 0.0) if rule.eps_inside_sqrt else (0.0, rule.eps)
+    moments = (1 - rule.beta1, rule.beta2, 1 - rule.beta2)
+    return (*moments, *roots, rule.weight_decay, rule.step_size(batch.step))
+
+
+LAMB = BatchRule(
+    "lamb",
+    oracle=lamb_reference,
+    signed=(True, False),
+    arguments=lambda batch, rule: (batch.step, rule),
+    numbers=_numbers,
+)
+"""LAMB for whole batches."""
 
 
 @torch.no_grad()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+
+from deepspeed.ops.lion.one_pass import lion_one_pass_, takes_one_pass
 from deepspeed.ops.lion.rule import LionRule, lion_
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, refuse
 
@@ -57,4 +60,12 @@ class FusedLion(BatchOptimizer):
         super()._update_group(group)
 
     def _apply(self, group: Group, batch: Batch) -> None:
-        lion_(batch, LionRule.of(group))
+        device = batch.params[0].device
+        if self.takes_one_pass(device):
+            lion_one_pass_(batch, LionRule.of(group), self._conditions_on(device))
+        else:
+            lion_(batch, LionRule.of(group))
+
+    def takes_one_pass(self, device: torch.device) -> bool:
+        """See `BatchOptimizer`."""
+        return takes_one_pass(device)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.ops.batch_rule import BatchRule
 from deepspeed.ops.optimizer import Batch, TensorLists, wide, widely
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["LionRule", "lion_", "lion_reference"]
+__all__ = ["LION", "LionRule", "lion_", "lion_reference"]
 
 Tensors = list[Tensor]
 
@@ -51,6 +52,14 @@ def lion_reference(params: Tensors, grads: Tensors, exp_avgs: Tensors, rule: Lio
         direction = m.lerp(g, 1 - rule.beta1).sign()
         param.copy_(p * (1 - rule.lr * rule.weight_decay) - rule.lr * direction)
         exp_avg.copy_(m.lerp(g, 1 - rule.beta2))
+
+
+def _numbers(batch: Batch, rule: LionRule) -> tuple[float, ...]:
+    return (1 - rule.lr * rule.weight_decay, 1 - rule.beta1, 1 - rule.beta2, rule.lr)
+
+
+LION = BatchRule("lion", oracle=lion_reference, signed=(True,), arguments=lambda batch, rule: (rule,), numbers=_numbers)
+"""Lion for whole batches."""
 
 
 @torch.no_grad()

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.log import logger
+from deepspeed.ops.adam.one_pass import adam_one_pass_, takes_one_pass
 from deepspeed.ops.adam.rule import AdamRule, adam_
+from deepspeed.ops.muon import momentum
 from deepspeed.ops.muon.muon import update_matrices
 from deepspeed.ops.muon.newton_schulz import check_ns_method
 from deepspeed.ops.muon.whole import Whole
@@ -83,13 +85,19 @@ class MuonWithAuxAdam(BatchOptimizer):
 
     def _update_group(self, group: Group) -> None:
         if group["use_muon"]:
-            update_matrices(group, self.state, self.state_dtype, self.whole)
+            update_matrices(self, group, self.whole)
             return
         for batch in self._batches(group, _ADAM_MOMENTS):
             self._apply(group, batch)
 
     def _apply(self, group: Group, batch: Batch) -> None:
-        adam_(batch, AdamRule.of(group, decoupled=self.adam_w_mode))
+        rule, device = AdamRule.of(group, decoupled=self.adam_w_mode), batch.params[0].device
+        step = adam_one_pass_ if self.takes_one_pass(device) else adam_
+        step(batch, rule, self._conditions_on(device))
+
+    def takes_one_pass(self, device: torch.device) -> bool:
+        """See `BatchOptimizer`; another optimizer's Adam half takes its own steps."""
+        return self._adam is None and momentum.takes_one_pass(device) and takes_one_pass(device)
 
     def _built(self, build: Callable[..., Any], arguments: Mapping[str, Any], fall_back: bool) -> Any:
         groups = [group for group in self.param_groups if not group["use_muon"]]

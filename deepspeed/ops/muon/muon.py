@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
+from deepspeed.ops.muon.momentum import Momenta, MomentumRule, advance_, directions_, takes_one_pass
 from deepspeed.ops.muon.newton_schulz import check_ns_method
-from deepspeed.ops.muon.update import MuonRule, heads_of, muon_updates
+from deepspeed.ops.muon.update import MuonRule, alike, heads_of, orthogonal_or_nan
 from deepspeed.ops.muon.whole import Whole, fragment_updates
-from deepspeed.ops.optimizer import BatchOptimizer, Closure, Group, check_hyperparameters
+from deepspeed.ops.optimizer import BatchOptimizer, Closure, Group, check_hyperparameters, wide
 
 __all__ = ["Muon", "SingleDeviceMuon", "update_matrices"]
 
@@ -41,40 +41,57 @@ class SingleDeviceMuon(BatchOptimizer):
         return self._step(closure)
 
     def _update_group(self, group: Group) -> None:
-        update_matrices(group, self.state, self.state_dtype, self.whole)
+        update_matrices(self, group, self.whole)
+
+    def takes_one_pass(self, device: torch.device) -> bool:
+        """See `BatchOptimizer`."""
+        return takes_one_pass(device)
 
 
 class Muon(SingleDeviceMuon):
     """The same on many ranks: each computes every update from the reduced gradients, so no process group is needed."""
 
 
-def update_matrices(group: Group, states: Any, dtype: torch.dtype | None, whole: Whole | None = None) -> None:
-    """Muon's step of one parameter group; the state of a parameter is its `momentum_buffer`, in `dtype` or its own.
+def update_matrices(optimizer: BatchOptimizer, group: Group, whole: Whole | None = None) -> None:
+    """Muon's step of one parameter group; the state of a parameter is its `momentum_buffer`.
 
     Attention projections are cut into heads where the group has `num_heads`, or the parameter `muon_num_heads`. With
     `whole` the parameters are fragments, and all ranks take part.
     """
-    params = [param for param in group["params"] if param.grad is not None and param.numel()]
-    for param in params:
-        if "momentum_buffer" not in states[param]:
-            states[param]["momentum_buffer"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
-    momenta = [states[param]["momentum_buffer"] for param in params]
+    momenta = _momenta(optimizer, group)
     rule = MuonRule(beta=group["momentum"], ns_method=group["ns_method"])
     lr = float(group["lr"])
-    if whole is None:
-        heads = [heads_of(group, param) for param in params]
-        updates = muon_updates([param.grad for param in params], momenta, heads, rule)
-    else:
-        updates = fragment_updates(whole, group, params, momenta, rule)
-    for place, update in updates:
-        _apply(params[place], update, lr, 1 - lr * group["weight_decay"])
-
-
-def _apply(param: Tensor, update: Tensor, lr: float, keep: float) -> None:
-    """param ← keep·param − lr·update; 16-bit parameters in one rounding."""
-    if param.dtype in (torch.float16, torch.bfloat16):
-        param.copy_(keep * param.float() - lr * update.float())
+    step = MomentumRule(rule.beta, rule.nesterov, lr, 1 - lr * group["weight_decay"])
+    if whole is not None:
+        for place, update in fragment_updates(whole, group, momenta, rule):
+            advance_(momenta.some([place]), step, [update])
         return
-    if keep != 1:
-        param.mul_(keep)
-    param.add_(update, alpha=-lr)
+    params = momenta.params
+    heads = [heads_of(group, param) for param in params]
+    keys = [(param.shape, param.dtype, param.device, heads[place]) for place, param in enumerate(params)]
+    for places in alike(keys, params):
+        some, first = momenta.some(places), params[places[0]]
+        directions = torch.empty(len(places), *first.shape, dtype=wide(first.dtype), device=first.device)
+        directions_(some, step, directions.unbind())
+        updates = orthogonal_or_nan(directions, rule, num_heads=heads[places[0]])
+        advance_(some, step, updates.unbind())
+
+
+def _momenta(optimizer: BatchOptimizer, group: Group) -> Momenta:
+    """What of a group is updated now."""
+    found, besides = Momenta([], [], []), optimizer.one_pass
+    for param in group["params"]:
+        grad = optimizer._gradient(param)
+        if grad is None or not param.numel():
+            continue
+        state = optimizer.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=optimizer.state_dtype, requires_grad=False)
+        found.params.append(param)
+        found.grads.append(grad)
+        found.momenta.append(state["momentum_buffer"])
+        found.outs.append(None if besides is None else besides.out(param))
+    found.factor = 1.0 if besides is None else besides.factor
+    if found.params:
+        found.conditions = optimizer._conditions_on(found.params[0].device)
+    return found

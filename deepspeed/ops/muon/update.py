@@ -1,4 +1,4 @@
-"""The Muon update of one parameter, or of many at once."""
+"""The Muon update of one parameter, and what the step over many shares with it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = [
     "check_matrix",
     "heads_of",
     "muon_update",
-    "muon_updates",
     "orthogonal",
+    "orthogonal_or_nan",
 ]
 
 # Elements that one batched product takes.
@@ -57,18 +57,6 @@ def muon_update(
     return _update(grad[None], momentum[None], rule, is_expert_group=is_expert_group, num_heads=num_heads)[0]
 
 
-def muon_updates(
-    grads: Sequence[Tensor], momenta: Sequence[Tensor], heads: Sequence[int | None], rule: MuonRule
-) -> Iterator[tuple[int, Tensor]]:
-    """(place, update) of every gradient, in any order; alike ones go through the iteration together."""
-    keys = [
-        (grad.shape, grad.dtype, grad.device, momentum.dtype, heads[place])
-        for place, (grad, momentum) in enumerate(zip(grads, momenta, strict=True))
-    ]
-    for chosen in alike(keys, grads):
-        yield from zip(chosen, _stacked(grads, momenta, chosen, rule, heads[chosen[0]]), strict=True)
-
-
 def alike(keys: Sequence[Hashable], tensors: Sequence[Tensor]) -> Iterator[list[int]]:
     """The places of tensors with equal keys, as many together as one batch takes."""
     found: dict[Hashable, list[int]] = {}
@@ -80,18 +68,6 @@ def alike(keys: Sequence[Hashable], tensors: Sequence[Tensor]) -> Iterator[list[
         together = 1 if first.device.type == "cpu" else max(1, _STACKED_ELEMENTS // max(1, first.numel()))
         for start in range(0, len(places), together):
             yield places[start : start + together]
-
-
-def _stacked(
-    grads: Sequence[Tensor], momenta: Sequence[Tensor], chosen: Sequence[int], rule: MuonRule, heads: int | None
-) -> Sequence[Tensor]:
-    if len(chosen) == 1:
-        place = chosen[0]
-        return [_update(grads[place][None], momenta[place][None], rule, num_heads=heads)[0]]
-    stacked = torch.stack([momenta[place] for place in chosen])
-    updates = _update(torch.stack([grads[place] for place in chosen]), stacked, rule, num_heads=heads)
-    torch._foreach_copy_([momenta[place] for place in chosen], list(stacked.unbind()))
-    return updates.unbind()
 
 
 @torch.no_grad()
@@ -118,6 +94,13 @@ def orthogonal(
     # Tall heads come back transposed, which no view could join.
     update: Tensor = (orthogonalize(matrices, rule.ns_steps, rule.ns_method) * scale).reshape(direction.shape)
     return update
+
+
+def orthogonal_or_nan(directions: Tensor, rule: MuonRule, *, num_heads: int | None) -> Tensor:
+    """As `orthogonal`; NaN for a direction that is not finite."""
+    finite = torch.isfinite(directions).flatten(1).all(1)
+    updates = orthogonal(directions, rule, num_heads=num_heads)
+    return updates.masked_fill_(~finite.view(-1, *(1 for _ in directions.shape[1:])), float("nan"))
 
 
 def _as_matrices(stacked: Tensor, *, is_expert_group: bool, num_heads: int | None) -> Tensor:

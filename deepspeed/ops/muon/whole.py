@@ -16,7 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from deepspeed.ops.muon.update import MuonRule, alike, heads_of, orthogonal
+from deepspeed.ops.muon.momentum import Momenta, MomentumRule, directions_
+from deepspeed.ops.muon.update import MuonRule, alike, heads_of, orthogonal_or_nan
 from deepspeed.ops.optimizer import wide
 
 __all__ = ["MatrixRule", "Whole", "fragment_updates"]
@@ -43,46 +44,26 @@ class Whole(Protocol):
 
 
 def fragment_updates(
-    whole: Whole, group: dict[str, Any], params: Sequence[Tensor], momenta: Sequence[Tensor], rule: MuonRule
+    whole: Whole, group: dict[str, Any], momenta: Momenta, rule: MuonRule
 ) -> Iterator[tuple[int, Tensor]]:
-    """(place, update) of every fragment, in any order; see [Note: Muon over fragments]."""
+    """(place, update) of every fragment, in any order, NaN where refused; see [Note: Muon over fragments]."""
+    params = momenta.params
     heads = [heads_of(group, whole.parameter(param)) for param in params]
-    directions = [_direction(_grad(param), momentum, rule) for param, momentum in zip(params, momenta, strict=True)]
+    directions = [torch.empty_like(param, dtype=wide(param.dtype), requires_grad=False) for param in params]
+    if params:
+        directions_(momenta, MomentumRule(rule.beta, rule.nesterov), directions)
 
     def compute(places: Sequence[int], wholes: Sequence[Tensor]) -> Sequence[Tensor]:
         return _orthogonal_all(wholes, [heads[place] for place in places], rule)
 
-    for place, update in whole.apply(group, params, directions, compute):
-        grad, momentum = _grad(params[place]), momenta[place]
-        refused = update.isnan()
-        old = momentum.to(update.dtype)
-        momentum.copy_(torch.where(refused, old, _advanced(grad, old, rule)))
-        yield place, torch.where(refused, grad.to(update.dtype), update).to(grad.dtype)
-
-
-def _grad(param: Tensor) -> Tensor:
-    assert param.grad is not None, "only parameters with a gradient are updated"
-    return param.grad
-
-
-def _advanced(grad: Tensor, momentum: Tensor, rule: MuonRule) -> Tensor:
-    return momentum.lerp(grad.to(momentum.dtype), 1 - rule.beta)
-
-
-def _direction(grad: Tensor, momentum: Tensor, rule: MuonRule) -> Tensor:
-    """What the momentum would point to, without advancing it."""
-    dtype = wide(grad.dtype)
-    advanced = _advanced(grad, momentum.to(dtype), rule)
-    return grad.to(dtype).lerp(advanced, rule.beta) if rule.nesterov else advanced
+    yield from whole.apply(group, params, directions, compute)
 
 
 def _orthogonal_all(wholes: Sequence[Tensor], heads: Sequence[int | None], rule: MuonRule) -> Sequence[Tensor]:
     results: list[Tensor] = list(wholes)
     for places in alike([(whole.shape, whole.dtype, heads[at]) for at, whole in enumerate(wholes)], wholes):
         directions = torch.stack([wholes[place] for place in places])
-        finite = torch.isfinite(directions).flatten(1).all(1)
-        updates = orthogonal(directions, rule, num_heads=heads[places[0]])
-        updates.masked_fill_(~finite.view(-1, *(1 for _ in directions.shape[1:])), float("nan"))
+        updates = orthogonal_or_nan(directions, rule, num_heads=heads[places[0]])
         for place, update in zip(places, updates.unbind(), strict=True):
             results[place] = update
     return results

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 import torch
 from torch.optim import Adam, Optimizer
 
-from deepspeed.ops.adam import FusedAdam
-from deepspeed.ops.adam.rule import Conditions
+from deepspeed.ops.conditions import Conditions
+from deepspeed.ops.optimizer import BatchOptimizer
 
 __all__ = ["in_one_pass", "steps_ahead", "take_back", "under"]
 
 
 def steps_ahead(optimizer: Optimizer, device: torch.device) -> bool:
     """True if a step over parameters on `device` can be queued; the same on all ranks, whatever each of them holds."""
-    if isinstance(optimizer, FusedAdam):
+    if isinstance(optimizer, BatchOptimizer):
         return optimizer.takes_conditions(device)
     # torch's fused kernels take what its gradient scaler gives them
     return device.type == "cuda" and isinstance(optimizer, Adam) and all(g.get("fused") for g in optimizer.param_groups)
@@ -24,13 +24,13 @@ def steps_ahead(optimizer: Optimizer, device: torch.device) -> bool:
 
 def in_one_pass(optimizer: Optimizer, device: torch.device) -> bool:
     """True if such a step reads gradients as they arrived, and writes what the model computes with."""
-    return isinstance(optimizer, FusedAdam) and optimizer.takes_one_pass(device)
+    return isinstance(optimizer, BatchOptimizer) and not optimizer.cpu_only and optimizer.takes_one_pass(device)
 
 
 @contextmanager
 def under(optimizer: Optimizer, conditions: Conditions) -> Iterator[None]:
     """Steps that are taken inside obey these conditions."""
-    if isinstance(optimizer, FusedAdam):
+    if isinstance(optimizer, BatchOptimizer):
         with optimizer.under(conditions):
             yield
         return
@@ -46,5 +46,5 @@ def under(optimizer: Optimizer, conditions: Conditions) -> Iterator[None]:
 
 def take_back(optimizer: Optimizer) -> None:
     """The last step was skipped by its conditions: do not count it; torch's own count on the device."""
-    if isinstance(optimizer, FusedAdam):
+    if isinstance(optimizer, BatchOptimizer):
         optimizer.take_back()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from deepspeed.errors import DeepSpeedError
-from deepspeed.ops.adam.rule import Conditions
+from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.backward import Backward, Reducer

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.adam.rule import AdamRule, Conditions, adam_reference
+from deepspeed.ops.adam.rule import AdamRule, adam_reference
+from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.registry import operations
 
 WAYS = [

@@ -76,7 +76,9 @@ def test_rounding_to_nearest_would_not_do(monkeypatch):
     """The test above can fail: without the random rounding of 8-bit codes the second moment never moves."""
     found = operations()["cpu_adagrad"]
     monkeypatch.setenv("DS_OP_CPU_ADAGRAD", "reference")
-    monkeypatch.setattr(blockwise, "dither", lambda numel, step, *, signed: torch.full((numel,), 1 << 19).int())
+    monkeypatch.setattr(
+        blockwise, "dither", lambda numel, step, *, signed, device=None: torch.full((numel,), 1 << 19).int()
+    )
     found.forget()
     try:
         _, nearest = losses(DeepSpeedCPUAdagrad, 8, seed=1)

@@ -22,7 +22,6 @@ from deepspeed.ops.muon import (
     zeropower_via_newtonschulz5,
 )
 from deepspeed.ops.muon.newton_schulz import gram_newton_schulz, newton_schulz, orthogonalize
-from deepspeed.ops.muon.update import MuonRule, _stacked, muon_updates
 from deepspeed.ops.registry import operations
 
 WAYS = [
@@ -170,23 +169,22 @@ def test_16_bit_gradients_of_a_wide_momentum():
     torch.testing.assert_close(momentum, 0.05 * grad.float())
 
 
-def test_alike_parameters_together():
+@pytest.mark.parametrize("together", [False, True])
+def test_alike_parameters_together(together, monkeypatch):
     shapes = [(4, 8), (8, 4), (4, 8), (4, 8), (6, 6)]
-    grads = [normal(*shape, seed=place) for place, shape in enumerate(shapes)]
-    grads[2][0, 0] = float("nan")
-    alone, together = ([torch.zeros_like(g) for g in grads] for _ in range(2))
-    expected = [muon_update(g, m) for g, m in zip(grads, alone, strict=True)]
-    heads = [None] * len(shapes)
-    # the batch of three, which only accelerators take, by hand
-    for places in ([0, 2, 3], [1], [4]):
-        for place, update in zip(places, _stacked(grads, together, places, MuonRule(), None), strict=True):
-            torch.testing.assert_close(update, expected[place], rtol=1e-4, atol=1e-5, equal_nan=True)
-    for a, b in zip(alone, together, strict=True):
-        torch.testing.assert_close(a, b)
-    found = dict(muon_updates(grads, [torch.zeros_like(g) for g in grads], heads, MuonRule()))
-    assert sorted(found) == [0, 1, 2, 3, 4]
-    for place, update in found.items():
-        torch.testing.assert_close(update, expected[place], equal_nan=True)
+    if together:  # the batch of three, which only accelerators take, by hand
+        monkeypatch.setattr("deepspeed.ops.muon.muon.alike", lambda keys, tensors: [[0, 2, 3], [1], [4]])
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for place, param in enumerate(params):
+        param.grad = normal(*param.shape, seed=place)
+    params[2].grad[0, 0] = float("nan")
+    momenta = [torch.zeros(shape) for shape in shapes]
+    expected = [muon_update(param.grad, momentum) for param, momentum in zip(params, momenta, strict=True)]
+    optimizer = Muon(params, lr=1.0)
+    optimizer.step()
+    for param, momentum, update in zip(params, momenta, expected, strict=True):
+        torch.testing.assert_close(param.detach(), -update, rtol=1e-4, atol=1e-5, equal_nan=True)
+        torch.testing.assert_close(optimizer.state[param]["momentum_buffer"], momentum)
 
 
 @pytest.mark.parametrize("cls", [Muon, SingleDeviceMuon])

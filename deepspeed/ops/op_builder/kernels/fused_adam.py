@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.rule import AdamRule, Conditions, adam_, takes_conditions
+from deepspeed.ops.adam.rule import AdamRule, adam_, takes_conditions
+from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.op_builder.kernels.flag import raised
 from deepspeed.ops.optimizer import Batch
 

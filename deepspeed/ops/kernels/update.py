@@ -1,0 +1,146 @@
+"""Updates over many tensors in one launch: unscale, clip, update, cast to the model's dtype in one pass over memory.
+
+Every rule is a body over the elements of one program; what is read and written, and from which tensors, is the same for
+all of them. `many.py` makes the table of tensors and launches.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from deepspeed.ops.kernels.codes import decode, encode
+
+__all__ = ["trust_kernel", "update_kernel"]
+
+
+@triton.jit
+def _pointer(row, column, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    found = tl.load(row + column).to(tl.pointer_type(TYPE))
+    if ALIGNED:
+        found = tl.multiple_of(found, 16)
+    return found
+
+
+@triton.jit
+def _read(row, column, at, inside, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    return tl.load(_pointer(row, column, TYPE, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _write(row, column, at, inside, values, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    tl.store(_pointer(row, column, TYPE, ALIGNED) + at, values.to(TYPE), mask=inside)
+
+
+@triton.jit
+def _read_moment(
+    row, column, at, inside, TYPE: tl.constexpr, CODED: tl.constexpr, SIGNED: tl.constexpr, SHARE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):  # fmt: skip
+    if CODED:
+        codes = tl.load(_pointer(row, column, tl.uint8, ALIGNED) + at, mask=inside, other=0)
+        scales = tl.load(_pointer(row, column + 3, tl.float32, ALIGNED) + at // SHARE, mask=inside, other=0.0)
+        return decode(codes, SIGNED) * scales
+    else:
+        return _read(row, column, at, inside, TYPE, ALIGNED)
+
+
+@triton.jit
+def _write_moment(
+    row, column, start, size, values, step, TYPE: tl.constexpr, CODED: tl.constexpr, SIGNED: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    at = start + tl.arange(0, BLOCK)
+    inside = at < size
+    if CODED:
+        codes, scales = encode(values, inside, at, step, SIGNED, BLOCK, SHARE)
+        tl.store(_pointer(row, column, tl.uint8, ALIGNED) + at, codes, mask=inside)
+        block = start // SHARE + tl.arange(0, BLOCK // SHARE)
+        tl.store(_pointer(row, column + 3, tl.float32, ALIGNED) + block, scales, mask=block * SHARE < size)
+    else:
+        _write(row, column, at, inside, values, TYPE, ALIGNED)
+
+
+@triton.jit
+def _lamb_direction(p, m, v, inner, outer, decay):
+    return m / (tl.sqrt(v + inner) + outer) + decay * p
+
+
+@triton.jit(do_not_specialize=["step"])
+def update_kernel(
+    table, owners, places, divisor_ptr, skip_ptr, beside, factor, step, n0, n1, n2, n3, n4, n5, n6, n7,
+    RULE: tl.constexpr, PARAM: tl.constexpr, GRAD: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
+    OUT: tl.constexpr, HAS_OUT: tl.constexpr, CODED: tl.constexpr, CONDITIONS: tl.constexpr, SHARE: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Columns of a row of the table: parameter, gradient, first moment, second, out, scales of both moments."""
+    number = tl.program_id(0)
+    tensor = tl.load(owners + number)
+    start = (number - tl.load(places + 2 * tensor)) * BLOCK
+    size = tl.load(places + 2 * tensor + 1)
+    row, scale = table + 7 * tensor, factor
+    if CONDITIONS:
+        if tl.load(skip_ptr) != 0.0:
+            return
+        scale = factor / tl.load(divisor_ptr)
+    at = start + tl.arange(0, BLOCK)
+    inside = at < size
+    m = _read_moment(row, 2, at, inside, FIRST, CODED, True, SHARE, ALIGNED)
+    if RULE != "muon_direction":
+        p = _read(row, 0, at, inside, PARAM, ALIGNED)
+    if RULE == "muon_direction":  # 1 - beta, and how much of the gradient is looked ahead
+        g = _read(row, 1, at, inside, GRAD, ALIGNED) * scale
+        advanced = m + n0 * (g - m)
+        _write(row, 4, at, inside, advanced + n1 * (g - advanced), OUT, ALIGNED)
+    elif RULE == "adam":  # n: keep, l2, beta1, 1 - beta1, beta2, 1 - beta2, and what divides
+        g = _read(row, 1, at, inside, GRAD, ALIGNED) * scale + n1 * p
+        v = _read_moment(row, 3, at, inside, SECOND, CODED, False, SHARE, ALIGNED)
+        m = m + n3 * (g - m)
+        v = n4 * v + n5 * g * g
+        p = p * n0 - m / (tl.sqrt(v) * n6 + n7)
+        _write_moment(row, 3, start, size, v, step, SECOND, CODED, False, SHARE, BLOCK, ALIGNED)
+    elif RULE == "lion":  # keep, 1 - beta1, 1 - beta2, lr
+        g = _read(row, 1, at, inside, GRAD, ALIGNED) * scale
+        way = m + n1 * (g - m)
+        p = p * n0 - n3 * tl.where(way > 0.0, 1.0, tl.where(way < 0.0, -1.0, way))
+        m = m + n2 * (g - m)
+    elif RULE == "lamb_moments":  # 1 - beta1, beta2, 1 - beta2, eps inside and outside of the root, decay
+        g = _read(row, 1, at, inside, GRAD, ALIGNED) * scale
+        v = _read(row, 3, at, inside, SECOND, ALIGNED)
+        m = m + n0 * (g - m)
+        v = n1 * v + n2 * g * g
+        u = tl.where(inside, _lamb_direction(p, m, v, n3, n4, n5), 0.0)
+        tl.store(beside + 2 * number, tl.sum(p * p))
+        tl.store(beside + 2 * number + 1, tl.sum(u * u))
+        _write(row, 3, at, inside, v, SECOND, ALIGNED)
+    elif RULE == "lamb_apply":  # as above, and the step size
+        v = _read(row, 3, at, inside, SECOND, ALIGNED)
+        p = p - n6 * tl.load(beside + tensor) * _lamb_direction(p, m, v, n3, n4, n5)
+    elif RULE == "muon_apply":  # 1 - beta, lr, keep; the second column has updates, NaN where they were refused
+        g = _read(row, 1, at, inside, GRAD, ALIGNED) * scale
+        u = _read(row, 3, at, inside, SECOND, ALIGNED)
+        p = p * n2 - n1 * tl.where(u != u, g, u)
+        m = tl.where(u != u, m, m + n0 * (g - m))
+    if RULE != "lamb_apply" and RULE != "muon_direction":
+        _write_moment(row, 2, start, size, m, step, FIRST, CODED, True, SHARE, BLOCK, ALIGNED)
+    if RULE != "lamb_moments" and RULE != "muon_direction":
+        _write(row, 0, at, inside, p, PARAM, ALIGNED)
+        if HAS_OUT:
+            _write(row, 4, at, inside, p, OUT, ALIGNED)
+
+
+@triton.jit
+def trust_kernel(partial, places, coefficients, low, high, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+    """LAMB's coefficient of each tensor, from the sums of squares that its programs left."""
+    tensor = tl.program_id(0)
+    first = tl.load(places + 2 * tensor)
+    count = (tl.load(places + 2 * tensor + 1) + BLOCK - 1) // BLOCK
+    weights = tl.zeros((WIDTH,), tl.float32)
+    updates = tl.zeros((WIDTH,), tl.float32)
+    for begin in range(0, count, WIDTH):
+        at = begin + tl.arange(0, WIDTH)
+        weights += tl.load(partial + 2 * (first + at), mask=at < count, other=0.0)
+        updates += tl.load(partial + 2 * (first + at) + 1, mask=at < count, other=0.0)
+    weight, update = tl.sqrt(tl.sum(weights)), tl.sqrt(tl.sum(updates))
+    ratio = tl.minimum(tl.maximum(weight / update, low), high)
+    tl.store(coefficients + tensor, tl.where((weight != 0.0) & (update != 0.0), ratio, 1.0))

@@ -1,0 +1,161 @@
+"""Muon's momentum over lists of tensors: ops `muon_direction` and `muon_apply`, each one pass over memory.
+
+direction = β·m' + (1−β)·g with m' = β·m + (1−β)·g (Nesterov; else m')
+p ← keep·p − lr·update;  m ← m'                              once the direction was made orthogonal
+
+A gradient that is not finite leaves the momentum of its matrix alone: its update then is NaN, which an orthogonal
+matrix never has, and the gradient itself takes its place. That is why the momentum is advanced by the second pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from deepspeed.ops.capability import has_triton, on_cuda
+from deepspeed.ops.conditions import Conditions
+from deepspeed.ops.optimizer import contiguous, wide
+from deepspeed.ops.registry import chosen, implementation, op, reference
+
+__all__ = ["Momenta", "MomentumRule", "advance_", "directions_", "takes_one_pass"]
+
+
+@dataclass(frozen=True, slots=True)
+class MomentumRule:
+    """The numbers of one update."""
+
+    beta: float
+    nesterov: bool = True
+    lr: float = 0.0
+    keep: float = 1.0
+
+
+@dataclass(slots=True)
+class Momenta:
+    """Parameters of a step: lists of one device; gradients are multiplied by `factor` and divided as conditions say."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    momenta: list[Tensor]
+    outs: list[Tensor | None] = field(default_factory=list)
+    """Where updated parameters are written as well; empty, or one for each parameter that has such a copy."""
+    factor: float = 1.0
+    conditions: Conditions | None = None
+
+    def some(self, places: Sequence[int]) -> Momenta:
+        """Those at some places."""
+        params, grads, momenta = (
+            [tensors[place] for place in places] for tensors in (self.params, self.grads, self.momenta)
+        )
+        outs = [self.outs[place] for place in places] if self.outs else []
+        return Momenta(params, grads, momenta, outs, self.factor, self.conditions)
+
+    def gradient(self, place: int) -> Tensor:
+        """The gradient in its true size, wide."""
+        grad = self.grads[place].to(wide(self.params[place].dtype)) * self.factor
+        return grad if self.conditions is None else grad / self.conditions.divisor
+
+    def alike(self, *more: Sequence[Tensor]) -> Iterator[list[int]]:
+        """Places whose tensors have one dtype in each list."""
+        found: dict[Hashable, list[int]] = {}
+        for place, param in enumerate(self.params):
+            out = self.outs[place] if self.outs else None
+            others = (self.grads[place], self.momenta[place], *(tensors[place] for tensors in more))
+            key = (param.dtype, *(each.dtype for each in others), None if out is None else out.dtype)
+            found.setdefault(key, []).append(place)
+        yield from found.values()
+
+
+def directions_(momenta: Momenta, rule: MomentumRule, into: Sequence[Tensor]) -> None:
+    """Write where each momentum would point to, of as many elements as its gradient; nothing is advanced."""
+    op("muon_direction")(momenta, rule, into)
+
+
+def advance_(momenta: Momenta, rule: MomentumRule, updates: Sequence[Tensor]) -> None:
+    """Update parameters by `updates`, of as many elements, and advance their momenta; NaN stands for a refused one."""
+    op("muon_apply")(momenta, rule, updates)
+
+
+def takes_one_pass(device: torch.device) -> bool:
+    """True if there are kernels for parameters on such a device; ranks must agree, so that nothing else decides."""
+    return device.type == "cuda" and "reference" not in (chosen("muon_direction"), chosen("muon_apply"))
+
+
+@reference("muon_direction")
+@torch.no_grad()
+def directions_reference(momenta: Momenta, rule: MomentumRule, into: Sequence[Tensor]) -> None:
+    """Tensor by tensor."""
+    for place, target in enumerate(into):
+        grad = momenta.gradient(place)
+        advanced = momenta.momenta[place].to(grad.dtype).lerp(grad, 1 - rule.beta)
+        target.view(grad.shape).copy_(grad.lerp(advanced, rule.beta) if rule.nesterov else advanced)
+
+
+@reference("muon_apply")
+@torch.no_grad()
+def apply_reference(momenta: Momenta, rule: MomentumRule, updates: Sequence[Tensor]) -> None:
+    """Tensor by tensor, rounded once."""
+    if momenta.conditions is not None and bool(momenta.conditions.skip != 0):
+        return
+    for place, (param, momentum) in enumerate(zip(momenta.params, momenta.momenta, strict=True)):
+        grad = momenta.gradient(place)
+        update = updates[place].view(param.shape).to(grad.dtype)
+        refused = update.isnan()
+        old = momentum.to(grad.dtype)
+        momentum.copy_(torch.where(refused, old, old.lerp(grad, 1 - rule.beta)))
+        param.copy_(rule.keep * param.to(grad.dtype) - rule.lr * torch.where(refused, grad, update))
+        out = momenta.outs[place] if momenta.outs else None
+        if out is not None:
+            out.copy_(param)
+
+
+def _takes(momenta: Momenta, more: Sequence[Tensor]) -> bool:
+    lists = [
+        momenta.params,
+        momenta.grads,
+        momenta.momenta,
+        list(more),
+        [out for out in momenta.outs if out is not None],
+    ]
+    return contiguous(lists) and all(each.dtype != torch.float64 for tensors in lists for each in tensors)
+
+
+@torch.no_grad()
+def directions_triton(momenta: Momenta, rule: MomentumRule, into: Sequence[Tensor]) -> None:
+    """By the kernel."""
+    from deepspeed.ops.kernels.many import Columns, Launch, launch
+
+    if not _takes(momenta, into):
+        directions_reference(momenta, rule, into)
+        return
+    numbers = (1 - rule.beta, 1 - rule.beta if rule.nesterov else 0.0)
+    for places in momenta.alike(into):
+        some = momenta.some(places)
+        columns = Columns(some.params, some.grads, some.momenta, outs=[into[place] for place in places])
+        launch(columns, Launch("muon_direction", numbers, some.factor, conditions=some.conditions))
+
+
+@torch.no_grad()
+def apply_triton(momenta: Momenta, rule: MomentumRule, updates: Sequence[Tensor]) -> None:
+    """By the kernel."""
+    from deepspeed.ops.kernels.many import Columns, Launch, launch
+
+    updates = [update if update.is_contiguous() else update.contiguous() for update in updates]
+    if not _takes(momenta, updates):
+        apply_reference(momenta, rule, updates)
+        return
+    for places in momenta.alike(updates):
+        some = momenta.some(places)
+        outs = [out for out in some.outs if out is not None]
+        columns = Columns(some.params, some.grads, some.momenta, [updates[place] for place in places], outs)
+        numbers = (1 - rule.beta, rule.lr, rule.keep)
+        launch(columns, Launch("muon_apply", numbers, some.factor, conditions=some.conditions))
+        increment_version([*some.params, *outs])
+
+
+implementation("muon_direction", name="triton", requires=has_triton & on_cuda, rank=20)(lambda: directions_triton)
+implementation("muon_apply", name="triton", requires=has_triton & on_cuda, rank=20)(lambda: apply_triton)
