@@ -36,6 +36,7 @@ from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.placing import place, replicate
 from deepspeed.runtime.reduction.build import build_reducer
 from deepspeed.runtime.step.choose import choose_optimizer, choose_scheduler, tell_without_optimizer
+from deepspeed.runtime.step.in_backward import InBackward, update_in_backward
 from deepspeed.runtime.step.optimizers import hold_states, require_tested
 from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
@@ -169,6 +170,7 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
             clipping=schema.gradient_clipping,
             report_norm=schema.zero_optimization.compute_grad_norm,
             stop=schema.nonfinite_gradients == "stop",
+            in_backward=_in_backward(parts, basic, states, stack),
         )
         parts.optimizer = returned_optimizer(parts, basic, parts.stepper, owner, stack)
     stack.callback(configure_from(schema.activation_checkpointing, parts.layout).close)
@@ -182,6 +184,14 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
         if states is not None and states.deferral is not None and hasattr(request.training_data, "__len__"):
             states.deferral.rhythm.know_epoch(len(parts.training_dataloader) // parts.accumulation.steps)
     watch(parts, stack)
+
+
+def _in_backward(parts: Parts, optimizer: Optimizer, states: States, stack: ExitStack) -> InBackward | None:
+    """What updates parameters while backward runs, if the config asks for that."""
+    made = parts.backward.updates = update_in_backward(parts, optimizer, states)
+    if made is not None:
+        stack.callback(made.close)
+    return made
 
 
 def _layout(request: Request, stack: ExitStack) -> ParallelLayout:

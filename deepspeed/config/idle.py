@@ -182,6 +182,11 @@ IDLE: tuple[Idle, ...] = (
     *(Idle(f"pipeline.{key}", _IN_THE_MODULE) for key in ("stages", "partition", "seed_layers")),
     *(Idle(f"pipeline.{key}", _SLICES) for key in ("pipe_partitioned", "grad_partitioned")),
     Idle("checkpoint.parallel_write", "every file is written by one rank, and different ranks write at the same time"),
+    Idle(
+        "optimizer_in_backward.clip_by_last_norm",
+        "optimizer_in_backward.enabled is false, or gradient_clipping is 0",
+        lambda c: not c.optimizer_in_backward.enabled or c.gradient_clipping <= 0,
+    ),
     *(
         Idle(
             f"compile.{key}",

@@ -21,6 +21,7 @@ from .expert import ExpertParallelConfig
 from .fp8 import Fp8Config
 from .fusion import FusedKernelsConfig
 from .hangs import HangsConfig
+from .in_backward import OptimizerInBackwardConfig
 from .inference import HybridEngineConfig, WeightQuantConfig
 from .memory import MemoryConfig
 from .model import DeepSpeedConfigModel, Elements, Foreign, ForeignOptions, PositiveCount
@@ -173,6 +174,9 @@ class Keys(DeepSpeedConfigModel):
         default_factory=FusedKernelsConfig, description="Modules of the model that run on fused kernels."
     )
     fp8: Fp8Config = Field(default_factory=Fp8Config, description="Linear layers whose products are of 8-bit numbers.")
+    optimizer_in_backward: OptimizerInBackwardConfig = Field(
+        default_factory=OptimizerInBackwardConfig, description="Updates while backward brings gradients."
+    )
     compile: CompileConfig = Field(default_factory=CompileConfig, description="What engine.compile() does.")
     graph_harvesting: bool = Field(False, description="Whether parts of the bf16 optimizer run as CUDA graphs.")
 

@@ -267,6 +267,33 @@ def quantized_weights_in_the_step(config: Keys) -> None:
         )
 
 
+def gradients_that_are_used_up(config: Keys) -> None:
+    section, zero = config.optimizer_in_backward, config.zero_optimization
+    if not section.enabled:
+        return
+    others = {
+        "gradient_clipping (set optimizer_in_backward.clip_by_last_norm, or the key to 0)": (
+            config.gradient_clipping > 0 and not section.clip_by_last_norm
+        ),
+        "fp16.enabled, whose overflows are known after the update": config.fp16.enabled,
+        "bf16.check_grad_overflow, for the same reason": (
+            config.bf16.enabled
+            and config.bf16.check_grad_overflow
+            and "check_grad_overflow" in config.bf16.model_fields_set
+        ),
+        "nonfinite_gradients 'stop', for the same reason": config.nonfinite_gradients == "stop",
+        "managed_gradient_accumulation false, where no backward is known to be the last": (
+            not config.managed_gradient_accumulation
+        ),
+        "zero_optimization.offload_optimizer": zero.offloads_optimizer,
+        "zero_optimization.offload_param": zero.offloads_parameters,
+        "memory.device": config.memory.device is not None,
+    }
+    found = [name for name, on in others.items() if on]
+    if found:
+        _refuse("optimizer_in_backward.enabled", f"does not work with {', '.join(found)}")
+
+
 RULES: tuple[Callable[[Keys], None], ...] = (
     one_precision,
     amp_alone,
@@ -290,6 +317,7 @@ RULES: tuple[Callable[[Keys], None], ...] = (
     experts_with_sharded_parameters,
     elastic_batch_sizes,
     quantized_weights_in_the_step,
+    gradients_that_are_used_up,
 )
 """Every rule between sections."""
 

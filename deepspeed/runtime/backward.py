@@ -25,7 +25,7 @@ from deepspeed.runtime.phases import phase
 from deepspeed.zero.parameters.shard import used_while_empty
 from deepspeed.zero.parameters.structure import tensors_in
 
-__all__ = ["Backward", "Reducer"]
+__all__ = ["Backward", "Reducer", "Updates"]
 
 # What autograd says where a parameter was empty when it was used, and is whole when its gradient comes.
 _EMPTY = re.compile(
@@ -88,6 +88,29 @@ class Reducer(Protocol):
         """Remove every hook."""
 
 
+class Updates(Protocol):
+    """What updates parameters while the last backward of a step runs."""
+
+    @property
+    def taken(self) -> bool:
+        """True between the first update of a step and its end."""
+
+    def require_first(self) -> None:
+        """Refuse a backward that comes after the update that its gradients belong to."""
+
+    def begin(self, unit: float) -> None:
+        """The last backward of a step runs."""
+
+    def finish(self) -> None:
+        """It is over."""
+
+    def abandon(self) -> None:
+        """It failed."""
+
+    def complete(self, unit: float) -> Tensor | None:
+        """End a step, and return its norm; None if there was no gradient."""
+
+
 class Backward:
     """Scales losses, runs autograd, and has gradients reduced when the micro step is the last one."""
 
@@ -114,6 +137,8 @@ class Backward:
         """While True gradients only accumulate on this rank."""
         self.unit = 1.0
         """What the gradients are worth; see [Note: unit of gradients]."""
+        self.updates: Updates | None = None
+        """What updates parameters while backward runs; None: the step does."""
         if listens:
             reducer.announce(self._noticed)
 
@@ -136,6 +161,8 @@ class Backward:
                 handle.remove()
         except BaseException as error:
             self._reducer.forget()
+            if self.updates is not None:
+                self.updates.abandon()
             if isinstance(error, RuntimeError) and _EMPTY.search(str(error)):
                 raise UsageError(used_while_empty("a parameter")) from error
             raise
@@ -191,6 +218,8 @@ class Backward:
 
     def _begin(self, unit: float) -> bool:
         """Prepare for gradients that are worth `unit`; True if they are to be reduced."""
+        if self.updates is not None:
+            self.updates.require_first()
         if self._has_gradients and unit != self.unit:
             self._reducer.rescale(self.unit / unit)
         self.unit = unit
@@ -206,6 +235,8 @@ class Backward:
         self._reducer.enter_backward()
         if self._reduce:
             self._reducer.begin()
+            if self.updates is not None:
+                self.updates.begin(self.unit)
 
     def _end(self) -> None:
         # Ranks that are still in backward may need this one's parameters before they can send their gradients.
@@ -213,6 +244,8 @@ class Backward:
         if self._reduce:
             with phase(self._events, Phase.BACKWARD_REDUCE, self._accumulation):
                 self._reducer.settle()
+            if self.updates is not None:
+                self.updates.finish()
 
     def _plain(self, grad: Tensor) -> None:
         """A gradient flows into an output of the module; the first one of a user's backward prepares for the rest."""

@@ -8,6 +8,7 @@ from functools import partial
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed.errors import UsageError
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.parts import Parts
 from deepspeed.zero.states.lookup import Owner, attach, detach
@@ -39,6 +40,11 @@ def _close(module: nn.Module, owner: Owner) -> None:
 
 def _unit(backward: Backward, reducer: Reducer) -> float | None:
     """See `Owner.unit`."""
+    if backward.updates is not None and backward.updates.taken:
+        raise UsageError(
+            "optimizer_in_backward.enabled: gradients are used up while backward runs, and there is none to read or to "
+            "change between backward and step. Turn the key off, or look at gradients of earlier micro steps."
+        )
     if not backward.has_gradients:
         return None
     reducer.finish()

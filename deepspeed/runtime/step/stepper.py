@@ -13,7 +13,7 @@ from deepspeed.errors import DeepSpeedError
 from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
-from deepspeed.runtime.backward import Backward, Reducer
+from deepspeed.runtime.backward import Backward, Reducer, Updates
 from deepspeed.runtime.step.ahead import in_one_pass, steps_ahead, take_back, under
 from deepspeed.runtime.step.scalar import ScalarOnHost
 from deepspeed.zero.states.lookup import Owner
@@ -53,11 +53,20 @@ class Stepper:
     stop: bool = False
     """Such a step is an error, unless a loss scale adapts to it."""
 
+    in_backward: Updates | None = None
+    """What has updated parameters already while backward ran."""
+
     def step(self) -> Outcome:
         """Reduce what is not reduced yet, then update, or skip where a gradient is inf or NaN."""
         self.owner.require_sole()
         self.backward.expect_gradients()
         self.reducer.conclude()
+        if self.in_backward is not None:
+            found = self.in_backward.complete(self.backward.unit)
+            self.zero_grad()
+            shown = found if found is None or found.device.type != "cpu" else float(found)
+            value = self.scale.value
+            return Outcome(found is not None, shown if self.report_norm else None, value, value, empty=found is None)
         if self.reducer.empty:
             self.zero_grad()
             return Outcome(False, None, self.scale.value, self.scale.value, empty=True)

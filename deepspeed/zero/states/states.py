@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -205,18 +205,57 @@ class States:
         for group in self.groups:
             group.spread()
 
-    def _one_pass(self) -> OnePass:
+    def _one_pass(self, pieces: Iterable[Piece] | None = None) -> OnePass:
         """Gradients that were not cast, and where the model reads what the optimizer writes."""
         grads: dict[Tensor, Tensor] = {}
         outs: dict[Tensor, Tensor] = {}
-        for group in self.groups:
-            for piece in group.pieces:
-                grad = group.narrow_gradient(piece)
-                if grad is not None:
-                    grads[piece.master] = grad
-                if piece.separate:
-                    outs[piece.master] = piece.source
+        for piece in (piece for group in self.groups for piece in group.pieces) if pieces is None else pieces:
+            grad = self._places[id(piece.param)][0].narrow_gradient(piece)
+            if grad is not None:
+                grads[piece.master] = grad
+            if piece.separate:
+                outs[piece.master] = piece.source
         return OnePass(1.0, grads, outs)
+
+    @torch.no_grad()
+    def take_some(self, pieces: Sequence[Piece], *, narrow: bool) -> list[Tensor]:
+        """As `take_gradients` for some pieces that are whole here; returns the gradients that the optimizer sees."""
+        for piece in pieces:
+            grad, master = piece.param.grad, piece.master
+            if grad is None or not piece.separate:
+                continue
+            banked = master.grad is not None
+            if narrow and not banked and grad.layout == torch.strided and grad.is_contiguous():
+                continue
+            master.grad = master.grad.add_(grad) if banked else grad.to(master.dtype)  # type: ignore[union-attr]
+            piece.param.grad = None
+        found = [piece.param.grad if piece.master.grad is None else piece.master.grad for piece in pieces]
+        return [grad for grad in found if grad is not None]
+
+    @torch.no_grad()
+    def update_some(self, optimizer: Optimizer, pieces: Sequence[Piece], *, one_pass: bool) -> None:
+        """As `update` for some pieces that are whole here, whose gradients were taken; they are freed."""
+        everything = [options["params"] for options in optimizer.param_groups]
+        places = {id(options): place for place, options in enumerate(optimizer.param_groups)}
+        chosen: list[list[nn.Parameter]] = [[] for _ in everything]
+        for piece in pieces:
+            chosen[places[id(self._places[id(piece.param)][0].options)]].append(piece.master)
+        try:
+            if one_pass:
+                optimizer.one_pass = self._one_pass(pieces)  # type: ignore[attr-defined]
+            choose(optimizer, Tile(chosen, []))
+            optimizer.step()
+        finally:
+            if one_pass:
+                optimizer.one_pass = None  # type: ignore[attr-defined]
+            for options, params in zip(optimizer.param_groups, everything, strict=True):
+                options["params"] = params
+        copied = [piece for piece in pieces if piece.separate]
+        if copied and not one_pass:
+            torch._foreach_copy_([piece.source for piece in copied], [piece.master for piece in copied])
+        for piece in pieces:
+            piece.master.grad = piece.param.grad = None
+            piece.version = piece.param._version
 
     def _can_wait(self, group: ShardGroup) -> bool:
         return group.patient and not (self.compiled and group.marks)
