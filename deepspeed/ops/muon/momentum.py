@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 
 from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.conditions import Conditions
+from deepspeed.ops.model.device import takes
 from deepspeed.ops.optimizer import contiguous, wide
 from deepspeed.ops.registry import chosen, implementation, op, reference
 
@@ -121,7 +122,8 @@ def _takes(momenta: Momenta, more: Sequence[Tensor]) -> bool:
         list(more),
         [out for out in momenta.outs if out is not None],
     ]
-    return contiguous(lists) and all(each.dtype != torch.float64 for tensors in lists for each in tensors)
+    dense = contiguous(lists) and all(each.dtype != torch.float64 for tensors in lists for each in tensors)
+    return dense and all(takes(param) for param in momenta.params[:1])  # not in host memory beside a GPU
 
 
 @torch.no_grad()
