@@ -23,6 +23,7 @@ from deepspeed.tensor_parallel.layers import (
     VocabularyParallel,
     class_of,
 )
+from deepspeed.tensor_parallel.overlap import Gate
 from deepspeed.tensor_parallel.plan import Change, Plan
 from deepspeed.tensor_parallel.regions import Entrance, summed
 from deepspeed.tensor_parallel.rules import Kind
@@ -37,7 +38,7 @@ Opened = Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]]
 def apply(plan: Plan, axis: AxisGroup, opened: Opened, *, overlap: bool = False) -> None:
     """Cut the model's layers for this rank; parameters keep their identity, so that optimizers know them."""
     cut: set[int] = set()
-    entrance = Entrance(axis)
+    entrance, gate = Entrance(axis), Gate(axis) if overlap else None
     for change in plan.changes:
         if change.kind is Kind.WHOLE:
             continue
@@ -47,7 +48,7 @@ def apply(plan: Plan, axis: AxisGroup, opened: Opened, *, overlap: bool = False)
             continue
         with opened(change.module.parameters(recurse=False)):
             _cut(change, axis, cut)
-        _convert(change, axis, entrance, overlap)
+        _convert(change, axis, entrance, gate)
     draws = Draws(axis)
     for attention in plan.attention:
         tell_share(attention, plan.ranks, axis.rank)
@@ -150,7 +151,7 @@ def _cut(change: Change, axis: AxisGroup, done: set[int]) -> None:
                 sum_gradient(param, axis)
 
 
-def _convert(change: Change, axis: AxisGroup, entrance: Entrance, overlap: bool) -> None:
+def _convert(change: Change, axis: AxisGroup, entrance: Entrance, gate: Gate | None) -> None:
     module, rank = change.module, axis.rank
     share = Share(
         axis,
@@ -160,7 +161,7 @@ def _convert(change: Change, axis: AxisGroup, entrance: Entrance, overlap: bool)
         transposed=change.transposed,
         gather_output=change.rule.gather_output and change.kind is Kind.COLUMN,
         split_input=change.rule.split_input and change.kind is Kind.ROW,
-        overlap=overlap,
+        gate=gate,
         rows=None if change.rows is None else change.rows[rank],
     )
     kind: type[nn.Module] = {Kind.COLUMN: ColumnParallel, Kind.ROW: RowParallel, Kind.VOCABULARY: VocabularyParallel}[

@@ -30,7 +30,7 @@ def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup) -> None:
         for change in layers:
             share = share_of(change.module)
             assert share is not None, "the plan's layers are split"
-            share.sequence, share.overlap = sequence, False
+            share.sequence, share.gate = sequence, None
     inside = {id(p) for path in parts for p in model.get_submodule(path).parameters()}
     biases = [c.module.bias for layers in parts.values() for c in layers if c.kind is Kind.ROW]
     outside = [param for block in blocks for param in block.parameters() if id(param) not in inside]

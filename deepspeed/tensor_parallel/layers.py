@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deepspeed.fragments import Split
 from deepspeed.parallel import AxisGroup
 from deepspeed.tensor_parallel import regions
-from deepspeed.tensor_parallel.overlap import overlapped_linear, overlapped_sum
+from deepspeed.tensor_parallel.overlap import Gate, overlapped_sum
 from deepspeed.tensor_parallel.sequence import Sequence
 
 __all__ = ["ColumnParallel", "ExpertsParallel", "RowParallel", "Share", "VocabularyParallel", "class_of", "share_of"]
@@ -39,14 +39,20 @@ class Share:
     """The weight is [in, out], as GPT-2 has it."""
     gather_output: bool = False
     split_input: bool = False
-    overlap: bool = False
-    """Sums over ranks run beside products."""
+    gate: Gate | None = None
+    """Shared by all layers of a model whose sums over ranks run beside products."""
     sequence: Sequence | None = None
     """The activations outside are split along the sequence."""
     rows: tuple[tuple[int, int], ...] | None = None
     """Of a weight that all ranks hold whole: the outputs that this rank needs."""
     keep_split: bool = False
     """Of the output layer: what it returns is split by vocabulary, because the loss takes it so."""
+
+    def forget(self) -> None:
+        """The split region is left."""
+        self.entrance.forget()
+        if self.gate is not None:
+            self.gate.forget()
 
     def __deepcopy__(self, _: Any) -> Share:
         return self  # groups of processes are not copied
@@ -77,15 +83,15 @@ class ColumnParallel(_Shared):
 
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        if share.overlap and share.rows is None and not share.transposed and torch.is_grad_enabled():
-            output = overlapped_linear(input, self.weight, self.bias, share.axis)
+        if share.gate is not None and share.rows is None and not share.transposed and torch.is_grad_enabled():
+            output = share.gate.linear(input, self.weight, self.bias)
         else:
             inputs = input if share.sequence is not None else share.entrance(input)
             output = self.product(inputs, with_bias=True)
         if share.gather_output and not share.keep_split:
             output = regions.gather(output, share.axis, share.sizes)
         if share.gather_output:
-            share.entrance.forget()
+            share.forget()
         return output
 
 
@@ -94,9 +100,9 @@ class RowParallel(_Shared):
 
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
-        share.entrance.forget()
+        share.forget()
         inputs = regions.scatter(input, share.axis, share.sizes) if share.split_input else input
-        if share.overlap and not share.transposed and torch.is_grad_enabled():
+        if share.gate is not None and not share.transposed and torch.is_grad_enabled():
             output = overlapped_sum(inputs, self.weight, share.axis)
             return output if self.bias is None else output + self.bias
         output = self.product(inputs, with_bias=False)

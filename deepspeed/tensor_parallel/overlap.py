@@ -1,7 +1,14 @@
 """Products beside sums over ranks, which cost no time then as long as the products last.
 
-Backward of a column layer: its input's gradient is summed while the product for its weight's gradient runs. Forward of
-a row layer: its product is computed in two halves, and the first is summed while the second is computed.
+Backward of column layers that read one tensor, such as the three projections of an attention: their input's gradient is
+summed once, while the product for the first one's weight runs. Forward of a row layer: its product is computed in two
+halves, and the first is summed while the second is computed.
+
+[Note: between departure and arrival]
+Autograd takes of the nodes that are ready the one that was made last. On its way into the region a tensor passes a node
+that waits in backward (`_Arrive`), and then one that begins the sum (`_Depart`); between the two the first layer's
+weight passes a node of its own (`_Late`), which therefore has its turn between both. It computes the weight's gradient,
+for which the layer's own node only puts its factors aside. Were the order another one, only time would be lost.
 """
 
 from __future__ import annotations
@@ -14,32 +21,108 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.parallel import AxisGroup
 
-__all__ = ["overlapped_linear", "overlapped_sum"]
+__all__ = ["Gate", "overlapped_sum"]
 
 
-class _Overlapped(torch.autograd.Function):
+class _Flight:
+    """A sum on its way, and the factors of a product that is computed meanwhile."""
+
+    def __init__(self, axis: AxisGroup) -> None:
+        self.axis = axis
+        self.work: Any = None
+        self.factors: tuple[Tensor, Tensor] | None = None
+
+
+class _Arrive(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, axis: AxisGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.flight.work.wait()
+        ctx.flight.work = None
+        return grads[0], None
+
+
+class _Depart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        ctx.flight.work = comm.all_reduce(total, group=ctx.flight.axis.group, async_op=True)
+        return total, None
+
+
+class _Late(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, flight: _Flight) -> Tensor:
+        ctx.flight = flight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        assert ctx.flight.factors is not None, "the layer's own node comes before"
+        (outputs, inputs), ctx.flight.factors = ctx.flight.factors, None
+        return outputs.t().matmul(inputs), None
+
+
+class _First(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, flight: _Flight) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.axis, ctx.has_bias = axis, bias is not None
+        ctx.flight, ctx.has_bias = flight, bias is not None
         return torch.nn.functional.linear(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         inputs, weight = ctx.saved_tensors
-        to_inputs = to_weight = to_bias = work = None
-        if ctx.needs_input_grad[0]:
-            to_inputs = grad.matmul(weight).contiguous()
-            work = comm.all_reduce(to_inputs, group=ctx.axis.group, async_op=True)
+        to_weight = to_bias = None
+        to_inputs = grad.matmul(weight) if ctx.needs_input_grad[0] else None
         flat = grad.reshape(-1, grad.shape[-1])
         if ctx.needs_input_grad[1]:
-            to_weight = flat.t().matmul(inputs.reshape(-1, inputs.shape[-1]))
+            ctx.flight.factors = flat, inputs.reshape(-1, inputs.shape[-1])
+            to_weight = grad.new_zeros(()).expand(weight.shape)  # in its place; `_Late` has the gradient
         if ctx.has_bias and ctx.needs_input_grad[2]:
             to_bias = flat.sum(0)
-        if work is not None:
-            work.wait()
         return to_inputs, to_weight, to_bias, None
+
+
+class Gate:
+    """Where column layers enter a split region; those that read one tensor share one sum.
+
+    It remembers the last tensor until its region is left, no longer.
+    """
+
+    def __init__(self, axis: AxisGroup) -> None:
+        self._axis = axis
+        self._last: tuple[Tensor, tuple[int, bool], Tensor] | None = None
+
+    def __deepcopy__(self, _: Any) -> Gate:
+        return self
+
+    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`linear` of a whole input by this rank's rows; the same numbers as without overlap."""
+        as_it_is = inputs._version, torch.is_grad_enabled()
+        if self._last is not None and self._last[0] is inputs and self._last[1] == as_it_is:
+            return torch.nn.functional.linear(self._last[2], weight, bias)
+        flight = _Flight(self._axis)
+        arrived = _Arrive.apply(inputs, flight)  # type: ignore[no-untyped-call]
+        _, weight, bias = _cast(inputs, weight, bias)
+        late = _Late.apply(weight, flight)  # type: ignore[no-untyped-call]
+        entered = _Depart.apply(arrived, flight)  # type: ignore[no-untyped-call]
+        self._last = inputs, as_it_is, entered
+        return _First.apply(entered.to(late.dtype), late, bias, flight)  # type: ignore[no-any-return,no-untyped-call]
+
+    def forget(self) -> None:
+        """The region is left."""
+        self._last = None
 
 
 class _Halves(torch.autograd.Function):
@@ -68,12 +151,6 @@ class _Halves(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             to_weight = grad.reshape(-1, grad.shape[-1]).t().matmul(inputs.reshape(-1, inputs.shape[-1]))
         return to_inputs, to_weight, None
-
-
-def overlapped_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, axis: AxisGroup) -> Tensor:
-    """`linear` of a whole input by this rank's rows; the same numbers as without overlap."""
-    inputs, weight, bias = _cast(inputs, weight, bias)
-    return _Overlapped.apply(inputs, weight, bias, axis)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def overlapped_sum(inputs: Tensor, weight: Tensor, axis: AxisGroup) -> Tensor:
