@@ -64,11 +64,20 @@ class Plan:
     lora: int = 0
     keep_last: int = 1
     layers_per_checkpoint: int = 1
+    tensor: int = 1
+    """Ranks that share layers: weights, states, heads and what belongs to them."""
+    sequence: int = 1
+    """Ranks that share the sequence."""
+
+    @property
+    def part(self) -> int:
+        """Tokens of this rank."""
+        return self.tokens // self.sequence
 
     @property
     def unit(self) -> int:
-        """Bytes of the hidden states of all tokens."""
-        return self.tokens * self.shape.hidden * BF16
+        """Bytes of the hidden states of this rank's tokens."""
+        return self.part * self.shape.hidden * BF16
 
     @property
     def trained(self) -> int:
@@ -89,34 +98,39 @@ class Plan:
 
     def device(self, loss_tile: int) -> dict[str, int]:
         """Bytes by kind while the deepest layer's backward is at its highest; the logits are another moment's."""
-        unit, kv = self.unit, 2 * self.tokens * self.shape.kv_width * BF16  # keys and values together
+        unit, heads = self.unit, self.unit // self.tensor
+        key_width = max(self.shape.kv_width // self.tensor, self.shape.head_width)  # a head at least
+        kv = 2 * self.part * key_width * BF16  # keys and values together
         frozen = 0 if not self.lora else self.trained * BF16
         return {
-            "weights": self.shape.parameters * BF16 + frozen,
-            "masters and moments": self.trained * STATES,
-            "gradients": self.trained * GRADIENT,
-            "rotary tables": 2 * self.tokens * self.shape.head_width * BF16,
+            "weights": (self.shape.parameters * BF16 + frozen) // self.tensor,
+            "masters and moments": self.trained * STATES // self.tensor,
+            "gradients": self.trained * GRADIENT // self.tensor,
+            "rotary tables": 2 * self.part * self.shape.head_width * BF16,
             "checkpoints kept": min(self.keep_last, self.checkpoints) * unit,
             "inputs computed again": (self.layers_per_checkpoint - 1) * unit,
             "layer's input on its way": unit,
             "residual's gradient": unit,
-            "norm, queries, keys, values, output": 3 * unit + kv,
-            "their gradients": 2 * unit + kv,
-            "keys' and values' gradients per query head": 2 * unit,
-            "queries' gradient in fp32": 2 * unit,
-            "logits of a tile (another moment)": loss_tile * self.shape.vocabulary * (2 * BF16 + 3 * FP32),
+            "norm, queries, keys, values, output": unit + 2 * heads + kv,
+            "their gradients": 2 * heads + kv,
+            "keys' and values' gradients per query head": 2 * heads,
+            "queries' gradient in fp32": 2 * heads,
+            "logits of a tile (another moment)": loss_tile
+            * self.shape.vocabulary
+            // self.tensor
+            * (2 * BF16 + 3 * FP32),
         }
 
     def flops(self) -> dict[str, float]:
-        """Of attention and of products with weights: forward, forward again, backward."""
-        shape, tokens = self.shape, self.tokens
+        """Of attention and of products with weights, on this rank: forward, forward again, backward."""
+        shape, tokens, ranks = self.shape, self.tokens, self.tensor * self.sequence
         again = 2 - 1 / self.layers_per_checkpoint  # forwards in backward, of which the first is a checkpoint's own
         attention = shape.layers * 4 * tokens**2 * shape.hidden / 2
         weights = shape.parameters - shape.vocabulary * shape.hidden
         products = 2 * tokens * weights
         return {
-            "attention": attention * (1 + again + 2.5),
-            "products": products * (1 + again + (1 if self.lora else 2)),
+            "attention": attention * (1 + again + 2.5) / ranks,
+            "products": products * (1 + again + (1 if self.lora else 2)) / ranks,
         }
 
 

@@ -18,6 +18,20 @@ def test_sizes_and_bytes():
     assert any("expected peak" in line for line in lines(long, 2048))
 
 
+def test_ranks_that_share():
+    """1M tokens of 8B over 8 × 8 ranks: an eighth of the weights, of the tokens, and of the heads of these tokens."""
+    alone, shared = Plan(SHAPES["8b"], 2**20), Plan(SHAPES["8b"], 2**20, tensor=8, sequence=8)
+    assert (alone.unit, shared.unit, shared.host()) == (8 * GIB, GIB, 31 * GIB)
+    one, many = alone.device(2048), shared.device(2048)
+    assert many["weights"] * 8 == pytest.approx(one["weights"])
+    assert many["queries' gradient in fp32"] * 64 == one["queries' gradient in fp32"]
+    assert many["their gradients"] * 64 == one["their gradients"]
+    assert sum(shared.flops().values()) * 64 == pytest.approx(sum(alone.flops().values()))
+    # more ranks than key/value heads: each has one
+    more = Plan(SHAPES["8b"], 2**20, tensor=16, sequence=8).device(2048)
+    assert more["their gradients"] - 2 * GIB // 16 == many["their gradients"] - 2 * GIB // 8
+
+
 def test_the_config_of_a_run():
     options = gpu_long.parser().parse_args(["--keep-last", "3", "--layers-per-checkpoint", "2"])
     config = gpu_long.config_of(options)
