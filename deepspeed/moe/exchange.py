@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,13 +19,26 @@ __all__ = ["exchange", "exchange_counts", "most_of_all"]
 Splits = list[int] | None
 
 
-def exchange(rows: Tensor, axis: AxisGroup, comes: Splits = None, goes: Splits = None) -> Tensor:
-    """Send a part of the rows to each rank of the axis: equal parts, or as `goes` and `comes` say."""
+def exchange(
+    rows: Tensor,
+    axis: AxisGroup,
+    comes: Splits = None,
+    goes: Splits = None,
+    beside: Callable[[], None] | None = None,
+) -> Tensor:
+    """Send a part of the rows to each rank of the axis: equal parts, or as `goes` and `comes` say.
+
+    `beside` is done while they travel, and its backward while the gradients do.
+    """
     if axis.size == 1:
+        if beside is not None:
+            beside()
         return rows
-    received: Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
-        rows, axis, comes, goes
-    )
+    trip = _Trip(axis, comes, goes)
+    sent: Tensor = _Leave.apply(rows, trip)  # type: ignore[no-untyped-call]
+    if beside is not None:
+        beside()
+    received: Tensor = _Arrive.apply(sent, trip)  # type: ignore[no-untyped-call]
     return received
 
 
@@ -46,19 +60,58 @@ def most_of_all(number: int, hosts: ProcessGroup | None) -> int:
         return int(gather_words(torch.tensor([number]), hosts).max())
 
 
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, axis: AxisGroup, comes: Splits, goes: Splits) -> Tensor:
-        ctx.axis, ctx.comes, ctx.goes = axis, comes, goes
-        return _send(rows, axis, comes, goes)
+class _Trip:
+    """One exchange and its way back; what is on the way is not to be touched."""
+
+    def __init__(self, axis: AxisGroup, comes: Splits, goes: Splits) -> None:
+        self._axis, self._comes, self._goes = axis, comes, goes
+        self._work: Any = None
+        self._sent: Tensor | None = None
+        self._received: Tensor | None = None
+
+    def leave(self, rows: Tensor, *, back: bool = False) -> Tensor:
+        """Send; what is returned is filled when it has arrived."""
+        comes, goes = (self._goes, self._comes) if back else (self._comes, self._goes)
+        self._sent = rows.contiguous()
+        received = rows.new_empty(len(rows) if comes is None else sum(comes), *rows.shape[1:])
+        with comm.labelled("tokens to their experts"):
+            self._work = comm.all_to_all_single(
+                received, self._sent, comes, goes, group=self._axis.group, async_op=True
+            )
+        self._received = received
+        return received
+
+    def arrive(self) -> Tensor:
+        """What came, once it is here."""
+        if self._work is not None:
+            self._work.wait()
+        received = self._received
+        assert received is not None, "nothing is on the way"
+        self._work = self._sent = self._received = None
+        return received
+
+
+class _Leave(torch.autograd.Function):
+    """Rows leave; in backward their gradients arrive, which have left when `_Arrive` was passed backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _send(grads[0], ctx.axis, ctx.goes, ctx.comes), None, None, None
+    def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        trip.leave(rows)
+        return rows.view_as(rows)  # in the shape of the gradients that come back
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        ctx.trip.arrive()
+        return grads[0], None
 
 
-def _send(rows: Tensor, axis: AxisGroup, comes: Splits, goes: Splits) -> Tensor:
-    received = rows.new_empty(len(rows) if comes is None else sum(comes), *rows.shape[1:])
-    with comm.labelled("tokens to their experts"):
-        comm.all_to_all_single(received, rows.contiguous(), comes, goes, group=axis.group)
-    return received
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, trip: _Trip) -> Tensor:
+        ctx.trip = trip
+        return trip.arrive()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.trip.leave(grads[0], back=True), None

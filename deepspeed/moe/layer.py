@@ -96,14 +96,19 @@ class MoE(nn.Module):
 
     def forward(self, hidden_states: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """(output, auxiliary loss, tokens per expert); `used_token` [S] leaves out those that are 0 there (top-1)."""
-        output: Tensor = self.deepspeed_moe(hidden_states, used_token)
-        said = self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
-        if self.use_residual:
+        if not self.use_residual:
+            output: Tensor = self.deepspeed_moe(hidden_states, used_token)
+            return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
+        seen: list[Tensor] = []
+
+        def residual() -> None:
             beside = self.mlp(hidden_states)
-            beside = beside[0] if isinstance(beside, tuple) else beside
-            shares = functional.softmax(self.coefficient(hidden_states), dim=-1)
-            output = output * shares[..., 0:1] + beside * shares[..., 1:]
-        return output, *said
+            seen.append(beside[0] if isinstance(beside, tuple) else beside)
+
+        output = self.deepspeed_moe(hidden_states, used_token, beside=residual)
+        shares = functional.softmax(self.coefficient(hidden_states), dim=-1)
+        output = output * shares[..., 0:1] + seen[0] * shares[..., 1:]
+        return output, self.deepspeed_moe.l_aux, self.deepspeed_moe.exp_counts
 
 
 def meet(experts: ExpertGroups, name: str) -> ExpertGroups:

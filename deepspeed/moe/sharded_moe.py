@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -163,8 +164,11 @@ class MOELayer(nn.Module):
         """The ranks over which experts are spread; None before the engine, or a script, says which they are."""
         return None if self._axis is None else self._axis.group
 
-    def forward(self, *input: Tensor, **kwargs: Any) -> Tensor:
-        """Tokens [..., M], and optionally which of them are used [S], through the experts."""
+    def forward(self, *input: Tensor, beside: Callable[[], None] | None = None, **kwargs: Any) -> Tensor:
+        """Tokens [..., M], and optionally which of them are used [S], through the experts.
+
+        `beside` is done once, while tokens travel.
+        """
         tokens = input[0].reshape(-1, input[0].shape[-1])
         routes: Routes = self.gate.route(tokens, *input[1:2])
         self.l_aux, self.exp_counts = routes.loss, routes.counts
@@ -177,9 +181,9 @@ class MOELayer(nn.Module):
             )
         alone = self.ep_size == 1 and self._slices is None
         if routes.capacity is not None and not (alone and _as_one(self.experts)):
-            combined = self._by_slots(tokens, routes, most_of_all(routes.capacity, self._hosts))
+            combined = self._by_slots(tokens, routes, most_of_all(routes.capacity, self._hosts), beside)
         elif self._slices is not None:
-            combined = self._by_slots(tokens, routes, gates.common_capacity(routes, self.ep_group))
+            combined = self._by_slots(tokens, routes, gates.common_capacity(routes, self.ep_group), beside)
         else:
             combined = through_experts(
                 tokens,
@@ -188,10 +192,13 @@ class MOELayer(nn.Module):
                 count=routes.num_experts,
                 axis=self._axis,
                 compute=lambda rows, groups: self.experts(rows, groups=groups),
+                beside=beside,
             )
         return combined.view(*input[0].shape[:-1], combined.shape[-1])
 
-    def _by_slots(self, tokens: Tensor, routes: Routes, capacity: int) -> Tensor:
+    def _by_slots(
+        self, tokens: Tensor, routes: Routes, capacity: int, beside: Callable[[], None] | None = None
+    ) -> Tensor:
         """Every expert gets as many rows from every rank, so that nobody has to ask how many come."""
         width, ranks, local = tokens.shape[-1], self.ep_size, self.num_local_experts
         if self._slices is not None:
@@ -202,7 +209,9 @@ class MOELayer(nn.Module):
             rows = parts_of(rows, 1, self._slices)
         part = rows.shape[1]
         if self._axis is not None:
-            rows = exchange(rows, self._axis)
+            rows = exchange(rows, self._axis, beside=beside)
+        elif beside is not None:
+            beside()
         by_expert = rows.view(ranks, local, part, width).transpose(0, 1).reshape(-1, width)
         out: Tensor = self.experts(by_expert, groups=Groups(local, length=ranks * part))
         rows = out.view(local, ranks, part, -1).transpose(0, 1).reshape(ranks * local, part, -1)

@@ -22,21 +22,31 @@ Compute = Callable[[Tensor, Groups], Tensor]
 
 
 def through_experts(
-    tokens: Tensor, experts: Tensor, weights: Tensor, *, count: int, axis: AxisGroup | None, compute: Compute
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    *,
+    count: int,
+    axis: AxisGroup | None,
+    compute: Compute,
+    beside: Callable[[], None] | None = None,
 ) -> Tensor:
     """[S, out] of tokens [S, M]: what the chosen experts [k, S] compute, weighted [k, S] and summed.
 
     `count` experts are spread over the axis in order; with several ranks the host has to know how many rows travel.
+    `beside` is done once, while they do.
     """
     plan, groups = in_order(experts, count)
     rows = plan.to_rows(tokens)
     if axis is None or axis.size == 1:
+        if beside is not None:
+            beside()
         return plan.combine(compute(rows, groups), weights)
     local = count // axis.size
     sent = groups.counts().view(axis.size, local)
     came = exchange_counts(sent, axis)
     comes, goes = (each.sum(1).tolist() for each in (came, sent))
-    rows = exchange(rows, axis, comes, goes)  # [from rank][local expert]
+    rows = exchange(rows, axis, comes, goes, beside)  # [from rank][local expert]
     numbers = torch.arange(local, device=rows.device).repeat(axis.size)
     order = torch.argsort(numbers.repeat_interleave(came.view(-1), output_size=sum(comes)), stable=True)
     out = compute(rows.index_select(0, order), Groups.of(came.sum(0)))

@@ -63,6 +63,37 @@ def test_bytes_are_those_of_the_formula():
 
 
 @ranks(2)
+def test_the_dense_part_runs_while_tokens_travel():
+    order = []
+    plain = comm.all_to_all_single
+
+    def watched(output, tensor, *args, **kwargs):
+        if not tensor.is_floating_point():
+            return plain(output, tensor, *args, **kwargs)
+        order.append("leave")
+        work = plain(output, tensor, *args, **kwargs)
+
+        class Work:
+            def wait(self):
+                order.append("arrive")
+                return work.wait()
+
+        return Work()
+
+    with pytest.MonkeyPatch.context() as patch, ParallelLayout.build() as layout:
+        patch.setattr(comm, "all_to_all_single", watched)
+        for drops in (True, False):
+            expert = nn.Sequential(nn.Linear(WIDTH, 4), nn.ReLU(), nn.Linear(4, WIDTH))
+            layer = MoE(WIDTH, expert, EXPERTS, 2, use_residual=True, drop_tokens=drops)
+            layer.join(layout)
+            layer.mlp.register_forward_hook(lambda *_: order.append("dense"))
+            layer.mlp[0].weight.register_hook(lambda _: order.append("dense"))
+            order.clear()
+            layer(torch.randn(TOKENS, WIDTH, requires_grad=True))[0].sum().backward()
+            assert order == "leave dense arrive leave arrive leave arrive leave dense arrive".split()
+
+
+@ranks(2)
 def test_an_overflow_of_one_expert_is_everybodys():
     whole = scrambled(Model(k=1))
     for stage in (0, 2, 3):
