@@ -139,11 +139,12 @@ class Layers:
 def _compute(product: Product, layers: Layers, rows: Tensor, groups: Groups) -> dict[fx.Node, Any]:
     """What the layers of a product make of rows, and what follows of it where that is one step with it."""
     found = [layers.named[name] for name in product.names]
-    weight = merged([[layer.weight for layer in each] for each in zip(*found, strict=True)]) if len(found) > 1 else None
+    weights = [_own(each, "weight") for each in found]
+    weight = merged(list(zip(*weights, strict=True))) if len(found) > 1 else None
     if weight is None:
         return {
-            node: grouped_linear(rows, stacked([layer.weight for layer in each]), groups, _bias(each))
-            for node, each in zip(product.nodes, found, strict=True)
+            node: grouped_linear(rows, stacked(each), groups, _bias(layers.named[name]))
+            for node, name, each in zip(product.nodes, product.names, weights, strict=True)
         }
     biases = [bias for each in found if (bias := _bias(each)) is not None]
     both = grouped_linear(rows, weight, groups, torch.cat(biases, dim=1) if biases else None)
@@ -154,8 +155,13 @@ def _compute(product: Product, layers: Layers, rows: Tensor, groups: Groups) -> 
 
 
 def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
-    biases = [layer.bias for layer in layers if layer.bias is not None]
-    return stacked(biases) if biases else None
+    """All have one, or none has: they are alike."""
+    return None if layers[0].bias is None else stacked(_own(layers, "bias"))
+
+
+def _own(layers: Sequence[nn.Linear], name: str) -> list[Any]:
+    """A parameter of each, past torch's own way to attributes, which takes longer than all else that the host does."""
+    return [layer._parameters[name] for layer in layers]
 
 
 def read(expert: nn.Module) -> Structure | None:
