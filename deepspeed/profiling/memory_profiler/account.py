@@ -7,7 +7,7 @@ no allocator that counts, so that a CPU has an account as well.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,12 +75,17 @@ class Account(TorchDispatchMode):
         self.look(place, str(func._overloadpacket))
         return out
 
-    def name(self, kind: str, tensors: Iterable[Tensor]) -> None:
-        """These tensors are of that kind; it holds for moments of the past as well."""
-        for tensor in self._ours(tensors):
-            self._know(tensor, kind).kind = kind
-            if kind == ELASTIC:
-                self._elastic.add(tensor.untyped_storage()._cdata)
+    def name(self, kinds: Mapping[str, Iterable[Tensor]]) -> None:
+        """These tensors are of these kinds, the first one where they share memory; moments of the past see it, too."""
+        seen: set[int] = set()
+        for kind, tensors in kinds.items():
+            for tensor in self._ours(tensors):
+                key = tensor.untyped_storage()._cdata
+                if key not in seen:
+                    seen.add(key)
+                    self._know(tensor, kind).kind = kind
+                    if kind == ELASTIC:
+                        self._elastic.add(key)
 
     def close(self) -> None:
         """Forget all but the moment."""

@@ -113,8 +113,7 @@ class MemoryProfiler:
     def name_kinds(self) -> None:
         """Look again at what has become of the model's memory."""
         if self._account is not None:
-            for kind, tensors in self._kinds().items():
-                self._account.name(kind, tensors)
+            self._account.name(self._kinds())
 
     @property
     def peak(self) -> MemoryPeak | None:
@@ -144,7 +143,7 @@ class MemoryProfiler:
 
     def _gradient(self, gradient: Tensor) -> None:
         if self._account is not None:
-            self._account.name("gradients", [gradient])
+            self._account.name({"gradients": [gradient]})
 
     def _peak_of_allocator(self) -> int:
         return int(get_accelerator().max_memory_allocated(self._device.index))

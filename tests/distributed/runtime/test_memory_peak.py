@@ -58,11 +58,11 @@ class Model(nn.Module):
 NUMEL = 3 * (WIDTH * WIDTH + WIDTH)
 
 
-def train(model, steps=2, stage=0, **section):
+def train(model, steps=2, stage=0, dtype=torch.bfloat16, **section):
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": dtype is torch.bfloat16},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "memory_profiler": {"enabled": True, **section},
     }
@@ -70,7 +70,7 @@ def train(model, steps=2, stage=0, **section):
     output, tables = io.StringIO(), []
     with contextlib.redirect_stdout(output):
         for _ in range(steps):
-            engine.backward(engine(torch.randn(ROWS, WIDTH, dtype=torch.bfloat16)))
+            engine.backward(engine(torch.randn(ROWS, WIDTH, dtype=dtype)))
             engine.step()
             tables.append(output.getvalue().count("Memory at the peak"))
     return engine, output.getvalue(), tables
@@ -117,6 +117,10 @@ def test_the_first_step_files_and_what_is_computed_again(tmp_path):
     peak = engine.memory_profiler.peak
     assert (peak.phase, peak.module) == ("backward", "middle.2")  # there are gradients then, besides
     assert peak.kinds["activations"] > ROWS * WIDTH * TIMES
+    engine.destroy()
+    engine, _, _ = train(Model("forward"), profile_step=1, dtype=torch.float32)
+    kinds = engine.memory_profiler.peak.kinds
+    assert (kinds["parameters"], kinds["masters"]) == (4 * NUMEL, 0)  # the parameter is its own master
     engine.destroy()
     engine, _, tables = train(Model("forward"), profile_step=7)
     assert (tables, engine.memory_profiler.peak) == ([0, 0], None)
