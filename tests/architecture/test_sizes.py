@@ -27,7 +27,7 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/moe/layer.py::__init__": "the public signature",
     "deepspeed/moe/sharded_moe.py::__init__": "the public signature",
     "deepspeed/ops/adagrad/cpu_adagrad.py::__init__": "the public signature, and one option of ours",
-    "deepspeed/ops/adam/fused_adam.py::__init__": "the public signature",
+    "deepspeed/ops/adam/fused_adam.py::__init__": "the public signature, and one option of ours",
     "deepspeed/ops/adam/cpu_adam.py::__init__": "the public signature, and one option of ours",
     "deepspeed/ops/lamb/fused_lamb.py::__init__": "the public signature",
     "deepspeed/ops/op_builder/kernels/cpu_adagrad.py::adagrad_update": "the public signature",

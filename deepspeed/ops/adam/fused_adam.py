@@ -8,16 +8,21 @@ import torch
 
 from deepspeed.ops.adam.one_pass import adam_one_pass_, takes_one_pass
 from deepspeed.ops.adam.rule import AdamRule, adam_, takes_conditions
+from deepspeed.ops.moments import moment_width
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, refuse
 
 __all__ = ["FusedAdam"]
 
 
 class FusedAdam(BatchOptimizer):
-    """AdamW, or Adam with an L2 term if `adam_w_mode` is false; moments have the dtype of their parameter."""
+    """AdamW, or Adam with an L2 term if `adam_w_mode` is false; moments have the dtype of their parameter.
+
+    `moment_bits` chooses itself: 32, 16 (bfloat16), or 8 (block-wise, a quarter of the memory of float32).
+    """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "set_grad_none")
+    codes_anywhere: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -30,12 +35,15 @@ class FusedAdam(BatchOptimizer):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         set_grad_none: bool = True,
+        *,
+        moment_bits: int | None = None,
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True)")
         check_hyperparameters("FusedAdam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.adam_w_mode = bool(adam_w_mode)
         self.set_grad_none = set_grad_none
+        self.moment_bits = moment_width("FusedAdam", moment_bits)
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -75,7 +83,7 @@ class FusedAdam(BatchOptimizer):
 
     def _apply(self, group: Group, batch: Batch) -> None:
         rule, device = AdamRule.of(group, decoupled=self.adam_w_mode), batch.params[0].device
-        step = adam_one_pass_ if self.takes_one_pass(device) else adam_
+        step = adam_one_pass_ if batch.scales or self.takes_one_pass(device) else adam_
         step(batch, rule, self._conditions_on(device))
 
     def takes_one_pass(self, device: torch.device) -> bool:
@@ -84,4 +92,4 @@ class FusedAdam(BatchOptimizer):
 
     def takes_conditions(self, device: torch.device) -> bool:
         """See `BatchOptimizer`; torch's own kernels take conditions, too."""
-        return self.takes_one_pass(device) or takes_conditions(device)
+        return self.takes_one_pass(device) or (takes_conditions(device) and self.moment_bits != 8)

@@ -15,6 +15,7 @@ from deepspeed.checkpoint.formats.training_state import Counters, Experts, Group
 from deepspeed.config.explain import without_secrets
 from deepspeed.fragments import FlatLayout
 from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.moments import MomentKeeper, scale_name
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.rng_state import capture
 from deepspeed.runtime.step.scale_names import attributes_of
@@ -217,7 +218,15 @@ def _states(optimizer: Optimizer, master: nn.Parameter | None) -> Iterator[tuple
     """(name, value, has one element per element of the parameter)."""
     if master is None:
         return
-    for key, value in optimizer.state.get(master, {}).items():
+    state = optimizer.state.get(master, {})
+    coded: set[str] = set()
+    if isinstance(optimizer, MomentKeeper):  # values go to any cut of the parameter, codes of blocks do not
+        coded = {name for name in state if scale_name(name) in state}
+        yield from ((name, optimizer.moment(master, name), True) for name in state if name in coded)
+    hidden = coded | set(map(scale_name, coded))
+    for key, value in state.items():
+        if key in hidden:
+            continue
         alike = isinstance(value, Tensor) and value.shape == master.shape and key != "step"
         yield key, value, alike
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
+from deepspeed.ops.moments import MomentKeeper, scale_name
 from deepspeed.zero.states.lookup import Owner, ParameterState, join, owner_of
 
 __all__ = [
@@ -104,9 +105,9 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Any, optim_state_k
     mine = _states(owner, held)
     kind = _existing(held, mine, optim_state_key)
     if isinstance(kind, torch.dtype):
-        _write(held, mine.get(optim_state_key), _part(held, value))
+        _put_state(owner, held, optim_state_key, _part(held, value))
     elif held.master is not None:
-        _set_number(mine, optim_state_key, value)
+        _set_number(owner.optimizer.state[held.master], optim_state_key, value)
 
 
 # ---- this rank's chunk
@@ -166,9 +167,9 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Any, optim_state_
     mine = _states(owner, held)
     kind = _existing(held, mine, optim_state_key)
     if isinstance(kind, torch.dtype):
-        _write(held, mine.get(optim_state_key), _cut(held, value))
+        _put_state(owner, held, optim_state_key, _cut(held, value))
     elif held.master is not None:
-        _set_number(mine, optim_state_key, value)
+        _set_number(owner.optimizer.state[held.master], optim_state_key, value)
 
 
 # ---- which parameter
@@ -244,8 +245,30 @@ def _write(held: ParameterState, target: Tensor | None, part: Tensor) -> None:
 
 
 def _states(owner: Owner, held: ParameterState) -> dict[str, Any]:
-    found: dict[str, Any] = owner.optimizer.state.get(held.master, {}) if held.master is not None else {}
-    return found
+    """The states of what lies here; moments in 8 bits as the values that they stand for."""
+    optimizer = owner.optimizer
+    found: dict[str, Any] = optimizer.state.get(held.master, {}) if held.master is not None else {}
+    if not isinstance(optimizer, MomentKeeper) or not any(scale_name(name) in found for name in found):
+        return found
+    assert held.master is not None, "what has states lies here"
+    codes = {name for name in found if scale_name(name) in found}
+    scales = set(map(scale_name, codes))
+    return {
+        name: optimizer.moment(held.master, name) if name in codes else value
+        for name, value in found.items()
+        if name not in scales
+    }
+
+
+def _put_state(owner: Owner, held: ParameterState, key: str, part: Tensor) -> None:
+    """Write a state that has the elements of its parameter."""
+    optimizer, master = owner.optimizer, held.master
+    if master is None:
+        return
+    if isinstance(optimizer, MomentKeeper) and scale_name(key) in optimizer.state[master]:
+        optimizer.set_moment(master, key, part)
+    else:
+        _write(held, optimizer.state[master].get(key), part)
 
 
 def _kind(held: ParameterState, mine: dict[str, Any], key: str) -> torch.dtype | tuple[Any] | None:

@@ -14,10 +14,11 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.ops import blockwise
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 
 CPU = (DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad)
+ALL = (*CPU, FusedAdam, FusedLion)
 
 
 def coded(values, *, signed, noise=None):
@@ -92,7 +93,7 @@ def advance(params, optimizer, steps):
         optimizer.step()
 
 
-@pytest.mark.parametrize("cls", CPU)
+@pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize("way", ["state dict", "pickle", "deepcopy"])
 def test_training_goes_on_from_a_copy_to_the_bit(cls, way):
     params, optimizer = trained(cls, moment_bits=8)
@@ -109,7 +110,7 @@ def test_training_goes_on_from_a_copy_to_the_bit(cls, way):
     assert all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
 
 
-@pytest.mark.parametrize("cls", CPU)
+@pytest.mark.parametrize("cls", ALL)
 @pytest.mark.parametrize(("saved", "loaded"), [(None, 8), (8, None), (8, 16), (16, 8)])
 def test_states_of_another_width_are_rounded(cls, saved, loaded):
     params, optimizer = trained(cls, moment_bits=saved)

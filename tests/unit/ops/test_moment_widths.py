@@ -11,7 +11,7 @@ from torch import nn
 
 from deepspeed.ops import blockwise
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion
 from deepspeed.ops.registry import operations
 
@@ -22,6 +22,7 @@ LEARNING = {
     DeepSpeedCPUAdam: {"lr": 3e-3, "weight_decay": 0.01},
     DeepSpeedCPULion: {"lr": 5e-4, "betas": (0.9, 0.99), "weight_decay": 0.01},
     DeepSpeedCPUAdagrad: {"lr": 2e-2},
+    FusedAdam: {"lr": 3e-3, "weight_decay": 0.01},
 }
 
 
