@@ -86,7 +86,7 @@ def test_the_momentum_of_muon():
         torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
-def train(kind, params, *, steps=60, fast=True, monkeypatch=None):
+def train(kind, params, *, steps=60, fast=True, monkeypatch=None, **more):
     if not fast:
         for cls in ("adam.fused_adam", "lion.fused_lion", "lamb.fused_lamb"):
             monkeypatch.setattr(f"deepspeed.ops.{cls}.takes_one_pass", lambda device: False)
@@ -98,6 +98,7 @@ def train(kind, params, *, steps=60, fast=True, monkeypatch=None):
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
         "optimizer": {"type": kind, "params": params},
+        **more,
     }
     engine, *_ = deepspeed.initialize(model=model, config=config)
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).to(engine.device, torch.bfloat16)
@@ -119,3 +120,39 @@ def test_an_engine_trains_alike_with_and_without_kernels(kind, params, monkeypat
     fast = train(kind, params, steps=10)
     slow = train(kind, params, steps=10, fast=False, monkeypatch=monkeypatch)
     assert fast == pytest.approx(slow, rel=3e-2)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [("AdamW", 1e-3), ("Lion", 3e-4)])
+def test_moments_in_eight_bits_learn_as_float32_does(kind, rate):
+    narrow = train(kind, {"lr": rate, "moment_bits": 8})
+    wide = train(kind, {"lr": rate})
+    assert narrow[-1] < 0.5 * narrow[0]
+    assert narrow[-1] == pytest.approx(wide[-1], rel=0.1, abs=2e-3)
+
+
+def test_codes_are_rounded_as_the_reference_rounds_them():
+    mine = batch(2, torch.bfloat16, torch.float32, torch.bfloat16)
+    mine.moments = tuple(
+        [torch.zeros(each.numel(), dtype=torch.uint8, device="cuda") for each in m] for m in mine.moments
+    )
+    mine.scales = tuple([torch.zeros(-(-each.numel() // 256), device="cuda") for each in m] for m in mine.moments)
+    theirs = copy.deepcopy(mine)
+    for step in (1, 2, 3):
+        mine.step = theirs.step = step
+        ADAM.triton(mine, AdamRule(1e-2), given())
+        ADAM.reference(theirs, AdamRule(1e-2), given())
+    pairs = list(zip(mine.moments, theirs.moments, strict=True))
+    same = sum(int((a == b).sum()) for one, other in pairs for a, b in zip(one, other, strict=True))
+    assert same > 0.98 * sum(each.numel() for moments in mine.moments for each in moments)
+    for a, b in zip(mine.params, theirs.params, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Lion", "Lamb", "Muon"])
+def test_the_optimizer_in_backward(kind, monkeypatch):
+    monkeypatch.setattr("deepspeed.runtime.step.in_backward._TOGETHER", 1000)
+    found = [
+        train(kind, {"lr": 1e-3}, steps=8, gradient_clipping=0, optimizer_in_backward={"enabled": enabled})
+        for enabled in (True, False)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=3e-2)

@@ -195,6 +195,7 @@ def _grad(piece: Piece) -> Tensor | None:
 def update_in_backward(parts: Parts, optimizer: Optimizer, states: States) -> InBackward | None:
     """As the config says; an error where a step cannot be taken in pieces."""
     schema = parts.config.schema
+    clipping = schema.gradient_clipping if schema.optimizer_in_backward.clip_by_last_norm else 0.0
     if not schema.optimizer_in_backward.enabled:
         return None
     if parts.layout["dp", "sp"].size > 1 or parts.layout["pp", "tp"].size > 1 or parts.layers is not None:
@@ -209,7 +210,6 @@ def update_in_backward(parts: Parts, optimizer: Optimizer, states: States) -> In
         )
     if parts.scale.dynamic or parts.scale.value != 1.0:
         raise DeepSpeedConfigError(f"{KEY}: a loss scale tells of overflows too late for it; use bf16", path=KEY)
-    clipping = schema.gradient_clipping if schema.optimizer_in_backward.clip_by_last_norm else 0.0
     how = f"clipped to {clipping:g} by the norm of the step before" if clipping > 0 else "not clipped"
     log_dist(f"{KEY}: parameters are updated in backward; gradients are {how}, steps with inf or NaN are not skipped")
     module = parts.module
