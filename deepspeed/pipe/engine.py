@@ -53,10 +53,11 @@ class PipelineEngine(DeepSpeedEngine):
         _require(parts, module, self._accord)
         self._wires = Wires(parts.layout["pp"], parts.device, dynamic=module.dynamic_shape)
         self._wires.open()
+        self._schedules: dict[tuple[str, int], Schedule] = {}
         self._executor = Executor(parts, module, self._wires, splits=self._splits())
+        parts.reducer.keep_back(module.ties.shared())
         self._feed = Feed(parts.training_dataloader, needed=module.first or module.last)
         self._feed.batch_fn = None if module.cut is None else module.cut.pair
-        self._schedules: dict[tuple[str, int], Schedule] = {}
         self._plan(self.gradient_accumulation_steps())
         self._at_boundary = False
         self._additional: dict[str, Tensor] | None = None
@@ -81,12 +82,7 @@ class PipelineEngine(DeepSpeedEngine):
         self.train()
         self._look_for_unfrozen()
         batches = self._load(self._feed, "train_batch()", count)
-        backward = self._parts.backward
-        backward.suspended = True  # gradients are reduced once, after the last micro-batch
-        try:
-            results = self._play(self._plan(count), batches)
-        finally:
-            backward.suspended = False
+        results = self._play(self._plan(count), batches)
         self.module.ties.reduce(self._parts.reducer.change_unreduced)
         loss = self._mean(results.losses)
         assert loss is not None, "the loss of a training batch is told to all ranks"
@@ -168,6 +164,8 @@ class PipelineEngine(DeepSpeedEngine):
             self._accord.end(results.failed, failure, None if failure is None else failure.error)
         except PipelineError:
             self._wires.forget_forms()
+            if not schedule.forward_only:
+                self._parts.backward.give_up()
             self.zero_grad()
             raise
         return results
@@ -214,20 +212,19 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _splits(self) -> bool:
         """Whether gradients of weights can wait, where the schedule wants them to."""
-        schema = self._parts.config.schema
-        reasons = {
-            "at ZeRO stage 3 the weights would have to be gathered again": schema.zero_optimization.stage == 3,
-            "activations that are computed again are there for one backward": (
-                self.module.activation_checkpoint_interval > 0
-            ),
-        }
-        found = [reason for reason, holds in reasons.items() if holds]
-        if found and self.schedule_name in ("zb-h1", "zbv", "dualpipev"):
+        if self.module.splits_checkpoints:
+            self.module.later.wanted = self._plan(self.gradient_accumulation_steps()).splits_backward
+            sharded = self._parts.sharded
+            if sharded is not None and sharded.hooks is not None:
+                sharded.hooks.watches_inputs = self.module.later.wanted
+            return True
+        if self._plan(self.gradient_accumulation_steps()).splits_backward:
             warn_once(
                 f"schedule {self.schedule_name!r}: gradients of inputs and of weights are computed together, so that "
-                f"its bubble is not as small as planned: {'; '.join(found)}"
+                "its bubble is not as small as planned, because activation checkpoints are made by "
+                "activation_checkpoint_func or without reentrance (pipeline.use_reentrant false)"
             )
-        return not found
+        return False
 
     # ---- data
 

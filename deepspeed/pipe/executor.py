@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed.errors import CommError, PipelineError
 from deepspeed.pipe.forms import flatten, map_tensors
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.passes import Pass, passes_of
 from deepspeed.pipe.schedule.actions import Action, Op, Schedule
 from deepspeed.pipe.split import Rest, backward_inputs
 from deepspeed.pipe.wires import FAILED, Wires
@@ -91,6 +92,7 @@ class Executor:
         self._module = module
         self._wires = wires
         self._splits = splits
+        self._passes: dict[Schedule, list[Pass]] = {}
 
     def run(
         self,
@@ -103,21 +105,36 @@ class Executor:
         """Play a schedule; a failure of this rank is part of the results, and its messages are sent all the same."""
         train = not schedule.forward_only
         play = _Play(schedule, batches, train, compute_loss, keep_outputs)
-        actions = schedule.ranks[self._module.stage_id]
-        for place, action in enumerate(actions):
-            self._post(schedule, actions[place : place + _AHEAD])
-            value = self._take(play, action)
-            result = self._guarded(play, action, value)
-            self._give(play, action, result)
+        passes = self._of_this_rank(schedule)
+        for place, each in enumerate(passes):
+            self._post(schedule, passes[place : place + _AHEAD])
+            value = self._take(play, each.action)
+            self._announce(each)
+            result = self._guarded(play, each, value)
+            self._give(play, each.action, result)
+        if train:
+            self._parts.reducer.arrivals.part()
         self._wires.settle()
         return play.results
 
+    def _of_this_rank(self, schedule: Schedule) -> list[Pass]:
+        if schedule not in self._passes:
+            self._passes[schedule] = passes_of(schedule.ranks[self._module.stage_id], splits=self._splits)
+        return self._passes[schedule]
+
+    def _announce(self, each: Pass) -> None:
+        """Tell what gathers parameters which layers run next, and how."""
+        coordinator = None if self._parts.sharded is None else self._parts.sharded.coordinator
+        if coordinator is not None:
+            coordinator.kind = (each.action.op.value, each.action.stage, each.final, each.more)
+            coordinator.inputs_only = each.action.op is Op.INPUT
+
     # ---- messages
 
-    def _post(self, schedule: Schedule, actions: Sequence[Action]) -> None:
+    def _post(self, schedule: Schedule, passes: Sequence[Pass]) -> None:
         blocked = set()
-        for action in actions:
-            message = schedule.received(action)
+        for each in passes:
+            message = schedule.received(each.action)
             if message is not None and message.channel not in blocked and not self._wires.post(message):
                 blocked.add(message.channel)
 
@@ -144,37 +161,49 @@ class Executor:
 
     # ---- computations
 
-    def _guarded(self, play: _Play, action: Action, value: Any) -> Any:
+    def _guarded(self, play: _Play, each: Pass, value: Any) -> Any:
         """The result of an action, or FAILED."""
         if value is FAILED:
             play.results.failed = True
         if play.results.failed:
             play.held.clear()
             play.rests.clear()
+            self._pass_by(each)
             return FAILED
         try:
-            return self._compute(play, action, value)
+            return self._compute(play, each, value)
         except CommError:
             raise
         except Exception as error:  # noqa: BLE001 - the model's own error is raised on all ranks after the batch
-            self._fail(play, action, error)
+            self._fail(play, each.action, error)
             return FAILED
+
+    def _pass_by(self, each: Pass) -> None:
+        """Take part in what replicas of this stage do together while they compute and this rank does not."""
+        if each.action.op is not Op.FORWARD:
+            with self._parts.backward.passing(final=each.final, more=each.more):
+                pass
+        elif self._parts.sharded is not None and self._parts.sharded.coordinator is not None:
+            self._parts.sharded.coordinator.pass_by()
 
     def _fail(self, play: _Play, action: Action, error: Exception) -> None:
         play.results.failed = True
         if play.results.failure is None:
             play.results.failure = Failure(action, error)
 
-    def _compute(self, play: _Play, action: Action, value: Any) -> Any:
-        if action.op is Op.FORWARD:
-            return self._forward(play, action, value)
-        if action.op is Op.WEIGHT:
-            rest = play.rests.pop((action.stage, action.micro_batch), None)
-            if rest is not None:
-                with self._parts.backward.passing():
-                    rest.run()
-            return None
-        return self._backward(play, action, value)
+    def _compute(self, play: _Play, each: Pass, value: Any) -> Any:
+        if each.action.op is Op.FORWARD:
+            return self._forward(play, each.action, value)
+        with self._parts.backward.passing(final=each.final, more=each.more):
+            if each.action.op is Op.WEIGHT:
+                return self._weights(play, each.action)
+            return self._backward(play, each.action, value)
+
+    def _weights(self, play: _Play, action: Action) -> None:
+        rest = play.rests.pop((action.stage, action.micro_batch), None)
+        if rest is not None:
+            coordinator = None if self._parts.sharded is None else self._parts.sharded.coordinator
+            rest.run(None if coordinator is None else coordinator.before_weights)
 
     def _forward(self, play: _Play, action: Action, value: Any) -> Any:
         first, last = action.stage == 0, action.stage == play.schedule.stages - 1
@@ -222,14 +251,21 @@ class Executor:
             if not roots[0].requires_grad:
                 raise PipelineError("the loss does not require a gradient: no trained parameter took part in it")
             roots, grads = [self._parts.scale.apply(roots[0] / play.schedule.micro_batches)], [None]
-        if roots:
-            with self._parts.backward.passing():
-                if action.op is Op.INPUT and self._splits and held.leaves:
-                    rest = backward_inputs(roots, grads, held.leaves)
-                    play.rests[action.stage, action.micro_batch] = rest
-                else:
-                    torch.autograd.backward(roots, grads)
+        if roots and action.op is Op.INPUT and held.leaves:
+            play.rests[action.stage, action.micro_batch] = self._inputs(roots, grads, held.leaves)
+        elif roots:
+            torch.autograd.backward(roots, grads)
         return [leaf.grad for leaf in held.leaves]
+
+    def _inputs(self, roots: list[Tensor], grads: list[Tensor | None], leaves: list[Tensor]) -> Rest:
+        again = Rest()
+        self._module.later.collect(again)
+        try:
+            rest = backward_inputs(roots, grads, leaves)
+        finally:
+            self._module.later.collect(None)
+        rest.junctions += again.junctions
+        return rest
 
 
 def _detached(value: Any) -> Any:

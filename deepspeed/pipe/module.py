@@ -19,6 +19,7 @@ from deepspeed.pipe.layer_files import LayerFiles
 from deepspeed.pipe.partition import bounds_of
 from deepspeed.pipe.schedule.names import kind_of
 from deepspeed.pipe.specs import Elsewhere, Layer, LayerSpec, TiedLayerSpec, name_of
+from deepspeed.pipe.split import Later
 from deepspeed.pipe.ties import Tie, Ties
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.zero.parameters.structure import tensors_in
@@ -71,6 +72,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
         self.dynamic_shape = dynamic_shape
         self.use_reentrant = True
+        self.later = Later()
         self.micro_offset = 0
         comm.init_distributed()
         self.sized_by_stages = topology is None
@@ -196,6 +198,8 @@ class PipelineModule(LayerFiles, nn.Module):
             return self.activation_checkpoint_func(run, *inputs)
         # The reentrant kind loses the gradients of layers whose inputs have none, such as tokens.
         reentrant = self.use_reentrant and any(tensor.requires_grad for tensor in tensors_in(inputs))
+        if reentrant and self.later.wanted:
+            return checkpointing.run_again(run, self.later.backward, *inputs)
         return checkpointing.checkpoint(run, *inputs, use_reentrant=reentrant)
 
     def _is_checkpointable(self, first: int, last: int) -> bool:
@@ -204,6 +208,12 @@ class PipelineModule(LayerFiles, nn.Module):
         if self.checkpointable_layers is not None:
             return all(name_of(call) in self.checkpointable_layers for call in calls)
         return any(isinstance(call, (nn.Module, Part)) and any(True for _ in call.parameters()) for call in calls)
+
+    @property
+    def splits_checkpoints(self) -> bool:
+        """Whether backward of layers whose activations are not kept can be split."""
+        plain = self.activation_checkpoint_func is checkpointing.checkpoint
+        return self.activation_checkpoint_interval == 0 or (plain and self.use_reentrant)
 
     # ---- what it is
 

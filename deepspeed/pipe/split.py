@@ -5,11 +5,14 @@ weights, computes both kinds of gradients, each only when autograd asks for it. 
 alone, and keeps the gradients that came into such nodes; the second part starts again at each of them and asks for the
 weights' alone. A weight that several nodes of the way lead to would get gradients through the way a second time, so
 its gradient is computed in the first part.
+
+[Note: run again] Layers whose activations are not kept run again in the first part. What they compute then stays until
+the second part is through, so that they need not run a third time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-__all__ = ["Rest", "backward_inputs"]
+__all__ = ["Later", "Rest", "backward_inputs"]
 
 
 @dataclass
@@ -38,9 +41,11 @@ class Rest:
 
     junctions: list[_Junction] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Compute the gradients of the weights."""
+    def run(self, before: Callable[[Sequence[Tensor]], None] | None = None) -> None:
+        """Compute the gradients of the weights; `before` is called with those that are next."""
         for junction in self.junctions:
+            if before is not None:
+                before(junction.weights)
             came = [(number, grad) for number, grad in enumerate(junction.arrived) if grad is not None]
             if came:
                 edges = [GradientEdge(junction.node, number) for number, _ in came]
@@ -118,3 +123,26 @@ def _ordered(roots: Sequence[Node]) -> list[Node]:
         pending.append((node, True))
         pending += [(after, False) for after, _ in node.next_functions if after is not None and after not in seen]
     return order
+
+
+class Later:
+    """The backward of layers that run again, as a part of one in two parts; see [Note: run again]."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        """Backward comes in two parts."""
+        self._rest: Rest | None = None
+
+    def collect(self, rest: Rest | None) -> None:
+        """Leave the gradients of weights to `rest` from now on; None: compute them at once."""
+        self._rest = rest
+
+    def backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> None:
+        """The gradients of `inputs`, leaves, and of weights now or later."""
+        pairs = zip(outputs, grads, strict=True)
+        came = [(output, grad) for output, grad in pairs if output.requires_grad and grad is not None]
+        roots, given = [output for output, _ in came], [grad for _, grad in came]
+        if roots and self._rest is not None:
+            self._rest.junctions += backward_inputs(roots, given, inputs).junctions
+        elif roots:
+            torch.autograd.backward(roots, given)

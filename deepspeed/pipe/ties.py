@@ -49,6 +49,12 @@ class Ties:
                 for attribute in tie.attributes:
                     yield tie, _weight(self._module_of(tie.key), tie.key, attribute), ranks
 
+    def shared(self) -> Iterator[nn.Parameter]:
+        """The weights of this rank that get gradients from several stages, wherever these lie."""
+        for tie in self._ties:
+            if self._grid.stage_id in tie.ranks:
+                yield from self._module_of(tie.key).parameters()
+
     def counted_elsewhere(self) -> set[int]:
         """Ids of weights whose gradient an earlier stage counts in the norm."""
         return {id(param) for tie, param, _ in self.mine() if tie.ranks[0] != self._grid.stage_id}

@@ -9,7 +9,7 @@ of both kinds meet in one step, the gradients that are there are brought to the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from deepspeed.log import warn_once
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.phases import phase
+from deepspeed.zero.gradients.arrivals import Arrivals
 from deepspeed.zero.parameters.shard import used_while_empty
 from deepspeed.zero.parameters.structure import tensors_in
 
@@ -36,6 +37,9 @@ _EMPTY = re.compile(
 
 class Reducer(Protocol):
     """What brings gradients of the ranks together: whole ones or shards."""
+
+    arrivals: Arrivals
+    """When gradients come and leave."""
 
     @property
     def eager(self) -> bool:
@@ -52,6 +56,9 @@ class Reducer(Protocol):
 
     def leave_backward(self) -> None:
         """Autograd is through; what has not been reduced yet follows."""
+
+    def keep_back(self, params: Iterable[nn.Parameter]) -> None:
+        """Let the gradients of these leave last of all, after the last pass."""
 
     def reopen(self) -> None:
         """More gradients are about to be added to what may have been reduced already."""
@@ -172,19 +179,26 @@ class Backward:
         return divided.detach()
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """The caller runs autograd inside, over a part of a model; what it starts with carries the loss scale."""
-        self._reduce = self._begin(1.0 / self._scale.value)
-        self._running = True
+    def passing(self, *, final: bool, more: bool) -> Iterator[None]:
+        """The caller runs autograd inside, over a part of a model; what it starts with carries the loss scale.
+
+        Gradients that are `final` leave while the pass runs; everything else leaves with the optimizer step. There may
+        be `more` final passes, over other parameters.
+        """
+        self._begin(1.0 / self._scale.value, reduces=final)
+        self._reducer.arrivals.expect(final=final, more=more)
+        self._running, self._reduce = True, final
         try:
             self._entered()
             yield
-        except BaseException:
-            self._reducer.forget()
-            raise
-        finally:
+        finally:  # a rank that failed helps the others through: they may need its parameters
             self._running = False
-        self._end()
+            self._reducer.leave_backward()
+
+    def give_up(self) -> None:
+        """A batch failed on some rank: what all have begun to reduce is reduced, and dropped; on all ranks together."""
+        self._reducer.finish()
+        self.forget()
 
     def watch(self, outputs: Any) -> None:
         """Notice a backward that the user runs through these outputs of the module."""
@@ -216,7 +230,7 @@ class Backward:
                 "torch.no_grad() or detached"
             )
 
-    def _begin(self, unit: float) -> bool:
+    def _begin(self, unit: float, reduces: bool | None = None) -> bool:
         """Prepare for gradients that are worth `unit`; True if they are to be reduced."""
         if self.updates is not None:
             self.updates.require_first()
@@ -227,6 +241,7 @@ class Backward:
         self._accumulation.saw_micro_batch()
         self._reducer.reopen()
         reduce = (self._accumulation.reduces_in_backward or self._reducer.eager) and not self.suspended
+        reduce = reduce if reduces is None else reduces
         if reduce:
             self._reducer.arm()
         return reduce

@@ -207,7 +207,7 @@ def _states(
         passes=coordinator,
     )
     if coordinator is not None and hooks is not None and hooks.handles:
-        reducer.leave_by_the_plan()
+        reducer.arrivals.clock = lambda: coordinator.position  # see [Note: gradients leave by the plan]
         coordinator.send_with(reducer)
     if states is not None:
         states.reducer = reducer

@@ -17,7 +17,7 @@ from deepspeed.runtime.activation_checkpointing.state import Plan
 from deepspeed.runtime.activation_checkpointing.structure import rebuild, take_apart
 from deepspeed.runtime.rng import get_cuda_rng_tracker
 
-__all__ = ["run"]
+__all__ = ["FlatCall", "run"]
 
 
 def run(
@@ -37,10 +37,10 @@ def run(
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     tensors, rest = take_apart((args, dict(kwargs)))
     states = get_cuda_rng_tracker().get_states() if preserve_rng_state else None
-    call = (_FlatCall if reentrant else _Call)(plan, function, rest, states)
+    call = (FlatCall if reentrant else _Call)(plan, function, rest, states)
     with plan.keeper.hooks():
         outputs = torch_checkpoint(call, *tensors, use_reentrant=reentrant, preserve_rng_state=preserve_rng_state)
-    return rebuild(call.outputs, outputs) if isinstance(call, _FlatCall) else outputs
+    return rebuild(call.outputs, outputs) if isinstance(call, FlatCall) else outputs
 
 
 class _Call:
@@ -87,7 +87,7 @@ class _Call:
                 synchronize()
 
 
-class _FlatCall(_Call):
+class FlatCall(_Call):
     """The reentrant variant: results are the tuple of the tensors in them, `outputs` is the rest of the first ones.
 
     torch's reentrant variant is an autograd function, which follows the tensors of a tuple and none that is deeper.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed.runtime import rng
+from deepspeed.runtime.activation_checkpointing.again import InnerBackward, run_again_by
 from deepspeed.runtime.activation_checkpointing.axis import model_axis
 from deepspeed.runtime.activation_checkpointing.call import run
 from deepspeed.runtime.activation_checkpointing.keeping import is_activation, shard_numel
@@ -41,6 +42,7 @@ __all__ = [
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
     "reset",
+    "run_again",
     "set_num_layers",
 ]
 
@@ -62,6 +64,11 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """As `checkpoint`, without its limits: no input need require grad, and `torch.autograd.grad` works."""
     return run(CONFIGURATION.plan, function, args, kwargs, reentrant=False)
+
+
+def run_again(function: Callable[..., Any], backward: InnerBackward, *args: Any) -> Any:
+    """As the reentrant `checkpoint`, with a backward of the caller's own: `backward(outputs, grads, inputs)`."""
+    return run_again_by(CONFIGURATION.plan, function, backward, args)
 
 
 def configure(

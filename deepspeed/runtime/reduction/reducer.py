@@ -7,7 +7,7 @@ their sum is zero the gradient stays None, as in a single process, and the optim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,12 +119,14 @@ class GradientReducer:
         self._alone = over.size == 1 and all(self._group_of(slot.param) is None for slot in slots)
         self._sparse_ids = sparse
         self._row_ids = rows
-        self._arrivals = Arrivals(self._launch, whole=True)
+        self.arrivals = Arrivals(self._launch, whole=True)
+        """When gradients come and leave."""
         self._buckets: list[_Bucket] = []
         self._sparse: list[Slot] = []
         self._flags: tuple[bool, ...] = ()
         self._banks = any(slot.banked for slot in slots)
         self._reduced = False
+        self._kept: frozenset[int] = frozenset()
         self.refresh()
 
     @property
@@ -158,20 +160,35 @@ class GradientReducer:
         dense = [slot for slot in trained if id(slot.param) not in special]
         plans = buckets.plan(
             [slot.holder.numel() * slot.holder.element_size() for slot in dense],
-            [(slot.holder.dtype, slot.holder.device, slot.travels, self._group_of(slot.param)) for slot in dense],
+            [
+                (slot.holder.dtype, slot.holder.device, slot.travels, self._group_of(slot.param), self._is_kept(slot))
+                for slot in dense
+            ],
             buckets.BUCKET_BYTES,
         )
+        plans.sort(key=lambda plan: self._is_kept(dense[plan.members[0]]))
+        kept = sum(self._is_kept(dense[plan.members[0]]) for plan in plans)
         self._buckets = [_Bucket([dense[i] for i in plan.packed], [dense[i] for i in plan.alone]) for plan in plans]
         numbers = {id(slot): number for number, slot in enumerate(dense)}
         members = [[numbers[id(slot)] for slot in bucket.members] for bucket in self._buckets]
         sizes = [slot.holder.numel() for slot in dense]
-        self._arrivals.close()
-        self._arrivals.relearn()
-        self._arrivals.watch(members, sizes, sum(sizes))
+        self.arrivals.close()
+        self.arrivals.relearn()
+        if self._alone:
+            members, kept = [], 0
+        self.arrivals.watch(members, sizes, sum(sizes), kept=kept)
         for slot in trained:
             if not self._alone or slot.banked:
-                number = numbers.get(id(slot)) if not self._alone else None
-                self._arrivals.hook(slot.name, slot.param, number, slot.bank if slot.banked else None)
+                number = numbers.get(id(slot)) if not (self._alone or self._is_kept(slot)) else None
+                self.arrivals.hook(slot.name, slot.param, number, slot.bank if slot.banked else None)
+
+    def keep_back(self, params: Iterable[nn.Parameter]) -> None:
+        """Let the gradients of these leave last of all, after the last pass."""
+        self._kept, self._flags = frozenset(map(id, params)), ()
+        self.refresh()
+
+    def _is_kept(self, slot: Slot) -> bool:
+        return id(slot.param) in self._kept
 
     eager = False
     """Gradients are reduced once per optimizer step, not in every backward."""
@@ -180,7 +197,7 @@ class GradientReducer:
         """Put what `change` makes of it in place of this rank's whole gradient, before it is reduced."""
         holder = next((slot.holder for slot in self._slots if slot.param is param), param)
         holder.grad = change(holder.grad)
-        self._arrivals.dirty = True
+        self.arrivals.dirty = True
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
@@ -189,15 +206,15 @@ class GradientReducer:
 
     def announce(self, notice: Callable[[], None]) -> None:
         """Call `notice` when gradients arrive in a backward that nobody has announced."""
-        self._arrivals.notice = notice
+        self.arrivals.notice = notice
 
     def enter_backward(self) -> None:
         """A backward begins."""
-        self._arrivals.inside = True
+        self.arrivals.inside = True
 
     def leave_backward(self) -> None:
         """A backward is over."""
-        self._arrivals.inside = False
+        self.arrivals.inside = False
 
     @torch.no_grad()
     def reopen(self) -> None:
@@ -220,17 +237,17 @@ class GradientReducer:
     def arm(self) -> None:
         """The backward that starts now is the last one before the optimizer: reduce while it runs."""
         if not self._alone:
-            self._arrivals.arm()
+            self.arrivals.arm()
 
     def begin(self) -> None:
         """Called from inside the outermost backward, before any gradient arrives."""
-        self._arrivals.begin()
+        self.arrivals.begin()
 
     def finish(self) -> None:
         """Launch what has not been launched and wait for all of it; gradients are then equal on all ranks."""
-        if self._alone or (self._reduced and not self._arrivals.dirty and not self._arrivals.armed):
+        if self._alone or (self._reduced and not self.arrivals.dirty and not self.arrivals.armed):
             return
-        self._arrivals.settle()
+        self.arrivals.settle()
         for bucket in self._buckets:
             self._land(bucket)
         self._reduce_sparse()
@@ -251,13 +268,13 @@ class GradientReducer:
 
     def forget(self) -> None:
         """The gradients were used or dropped; whatever arrives next is new."""
-        self._arrivals.forget()
-        self._arrivals.inside = False
+        self.arrivals.forget()
+        self.arrivals.inside = False
         self._reduced = False
 
     def close(self) -> None:
         """Remove every hook."""
-        self._arrivals.close()
+        self.arrivals.close()
         self._buckets.clear()
 
     @torch.no_grad()

@@ -7,6 +7,10 @@ checkpointing runs a backward inside a backward.
 
 [Note: cost per parameter] With hundreds of tiny layers, ten microseconds per parameter are a tenth of a step. So hooks
 do little.
+
+[Note: several passes] The last backward before an optimizer step may consist of several passes, each over other layers
+(the stages of a pipeline on one rank), with earlier passes of yet other layers in between. Only arrivals in passes that
+are told to be `final` count, and nothing is over before the one after which there are no `more`.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import CommError
-from deepspeed.zero.gradients.order import Departures
+from deepspeed.zero.gradients.order import EVERYTHING, Departures
 
 __all__ = ["Arrivals"]
 
@@ -49,12 +53,18 @@ class Arrivals:
         """A backward runs, or ran, after which everything is launched."""
         self.dirty = False
         """Gradients have arrived since the last `settle`."""
+        self.final = True
+        """What arrives now is the last gradient of its parameter; see [Note: several passes]."""
+        self.more = False
+        """Other parameters get theirs in a later pass."""
 
-    def watch(self, buckets: Sequence[Sequence[int]], sizes: Sequence[int], budget: int) -> None:
-        """Send these buckets from now on; no more than `budget` elements wait."""
+    def watch(self, buckets: Sequence[Sequence[int]], sizes: Sequence[int], budget: int, *, kept: int = 0) -> None:
+        """Send these buckets from now on, the last `kept` at the end; no more than `budget` elements wait."""
         old = self.departures
-        self.departures = Departures(buckets, sizes, self._launch, budget=budget)
+        self.departures = Departures(buckets, sizes, self._launch, budget=budget, kept=kept)
         self.departures.late, self.departures.sequence = set(old.late), old.sequence
+        if self.armed:  # at the end of a backward, when only what is kept back has not left
+            self.departures.next = len(buckets) - kept
 
     def hook(self, name: str, param: nn.Parameter, number: int | None, first: Callable[[], None] | None = None) -> None:
         """Follow the arrival of one parameter's gradient; `first` is called before anything else."""
@@ -65,7 +75,7 @@ class Arrivals:
             if first is not None:
                 first()
             self.dirty = True
-            if self.armed and number is not None:
+            if self.armed and self.final and number is not None:
                 self._note(name, number)
 
         self._handles.append(param.register_post_accumulate_grad_hook(arrived))
@@ -82,28 +92,39 @@ class Arrivals:
 
     def ready(self) -> tuple[int, int]:
         """See `Departures`; nothing where nothing may leave while backward runs."""
-        return self.departures.ready() if self.armed and self._allowed else (0, 0)
+        return self.departures.ready() if self.armed and self.final and self._allowed else (0, 0)
 
     def depart(self, until: int) -> None:
-        """See `Departures`."""
-        if self.armed and self._allowed:
+        """See `Departures`; everything leaves in the last pass only."""
+        if self.armed and self.final and self._allowed and not (self.more and until == EVERYTHING):
             self.departures.depart(until)
 
     def begin(self) -> None:
         """Called from inside the outermost backward, before any gradient arrives."""
         self._task = _graph_task()
+        self.departures.positions = dict.fromkeys(self.departures.positions, 0)  # what came in an earlier pass is there
+
+    def expect(self, *, final: bool, more: bool) -> None:
+        """A pass over a part of the model begins; see [Note: several passes]."""
+        self.final, self.more = final, more
+
+    def part(self) -> None:
+        """Launch everything but what is kept back until `settle`; the backward is over."""
+        self.arm()
+        self.departures.rest(kept=False)
 
     def settle(self) -> None:
         """Launch what has not been launched; the backward is over."""
         self.arm()
-        self.armed = False
+        self.armed, self.final, self.more = False, True, False
         self.departures.rest()
         self._counts = self.departures.counts()
         self.dirty = False
 
     def forget(self) -> None:
         """Whatever has arrived is dropped."""
-        self.armed = self.dirty = False
+        self.armed = self.dirty = self.more = False
+        self.final = True
         self.departures.reset()
 
     def relearn(self) -> None:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
-__all__ = ["Departures", "pack_buckets"]
+__all__ = ["EVERYTHING", "Departures", "pack_buckets"]
 
 _NEVER = 1 << 60
+EVERYTHING = 1 << 40
+"""More buckets than there are."""
 
 
 def pack_buckets(
@@ -70,12 +72,14 @@ class Departures:
         go: Callable[[int], None],
         *,
         budget: int,
+        kept: int = 0,
     ) -> None:
-        """`sizes` are the elements of each parameter, by its number."""
+        """`sizes` are the elements of each parameter, by its number; the last `kept` buckets leave by `rest` alone."""
         self._buckets = buckets
         self._sizes = sizes
         self._go = go
         self._budget = budget
+        self._end = len(buckets) - kept
         self._home = {each: place for place, bucket in enumerate(buckets) for each in bucket}
         self._counts: dict[int, int] = {}
         self._missing: list[int] = []
@@ -126,30 +130,30 @@ class Departures:
         if left:
             self._left[each] = left - 1
             self._missing[place] -= 1
-        if self.early and (self.waiting > self._budget or not self._missing[self.next]):
+        if self.early and self.next < self._end and (self.waiting > self._budget or not self._missing[self.next]):
             self._depart()
         return True
 
     def ready(self) -> tuple[int, int]:
         """How many buckets may have left by now, and how many must have because too much waits."""
         may = self.next
-        while may < len(self._buckets) and not self._missing[may]:
+        while may < self._end and not self._missing[may]:
             may += 1
         must, waiting = self.next, self.waiting
-        while must < len(self._buckets) and waiting > self._budget:
+        while must < self._end and waiting > self._budget:
             waiting -= sum(self._sizes[each] for each in self._buckets[must] if each in self._here)
             must += 1
         return may, must
 
     def depart(self, until: int) -> None:
         """Buckets leave until so many have, complete or not."""
-        while self.next < min(until, len(self._buckets)):
+        while self.next < min(until, self._end):
             self.forced += bool(self._missing[self.next])
             self._leave()
 
-    def rest(self) -> None:
-        """The backward is over: whatever has not left leaves."""
-        while self.next < len(self._buckets):
+    def rest(self, *, kept: bool = True) -> None:
+        """The backward is over: whatever has not left leaves, with or without those that are `kept` back."""
+        while self.next < (len(self._buckets) if kept else self._end):
             self.blocked += self.early and not self._here.isdisjoint(self._buckets[self.next])
             self._leave()
 
@@ -173,7 +177,7 @@ class Departures:
         return sorted(last, key=last.__getitem__)
 
     def _depart(self) -> None:
-        while self.next < len(self._buckets):
+        while self.next < self._end:
             ready = not self._missing[self.next]
             if not ready and self.waiting <= self._budget:
                 return

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +21,7 @@ from deepspeed.zero.gradients.bucket import Bucket, Parcel
 from deepspeed.zero.gradients.council import Council
 from deepspeed.zero.gradients.flights import Flights
 from deepspeed.zero.gradients.order import pack_buckets
+from deepspeed.zero.gradients.passes import Passes
 from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.parameters.shard import shard_of
 from deepspeed.zero.states.group import ShardGroup
@@ -60,31 +60,6 @@ class _Learned:
     """Where the pass is when each bucket leaves."""
 
 
-class Passes(Protocol):
-    """What gathers parameters for a backward, as the reducer sees it."""
-
-    notice: Callable[[], None] | None
-
-    def begin_backward(self) -> None:
-        """A backward begins."""
-
-    def end_backward(self) -> None:
-        """A backward is over."""
-
-    def first_uses(self) -> Iterable[nn.Parameter]:
-        """Parameters in the order in which the forward first used them, the same on all ranks."""
-
-    def abandon(self) -> None:
-        """A backward failed."""
-
-    def retrace(self) -> None:
-        """Gradients came late: look again at when they come."""
-
-    @property
-    def position(self) -> int:
-        """Where the backward is that runs, at places that all ranks come to."""
-
-
 class ShardReducer:
     """Reduces the gradients of some groups; the groups may change between steps."""
 
@@ -105,7 +80,8 @@ class ShardReducer:
         self._council = council
         self._version = 0
         self._model, self._passes = registered, passes
-        self._arrivals = Arrivals(self._launch, early=ways.early)
+        self.arrivals = Arrivals(self._launch, early=ways.early)
+        """When gradients come and leave."""
         self._parcels: list[Parcel] = []
         self._number: dict[int, int] = {}
         self._order: list[int] = []
@@ -118,6 +94,7 @@ class ShardReducer:
         self._had: set[int] = set()
         self._absent: frozenset[int] | None = None
         self._launched = False
+        self._kept: frozenset[int] = frozenset()
         self.refresh()
 
     @property
@@ -139,11 +116,17 @@ class ShardReducer:
         self._parcels = [parcel for _, parcel in trained]
         self._number = {id(parcel.param): number for number, parcel in enumerate(self._parcels)}
         self._order, self._unused, self._guessed = self._registered(), frozenset(), True
-        self._arrivals.close()
-        self._arrivals.relearn()
+        self.arrivals.close()
+        self.arrivals.relearn()
         self._rebuild()
         for number, (group, parcel) in enumerate(trained):
-            self._arrivals.hook(parcel.name, parcel.param, number, group.on_arrival(parcel.param))
+            followed = None if id(parcel.param) in self._kept else number
+            self.arrivals.hook(parcel.name, parcel.param, followed, group.on_arrival(parcel.param))
+
+    def keep_back(self, params: Iterable[nn.Parameter]) -> None:
+        """Let the gradients of these leave last of all, after the last pass."""
+        self._kept, self._flags = frozenset(map(id, params)), ()
+        self.refresh()
 
     def _registered(self) -> list[int]:
         """The reverse of the model's order, over all groups at once; what is not in the model comes first."""
@@ -156,11 +139,15 @@ class ShardReducer:
     def _rebuild(self) -> None:
         sizes = [parcel.numel for parcel in self._parcels]
         kinds = [parcel.kind for parcel in self._parcels]
-        packed = pack_buckets(self._order, sizes, kinds, self._ways.limit, unused=self._unused)
+        last = {number for number, parcel in enumerate(self._parcels) if id(parcel.param) in self._kept}
+        order = [number for number in self._order if number not in last]
+        packed = pack_buckets(order, sizes, kinds, self._ways.limit, unused=self._unused)
+        kept = pack_buckets(sorted(last), sizes, kinds, self._ways.limit)
+        packed += kept
         self._buckets = [Bucket([self._parcels[number] for number in numbers]) for numbers in packed]
         self._version += 1
         largest = max((sum(sizes[number] for number in numbers) for numbers in packed), default=0)
-        self._arrivals.watch(packed, sizes, _WAITING * largest)
+        self.arrivals.watch(packed, sizes, _WAITING * largest, kept=len(kept))
 
     # ---- what happened
 
@@ -187,25 +174,19 @@ class ShardReducer:
 
     def announce(self, notice: Callable[[], None]) -> None:
         """Call `notice` in a backward that nobody has announced, when it is first seen."""
-        self._arrivals.notice = notice
+        self.arrivals.notice = notice
         if self._passes is not None:
             self._passes.notice = notice
 
-    def leave_by_the_plan(self) -> None:
-        """Let buckets leave at places that all ranks come to; see [Note: gradients leave by the plan]."""
-        passes = self._passes
-        assert passes is not None, "whoever calls this has passes"
-        self._arrivals.clock = lambda: passes.position
-
     def enter_backward(self) -> None:
         """A backward begins."""
-        self._arrivals.inside = True
+        self.arrivals.inside = True
         if self._passes is not None:
             self._passes.begin_backward()
 
     def leave_backward(self) -> None:
         """A backward is over."""
-        self._arrivals.inside = False
+        self.arrivals.inside = False
         if self._passes is not None:
             self._passes.end_backward()
 
@@ -216,20 +197,20 @@ class ShardReducer:
         """The backward that starts now is to be reduced while it runs."""
         if self._guessed and self._passes is not None:
             self._take_guess(self._passes.first_uses())
-        self._arrivals.arm()
+        self.arrivals.arm()
 
     def begin(self) -> None:
         """Called from inside the outermost backward, before any gradient arrives."""
-        self._arrivals.begin()
+        self.arrivals.begin()
 
     def settle(self) -> None:
         """The backward is over: what has not been launched is."""
-        self._arrivals.settle()
+        self.arrivals.settle()
         self._absent = None
 
     def finish(self) -> None:
         """All gradients lie with their owners, late ones too; on all ranks together."""
-        if self._arrivals.armed or self._arrivals.dirty:
+        if self.arrivals.armed or self.arrivals.dirty:
             self.settle()
         self.land()
         if self._absent is None:
@@ -253,7 +234,7 @@ class ShardReducer:
             param.grad = change(param.grad)
         else:
             shard.gradient = change(shard.gradient)
-        self._arrivals.dirty = True
+        self.arrivals.dirty = True
 
     @torch.no_grad()
     def rescale(self, factor: float) -> None:
@@ -271,9 +252,9 @@ class ShardReducer:
 
     def forget(self) -> None:
         """The gradients were used or dropped; whatever arrives next is new."""
-        self._arrivals.forget()
-        if self._arrivals.inside:
-            self._arrivals.inside = False
+        self.arrivals.forget()
+        if self.arrivals.inside:
+            self.arrivals.inside = False
             if self._passes is not None:
                 self._passes.abandon()
         self._had.clear()
@@ -286,22 +267,24 @@ class ShardReducer:
 
     def close(self) -> None:
         """Remove every hook."""
-        self._arrivals.close()
+        self.arrivals.close()
         self._buckets.clear()
 
     # ---- when buckets leave where parameters are gathered, too: `deepspeed.zero.parameters.passes.Departing`
 
     def ready(self) -> tuple[int, int]:
         """How many buckets may have left by now, and how many must have because too much waits."""
-        return self._arrivals.ready()
+        return self.arrivals.ready()
 
     def depart(self, until: int) -> None:
         """Let buckets leave until so many have."""
-        self._arrivals.depart(until)
+        self.arrivals.depart(until)
 
-    def learn(self, hosts: Hosts) -> _Learned:
-        """The first rank's order from now on; returns where the pass was when each gradient came."""
-        departures = self._arrivals.departures
+    def learn(self, hosts: Hosts) -> _Learned | None:
+        """The first rank's order from now on; returns where the pass was when each gradient came, if that is known."""
+        if not self.arrivals.armed or not self.arrivals.final or self.arrivals.more:
+            return None
+        departures = self.arrivals.departures
         seen = departures.learned()
         known, count = set(seen), len(self._parcels)
         order = [*seen, *(number for number in self._order if number not in known)]
@@ -358,7 +341,7 @@ class ShardReducer:
 
     def _agree(self) -> None:
         """A second round for what was late on any rank, who had a gradient, and the order from now on."""
-        departures = self._arrivals.departures
+        departures = self.arrivals.departures
         verdict = self._council.meet(
             had=self._had | departures.late,
             late={departures.place_of(number) for number in departures.late},
@@ -379,7 +362,7 @@ class ShardReducer:
 
     def _proposal(self) -> list[int] | None:
         """The order in which gradients arrived here, if what was sent did not fit it; ever more seldom."""
-        departures = self._arrivals.departures
+        departures = self.arrivals.departures
         self._patience -= 1
         if self._patience > 0 or not (departures.late or departures.forced or departures.blocked):
             return None

@@ -5,14 +5,14 @@ Who needs what at this moment is `Holds`; what is gathered when, and how ranks a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from deepspeed.zero.parameters.holds import Holds
 from deepspeed.zero.parameters.passes import Departing, Passes
-from deepspeed.zero.parameters.shard import Shard
+from deepspeed.zero.parameters.shard import Shard, shards_of
 from deepspeed.zero.parameters.uses import Use
 
 __all__ = ["Coordinator", "Use"]
@@ -25,9 +25,15 @@ class Coordinator:
         self._passes = passes
         self._holds = Holds(passes.left, passes.loosened)
         self._uses: dict[int, Use] = {}
+        self._users: dict[int, Use] = {}
+        """A use of each shard, by its number."""
         self._forwards: set[tuple[object, ...]] = set()
         """The kinds of forward with gradients since the last backward."""
         self.in_backward = False
+        self.kind: tuple[object, ...] = ()
+        """Which part of the model runs, and how, where it is run in parts: passes of one kind have one plan."""
+        self.inputs_only = False
+        """A backward computes the gradients of inputs alone: modules are through when theirs are known."""
         self.notice: Callable[[], None] | None = None
         """Called when a backward begins that nobody has announced."""
 
@@ -36,12 +42,15 @@ class Coordinator:
     def add(self, use: Use) -> None:
         """Know about a use; all ranks add the same ones in the same order."""
         self._uses[use.number] = use
+        for shard in use.shards:
+            self._users.setdefault(shard.number, use)
         self._passes.add(use)
 
     def clear(self) -> None:
         """Forget every use and every plan."""
         self._passes.clear()
         self._uses.clear()
+        self._users.clear()
         self._holds.clear()
         self._forwards.clear()
         self.in_backward = False
@@ -90,7 +99,7 @@ class Coordinator:
     def enter(self, use: Use) -> None:
         """A module begins to run."""
         if not self._passes.running:
-            self._passes.open(("forward", use.number, torch.is_grad_enabled()), use)
+            self._passes.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
         self._passes.need(use)
         self._holds.push(use)
 
@@ -102,6 +111,12 @@ class Coordinator:
             if self._passes.grad:
                 self._forwards.add(self._passes.key)
             self._passes.close()
+
+    def pass_by(self) -> None:
+        """Take part in a forward that the other ranks run and this one does not."""
+        for outermost in list(self._uses.values())[:1]:
+            self.enter(outermost)
+            self.leave(outermost)
 
     def also(self, shard: Shard) -> None:
         """The running module needs one more parameter, now and whenever it runs."""
@@ -127,7 +142,7 @@ class Coordinator:
         if self.in_backward or not self._uses:
             return
         self.in_backward = True
-        kinds = tuple(sorted(self._forwards, key=repr))
+        kinds = self.kind or tuple(sorted(self._forwards, key=repr))
         self._passes.open(("backward", kinds, tuple(sorted(self._passes.kept)), False))
 
     def before_backward(self, use: Use) -> None:
@@ -141,13 +156,19 @@ class Coordinator:
             self._holds.keep(use)
         self._holds.release_frozen(use)
 
+    def before_weights(self, params: Iterable[Tensor]) -> None:
+        """The gradients of these are computed next, apart from those of their modules' inputs."""
+        for shard in shards_of(params):
+            if shard.number in self._users:
+                self.before_backward(self._users[shard.number])
+
     def gradient_arrived(self, shard: Shard) -> None:
         """Every use of a trained parameter in this backward is over: its gradient is there."""
         self._holds.arrived(shard)
 
     def inputs_done(self, use: Use) -> None:
         """The gradients of all inputs of a module are known."""
-        self._holds.inputs_done(use)
+        self._holds.inputs_done(use, all_of_it=self.inputs_only)
 
     def end_backward(self) -> None:
         """A backward is over: nothing is needed any more."""

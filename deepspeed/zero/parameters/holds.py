@@ -112,9 +112,15 @@ class Holds:
             self._drop(number, (shard,))
             self._drop_frozen(number)
 
-    def inputs_done(self, use: Use) -> None:
-        """The gradients of all inputs of a module are known, so nothing but its own parameters can be missing."""
+    def inputs_done(self, use: Use, *, all_of_it: bool = False) -> None:
+        """The gradients of all inputs of a module are known, so nothing but its own parameters can be missing.
+
+        `all_of_it`: those are not computed in this backward.
+        """
         if use.number in self._backward:
+            if all_of_it:
+                self._drop(use.number, tuple(self._backward[use.number][1]))
+                return
             self._inputs_done.add(use.number)
             self._drop_frozen(use.number)
 

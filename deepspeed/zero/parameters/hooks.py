@@ -46,6 +46,8 @@ class ModuleHooks:
         self._known: set[int] = set()
         self._made = Shard.made
         self.handles: list[Any] = []
+        self.watches_inputs = False
+        """Tell when the gradients of a module's inputs are known, also where it trains all of its parameters."""
 
     def install(self) -> None:
         """Hook every module that owns parameters which are not always whole, and the root."""
@@ -127,7 +129,9 @@ class ModuleHooks:
             if module is not use.module:
                 return  # a copy of the module, which got the hook with everything else
             coordinator.enter(use)
-            if torch.is_grad_enabled() and any(not shard.param.requires_grad for shard in use.shards):
+            if torch.is_grad_enabled() and (
+                (self.watches_inputs and use.shards) or any(not shard.param.requires_grad for shard in use.shards)
+            ):
                 self._watch_inputs(use, (args, kwargs))
 
         def post(module: nn.Module, args: Any, output: Any) -> None:

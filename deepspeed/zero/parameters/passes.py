@@ -28,6 +28,7 @@ from torch import Tensor
 
 from deepspeed.log import logger, warn_once
 from deepspeed.zero.agreement import DONE, STEP, Hosts, begin_code, digest
+from deepspeed.zero.gradients.order import EVERYTHING
 from deepspeed.zero.parameters.gather import finish, start
 from deepspeed.zero.parameters.plan import Event, Limits, Plan, plan
 from deepspeed.zero.parameters.shard import Shard
@@ -36,7 +37,6 @@ from deepspeed.zero.parameters.uses import Use
 __all__ = ["Departing", "Passes"]
 
 _PATIENCE = 3  # plans that did not fit, after which a kind of pass is asked for every time
-_ALL = 1 << 40
 
 
 class Departing(Protocol):
@@ -180,14 +180,14 @@ class Passes:
         planned = now.plan is not None
         if now.plan is not None and not now.strayed:
             self._play(now, len(now.plan.steps))
-            self._depart(now, _ALL)
+            self._depart(now, EVERYTHING)
         alone = not self._serve(now)
         known = self._known.setdefault(now.key, _Known())
         whole, self._kept = self._kept, frozenset()
         if now.plan is not None and alone:
             self._kept = now.plan.kept
         if not planned:
-            self._depart(now, _ALL)
+            self._depart(now, EVERYTHING)
             known.plan = self._planned(now, whole)
             if now.key[0] == "backward" and self.departing is not None:
                 known.learned = self.departing.learn(self._hosts)
@@ -304,7 +304,7 @@ class Passes:
             return
         if any(s.pending is None and not s.alone for s in absent):  # what this rank alone holds comes from nobody
             self._play(now, len(steps.steps))
-            self._depart(now, _ALL)
+            self._depart(now, EVERYTHING)
             now.strayed = True
             self._ask(now, use)
             return
