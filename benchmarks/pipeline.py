@@ -3,7 +3,8 @@
     python -m benchmarks.pipeline --ranks 4 --micro-batches 8
 
 Layers that sleep need no cores, so that the order of passes and the messages are all that is measured. DeepSpeed itself
-is measured where `--deepspeed` names a Python that has it.
+is measured where `--deepspeed` names a Python that has it. Each line ends with what it shows: whether the measured step
+is within a tenth of the simulated one, and no slower than that of each other library.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from pathlib import Path
 from deepspeed.pipe.schedule import SCHEDULES, Costs, make, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
+OTHERS = ("torch", "DeepSpeed")
+ZERO_BUBBLE = ("zb-h1", "zbv", "dualpipev")
 CHILD = Path(__file__).with_name("pipeline_child.py")
 
 
@@ -58,6 +61,17 @@ def run(python: str, case: dict, *, ours: bool) -> float | None:
     return statistics.median(json.loads(told[0].removeprefix("SECONDS"))) if told else None
 
 
+def verdict(here: float, simulated: float, others: dict[str, float | None]) -> str:
+    """What a line shows; a step that was not measured shows that nothing holds."""
+    words = [f"within 10 %: {_word(here <= 1.1 * simulated)}"]
+    words += [f"no slower than {name}: {_word(here <= each)}" for name, each in others.items() if each is not None]
+    return ", ".join(words)
+
+
+def _word(holds: bool) -> str:
+    return "yes" if holds else "NO"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
@@ -70,6 +84,7 @@ def main() -> None:
     print(
         f"{'schedule':12} {'simulated':>10} {'measured':>10} {'ratio':>6} {'torch':>8} {'DeepSpeed':>10}   ms per step"
     )
+    steps: dict[str, float] = {}
     for name in given.schedules:
         seconds = given.milliseconds / 1000
         part = seconds / 2  # two layers on each rank
@@ -88,11 +103,16 @@ def main() -> None:
         others.append(run(real, {**case, "library": "deepspeed"}, ours=False) if real else None)
         shown = [f"{1000 * each:.0f}" if each is not None else "-" for each in others]
         here = float("nan") if measured is None else measured
+        steps[name] = here
         print(
             f"{name:12} {1000 * simulated:10.0f} {1000 * here:10.0f} {here / simulated:6.3f} "
-            f"{shown[0]:>8} {shown[1]:>10}",
+            f"{shown[0]:>8} {shown[1]:>10}   {verdict(here, simulated, dict(zip(OTHERS, others, strict=True)))}",
             flush=True,
         )
+    if "1f1b" in steps:
+        for name in (each for each in ZERO_BUBBLE if each in steps):
+            part = steps[name] / steps["1f1b"]
+            print(f"{name} takes {part:.3f} of the step of 1f1b; shorter: {_word(part < 1)}")
 
 
 if __name__ == "__main__":

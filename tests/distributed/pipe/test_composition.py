@@ -80,6 +80,26 @@ def test_all_stages_agree_on_a_step_that_is_skipped():
     assert engine.was_step_applied()
 
 
+@ranks(2)
+def test_messages_move_while_stages_compute():
+    """The second stage, in the forward of one micro-batch, gets the next, which the first computes meanwhile."""
+    engine = train_pipeline(2, 3, 1, schedule="gpipe")[1]
+    seen = []
+
+    def wait_for_next(*_):
+        for message, posted in engine._wires._posted.items():
+            assert message.kind == "activation"
+            for work in posted.works:
+                work.wait()
+            posted.works.clear()  # nobody waits for them again
+            seen.append(message.micro_batch)
+
+    if not engine.is_first_stage():
+        engine.module.register_forward_pre_hook(wait_for_next)
+    engine.train_batch(data(0, 3))
+    assert seen == ([] if engine.is_first_stage() else [1, 2])
+
+
 @ranks(3)
 def test_no_byte_moves_twice():
     count, rows = 3, 2
