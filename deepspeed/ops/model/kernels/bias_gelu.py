@@ -13,7 +13,7 @@ from deepspeed.ops.model.kernels.tuning import programs
 __all__ = ["bias_gelu_backward", "bias_gelu_forward"]
 
 _BLOCK = 1024
-_COLUMNS, _ROWS = 256, 8  # of a tile in backward
+_COLUMNS, _ROWS = 512, 4  # of a tile in backward
 
 
 @triton.jit

@@ -23,7 +23,7 @@ def warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
-def programs(device: torch.device, rows: int, per_unit: int = 2) -> int:
+def programs(device: torch.device, rows: int, per_unit: int = 4) -> int:
     """How many programs share the rows where each sums something over its own."""
     if device.type != "cuda":
         return min(rows, 2)
