@@ -83,13 +83,13 @@ class Fp8Linear(torch.autograd.Function):
         w = round_rows(weight, _VALUES) if by_rows else round_tensor(weight, _VALUES, columns=False)
         out = product(_need(rounded.rows), _need(w.rows), (rounded.scale, w.scale), x.dtype, fast=True)
         ctx.by_rows, ctx.dtypes = by_rows, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.save_for_backward(weight, x if by_rows else rounded.columns, rounded.scale)
+        ctx.save_for_backward(weight, x if by_rows else rounded.columns, rounded.scale, None if by_rows else w.scale)
         return out if bias is None else out.add_(bias.to(out.dtype))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x, x_scale = ctx.saved_tensors
+        weight, x, x_scale, w_scale = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         dx = dw = None
@@ -103,7 +103,7 @@ class Fp8Linear(torch.autograd.Function):
         else:
             g = round_tensor(grad, _GRADIENTS, rows=for_x, columns=for_weight)
             if for_x:
-                w = round_tensor(weight, _VALUES, rows=False)
+                w = round_tensor(weight, _VALUES, rows=False, scale=w_scale)
                 dx = product(_need(g.rows), _need(w.columns), (g.scale, w.scale), x_dtype)
             if for_weight:
                 dw = product(_need(g.columns), x, (g.scale, x_scale), weight_dtype)

@@ -36,9 +36,14 @@ class Rounded(NamedTuple):
     """float32: a scalar, [m, 1] of the rows, or [n, 1] of the columns."""
 
 
-def round_tensor(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True) -> Rounded:
-    """A matrix rounded with one scale, by its largest magnitude, in the layouts that are asked for."""
-    result: Rounded = op("fp8_tensor")(x.contiguous(), dtype, rows=rows, columns=columns)
+def round_tensor(
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True, scale: Tensor | None = None
+) -> Rounded:
+    """A matrix rounded with one scale, by its largest magnitude, in the layouts that are asked for.
+
+    A `scale` that is known from rounding the same numbers before spares a pass over them.
+    """
+    result: Rounded = op("fp8_tensor")(x.contiguous(), dtype, rows=rows, columns=columns, scale=scale)
     return result
 
 
@@ -56,10 +61,13 @@ def round_columns(x: Tensor, dtype: torch.dtype) -> Rounded:
 
 @reference("fp8_tensor")
 @torch.no_grad()
-def round_tensor_reference(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True) -> Rounded:
+def round_tensor_reference(
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True, scale: Tensor | None = None
+) -> Rounded:
     """In plain torch."""
-    largest = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
-    scale = largest.clamp(min=SMALLEST) / torch.finfo(dtype).max
+    if scale is None:
+        largest = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        scale = largest.clamp(min=SMALLEST) / torch.finfo(dtype).max
     rounded = _rounded(x.float() / scale, dtype)
     return Rounded(rounded if rows else None, rounded.t().contiguous() if columns else None, scale)
 
@@ -91,14 +99,19 @@ def _turns(x: Tensor) -> bool:
 
 
 @torch.no_grad()
-def round_tensor_triton(x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True) -> Rounded:
+def round_tensor_triton(
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True, scale: Tensor | None = None
+) -> Rounded:
     """By the kernels where they can."""
-    if not _turns(x):
-        return round_tensor_reference(x, dtype, rows=rows, columns=columns)
+    if not _turns(x) or not x.numel():
+        return round_tensor_reference(x, dtype, rows=rows, columns=columns, scale=scale)
     from deepspeed.ops.fp8.kernels.quantise import largest, round_both
 
-    scale = largest(x).clamp_(min=SMALLEST).div_(torch.finfo(dtype).max)
-    return Rounded(*round_both(x, scale, dtype, rows=rows, columns=columns), scale)
+    if scale is not None:
+        return Rounded(*round_both(x, scale, dtype, rows=rows, columns=columns), scale)
+    found = largest(x)
+    made = torch.empty_like(found)
+    return Rounded(*round_both(x, found, dtype, rows=rows, columns=columns, made=made), made)
 
 
 @torch.no_grad()
@@ -108,7 +121,7 @@ def round_rows_triton(x: Tensor, dtype: torch.dtype) -> Rounded:
         return round_rows_reference(x, dtype)
     from deepspeed.ops.fp8.kernels.quantise import round_rows as kernel
 
-    rounded, scale = kernel(x, dtype, SMALLEST)
+    rounded, scale = kernel(x, dtype)
     return Rounded(rounded, None, scale)
 
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.ops.fp8.quantise import SMALLEST
 from deepspeed.ops.model.kernels.tuning import row_block, warps
 
 __all__ = ["largest", "round_both", "round_rows"]
@@ -26,8 +27,9 @@ def _largest(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
 
 @triton.jit
 def _round_both(
-    x_ptr, scale_ptr, row_ptr, column_ptr, rows, columns, limit,
-    TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr, SIDE: tl.constexpr,
+    x_ptr, scale_ptr, row_ptr, column_ptr, made_ptr, rows, columns, limit, smallest,
+    TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr, MAKES: tl.constexpr,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
     down = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
     right = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
@@ -36,7 +38,12 @@ def _round_both(
     if MANY:  # a scale for each column
         x = x / tl.load(scale_ptr + right, mask=right < columns, other=1.0)[None, :]
     else:
-        x = x / tl.load(scale_ptr)
+        scale = tl.load(scale_ptr)
+        if MAKES:  # it is the largest magnitude
+            scale = tl.div_rn(tl.maximum(scale, smallest), limit)
+            if tl.program_id(0) + tl.program_id(1) == 0:
+                tl.store(made_ptr, scale)
+        x = x / scale
     x = tl.minimum(tl.maximum(x, -limit), limit).to(TYPE)
     if ROWS:
         tl.store(row_ptr + down[:, None] * columns + right[None, :], x, mask=inside)
@@ -58,34 +65,34 @@ def _round_rows(x_ptr, out_ptr, scale_ptr, columns, limit, smallest, TYPE: tl.co
 
 
 def largest(x: Tensor) -> Tensor:
-    """The largest magnitude of contiguous memory, a float32 scalar; 0 for none."""
+    """The largest magnitude of contiguous memory that is not empty, a float32 scalar."""
     found = torch.zeros((), dtype=torch.float32, device=x.device)
-    if x.numel():
-        _largest[(triton.cdiv(x.numel(), _SPAN),)](x, found, x.numel(), BLOCK=_SPAN, num_warps=8)
+    _largest[(triton.cdiv(x.numel(), _SPAN),)](x, found, x.numel(), BLOCK=_SPAN, num_warps=8)
     return found
 
 
 def round_both(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool
+    x: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, made: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """(x / scale, its transpose) of a contiguous matrix, each contiguous, or None where it is not asked for.
 
-    `scale` is a scalar, or has an element for each column.
+    `scale` is a scalar, or has an element for each column. With `made` it is the largest magnitude, and the scale of
+    that is written there.
     """
     height, width = x.shape
     row = torch.empty(height, width, dtype=dtype, device=x.device) if rows else None
     column = torch.empty(width, height, dtype=dtype, device=x.device) if columns else None
-    if x.numel():
-        anything = row if row is not None else column
-        _round_both[(triton.cdiv(height, _SIDE), triton.cdiv(width, _SIDE))](
-            x, scale, anything if row is None else row, anything if column is None else column, height, width,
-            torch.finfo(dtype).max, TYPE=_TYPES[dtype], ROWS=rows, COLUMNS=columns, MANY=scale.dim() > 0,
-            SIDE=_SIDE, num_warps=4,
-        )  # fmt: skip
+    anything = row if row is not None else column
+    _round_both[(triton.cdiv(height, _SIDE), triton.cdiv(width, _SIDE))](
+        x, scale, anything if row is None else row, anything if column is None else column,
+        scale if made is None else made, height, width, torch.finfo(dtype).max, SMALLEST,
+        TYPE=_TYPES[dtype], ROWS=rows, COLUMNS=columns, MANY=scale.dim() > 0, MAKES=made is not None,
+        SIDE=_SIDE, num_warps=4,
+    )  # fmt: skip
     return row, column
 
 
-def round_rows(x: Tensor, dtype: torch.dtype, smallest: float) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(8-bit numbers, [rows, 1] scales) of a contiguous matrix, each row with a scale of its own."""
     height, width = x.shape
     out = torch.empty(height, width, dtype=dtype, device=x.device)
@@ -93,7 +100,7 @@ def round_rows(x: Tensor, dtype: torch.dtype, smallest: float) -> tuple[Tensor, 
     block = row_block(width)
     if x.numel():
         _round_rows[(height,)](
-            x, out, scale, width, torch.finfo(dtype).max, smallest, TYPE=_TYPES[dtype], BLOCK=block,
+            x, out, scale, width, torch.finfo(dtype).max, SMALLEST, TYPE=_TYPES[dtype], BLOCK=block,
             num_warps=warps(block),
         )  # fmt: skip
     return out, scale
