@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
 from deepspeed.ops.capability import Capability, always
+from deepspeed.ops.compilation import follow_compilation
 
 __all__ = [
     "Explanation",
@@ -202,7 +203,7 @@ class Op:
             if not each.requires.holds:
                 continue
             try:
-                return each, each.load()
+                return each, _loaded(each)
             except _LOAD_FAILURES as error:
                 self._failures[each.name] = f"{type(error).__name__}: {error}"
                 logger.warning(
@@ -218,13 +219,19 @@ class Op:
     def _force(self, name: str) -> tuple[Implementation, Kernel]:
         each = self.demand(name)
         try:
-            return each, each.load()
+            return each, _loaded(each)
         except _LOAD_FAILURES as error:
             self._failures[name] = f"{type(error).__name__}: {error}"
             raise OpUnavailable(
                 f"{self.variable}={name}: this implementation could not be loaded: {self._failures[name]}. "
                 f"Unset {self.variable} to let the best available one be chosen."
             ) from error
+
+
+def _loaded(each: Implementation) -> Kernel:
+    if each.name == "triton":
+        follow_compilation()
+    return each.load()
 
 
 _OPS: dict[str, Op] = {}

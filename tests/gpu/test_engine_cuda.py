@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepspeed
@@ -16,6 +17,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def _one_rank():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def initialize(model, **config):
