@@ -21,6 +21,18 @@ CASES = [
     ("amp_alone", {"amp": ON, **zero(1)}, "amp.enabled: ", {"amp": ON}),
     ("amp_alone", {"amp": ON, "bf16": ON}, "amp.enabled: ", {"bf16": ON}),
     (
+        "gradients_that_are_used_up",
+        {"optimizer_in_backward": ON, "gradient_clipping": 1.0},
+        "optimizer_in_backward.enabled: does not work with gradient_clipping",
+        {"optimizer_in_backward": {**ON, "clip_by_last_norm": True}, "gradient_clipping": 1.0},
+    ),
+    (
+        "gradients_that_are_used_up",
+        {"optimizer_in_backward": ON, "gradient_clipping": 0, "fp16": ON},
+        "optimizer_in_backward.enabled: does not work with fp16.enabled",
+        {"optimizer_in_backward": ON, "gradient_clipping": 0, "bf16": ON},
+    ),
+    (
         "one_answer_to_where_states_live",
         {"memory": {"device": "1GB"}, **zero(3, offload_param={"device": "cpu"})},
         "memory.device: zero_optimization.offload_param says",

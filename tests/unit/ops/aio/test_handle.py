@@ -103,6 +103,7 @@ def test_validate_finds_other_bytes(handle, tmp_path):
 
 
 def test_locked_memory_begins_with_a_page_and_is_unlocked_in_time(handle):
+    gc.collect()  # as below
     before = locked_kibibytes()
     tensor = handle.new_cpu_locked_tensor(300_000, torch.empty(0, dtype=torch.bfloat16))
     assert (tensor.shape, tensor.dtype, tensor.device.type) == ((300_000,), torch.bfloat16, "cpu")
@@ -122,6 +123,7 @@ def test_locked_memory_begins_with_a_page_and_is_unlocked_in_time(handle):
 
 
 def test_locked_memory_that_nobody_holds_is_given_back(handle):
+    gc.collect()  # what an earlier test left is not given back while this one looks
     before = locked_kibibytes()
     view = handle.new_cpu_locked_tensor(2**20, BYTE)[5:]
     gc.collect()
