@@ -111,7 +111,8 @@ def round_tensor_triton(
         return Rounded(*round_both(x, scale, dtype, rows=rows, columns=columns), scale)
     found = largest(x)
     made = torch.empty_like(found)
-    return Rounded(*round_both(x, found, dtype, rows=rows, columns=columns, made=made), made)
+    both = round_both(x, found, dtype, rows=rows, columns=columns, made=made, smallest=SMALLEST)
+    return Rounded(*both, made)
 
 
 @torch.no_grad()
@@ -121,7 +122,7 @@ def round_rows_triton(x: Tensor, dtype: torch.dtype) -> Rounded:
         return round_rows_reference(x, dtype)
     from deepspeed.ops.fp8.kernels.quantise import round_rows as kernel
 
-    rounded, scale = kernel(x, dtype)
+    rounded, scale = kernel(x, dtype, SMALLEST)
     return Rounded(rounded, None, scale)
 
 

@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.fp8.quantise import SMALLEST
 from deepspeed.ops.model.kernels.tuning import row_block, warps
 
 __all__ = ["largest", "round_both", "round_rows"]
@@ -72,12 +71,19 @@ def largest(x: Tensor) -> Tensor:
 
 
 def round_both(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, *, rows: bool, columns: bool, made: Tensor | None = None
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool,
+    columns: bool,
+    made: Tensor | None = None,
+    smallest: float = 0.0,
 ) -> tuple[Tensor | None, Tensor | None]:
     """(x / scale, its transpose) of a contiguous matrix, each contiguous, or None where it is not asked for.
 
-    `scale` is a scalar, or has an element for each column. With `made` it is the largest magnitude, and the scale of
-    that is written there.
+    `scale` is a scalar, or has an element for each column. With `made` it is the largest magnitude, taken as
+    `smallest` at least, and the scale of that is written there.
     """
     height, width = x.shape
     row = torch.empty(height, width, dtype=dtype, device=x.device) if rows else None
@@ -85,14 +91,14 @@ def round_both(
     anything = row if row is not None else column
     _round_both[(triton.cdiv(height, _SIDE), triton.cdiv(width, _SIDE))](
         x, scale, anything if row is None else row, anything if column is None else column,
-        scale if made is None else made, height, width, torch.finfo(dtype).max, SMALLEST,
+        scale if made is None else made, height, width, torch.finfo(dtype).max, smallest,
         TYPE=_TYPES[dtype], ROWS=rows, COLUMNS=columns, MANY=scale.dim() > 0, MAKES=made is not None,
         SIDE=_SIDE, num_warps=4,
     )  # fmt: skip
     return row, column
 
 
-def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def round_rows(x: Tensor, dtype: torch.dtype, smallest: float) -> tuple[Tensor, Tensor]:
     """(8-bit numbers, [rows, 1] scales) of a contiguous matrix, each row with a scale of its own."""
     height, width = x.shape
     out = torch.empty(height, width, dtype=dtype, device=x.device)
@@ -100,7 +106,7 @@ def round_rows(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     block = row_block(width)
     if x.numel():
         _round_rows[(height,)](
-            x, out, scale, width, torch.finfo(dtype).max, SMALLEST, TYPE=_TYPES[dtype], BLOCK=block,
+            x, out, scale, width, torch.finfo(dtype).max, smallest, TYPE=_TYPES[dtype], BLOCK=block,
             num_warps=warps(block),
         )  # fmt: skip
     return out, scale
