@@ -33,12 +33,16 @@ class _Flight:
         self.factors: tuple[Tensor, Tensor] | None = None
 
 
-class _Arrive(torch.autograd.Function):
+class _Node(torch.autograd.Function):
+    """What a tensor passes for the sake of its backward."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, flight: _Flight) -> Tensor:
         ctx.flight = flight
         return tensor.view_as(tensor)
 
+
+class _Arrive(_Node):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         ctx.flight.work.wait()
@@ -46,12 +50,7 @@ class _Arrive(torch.autograd.Function):
         return grads[0], None
 
 
-class _Depart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return tensor.view_as(tensor)
-
+class _Depart(_Node):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         total = grads[0].clone(memory_format=torch.contiguous_format)
@@ -59,12 +58,7 @@ class _Depart(torch.autograd.Function):
         return total, None
 
 
-class _Late(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, flight: _Flight) -> Tensor:
-        ctx.flight = flight
-        return weight.view_as(weight)
-
+class _Late(_Node):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         assert ctx.flight.factors is not None, "the layer's own node comes before"
