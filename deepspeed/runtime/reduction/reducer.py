@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from deepspeed import comm
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.runtime.reduction import buckets
+from deepspeed.runtime.reduction.pack import Pack
 from deepspeed.runtime.reduction.sparse import reduce_rows, reduce_sparse
 from deepspeed.zero.gradients.arrivals import Arrivals
 from deepspeed.zero.gradients.reduction import Weights
@@ -77,6 +77,7 @@ class _Bucket:
         self.holders = [slot.holder for slot in self.members]
         self.travels = self.members[0].travels
         self.everyone = torch.ones(len(self.members), dtype=self.holders[0].dtype, device=self.holders[0].device)
+        self.pack = Pack([*self.holders[: self.packed], self.everyone], again=not self.narrowed)
         first, last = self.members[-1].name, self.members[0].name
         self.label = f"gradients of {first}" + (f" … {last}" if first != last else "")
         self.complete = True
@@ -95,7 +96,7 @@ class _Bucket:
     def hand_back(self) -> None:
         """Make what was sent the gradients."""
         flat, *alone = (tensor.to(self.everyone.dtype) for tensor in self.sent)
-        *packed, self.present = _unflatten_dense_tensors(flat, [*self.holders[: self.packed], self.everyone])
+        *packed, self.present = self.pack.views(flat)
         for holder, grad in zip(self.holders, (*packed, *alone), strict=True):
             holder.grad = grad
 
@@ -143,7 +144,7 @@ class GradientReducer:
         """Look again at which parameters are trained; freezing and unfreezing between steps is allowed."""
         if self._alone and not self._banks:
             return
-        flags = tuple(slot.param.requires_grad for slot in self._slots)
+        flags = tuple([slot.param.requires_grad for slot in self._slots])  # a list is faster than a generator
         if flags == self._flags:
             return
         self._flags = flags
@@ -287,7 +288,7 @@ class GradientReducer:
         # A copy of ones that are there already does not wait for the device, as new numbers from the host would.
         present = bucket.everyone.clone() if bucket.complete else bucket.everyone.new_tensor(had)
         grads = [_dense(holder) for holder in bucket.holders]
-        flat = _flatten_dense_tensors([*grads[: bucket.packed], present])
+        flat = bucket.pack.fill([*grads[: bucket.packed], present])
         bucket.sent = [flat.to(bucket.travels), *(g.to(bucket.travels).contiguous() for g in grads[bucket.packed :])]
         if before != 1.0:
             for tensor in bucket.sent:
