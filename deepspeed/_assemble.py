@@ -276,7 +276,7 @@ def _around(
     """`forward` within what the config puts around it, from the inside to the outside."""
     schema, module = request.config.schema, request.module
     forward = keep_hidden_states(schema.activation_checkpointing, module, forward)
-    forward = tile_model(schema.sequence_parallel, module, stack, forward)
+    forward = tile_model(schema.sequence_parallel, module, stack, forward, split.tile_loss)
     return share_sequences(schema, module, layout, stack, forward, split.heads)
 
 

@@ -43,13 +43,6 @@ def _given(key: str, schema: Schema) -> bool:
     return section.enabled and getattr(section, key) != type(section).model_fields[key].default
 
 
-_TILES = "tiles together with split layers (tensor_parallel.autotp_size)"
-
-
-def _splits(schema: Schema) -> bool:
-    return schema.axis_sizes["tp"] > 1
-
-
 UNBUILT: tuple[Feature, ...] = (
     Feature("aio.use_gds", "GPUDirect Storage", lambda c: c.aio.use_gds),
     Feature(
@@ -78,11 +71,8 @@ UNBUILT: tuple[Feature, ...] = (
     ),
     Feature(
         "sequence_parallel.tiled_compute",
-        _TILES,
-        lambda c: c.sequence_parallel.tiled_compute is not None and _splits(c),
-    ),
-    Feature(
-        "sequence_parallel.tiled_loss", _TILES, lambda c: c.sequence_parallel.tiled_loss is not None and _splits(c)
+        "tiles of layers around which sequences stay split (tensor_parallel.sequence_parallel)",
+        lambda c: c.sequence_parallel.tiled_compute is not None and c.tensor_parallel.sequence_parallel,
     ),
     Feature(
         "tensor_parallel.keep_module_on_host",

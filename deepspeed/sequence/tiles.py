@@ -29,11 +29,22 @@ if TYPE_CHECKING:
 __all__ = ["tile_model"]
 
 Forward = Callable[..., Any]
+TileLoss = Callable[[Any, Tensor, Tensor, int], Tensor]
+"""(head, hidden states of a tile, labels, the label that does not count) → the sum of the losses of these tokens."""
 _MLPS, _NORMS = ("MLP", "FeedForward"), ("RMSNorm", "LayerNorm")  # how the names of their classes end
 
 
-def tile_model(section: SequenceParallelConfig, module: nn.Module, stack: ExitStack, forward: Forward) -> Forward:
-    """`forward` of a model whose parts run over tiles, until the stack is closed; itself where none are asked for."""
+def tile_model(
+    section: SequenceParallelConfig,
+    module: nn.Module,
+    stack: ExitStack,
+    forward: Forward,
+    tile_loss: TileLoss | None = None,
+) -> Forward:
+    """`forward` of a model whose parts run over tiles, until the stack is closed; itself where none are asked for.
+
+    `tile_loss` takes the place of head and cross-entropy, where ranks share the vocabulary.
+    """
     compute, loss = section.tiled_compute, section.tiled_loss
     if compute is None and loss is None:
         return forward
@@ -47,7 +58,7 @@ def tile_model(section: SequenceParallelConfig, module: nn.Module, stack: ExitSt
         )
     if compute is not None:
         _tile_layers(models[0], compute, stack)
-    return forward if loss is None else _TiledLoss(models[0], loss, stack, forward)
+    return forward if loss is None else _TiledLoss(models[0], loss, stack, forward, tile_loss)
 
 
 def _tile_layers(model: Any, tokens: int, stack: ExitStack) -> None:
@@ -85,13 +96,15 @@ def _tile(module: nn.Module, tokens: int, stack: ExitStack) -> None:
 class _TiledLoss:
     """A causal model's forward in which logits exist for a tile; see [Note: logits that never are]."""
 
-    def __init__(self, model: Any, tokens: int, stack: ExitStack, forward: Forward) -> None:
+    def __init__(self, model: Any, tokens: int, stack: ExitStack, forward: Forward, tile_loss: TileLoss | None) -> None:
         from transformers.loss.loss_utils import ForCausalLMLoss
 
+        known = tile_loss is not None or getattr(model, "loss_function", None) is ForCausalLMLoss
         self._model, self._name, self._tokens, self._forward = model, type(model).__name__, tokens, forward
         self._takes = inspect.signature(model.forward)
         self._head: Any = model.get_output_embeddings()
-        if self._head is None or getattr(model, "loss_function", None) is not ForCausalLMLoss:
+        self._tile_loss = tile_loss or _whole_vocabulary
+        if self._head is None or not known:
             raise _error(
                 "tiled_loss",
                 f"{self._name} is no causal model with a head and Transformers' loss for it. Leave it out, and use "
@@ -141,8 +154,9 @@ class _TiledLoss:
     ) -> Tensor:
         """In the place of `ForCausalLMLoss`."""
         if not self._wanted:
+            options = {"num_items_in_batch": num_items_in_batch, "ignore_index": ignore_index}
             return self._loss_whole(  # type: ignore[no-any-return]
-                logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **others
+                logits, labels, vocab_size, shift_labels=shift_labels, **options, **others
             )
         hidden = self._unchanged(logits)
         self._wanted, self._pending = False, None  # from now on the head is itself, also when a tile is run again
@@ -157,8 +171,7 @@ class _TiledLoss:
             )
 
         def part(head: Any, some: Tensor, wanted: Tensor) -> Tensor:
-            logits = head(some).float().flatten(0, 1)
-            return nn.functional.cross_entropy(logits, wanted.flatten(), ignore_index=ignore_index, reduction="sum")
+            return self._tile_loss(head, some, wanted, ignore_index)
 
         tiles = max(1, -(-hidden.shape[1] // self._tokens))
         total = TiledFusedLogitsLoss.apply(part, self._head, hidden, shift_labels, None, tiles, None, "sum")
@@ -181,6 +194,11 @@ class _TiledLoss:
             f"{self._name} {what}, so that its loss cannot be computed over tiles. Leave sequence_parallel.tiled_loss "
             "out."
         )
+
+
+def _whole_vocabulary(head: Any, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    logits = head(hidden).float().flatten(0, 1)
+    return nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=ignore_index, reduction="sum")
 
 
 def _without_logits(outputs: Any) -> Any:

@@ -21,7 +21,7 @@ from deepspeed.tensor_parallel.draws import same_generators
 from deepspeed.tensor_parallel.hf_plan import model_plan, of_plan
 from deepspeed.tensor_parallel.inputs import InputCheck
 from deepspeed.tensor_parallel.loading import fill, take_place
-from deepspeed.tensor_parallel.loss import split_loss
+from deepspeed.tensor_parallel.loss import TileLoss, split_loss
 from deepspeed.tensor_parallel.model_init import asked_size, check_asked
 from deepspeed.tensor_parallel.plan import Plan, plan
 from deepspeed.tensor_parallel.presets import by_names, preset
@@ -40,6 +40,8 @@ class SplitModel:
     """The fewest query and key-value heads that a rank computes; None where each computes all of them."""
     elsewhere: frozenset[int] = frozenset()
     """Ids of parameters of which another rank holds the same and counts it in the norm."""
+    tile_loss: TileLoss | None = None
+    """The loss of some tokens of a causal model whose logits stay split; None where logits are whole."""
 
 
 def split_model(schema: Schema, model: nn.Module, axis: AxisGroup, opened: Opened, mpu: Any = None) -> SplitModel:
@@ -72,10 +74,9 @@ def split_model(schema: Schema, model: nn.Module, axis: AxisGroup, opened: Opene
     if section.sequence_parallel:
         divide_sequences(model, made, axis)
     same_generators(axis)
-    if section.vocab_parallel_lm_head:
-        split_loss(model, made)
+    tile_loss = split_loss(model, made) if section.vocab_parallel_lm_head else None
     _tell(made)
-    return SplitModel(InputCheck(axis), _fewest_heads(made), counted_elsewhere(model, axis.rank))
+    return SplitModel(InputCheck(axis), _fewest_heads(made), counted_elsewhere(model, axis.rank), tile_loss)
 
 
 def plan_model(section: TPTrainingConfig, model: nn.Module, ranks: int) -> Plan:

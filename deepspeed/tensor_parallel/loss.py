@@ -15,17 +15,23 @@ from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
-from deepspeed.tensor_parallel.cross_entropy import causal_lm_loss, masked_lm_loss
+from deepspeed.tensor_parallel.cross_entropy import causal_lm_loss, masked_lm_loss, split_cross_entropy
 from deepspeed.tensor_parallel.layers import Share, share_of
 from deepspeed.tensor_parallel.plan import Plan
 
-__all__ = ["split_loss"]
+__all__ = ["TileLoss", "split_loss"]
+
+TileLoss = Callable[[nn.Module, Tensor, Tensor, int], Tensor]
+"""(output layer, hidden states, labels, the label that does not count) → the sum of the losses of these tokens."""
 
 _LOSSES: dict[str, Callable[..., Tensor]] = {"ForCausalLM": causal_lm_loss, "ForMaskedLM": masked_lm_loss}
 
 
-def split_loss(model: nn.Module, plan: Plan) -> bool:
-    """Let the model's loss take split logits, where its class lets it; tells where logits are gathered instead."""
+def split_loss(model: nn.Module, plan: Plan) -> TileLoss | None:
+    """Let the model's loss take split logits, where its class lets it; tells where logits are gathered instead.
+
+    What comes back computes such a loss of some tokens; it is for causal models, None for others.
+    """
     (change, *others) = plan.heads
     owner = _owner(model, change.module)
     share = share_of(change.module)
@@ -37,16 +43,16 @@ def split_loss(model: nn.Module, plan: Plan) -> bool:
         reason = "its class computes the loss by itself, not by self.loss_function"
     if reason or owner is None:
         log_dist(f"vocab_parallel_lm_head: logits of {type(model).__name__} are gathered, because {reason}")
-        return False
+        return None
     kind = getattr(owner, "loss_type", None)
     if kind not in _LOSSES:
         log_dist(f"vocab_parallel_lm_head: logits are gathered, because the loss is of the type {kind!r}")
-        return False
+        return None
     original = owner.loss_function
     owner.loss_function = _Loss(share, _LOSSES[kind], original)
     owner.register_forward_pre_hook(_Begin(share), with_kwargs=True)
     owner.register_forward_hook(_End(share), always_call=True)
-    return True
+    return _SumOfTile(share) if kind == "ForCausalLM" else None
 
 
 def _owner(model: nn.Module, head: nn.Module) -> Any:
@@ -102,3 +108,20 @@ class _Loss:
             )
         chosen = {name: options[name] for name in known if options.get(name) is not None}
         return self.split(logits, labels, start=start, group=axis.group, **chosen)
+
+
+class _SumOfTile:
+    """A `TileLoss`. It says by itself that logits stay split, because backward computes a tile once more."""
+
+    def __init__(self, share: Share) -> None:
+        self.share = share
+
+    def __call__(self, head: nn.Module, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        share = self.share
+        before, share.keep_split = share.keep_split, True
+        try:
+            logits = head(hidden)
+        finally:
+            share.keep_split = before
+        start = sum(share.sizes[: share.axis.rank])
+        return split_cross_entropy(logits, labels, start, share.axis.group, ignore_index).sum()

@@ -1,0 +1,109 @@
+"""Tiles of MLPs, norms, logits and loss in models whose layers ranks share, against the model in one piece."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed.errors import FeatureUnavailable
+from deepspeed.sequence import TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
+from tests.distributed.tensor_parallel.families import VOCABULARY, make, start, tokens
+from tests.distributed.tensor_parallel.test_wire_and_memory import (
+    ACTIVATION,
+    BATCH,
+    HIDDEN,
+    LAYERS,
+    LENGTH,
+    sent,
+    split_embeddings,
+)
+from tests.distributed.tensor_parallel.training import momentum, train, zero
+from tests.harness import ranks
+
+TILES = {"tiled_compute": 3, "tiled_loss": 5}
+CASES = [
+    # family, stage, accumulation, options of tensor_parallel, of sequence_parallel, its ranks
+    ("llama", 0, 1, {"vocab_parallel_lm_head": True}, TILES, 1),
+    ("qwen3", 3, 2, {"vocab_parallel_lm_head": True}, TILES, 1),
+    ("uneven", 1, 1, {"vocab_parallel_lm_head": True, "tp_overlap_comm": True}, TILES, 1),
+    ("gpt2", 3, 1, {"vocab_parallel_lm_head": False}, TILES, 1),
+    ("llama", 3, 1, {"sequence_parallel": True, "vocab_parallel_lm_head": True}, {"tiled_loss": 3}, 1),
+    ("llama", 3, 1, {"vocab_parallel_lm_head": True}, {**TILES, "attention": "ulysses"}, 2),
+    ("mistral", 0, 1, {}, TILES, 1),  # the plan of Transformers gathers the logits, of a tile then
+]
+
+
+@ranks(4, timeout=400)
+def test_training_is_that_of_the_whole_model():
+    for name, stage, accumulation, parallel, tiles, sequence in CASES:
+        model, plain = make(name)
+        sections = momentum(gradient_accumulation_steps=accumulation, gradient_clipping=0.5, **zero(stage))
+        sections |= {"sequence_parallel": tiles, "sequence_parallel_size": sequence}
+        engine = start(model, 2, tensor_parallel=parallel, **sections)
+        train(engine, plain, accumulation, steps=2, clip=0.5)
+        engine.destroy()
+
+
+@ranks(2)
+def test_bytes_and_logits_of_a_tile():
+    """Tiles cost no bytes in MLPs, and the three numbers per token of the loss once more, in backward."""
+    model, plain = make("llama")
+    embeddings = split_embeddings(plain, 2, vocab_parallel_lm_head=True)
+    engine = start(model, 2, tensor_parallel={"vocab_parallel_lm_head": True}, sequence_parallel=TILES)
+    seen = []
+    model.lm_head.register_forward_hook(lambda module, given, out: seen.append(tuple(out.shape)))
+    batch = tokens(BATCH, LENGTH)
+    engine(input_ids=batch, labels=batch)
+    seen.clear()
+    out, forward = sent(partial(engine, input_ids=batch, labels=batch))
+    _, backward = sent(partial(engine.backward, out.loss))
+    entropy = 3 * BATCH * LENGTH * 4
+    assert forward["all_reduce"][1] == (2 * LAYERS + embeddings) * ACTIVATION + entropy
+    assert backward["all_reduce"][1] == (2 * LAYERS + 1) * ACTIVATION + entropy
+    assert {shape[1:] for shape in seen if shape[-1] != HIDDEN} == {(LENGTH // 2, VOCABULARY // 2)}
+    engine.eval()
+    whole = engine(input_ids=batch, labels=batch)
+    assert whole.logits.shape[-1] == VOCABULARY
+    assert whole.loss.item() == pytest.approx(out.loss.item(), abs=1e-5)
+    engine.destroy()
+    with pytest.raises(FeatureUnavailable, match="tiles of layers around which sequences stay split"):
+        start(make("llama")[0], 2, tensor_parallel={"sequence_parallel": True}, sequence_parallel=TILES)
+
+
+@ranks(2)
+def test_pieces_by_hand():
+    """The published pieces around split layers: output, and gradients of inputs and weights, are those without."""
+    model, plain = make("llama")
+    engine = start(model, 2)
+    generator = torch.Generator().manual_seed(2)
+    hidden, labels = torch.randn(2, 7, 32, generator=generator), torch.randint(50, (2, 7), generator=generator)
+
+    def mlp(module, x):
+        return module.model.layers[0].mlp(x)
+
+    def loss(module, x, y):
+        return torch.nn.functional.cross_entropy(module.lm_head(x).flatten(0, 1), y.flatten(), reduction="sum")
+
+    def of_tiles(module, x):
+        x = TiledMLP.apply(mlp, module, x, 3)
+        inner = {"self": module.model.layers[1].mlp}
+        x = sequence_tiled_compute(lambda self, x: self(x), 7, 2, {"x": x}, inner, "x")
+        return TiledFusedLogitsLoss.apply(loss, module, x, labels, None, 4, None, "sum")
+
+    results = []
+    for module, act in ((engine.module, of_tiles), (plain, None)):
+        given = hidden.clone().requires_grad_()
+        if act is None:
+            total = loss(module, module.model.layers[1].mlp(mlp(module, given)), labels)
+        else:
+            total = act(module, given)
+        total.backward()
+        rows = 48 // 2 * dist.get_rank() if act is None else 0
+        weight = module.model.layers[0].mlp.up_proj.weight.grad[rows : rows + 24]
+        results.append((total.detach(), given.grad, weight))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    engine.destroy()
