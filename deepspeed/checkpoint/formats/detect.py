@@ -60,7 +60,7 @@ def open_checkpoint(
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory")
     if (path / INDEX).exists():
-        return _cut(NativeSource(path, opener=Opener(path, verify=verify)), splits, mp_rank)
+        return _cut(_joined(NativeSource(path, opener=Opener(path, verify=verify))), splits, mp_rank)
     if (path / "zero").is_dir():
         own = mp_rank if layers is None and not splits else 0  # stages and slices were put together
         return _cut(UniversalSource(path, own, opener=Opener(path, verify=verify)), splits, mp_rank)
@@ -128,7 +128,7 @@ def _ranks_of(splits: Mapping[str, Split] | None) -> int:
 
 def _joined(source: Source) -> Source:
     """With experts whole of which the ranks that wrote had slices."""
-    slices = source.slices if isinstance(source, DeepSpeedSource) else {}
+    slices = source.slices if isinstance(source, (DeepSpeedSource, NativeSource)) else {}
     return JoinedSlices(source, slices) if slices else source
 
 

@@ -103,6 +103,8 @@ class Experts:
     """Layer → whether this rank is the first of those that have the same experts of it."""
     slices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Parameters in which experts lie one behind the other → which slice this rank has, of how many."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    """Layer → over how many ranks its experts are spread."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,11 +152,6 @@ class Checkpoints:
                 f"the model has experts in a pipeline ({experts.layers[0].begin}…), for which checkpoints have no "
                 "place yet; save_16bit_model writes the whole model"
             )
-        if experts is not None and experts.most.ep.size > 1 and self._section.format == "safetensors":
-            raise CheckpointError(
-                f'checkpoint.format is "safetensors", which has no place for experts that are spread over '
-                f'{experts.most.ep.size} ranks ({experts.layers[0].begin}…). Use the format "deepspeed"'
-            )
         if experts is not None and any(experts.crosses(param) for param in self._parts.module.parameters()):
             raise CheckpointError(
                 f"the experts of {experts.layers[0].begin}… lie on several tensor-parallel ranks, for which "

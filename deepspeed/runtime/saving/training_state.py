@@ -192,7 +192,8 @@ def _experts(parts: Parts) -> Experts | None:
         return None
     writes = {layer.listed: layer.groups.edp.rank == 0 for layer in experts.layers}
     first = experts.most.edp.rank == 0
-    return Experts(experts.numbers, experts.data_first, experts.most.ep.rank, first, writes, experts.slices)
+    sizes = {layer.listed: layer.groups.ep.size for layer in experts.layers}
+    return Experts(experts.numbers, experts.data_first, experts.most.ep.rank, first, writes, experts.slices, sizes)
 
 
 def _groups(parts: Parts, exclude_frozen: bool) -> list[Listed]:

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -14,7 +13,6 @@ from safetensors.torch import load_file
 import deepspeed
 from deepspeed.checkpoint.ds_to_universal import main as to_universal
 from deepspeed.checkpoint.ds_to_universal import parse_arguments
-from deepspeed.errors import CheckpointError
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.distributed.moe.models import EXPERTS, Model, adopt, batches, counterparts, scrambled
@@ -79,21 +77,25 @@ def shared_folder(name: str) -> Path:
 def test_any_layout_and_stage_loads():
     folder = shared_folder("experts")
     rounds = [
-        ((2, 4), 0, False, ((4, 1), 2, True)),
-        ((4, 2), 2, False, ((1, 2), 3, False)),
-        ((2, 2), 3, True, ((4, 4), 0, False)),
-        ((1, 4), 1, True, ((2, 1), 1, False)),
+        ((2, 4), 0, False, "deepspeed", ((4, 1), 2, True)),
+        ((4, 2), 2, False, "deepspeed", ((1, 2), 3, False)),
+        ((2, 2), 3, True, "deepspeed", ((4, 4), 0, False)),
+        ((1, 4), 1, True, "deepspeed", ((2, 1), 1, False)),
+        ((4, 2), 0, True, "safetensors", ((2, 1), 3, False)),
+        ((2, 4), 3, False, "safetensors", ((1, 4), 2, True)),
+        ((2, 1), 1, True, "safetensors", ((4, 2), 0, False)),
     ]
-    for number, (layout, stage, data_first, (other, then, order)) in enumerate(rounds):
-        engine = engine_of(layout, stage, data_first=data_first)
+    for number, (layout, stage, data_first, files, (other, then, order)) in enumerate(rounds):
+        engine = engine_of(layout, stage, data_first=data_first, checkpoint={"format": files})
         train(engine, 2)
         engine.save_checkpoint(folder, tag=str(number))
         expected = everybody(states(engine, data_first))
         assert set(expected) == set(dict(Model(k=2).named_parameters()))
-        masters = get_fp32_state_dict_from_zero_checkpoint(folder, tag=str(number))
-        assert set(masters) == set(expected)
-        for name, (master, _) in expected.items():
-            assert torch.equal(masters[name], master), f"{number} {name}"
+        if files == "deepspeed":
+            masters = get_fp32_state_dict_from_zero_checkpoint(folder, tag=str(number))
+            assert set(masters) == set(expected)
+            for name, (master, _) in expected.items():
+                assert torch.equal(masters[name], master), f"{number} {name}"
         train(engine, 1, start=2)
         continued = everybody(states(engine, data_first))
         engine.destroy()
@@ -146,9 +148,6 @@ def test_files_whole_models_and_universal():
     loaded.load_checkpoint(folder)
     check_equal(loaded, expected)
     loaded.destroy()
-    refusing = engine_of((2, 2), 1, checkpoint={"format": "safetensors"})
-    with pytest.raises(CheckpointError, match="no place for experts that are spread over 2 ranks"):
-        refusing.save_checkpoint(folder)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)

@@ -14,11 +14,13 @@ from torch import Tensor
 from deepspeed.checkpoint.formats.bounds import dtype_called, rank_count, shape_of
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.client_values import decode
+from deepspeed.checkpoint.formats.expert_slices import slices_in
 from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.native.writer import INDEX, SMALL, VERSION, rank_file
 from deepspeed.checkpoint.formats.safetensors import Content
 from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.formats.training_state import Counters
+from deepspeed.checkpoint.formats.zero_files.expert_files import ExpertLayers, renumbered
 from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import Block, FlatLayout, Striped
@@ -39,10 +41,12 @@ class NativeSource:
         self._dtypes: dict[str, str | None] = {}
         self._holder: dict[str, int] = {}
         self._scalars: dict[int, dict[str, dict[str, Any]]] = {}
+        self._experts = self._expert_layers()
         for group in self._index["groups"]:
-            self._enter(group["tensors"], self._layout(group), group["kinds"])
-        frozen = self._index["frozen"]
-        self._enter(frozen["tensors"], self._layout({**frozen, "align": 1, "gap": 1}), ["param"])
+            self._enter(group["tensors"], self._layout(group), group["kinds"], group.get("ep", 0))
+        for fixed in (self._index["frozen"], *self._expert_entries.get("fixed", ())):
+            layout = self._layout({**fixed, "align": 1, "gap": 1})
+            self._enter(fixed["tensors"], layout, ["param"], fixed.get("ep", 0))
         self._enter(self._index["buffers"], None, ["param"])
 
     @property
@@ -88,9 +92,14 @@ class NativeSource:
         """The optimizer's groups."""
         settings = self._small_entries["hyperparameters"]
         return [
-            (list(group["tensors"]), settings[place] if place < len(settings) else {})
+            (self._listed(group), settings[place] if place < len(settings) else {})
             for place, group in enumerate(self._index["groups"])
         ]
+
+    @functools.cached_property
+    def slices(self) -> Mapping[str, int]:
+        """Parameters of experts that lie in slices → in how many."""
+        return slices_in(self._expert_entries.get("slices"), self._directory)
 
     @functools.cached_property
     def small(self) -> Small:
@@ -157,28 +166,62 @@ class NativeSource:
         found: Mapping[str, Any] = opened.state
         return found
 
+    @property
+    def _expert_entries(self) -> Mapping[str, Any]:
+        return self._index.get("experts") or {}
+
+    def _expert_layers(self) -> ExpertLayers | None:
+        told = self._expert_entries
+        if not told:
+            return None
+        layers = {str(layer): rank_count(count, self._directory / INDEX) for layer, count in told["layers"].items()}
+        return ExpertLayers(layers, self.world, bool(told["data_first"]))
+
     def _layout(self, group: Mapping[str, Any]) -> FlatLayout:
         numels = tuple(shape_of(shape, self._directory).numel() for shape, _ in group["tensors"].values())
+        ep = group.get("ep", 0)
+        world = self._spread(ep).grid(ep).edp if ep else self.world
         if group["split"] == "each":
-            return Striped(numels, self.world)
-        return Block(numels, self.world, align=group["align"], gap=group["gap"])
+            return Striped(numels, world)
+        return Block(numels, world, align=group["align"], gap=group["gap"])
 
-    def _enter(self, tensors: Mapping[str, Any], layout: FlatLayout | None, kinds: Sequence[str]) -> None:
+    def _spread(self, ep: Any) -> ExpertLayers:
+        if self._experts is None or rank_count(ep, self._directory / INDEX) > self.world:
+            raise CheckpointError(f"{self._directory / INDEX}: experts on {ep!r:.100} of {self.world} ranks: which?")
+        return self._experts
+
+    def _listed(self, group: Mapping[str, Any]) -> list[str]:
+        """The names of a group, of whichever rank."""
+        ep = group.get("ep", 0)
+        parts = range(max(ep, 1))
+        return [self._name(listed, ep, part) for part in parts for listed in group["tensors"]]
+
+    def _name(self, listed: str, ep: int, part: int) -> str:
+        return renumbered(listed, self._spread(ep).shift(listed, ep, part)) if ep else listed
+
+    def _enter(self, tensors: Mapping[str, Any], layout: FlatLayout | None, kinds: Sequence[str], ep: int = 0) -> None:
+        """Tensors that `layout` cuts; experts that are spread over `ep` ranks as the first of them lists its own."""
         if not isinstance(kinds, list) or len(set(kinds)) != len(kinds) or not all(isinstance(k, str) for k in kinds):
             raise CheckpointError(f"{self._directory / INDEX}: {kinds!r:.100} are no kinds of tensors")
-        for number, (name, (shape, dtype)) in enumerate(tensors.items()):
-            if name in self._pieces.shapes:
-                raise CheckpointError(f"{self._directory / INDEX} lists {name!r:.200} twice")
-            size = shape_of(shape, f"{self._directory}: {name}")
-            self._pieces.shapes[name] = size
-            self._dtypes[name] = dtype
-            for rank in range(self.world if layout else 1):
-                interval = layout.interval(number, rank) if layout else (0, size.numel())
-                if interval[0] < interval[1] or (size.numel() == 0 and rank == 0):
-                    self._holder.setdefault(name, rank)
-                    for kind in kinds:
-                        load = functools.partial(self._load, rank, kind, name, interval)
-                        self._pieces.add(name, kind, Piece(interval, load, 0, self._index["files"][rank]))
+        for part in range(max(ep, 1)):
+            for number, (listed, (shape, dtype)) in enumerate(tensors.items()):
+                name = self._name(listed, ep, part)
+                if name in self._pieces.shapes:
+                    raise CheckpointError(f"{self._directory / INDEX} lists {name!r:.200} twice")
+                size = shape_of(shape, f"{self._directory}: {name}")
+                self._pieces.shapes[name] = size
+                self._dtypes[name] = dtype
+                for copy in range(layout.world if layout else 1):
+                    interval = layout.interval(number, copy) if layout else (0, size.numel())
+                    rank = self._spread(ep).grid(ep).rank(part, copy) if ep else copy
+                    if interval[0] < interval[1] or (size.numel() == 0 and copy == 0):
+                        self._add(name, kinds, interval, rank)
+
+    def _add(self, name: str, kinds: Sequence[str], interval: tuple[int, int], rank: int) -> None:
+        self._holder.setdefault(name, rank)
+        for kind in kinds:
+            load = functools.partial(self._load, rank, kind, name, interval)
+            self._pieces.add(name, kind, Piece(interval, load, 0, self._index["files"][rank]))
 
     def _load(self, rank: int, kind: str, name: str, interval: tuple[int, int]) -> tuple[Tensor, Opened]:
         opened = self._open(rank)

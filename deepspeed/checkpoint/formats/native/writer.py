@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
 from deepspeed._version import __version__
 from deepspeed.checkpoint.formats.client_values import encode
+from deepspeed.checkpoint.formats.expert_slices import with_slices
 from deepspeed.checkpoint.formats.plain_values import plain
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
 from deepspeed.checkpoint.formats.safetensors import Content
 from deepspeed.checkpoint.formats.training_state import GroupState, TrainingState
+from deepspeed.checkpoint.formats.zero_files.expert_files import ExpertLayers, layer_of
 from deepspeed.fragments import Block, FlatLayout, Striped
 
 __all__ = ["INDEX", "SMALL", "VERSION", "files", "fragment_file", "rank_file"]
@@ -35,18 +38,22 @@ def rank_file(dp_rank: int, mp_rank: int = 0) -> str:
 
 def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
     """What this rank writes; rank 0 also the index and what all ranks share."""
+    state = with_slices(state)
     host, result, content = Host(allocate), Files(), Content()
     scalars: dict[str, Any] = {}
     for group in state.groups:
-        layout = group.layout or _spread(tuple(shape.numel() for shape in group.shapes), state.dp_size)
         for index, name in enumerate(group.names):
             held = group.scalars[index]
-            for kind, tensor in _trained(group, layout, index, state.dp_rank):
+            for kind, tensor in _trained(group, index, state):
                 content.tensors[f"{kind}:{name}"] = host.take(tensor, alone=False)
             if held:
                 scalars[name] = _numbers(held, name, content, host)
-    for name, tensor in _fixed(state):
-        content.tensors[f"param:{name}"] = host.take(tensor, alone=False)
+    for fixed in _fixed(state):
+        for name, tensor in _parts(fixed, state):
+            content.tensors[f"param:{name}"] = host.take(tensor, alone=False)
+    if state.dp_rank == 0:
+        for name in _shared_buffers(state):
+            content.tensors[f"param:{name}"] = host.take(state.module[name], alone=False)
     content.metadata["scalars"] = json.dumps(scalars)
     result.tensors[fragment_file(state.dp_rank, state.mp_rank)] = content
     own = rank_entries(state, host)
@@ -63,9 +70,18 @@ def _spread(numels: tuple[int, ...], world: int) -> Block:
     return Block(numels, world, align=1)
 
 
-def _trained(group: GroupState, layout: FlatLayout, index: int, dp_rank: int) -> Iterator[tuple[str, Tensor]]:
-    rank = dp_rank if group.layout is None else group.rank
-    start, stop = layout.interval(index, rank)
+def _place(state: TrainingState, ep: int) -> tuple[int, int]:
+    """(ranks that have the same elements of experts on `ep` ranks, which of these this one is); 0: of what is dense."""
+    if ep == 0 or state.experts is None:
+        return state.dp_size, state.dp_rank
+    grid = ExpertLayers(state.experts.layers, state.dp_size, state.experts.data_first).grid(ep)
+    return grid.edp, grid.copy_of(state.dp_rank)
+
+
+def _trained(group: GroupState, index: int, state: TrainingState) -> Iterator[tuple[str, Tensor]]:
+    world, rank = _place(state, group.ep)
+    layout: FlatLayout = group.layout or _spread(tuple(shape.numel() for shape in group.shapes), world)
+    start, stop = layout.interval(index, rank if group.layout is None else group.rank)
     for kind in group.kinds:
         tensor = group.tensors[kind][index]
         if tensor is not None and start < stop:
@@ -84,21 +100,49 @@ def _numbers(scalars: Any, name: str, content: Content, host: Host) -> dict[str,
     return numbers
 
 
-def _fixed(state: TrainingState) -> Iterator[tuple[str, Tensor]]:
-    """This rank's part of what no group trains, and of the weights where there is no optimizer."""
-    names = list(state.frozen)
-    if state.stage == 3:
-        for name in names:
-            start, stop = Striped((state.frozen[name].numel(),), state.dp_size).interval(0, state.dp_rank)
+@dataclass(frozen=True, slots=True)
+class _Fixed:
+    """Tensors that no group trains and that lie on the same ranks."""
+
+    names: Sequence[str]
+    ep: int
+    """Over how many ranks they are spread, if they are experts'; 0: they are not."""
+    striped: bool
+    """Each is cut over its ranks; else they lie whole on all of them."""
+
+
+def _fixed(state: TrainingState) -> list[_Fixed]:
+    """The first one is of what is dense, and is there always."""
+    sizes = {} if state.experts is None else state.experts.sizes
+    kinds = [(state.frozen, state.stage == 3), (state.buffers, False)]
+    dense = [name for name in state.frozen if layer_of(name) not in sizes]
+    found = [_Fixed(dense, 0, state.stage == 3)]
+    for ep in sorted(set(sizes.values())):
+        for names, striped in kinds:
+            own = [name for name in names if sizes.get(layer_of(name) or "") == ep]
+            found += [_Fixed(own, ep, striped)] if own else []
+    return found
+
+
+def _parts(fixed: _Fixed, state: TrainingState) -> Iterator[tuple[str, Tensor]]:
+    """What of them this rank writes."""
+    world, rank = _place(state, fixed.ep)
+    if fixed.striped:
+        for name in fixed.names:
+            start, stop = Striped((state.frozen[name].numel(),), world).interval(0, rank)
             yield name, state.module[name].detach().reshape(-1)[: stop - start]
-    else:
-        layout = _spread(tuple(state.module[name].numel() for name in names), state.dp_size)
-        for index, name in enumerate(names):
-            start, stop = layout.interval(index, state.dp_rank)
-            if start < stop:
-                yield name, state.module[name].detach().reshape(-1)[start:stop]
-    if state.dp_rank == 0:
-        yield from ((name, state.module[name]) for name in state.buffers)
+        return
+    layout = _spread(tuple(state.module[name].numel() for name in fixed.names), world)
+    for index, name in enumerate(fixed.names):
+        start, stop = layout.interval(index, rank)
+        if start < stop:
+            yield name, state.module[name].detach().reshape(-1)[start:stop]
+
+
+def _shared_buffers(state: TrainingState) -> list[str]:
+    """Those that all ranks have alike."""
+    sizes = {} if state.experts is None else state.experts.sizes
+    return [name for name in state.buffers if layer_of(name) not in sizes]
 
 
 def _layout(group: GroupState) -> dict[str, Any]:
@@ -112,6 +156,13 @@ def _layout(group: GroupState) -> dict[str, Any]:
 def _index(state: TrainingState) -> dict[str, Any]:
     trained = {name: shape for group in state.groups for name, shape in zip(group.names, group.shapes, strict=True)}
     dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in state.module.items()}
+    dense, *of_experts = _fixed(state)
+
+    def tensors(fixed: _Fixed) -> dict[str, Any]:
+        shapes = {name: list(state.frozen.get(name, state.module[name].shape)) for name in fixed.names}
+        named = {name: [shape, dtypes[name]] for name, shape in shapes.items()}
+        return {"split": "each" if fixed.striped else "all", "tensors": named}
+
     return {
         "format": "deepspeed-fragments",
         "version": VERSION,
@@ -122,21 +173,29 @@ def _index(state: TrainingState) -> dict[str, Any]:
         "model_parallel_ranks": state.mp_size,
         "files": [fragment_file(rank) for rank in range(state.dp_size)],
         "aliases": dict(state.aliases),
-        "buffers": {name: [list(state.module[name].shape), dtypes[name]] for name in state.buffers},
-        "frozen": {
-            "split": "each" if state.stage == 3 else "all",
-            "tensors": {name: [list(shape), dtypes[name]] for name, shape in state.frozen.items()},
-        },
+        "buffers": {name: [list(state.module[name].shape), dtypes[name]] for name in _shared_buffers(state)},
+        "frozen": tensors(dense),
         "groups": [
             {
                 **_layout(group),
+                **({"ep": group.ep} if group.ep else {}),
                 "kinds": list(group.kinds),
                 "tensors": {name: [list(trained[name]), dtypes.get(name)] for name in group.names},
             }
             for group in state.groups
         ],
         "order": list(state.module),
+        **_experts(state, [{"ep": fixed.ep, **tensors(fixed)} for fixed in of_experts]),
     }
+
+
+def _experts(state: TrainingState, fixed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Names in the index are those of rank 0: what other ranks have follows from this."""
+    if state.experts is None:
+        return {}
+    slices = {name: count for name, (_, count) in state.experts.slices.items()}
+    told = {"layers": dict(state.experts.layers), "data_first": state.experts.data_first}
+    return {"experts": {**told, "fixed": fixed, "slices": slices}}
 
 
 def _small(state: TrainingState) -> dict[str, Any]:
