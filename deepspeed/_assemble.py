@@ -219,7 +219,7 @@ def _split(request: Request, layout: ParallelLayout) -> SplitModel:
         split = split_stage(schema, module, layout, opened)
     else:
         split = split_model(schema, module, layout["tp"], opened, request.mpu)
-    spread_blocks(schema, module, layout)
+    spread_blocks(schema, module, layout, opened)
     return split
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
 from deepspeed.log import log_dist
 from deepspeed.moe.stacked import SpreadStack, Stack, computes_by_flags, count_of_stack, kind_of, spread_stack
-from deepspeed.parallel import ParallelLayout
+from deepspeed.parallel import AxisGroup, ParallelLayout
 
 __all__ = ["Found", "find_experts", "spread_blocks"]
 
@@ -31,7 +32,11 @@ class Found:
     arguments: tuple[str, ...]
 
 
-def spread_blocks(schema: Schema, model: nn.Module, layout: ParallelLayout) -> None:
+Opened = Callable[[Iterable[nn.Parameter], AxisGroup], AbstractContextManager[None]]
+"""A context in which parameters are whole that were constructed in shards; afterwards they lie on the given ranks."""
+
+
+def spread_blocks(schema: Schema, model: nn.Module, layout: ParallelLayout, opened: Opened) -> None:
     """Let every rank keep its slice of the experts of every block, as the config says; nothing where it is off."""
     section = schema.expert_parallel
     if not section.enabled:
@@ -42,7 +47,8 @@ def spread_blocks(schema: Schema, model: nn.Module, layout: ParallelLayout) -> N
     done: set[int] = set()
     for each in found:
         grouped = section.use_grouped_mm and computes_by_flags(each.module)
-        spread_stack(each.module, Stack(each.path, each.experts, groups, grouped, each.arguments), done)
+        with opened(each.module.parameters(recurse=False), groups.edp):
+            spread_stack(each.module, Stack(each.path, each.experts, groups, grouped, each.arguments), done)
     own = sum(not each.module.stack.grouped for each in found)  # type: ignore[union-attr]
     log_dist(
         f"expert parallelism over {groups.ep.size} ranks: the experts of {len(found)} blocks, "
@@ -97,12 +103,6 @@ def _called(module: nn.Module) -> str:
 
 def _require_plain(path: str, module: nn.Module, count: int) -> None:
     for name, param in module.named_parameters(recurse=False):
-        if getattr(param, "ds_shape", param.shape) != param.shape:
-            _refuse(
-                path,
-                f"{name} was sharded by zero.Init when the model was built, but experts are dealt to ranks before ZeRO "
-                "shards what a rank holds of them. Build the model outside of zero.Init",
-            )
         if not param.is_floating_point():
             _refuse(path, f"{name} is of dtype {param.dtype}, and quantised experts are not spread")
     for name, buffer in module.named_buffers(recurse=False):

@@ -23,8 +23,11 @@ class Reborn:
         self._done: set[int] = set()
 
     @contextmanager
-    def __call__(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Inside, these parameters are whole and ordinary; all ranks come here together. Once for each of them."""
+    def __call__(self, params: Iterable[nn.Parameter], axis: AxisGroup | None = None) -> Iterator[None]:
+        """Inside, these parameters are whole and ordinary; all ranks come here together. Once for each of them.
+
+        They are sharded over `axis` afterwards, if it is given: experts lie on other ranks than the rest.
+        """
         shards = [shard for shard in shards_of(params) if id(shard.param) not in self._done]
         self._done.update(id(shard.param) for shard in shards)
         fetch.gather([shard for shard in shards if not shard.whole])
@@ -32,7 +35,7 @@ class Reborn:
             _open(shard)
         yield
         for shard in shards:
-            mine = shard_parameter(shard.param, self._axis, shard.name, shard.remote)
+            mine = shard_parameter(shard.param, axis or self._axis, shard.name, shard.remote)
             mine.strict, mine.gather = shard.strict, shard.gather
             if mine.numel and not mine.alone:
                 mine.release()
