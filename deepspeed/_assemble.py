@@ -12,12 +12,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed._watch import watch, watch_hangs
+from deepspeed.checkpoint.pretrained import fill, take_place
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
 from deepspeed.log import log_dist, set_log_level_from_string
 from deepspeed.moe.auto import spread_blocks
-from deepspeed.moe.placing import SpreadExperts, spread_experts
+from deepspeed.moe.placing import SpreadExperts, cuts_of_experts, spread_experts
 from deepspeed.moe.utils import split_experts
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
@@ -43,7 +44,7 @@ from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import Stepper
 from deepspeed.sequence.build import share_sequences
 from deepspeed.sequence.tiles import tile_model
-from deepspeed.tensor_parallel import SplitModel, split_model
+from deepspeed.tensor_parallel import SplitModel, cuts_of, split_model
 from deepspeed.tensor_parallel.inputs import InputCheck
 from deepspeed.zero.agreement import Hosts
 from deepspeed.zero.birth.site import rank_device
@@ -214,12 +215,14 @@ def _layout(request: Request, stack: ExitStack) -> ParallelLayout:
 def _split(request: Request, layout: ParallelLayout) -> SplitModel:
     """Split the layers and blocks of experts that ranks share, of the whole model or of a stage."""
     schema, module, opened = request.config.schema, request.module, Reborn(layout["dp", "sp"])
+    empty = take_place(module)
+    spread_blocks(schema, module, layout, opened)
     if isinstance(module, PipelineModule):
         agree_on_experts(module, layout)
         split = split_stage(schema, module, layout, opened)
     else:
         split = split_model(schema, module, layout["tp"], opened, request.mpu)
-    spread_blocks(schema, module, layout, opened)
+    fill(module, empty, {**cuts_of(module, layout["tp"].rank), **cuts_of_experts(module)})
     return split
 
 

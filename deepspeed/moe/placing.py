@@ -21,7 +21,7 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.parallel import AxisGroup, ExpertGroups, ParallelLayout
 from deepspeed.parallel.current import current_layout
 
-__all__ = ["SpreadExperts", "SpreadLayer", "spread_experts"]
+__all__ = ["SpreadExperts", "SpreadLayer", "cuts_of_experts", "spread_experts"]
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,19 @@ def spread_experts(
     spread = SpreadExperts(layers, layout["dp", "sp"], data_first=data_first)
     spread.note_buffers(module)
     return spread
+
+
+def cuts_of_experts(module: nn.Module) -> dict[str, tuple[Split, int]]:
+    """Stacked parameters by name → how they are cut, and which part this rank has."""
+    return {
+        f"{path}.{name}": (
+            Split.of(0, [even(each.stack.experts, each.stack.groups.ep.size)]),
+            each.stack.groups.ep.rank,
+        )
+        for path, each in module.named_modules()
+        if isinstance(each, SpreadStack)
+        for name, _ in each.named_parameters(recurse=False)
+    }
 
 
 def _forget(name: str, groups: ExpertGroups) -> None:

@@ -28,7 +28,7 @@ from deepspeed.tensor_parallel.plan import Change, Plan
 from deepspeed.tensor_parallel.regions import Entrance, summed
 from deepspeed.tensor_parallel.rules import Kind
 
-__all__ = ["Opened", "apply", "counted_elsewhere", "splits_of", "sum_gradient"]
+__all__ = ["Opened", "apply", "counted_elsewhere", "cuts_of", "splits_of", "sum_gradient"]
 
 Opened = Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]]
 """A context in which parameters are whole that were constructed in shards."""
@@ -59,6 +59,11 @@ def apply(plan: Plan, axis: AxisGroup, opened: Opened, *, overlap: bool = False)
 def splits_of(model: nn.Module) -> dict[str, Split]:
     """How the parameters that ranks share are cut, by their names in the model; a tied one under each of its names."""
     return dict(_named_splits(model))
+
+
+def cuts_of(model: nn.Module, rank: int) -> dict[str, tuple[Split, int]]:
+    """The same, each with the part that a rank has."""
+    return {name: (split, rank) for name, split in _named_splits(model)}
 
 
 def sum_gradient(param: nn.Parameter, axis: AxisGroup, needed: Callable[[], bool] | None = None) -> None:

@@ -20,7 +20,6 @@ from deepspeed.tensor_parallel.dividing import divide_sequences
 from deepspeed.tensor_parallel.draws import same_generators
 from deepspeed.tensor_parallel.hf_plan import model_plan, of_plan
 from deepspeed.tensor_parallel.inputs import InputCheck
-from deepspeed.tensor_parallel.loading import fill, take_place
 from deepspeed.tensor_parallel.loss import TileLoss, split_loss
 from deepspeed.tensor_parallel.model_init import asked_size, check_asked
 from deepspeed.tensor_parallel.plan import Plan, plan
@@ -48,9 +47,7 @@ def split_model(schema: Schema, model: nn.Module, axis: AxisGroup, opened: Opene
     """Split a model over the ranks of an axis, where the config or `tp_model_init` asks for it."""
     section = schema.tensor_parallel
     size = asked_size(model, section.autotp_size)
-    empty = take_place(model)
     if size < 2:
-        fill(model, empty, 0)
         return SplitModel()
     if axis.size != size:
         raise UsageError(
@@ -70,7 +67,6 @@ def split_model(schema: Schema, model: nn.Module, axis: AxisGroup, opened: Opene
     for param in model.parameters():
         with opened([param]):
             pass  # what stays whole on all of these ranks lies on other ranks, too, from now on
-    fill(model, empty, axis.rank)
     if section.sequence_parallel:
         divide_sequences(model, made, axis)
     same_generators(axis)

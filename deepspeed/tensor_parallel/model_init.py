@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
+from deepspeed.checkpoint.pretrained import values_from
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.config.schema import Schema
 from deepspeed.errors import UsageError
@@ -18,7 +18,6 @@ from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.process_groups import ranks_of
 
 __all__ = [
-    "asked_checkpoint",
     "asked_size",
     "check_asked",
     "is_autotp_training_mode",
@@ -32,7 +31,6 @@ class _Asked:
     size: int
     dtype: torch.dtype | None
     group: Any
-    checkpoint: Path | None
 
 
 _asked: WeakKeyDictionary[nn.Module, _Asked] = WeakKeyDictionary()
@@ -64,7 +62,9 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
         )
     if group is not None and group.size() != tp_size:
         raise UsageError(f"tp_model_init: tp_size is {tp_size}, but tp_group has {group.size()} ranks; let them agree")
-    _asked[model] = _Asked(tp_size, dtype, group, None if checkpoint is None else Path(checkpoint))
+    _asked[model] = _Asked(tp_size, dtype, group)
+    if checkpoint is not None:
+        values_from(model, checkpoint)
     return model
 
 
@@ -89,12 +89,6 @@ def asked_size(model: nn.Module, size: int) -> int:
             "them agree"
         )
     return max(size, asked.size)
-
-
-def asked_checkpoint(model: nn.Module) -> Path | None:
-    """The folder that `tp_model_init` was given for a model."""
-    asked = _asked.get(model)
-    return None if asked is None else asked.checkpoint
 
 
 def check_asked(model: nn.Module, schema: Schema, axis: AxisGroup, mpu: Any) -> None:

@@ -11,9 +11,9 @@ from accelerate import init_empty_weights
 
 import deepspeed
 from deepspeed.checkpoint.formats.safetensors import Content, save
+from deepspeed.checkpoint.pretrained import read_parts, take_place
 from deepspeed.errors import UsageError
-from deepspeed.tensor_parallel import splits_of
-from deepspeed.tensor_parallel.loading import load_parts, take_place
+from deepspeed.tensor_parallel import cuts_of, splits_of
 from tests.distributed.tensor_parallel.families import FAMILIES, assert_close, make, parameters, start
 from tests.distributed.tensor_parallel.training import momentum, train, zero
 from tests.harness import ranks, store_path
@@ -73,7 +73,7 @@ def test_bytes_that_are_read():
     deepspeed.tp_model_init(empty, 2, torch.float32, checkpoint=folder)
     engine = start(empty, 2, tensor_parallel={"vocab_parallel_lm_head": True})
     waiting = {param: [name] for name, param in empty.named_parameters()}
-    read = load_parts(empty, waiting, folder, dist.get_rank())
+    read = read_parts(empty, waiting, folder, cuts_of(empty, dist.get_rank())).bytes
     cut = splits_of(empty)
     whole = sum(value.nbytes for name, value in model.named_parameters() if name not in cut)
     halves = sum(value.nbytes for name, value in model.named_parameters() if name in cut)
