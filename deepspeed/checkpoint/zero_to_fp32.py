@@ -280,8 +280,8 @@ def _read_rank(folder: Path, rank: str, exclude_frozen: bool, place: int = 0) ->
         folder.glob("*optim_states.pt" if rank == "*" else f"*mp_rank_{rank}*optim_states.pt"), key=natural
     )
     optimizers = [path for path in optimizers if not path.name.startswith("expp_rank_")]
-    if not models or (experts and _layers(folder)):
-        raise ValueError(f"{folder} has no '*mp_rank_*_model_states.pt', or is of experts in a pipeline")
+    if not models:
+        raise ValueError(f"{folder} has no '*mp_rank_*_model_states.pt'")
     model, reader = _load(models[0]), _Reader()
     found = Checkpoint(aliases=dict(model.get("shared_params") or (model.get("ds_extra") or {}).get("aliases") or {}))
     buffers, where = set(model.get("buffer_names") or ()), _weights_of(folder, models[0], model, place)

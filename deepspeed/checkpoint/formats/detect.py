@@ -89,7 +89,7 @@ def open_checkpoint(
 
         def of_stage(stage: int) -> Source:
             of_slice = functools.partial(of_rank, reads_order=stage == mine)
-            return _of_ranks(lambda part: of_slice(stage * slices + part), range(slices), splits, place)
+            return _joined(_of_ranks(lambda part: of_slice(stage * slices + part), range(slices), splits, place))
 
         return Stages([of_stage(stage) for stage in range(stages)], mine)
     raise CheckpointError(

@@ -147,11 +147,6 @@ class Checkpoints:
 
     def _refuse_experts(self) -> None:
         experts = self._parts.experts
-        if experts is not None and self._parts.layout["pp"].size > 1:
-            raise CheckpointError(
-                f"the model has experts in a pipeline ({experts.layers[0].begin}…), for which checkpoints have no "
-                "place yet; save_16bit_model writes the whole model"
-            )
         if experts is not None and any(experts.crosses(param) for param in self._parts.module.parameters()):
             raise CheckpointError(
                 f"the experts of {experts.layers[0].begin}… lie on several tensor-parallel ranks, for which "

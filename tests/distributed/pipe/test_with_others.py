@@ -1,4 +1,4 @@
-"""A pipeline together with split layers and with experts, and what it is refused together with."""
+"""A pipeline together with split layers, and what it is refused together with."""
 
 from pathlib import Path
 
@@ -8,8 +8,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.checkpoint.formats.universal.convert import convert
-from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError, UsageError
-from deepspeed.moe.layer import MoE
+from deepspeed.errors import LayoutError
 from deepspeed.pipe import PipelineModule
 from deepspeed.tensor_parallel import splits_of
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -24,61 +23,10 @@ CONFIG = {
 }
 
 
-class First(nn.Module):
-    """Experts that hand on their output alone."""
-
-    def __init__(self, ep_size):
-        super().__init__()
-        self.inner = MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=ep_size, capacity_factor=4.0, min_capacity=0)
-
-    def forward(self, x):
-        return x + self.inner(x)[0]
-
-
-def experts(ep_size):
-    torch.manual_seed(3)
-    return First(ep_size)
-
-
 def row(*layers):
     return PipelineModule(
         list(layers), num_stages=2, loss_fn=nn.functional.mse_loss, partition_method="uniform", seed_layers=True
     )
-
-
-def samples(replica, count=2):
-    generator = torch.Generator().manual_seed(replica)
-    return iter([tuple(torch.rand(2, 8, generator=generator) for _ in range(2)) for _ in range(count)])
-
-
-@ranks(4)
-def test_experts_are_spread_over_the_replicas_of_their_stage():
-    """As the same experts that every replica has, at the stages that split gradients and states."""
-
-    def train(ep_size, stage):
-        module = row(*(experts(ep_size) for _ in range(2)))
-        engine, *_ = deepspeed.initialize(model=module, config={**CONFIG, "zero_optimization": {"stage": stage}})
-        replica = module.mpu().get_data_parallel_rank()
-        losses = [float(engine.train_batch(samples(replica))) for _ in range(3)]
-        return losses, engine
-
-    expected, engine = train(1, 0)
-    own = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
-    engine.destroy()
-    for stage in (0, 2):
-        losses, engine = train(2, stage)
-        assert losses == pytest.approx(expected, abs=1e-6)
-        for name, param in engine.module.named_parameters():
-            assert torch.allclose(param, own[engine._parts.name_of(name)], atol=1e-6), name
-        with pytest.raises(DeepSpeedError, match="experts in a pipeline"):
-            engine.save_checkpoint(f"{store_path()}-experts")
-        whole = engine.zero3_consolidated_16bit_state_dict()
-        if deepspeed.comm.get_rank() == 0:
-            assert {name.partition(".")[0] for name in whole} == {"0", "1"}
-            assert sum("deepspeed_experts.1." in name for name in whole) == 4
-        engine.destroy()
-    with pytest.raises(UsageError, match="rank 0 has experts over 2 ranks, that of rank 2 over no"):
-        deepspeed.initialize(model=row(experts(2), nn.Linear(8, 8)), config=CONFIG)
 
 
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
@@ -161,11 +109,6 @@ def test_layers_of_a_stage_are_split():
 
 @ranks(2)
 def test_what_does_not_go_together():
-    def start(module, **more):
-        deepspeed.initialize(model=module, config={**CONFIG, **more})
-
     plain = row(nn.Linear(8, 8), nn.Linear(8, 8))
-    with pytest.raises(DeepSpeedConfigError, match="sequence_parallel_size is 2, and the model is a PipelineModule"):
-        start(plain, sequence_parallel_size=2)
     with pytest.raises(LayoutError, match=r"1 ranks hold each of the 2 stages, which .*autotp_size 2 does not divide"):
-        start(plain, tensor_parallel={"autotp_size": 2})
+        deepspeed.initialize(model=plain, config={**CONFIG, "tensor_parallel": {"autotp_size": 2}})

@@ -12,6 +12,7 @@ from torch import Tensor
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.rank_files import Host
 from deepspeed.checkpoint.formats.training_state import TrainingState
+from deepspeed.checkpoint.formats.zero_files.expert_files import layer_of
 from deepspeed.checkpoint.formats.zero_files.file_names import layer_file
 from deepspeed.errors import CheckpointError
 
@@ -21,7 +22,8 @@ _NUMBER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 
 
 def layer_files(state: TrainingState, host: Host) -> dict[str, Any]:
-    """What this rank writes of its layers."""
+    """What this rank writes of its layers; experts lie in files of their own."""
+    experts = {} if state.experts is None else state.experts.layers
     slices = state.mp_size // state.pp_size
     part = state.mp_rank % slices if slices > 1 else None
     found: dict[str, Any] = {}
@@ -29,7 +31,7 @@ def layer_files(state: TrainingState, host: Host) -> dict[str, Any]:
         found[layer_file(number, part)] = OrderedDict(
             (name.removeprefix(prefix), host.take(tensor))
             for name, tensor in state.module.items()
-            if name.startswith(prefix)
+            if name.startswith(prefix) and layer_of(name) not in experts
         )
     return found
 
