@@ -26,6 +26,7 @@ from deepspeed.pipe.axes import agree_on_experts, split_stage
 from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.pipe.measure import over_stages
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.sequences import share_stage_sequences
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.activation_checkpointing.engine_hook import keep_hidden_states
@@ -280,6 +281,9 @@ def _around(
     schema, module = request.config.schema, request.module
     forward = keep_hidden_states(schema.activation_checkpointing, module, forward)
     forward = tile_model(schema.sequence_parallel, module, stack, forward, split.tile_loss)
+    if isinstance(module, PipelineModule):
+        share_stage_sequences(schema, module, layout, stack, split.heads)
+        return forward
     return share_sequences(schema, module, layout, stack, forward, split.heads)
 
 

@@ -98,8 +98,9 @@ class PipeModelDataParallelTopology(ProcessTopology):
 class PipelineParallelGrid:
     """A topology with its process groups, in the shape of an mpu.
 
-    "Model parallel" are all ranks with the same data index, "slice parallel" those along the `model` axis. The
-    groups are made here by all ranks together; groups of one rank are made when asked for.
+    "Model parallel" are all ranks that hold one copy of the model, with the same place in the data and in a sequence;
+    "slice parallel" are those along the `model` axis, and those along an axis `sequence` share sequences. The groups
+    are made here by all ranks together; groups of one rank are made when asked for.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: ProcessGroup | None = None) -> None:
@@ -120,6 +121,7 @@ class PipelineParallelGrid:
         self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
         self.model_parallel_size = max(self._topo.get_dim("model"), 1)
         self.slice_parallel_size = self.model_parallel_size
+        self.sequence_parallel_size = max(self._topo.get_dim("sequence"), 1)
         self.stage_id = self.get_stage_id()
         self.data_parallel_id = self.get_data_parallel_id()
         self.is_first_stage = self.stage_id == 0
@@ -204,6 +206,15 @@ class PipelineParallelGrid:
     def get_slice_parallel_group(self) -> ProcessGroup:
         return self._group("model")
 
+    def get_sequence_parallel_rank(self) -> int:
+        return self._coord().get("sequence", 0)
+
+    def get_sequence_parallel_world_size(self) -> int:
+        return self.sequence_parallel_size
+
+    def get_sequence_parallel_group(self) -> ProcessGroup:
+        return self._group("sequence")
+
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
     get_pipeline_model_parallel_group = get_pipe_parallel_group
@@ -228,12 +239,12 @@ class PipelineParallelGrid:
 
 
 def _grid_axes(topology: ProcessTopology) -> dict[str, Axis]:
-    """The four ways in which a grid groups its ranks, in the order in which the groups are made."""
+    """The ways in which a grid groups its ranks, in the order in which the groups are made."""
     grid = topology.grid
     alone = Axis("alone", tuple((rank,) for rank in range(grid.world)))
-    others = [name for name in grid.names if name != "data"]
+    others = [name for name in grid.names if name not in ("data", "sequence")]
     axes = {"ds_model": grid.axis(*others) if others else alone}
-    for name in ("data", "pipe", "model"):
+    for name in ("data", "pipe", "model", "sequence"):
         axes[name] = grid.axis(name) if name in grid.names else alone
     return axes
 

@@ -9,7 +9,7 @@ from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, LayoutError, UsageError
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel import ParallelLayout
-from deepspeed.parallel.topology import PipelineParallelGrid, PipeModelDataParallelTopology
+from deepspeed.parallel.topology import PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 from deepspeed.pipe.accord import Accord
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel import SplitModel, split_model
@@ -18,35 +18,41 @@ from deepspeed.zero.agreement import Hosts
 
 __all__ = ["agree_on_experts", "fit_grid", "split_stage"]
 
+_NAMES = {"sp": "sequence", "tp": "model"}
+"""Axis → what a topology calls it."""
+_KEYS = {"sp": "sequence_parallel_size", "tp": "tensor_parallel.autotp_size"}
 _MOST_KINDS = 8  # of sizes over which experts of one model are spread
 
 
 def fit_grid(module: PipelineModule, sizes: Mapping[str, int]) -> PipelineParallelGrid:
     """The grid of a pipeline with the axes that the config names; a rank keeps its stage."""
-    if sizes["sp"] > 1:
-        raise DeepSpeedConfigError(
-            f"sequence_parallel_size is {sizes['sp']}, and the model is a PipelineModule; the two together are not "
-            "part of this version. Remove the key.",
-            path="sequence_parallel_size",
-        )
-    topology, tp, key = module.topology(), sizes["tp"], "tensor_parallel.autotp_size"
-    slices = max(1, topology.get_dim("model"))
-    if tp in (1, slices):
+    topology = module.topology()
+    found = {axis: max(1, topology.get_dim(name)) for axis, name in _NAMES.items()}
+    wanted = {axis: sizes[axis] for axis in _NAMES}
+    for axis, key in _KEYS.items():
+        if wanted[axis] not in (1, found[axis]) and not module.sized_by_stages:
+            raise DeepSpeedConfigError(
+                f"{key} is {wanted[axis]}, but the topology of the PipelineModule has {found[axis]} along "
+                f"{_NAMES[axis]!r}. Let them agree, or build the PipelineModule with num_stages alone",
+                path=key,
+            )
+    if all(wanted[axis] in (1, found[axis]) for axis in _NAMES):
         return module.mpu()
-    if not module.sized_by_stages:
-        raise DeepSpeedConfigError(
-            f"{key} is {tp}, but the topology of the PipelineModule has {slices} along 'model'. Let them agree, or "
-            "build the PipelineModule with num_stages alone",
-            path=key,
-        )
-    replicas = topology.world_size() // module.num_stages
-    if replicas % tp:
+    replicas, share = topology.world_size() // module.num_stages, wanted["sp"] * wanted["tp"]
+    if replicas % share:
+        keys = " × ".join(f"{key} {wanted[axis]}" for axis, key in _KEYS.items() if wanted[axis] > 1)
         raise LayoutError(
-            f"{replicas} ranks hold each of the {module.num_stages} stages, which {key} {tp} does not divide. Start a "
-            f"multiple of {module.num_stages * tp} processes, or change {key} or num_stages"
+            f"{replicas} ranks hold each of the {module.num_stages} stages, which {keys} does not divide. Start a "
+            f"multiple of {module.num_stages * share} processes, or change these keys or num_stages"
         )
-    module.use_topology(PipeModelDataParallelTopology(module.num_stages, tp, replicas // tp))
+    module.use_topology(_grid(module.num_stages, replicas // share, wanted["sp"], wanted["tp"]))
     return module.mpu()
+
+
+def _grid(stages: int, replicas: int, sequence: int, slices: int) -> ProcessTopology:
+    if sequence == 1:
+        return PipeModelDataParallelTopology(stages, slices, replicas)
+    return ProcessTopology(["pipe", "data", "sequence", "model"], [stages, replicas, sequence, slices])
 
 
 def split_stage(schema: Schema, module: PipelineModule, layout: ParallelLayout, opened: Opened) -> SplitModel:

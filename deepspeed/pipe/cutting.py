@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,19 @@ from deepspeed.errors import UsageError
 from deepspeed.pipe.ghosts import BLOCK_INPUT, Blank, Call, Ghosts, view_of
 from deepspeed.pipe.outline import Outline, TiedName, outline_of
 
-__all__ = ["ModelCut", "Part"]
+__all__ = ["ModelCut", "Part", "Sequences"]
 
 Passed = tuple[Tensor, dict[str, Any], bool]
 """Hidden states, the model's inputs, and whether blocks give tuples: what goes from layer to layer."""
+
+
+class Sequences(Protocol):
+    """Sequences that ranks share; see `pipe/sequences`."""
+
+    def part(self, inputs: dict[str, Any]) -> dict[str, Any]: ...
+    def arguments(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]: ...
+    def block(self, name: str) -> AbstractContextManager[None]: ...
+    def loss(self, function: Callable[..., Tensor], logits: Tensor, labels: Tensor) -> Tensor: ...
 
 
 class Part:
@@ -58,6 +68,8 @@ class ModelCut:
         self._rest = view_of(model, outline.containers, self._instead)  # both anew when layers have left
         self._known: tuple[dict[str, Any], list[Call]] = ({}, [])
         self._names = tuple(model.state_dict())
+        self.sequences: Sequences | None = None
+        """Where ranks share sequences, how."""
         self.layers = [*self._parts()]
 
     def _parts(self) -> Iterator[Part]:
@@ -102,6 +114,11 @@ class ModelCut:
         """The model's own configuration."""
         return self._config
 
+    @property
+    def model(self) -> nn.Module:
+        """What lies on this rank, as a model."""
+        return self._model
+
     def knows(self, name: str) -> bool:
         """Whether a tensor of the whole model has this name."""
         return name in self._names
@@ -119,8 +136,10 @@ class ModelCut:
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The model's own loss."""
-        loss: Tensor = self._loss(logits=logits, labels=labels, vocab_size=self._config.vocab_size)
-        return loss
+        function: Callable[..., Tensor] = partial(self._loss, vocab_size=self._config.vocab_size)
+        if self.sequences is not None:
+            return self.sequences.loss(function, logits, labels)
+        return function(logits=logits, labels=labels)
 
     @property
     def has_loss(self) -> bool:
@@ -137,16 +156,19 @@ class ModelCut:
     # ---- running
 
     def _enter(self, value: Any) -> Passed:
-        inputs = _named(value)
+        inputs = _named(value) if self.sequences is None else self.sequences.part(_named(value))
         for container in self.outline.containers:
             self._whole.get_submodule(container).training = self._list.training
-        hidden, _ = self._ghosts.until(0, self._whole, inputs, tuples=False)
+        with self._arguments(inputs) as arguments:
+            hidden, _ = self._ghosts.until(0, self._whole, arguments, tuples=False)
         return hidden, inputs, False
 
     def _block(self, number: int, value: Passed) -> Passed:
         hidden, inputs, tuples = value
         block = self._list.get_submodule(str(number))
-        result = self._call_of(number, hidden, inputs, tuples).run(block, hidden)
+        call = self._call_of(number, hidden, inputs, tuples)
+        with nullcontext() if self.sequences is None else self.sequences.block(type(block).__name__):
+            result = call.run(block, hidden)
         if isinstance(result, tuple):
             return result[0], inputs, True
         return result, inputs, False
@@ -154,7 +176,8 @@ class ModelCut:
     def _leave(self, value: Passed) -> Any:
         hidden, inputs, tuples = value
         self._dress(hidden)
-        outputs = self._ghosts.pass_by(self._rest, inputs, hidden, tuples=tuples)
+        with self._arguments(inputs) as arguments:
+            outputs = self._ghosts.pass_by(self._rest, arguments, hidden, tuples=tuples)
         logits = getattr(outputs, "logits", None)
         return outputs[0] if logits is None else logits
 
@@ -164,10 +187,14 @@ class ModelCut:
         if known is not inputs or number >= len(calls):
             self._dress(hidden)
             stop = self.outline.count - 1 if number else 0  # what blocks give is known after the first one
-            with torch.no_grad():
-                _, calls = self._ghosts.until(stop, self._rest, inputs, tuples=tuples)
+            with torch.no_grad(), self._arguments(inputs) as arguments:
+                _, calls = self._ghosts.until(stop, self._rest, arguments, tuples=tuples)
             self._known = inputs, calls
         return calls[number]
+
+    def _arguments(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
+        """What the model is called with, while it makes its masks."""
+        return nullcontext(inputs) if self.sequences is None else self.sequences.arguments(inputs)
 
     def _dress(self, hidden: Tensor) -> None:
         for blank in self._blanks.values():

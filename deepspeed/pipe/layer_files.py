@@ -76,7 +76,7 @@ class LayerFiles:
         self, save_dir: str | os.PathLike[str], checkpoint_engine: Any, exclude_frozen_params: bool = False
     ) -> None:
         """Write the files of this rank's layers by a checkpoint engine; on the first replica only."""
-        if self._grid.data_parallel_id != 0:
+        if self._grid.data_parallel_id != 0 or self._grid.get_sequence_parallel_rank() != 0:
             return
         Path(save_dir).mkdir(parents=True, exist_ok=True)
         for number, module in self._with_files():
@@ -120,7 +120,7 @@ class LayerFiles:
         return layer_file(number, self._grid.get_slice_parallel_rank() if slices > 1 else None)
 
     def _slices(self) -> str:
-        words = self._grid.topology().get_rank_repr(self._grid.global_rank)
+        words = self._grid.topology().get_rank_repr(self._grid.global_rank, ("data", "pipe", "sequence"))
         return f"-{words}" if words else ""
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +24,20 @@ from deepspeed.sequence.order import TokenOrder
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
 
-__all__ = ["choose_order", "share_sequences"]
+__all__ = ["Sharing", "choose_order", "require_same", "share_sequences", "sharing_of"]
 
 Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Sharing:
+    """How the ranks of one engine share the sequences of a model."""
+
+    inputs: Inputs
+    attention: SequenceAttention
+    axis: AxisGroup
+    worth: int
+    """What gradients are divided by afterwards, of those that ranks of the axis bring."""
 
 
 def share_sequences(
@@ -36,14 +48,22 @@ def share_sequences(
     forward: Forward,
     heads: tuple[int, int] | None = None,
 ) -> Forward:
-    """`forward` with whole sequences as arguments, of which each rank computes a part; itself where none is asked.
+    """`forward` with whole sequences as arguments, of which each rank computes a part; itself where none is asked."""
+    sharing = sharing_of(schema, module, layout, stack, heads)
+    return forward if sharing is None else _SharedForward(forward, sharing)
+
+
+def sharing_of(
+    schema: Schema, module: nn.Module, layout: ParallelLayout, stack: ExitStack, heads: tuple[int, int] | None
+) -> Sharing | None:
+    """Let a model compute attention over the ranks that the config names; None where it asks for none.
 
     `heads` are the query and key/value heads that a rank computes at least, where not each computes all of them.
     """
     axis, size = layout["sp"], schema.sequence_parallel_size or 1
     asked, ulysses = schema.sequence_parallel.attention, schema.sequence_parallel.ulysses_size
     if asked is None or size == 1:
-        return forward
+        return None
     if axis.size != size:
         raise DeepSpeedConfigError(
             f"sequence_parallel_size is {size}, but the mpu or the mesh has {axis.size} sequence-parallel ranks. Let "
@@ -56,8 +76,7 @@ def share_sequences(
     inputs = Inputs(module, order, axis.rank)
     attention = SequenceAttention.install(module, ways, stack)
     log_dist(f"sequence parallelism: {_words(order, queries, keys)}", ranks=[0])
-    worth = 1 if schema.gradient_allreduce_op == "sum" else size  # what gradients are divided by afterwards
-    return _SharedForward(forward, inputs, attention, axis, worth)
+    return Sharing(inputs, attention, axis, 1 if schema.gradient_allreduce_op == "sum" else size)
 
 
 def choose_order(asked: str, ulysses: int | None, size: int, queries: int, keys: int) -> TokenOrder:
@@ -113,16 +132,15 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 class _SharedForward:
     """Calls the model with this rank's part, and makes the loss that of all parts."""
 
-    def __init__(
-        self, forward: Forward, inputs: Inputs, attention: SequenceAttention, axis: AxisGroup, worth: int
-    ) -> None:
-        self._forward, self._inputs, self._attention, self._axis = forward, inputs, attention, axis
-        self._worth = worth
+    def __init__(self, forward: Forward, sharing: Sharing) -> None:
+        self._forward, self._inputs, self._attention = forward, sharing.inputs, sharing.attention
+        self._axis, self._worth = sharing.axis, sharing.worth
         self._compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._compared:
-            self._compare(args, kwargs)
+            require_same((*args, *kwargs.values()), self._axis)  # once: the host waits for it
+            self._compared = True
         part = self._inputs.part(args, kwargs)
         self._attention.current = part.whole
         before = self._attention.calls
@@ -151,20 +169,18 @@ class _SharedForward:
         outputs["loss"] = total
         return outputs
 
-    def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Once: whoever shares a sequence must have got the same one, or nothing would make sense."""
-        tensors = [
-            each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and not each.is_floating_point()
-        ]
-        facts = [float(number) for each in tensors for number in (*each.shape, each.double().sum().item())]
-        mine = torch.tensor([len(facts), sum(fact * (at + 1) for at, fact in enumerate(facts))], dtype=torch.float64)
-        mine = mine.to(comm.group_device())
-        both = torch.stack([mine, -mine])
-        comm.all_reduce(both, comm.ReduceOp.MAX, group=self._axis.group)
-        if not torch.equal(both[0], -both[1]):
-            raise UsageError(
-                f"rank {comm.get_rank()}: the ranks {list(self._axis.ranks)} share each sequence but were called with "
-                "different ones. Give them the same samples: let the loader know the data-parallel rank and size "
-                "(engine.deepspeed_io does), or cut the batches before (UlyssesSPDataLoaderAdapter)."
-            )
-        self._compared = True
+
+def require_same(values: Iterable[Any], axis: AxisGroup) -> None:
+    """Raise unless all who share sequences have got the same ones; nothing would make sense otherwise."""
+    tensors = [each for each in values if isinstance(each, Tensor) and not each.is_floating_point()]
+    facts = [float(number) for each in tensors for number in (*each.shape, each.double().sum().item())]
+    mine = torch.tensor([len(facts), sum(fact * (at + 1) for at, fact in enumerate(facts))], dtype=torch.float64)
+    mine = mine.to(comm.group_device())
+    both = torch.stack([mine, -mine])
+    comm.all_reduce(both, comm.ReduceOp.MAX, group=axis.group)
+    if not torch.equal(both[0], -both[1]):
+        raise UsageError(
+            f"rank {comm.get_rank()}: the ranks {list(axis.ranks)} share each sequence but were called with "
+            "different ones. Give them the same samples: let the loader know the data-parallel rank and size "
+            "(engine.deepspeed_io does), or cut the batches before (UlyssesSPDataLoaderAdapter)."
+        )

@@ -85,6 +85,11 @@ class Inputs:
         cut = {name: self._cut(name, value, length, mine) for name, value in given.items()}
         return Part(cut, whole, None if labels is None else labels[:, mine])
 
+    def part_of_labels(self, labels: Tensor) -> Tensor:
+        """For every token of this rank's part the label of the token after it, of whole [batch, length]."""
+        mine = self._order.of_rank(labels.shape[1], self._rank).to(labels.device)
+        return shifted(labels).index_select(1, mine)
+
     def _require_plain_positions(self, mask: Tensor | None) -> None:
         """Raise if the model, left to itself, would not count positions from 0 on."""
         if self._counts_by == "tokens" or (self._counts_by == "mask" and mask is not None and not bool(mask.all())):
