@@ -190,7 +190,8 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
 
 def _in_backward(parts: Parts, optimizer: Optimizer, states: States, stack: ExitStack) -> InBackward | None:
     """What updates parameters while backward runs, if the config asks for that."""
-    made = parts.backward.updates = update_in_backward(parts, optimizer, states)
+    staged = isinstance(parts.module, PipelineModule)
+    made = parts.backward.updates = update_in_backward(parts, optimizer, states, staged=staged)
     if made is not None:
         stack.callback(made.close)
     return made
@@ -267,7 +268,8 @@ def _states(
         return sharded.states, sharded.reducer, sharded
     if zero.stage == 3:
         keep_whole(module, axis)
-    if basic is not None and (quarters.homes.away or zero.offloads_optimizer):
+    in_buckets = schema.optimizer_in_backward.enabled and axis.size > 1  # gradients that are used up as they land
+    if basic is not None and (quarters.homes.away or zero.offloads_optimizer or in_buckets):
         sharded = house(schema, module, precision, basic, measure, layout.alone, quarters)
         return sharded.states, sharded.reducer, sharded
     states = None if basic is None else hold_whole(module, precision, basic, measure, layout.alone)

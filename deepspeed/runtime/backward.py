@@ -250,7 +250,7 @@ class Backward:
         self._reducer.enter_backward()
         if self._reduce:
             self._reducer.begin()
-            if self.updates is not None:
+            if self.updates is not None and self._accumulation.reduces_in_backward:
                 self.updates.begin(self.unit)
 
     def _end(self) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.comm import Pending
 from deepspeed.comm.agreement import gather_words, unite
 from deepspeed.errors import CommError, FileError
 from deepspeed.parallel import AxisGroup
@@ -47,6 +48,7 @@ class Hosts:
         self.alone = axis.size == 1 or dist.get_backend(axis.group) == "fake"
         """Nobody answers but this process."""
         self._made: Any = None
+        self._polls: Any = None
         self.exchanges = 0
         """How many there have been: each costs `deepspeed.comm.agreement.rounds` messages one after the other."""
 
@@ -65,6 +67,22 @@ class Hosts:
             return mine.view(1, -1)
         with comm.labelled(what):
             return gather_words(mine, self._group)
+
+    def open_polls(self) -> None:
+        """Make ready for `poll`; all ranks together."""
+        if self._polls is None and not self.alone:
+            self._polls = self._axis.twin("gloo")
+
+    def poll(self, flags: Sequence[bool]) -> Pending[Tensor]:
+        """Begin to ask which of these every rank says; all of them ask in the same order, and wait when they like.
+
+        The answer has a number for each flag, which is not 0 where all ranks said so.
+        """
+        mine = torch.tensor(flags, dtype=torch.uint8)
+        if self.alone:
+            return Pending(mine)
+        with comm.labelled("gradients that are whole"):
+            return Pending(mine, comm.all_reduce(mine, comm.ReduceOp.MIN, group=self._polls, async_op=True))
 
     def unite(self, members: Iterable[int], count: int) -> set[int]:
         """All members that any rank has, of `count` possible ones."""

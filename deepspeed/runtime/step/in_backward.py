@@ -1,15 +1,13 @@
 """`InBackward`: parameters are updated while backward brings their gradients, which never exist all at once.
 
-[Note: when a gradient is whole] A parameter's hook is called after autograd has summed what one backward gives it; its
-weight is then not needed any more. Only a backward inside the backward (reentrant checkpointing) may bring more later.
-So a parameter is updated when it has come as often as in the last backward; in the first one, if it came in the outer
-backward and has one name only. Everything else waits for the end of the backward.
+On one rank a gradient is used when it is whole, see [Note: when a gradient is whole]; on several when it is whole on
+all of them and lies with its owner, see [Note: gradients that are used up]. What is updated then is this rank's part:
+the other ranks see it after the backward, so that nothing changes that is still being used.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,7 +22,11 @@ from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.multi_tensor import scale_, sum_of_squares
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.step.ahead import in_one_pass, under
+from deepspeed.runtime.step.comings import Comings
+from deepspeed.zero.gradients.reducer import ShardReducer
+from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.norm import clip_coefficient
+from deepspeed.zero.states.partly import update_some
 from deepspeed.zero.states.piece import Piece
 from deepspeed.zero.states.states import States
 from deepspeed.zero.states.tiles import tiles_well
@@ -37,37 +39,42 @@ LAST_NORM = "last_grad_norm"
 
 _TOGETHER = 1 << 22  # elements that are updated by one call: fewer would be more calls, more wait longer
 
-# The number of the backward that is running in this thread, -1 outside one; nested ones have their own.
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
-
 
 class InBackward:
-    """Takes the steps of an optimizer in pieces, as gradients come; see [Note: when a gradient is whole]."""
+    """Takes the steps of an optimizer in pieces, as gradients come."""
 
     def __init__(
-        self, optimizer: Optimizer, states: States, params: Callable[[], Iterable[nn.Parameter]], *, clipping: float
+        self,
+        optimizer: Optimizer,
+        states: States,
+        comings: Comings,
+        *,
+        clipping: float,
+        reducer: ShardReducer | None = None,
     ) -> None:
-        """`clipping` by the norm of the last step; 0: none. `params` are the model's, tied ones as often as named."""
-        self._optimizer, self._states, self._params, self._clipping = optimizer, states, params, clipping
+        """`clipping` by the norm of the last step; 0: none. `reducer` brings the gradients of several ranks."""
+        self._optimizer, self._states, self._comings, self._clipping = optimizer, states, comings, clipping
+        self._reducer = reducer
         self._together = _TOGETHER
         self._handles: dict[int, Any] = {}
         self._pieces: dict[int, Piece] = {}
-        self._seen: Counter[int] = Counter()
-        self._expected: Counter[int] | None = None
+        self._gone: set[int] = set()
+        """Parameters that were updated, or are about to be on all ranks."""
         self._done: set[int] = set()
         self._waiting: list[Piece] = []
         self._size = 0
-        self._squares: Tensor | None = None
-        self._armed = False
-        self._task = -1
+        self._squares: dict[Placement, Tensor] = {}
+        self._armed = self._begun = False
         self._factor = 1.0
         for group in optimizer.param_groups:
             group.setdefault(LAST_NORM, 0.0)
+        if reducer is not None:
+            reducer.use_up(self)
 
     @property
     def taken(self) -> bool:
         """True between the first update of a step and `engine.step()`."""
-        return bool(self._done)
+        return bool(self._done) or (self._begun and self._reducer is not None)
 
     def require_first(self) -> None:
         """Refuse a backward whose gradients would come after the update that they belong to."""
@@ -81,47 +88,52 @@ class InBackward:
     def begin(self, unit: float) -> None:
         """The last backward of a step runs: update what comes from now on; gradients are worth `unit`."""
         self._states.adopt_edits()
+        self._comings.begin()
         self._look()
-        self._armed, self._task = True, _graph_task()
-        self._seen.clear()
+        self._armed = self._begun = True
+        self._gone = set(self._done)
         self._factor = unit
         last = max(float(group[LAST_NORM]) for group in self._optimizer.param_groups)
         if self._clipping > 0 and last > 0:
             self._factor *= float(clip_coefficient(torch.tensor(last), self._clipping))
 
     def finish(self) -> None:
-        """The backward is over: what waited is updated."""
+        """The backward is over: what waited is updated, on several ranks what has landed."""
         if not self._armed:
             return
         self._armed = False
-        if self._seen:
-            self._expected = Counter(self._seen)
-        left = [piece for key, piece in self._pieces.items() if key not in self._done]
-        self._waiting = [piece for piece in left if _grad(piece) is not None]
-        self._flush()
+        self._comings.end()
+        if self._reducer is None:
+            self._update_rest()
 
     def abandon(self) -> None:
         """The backward failed; what it has updated stays so."""
-        self._armed, self._size = False, 0
+        self._armed, self._begun, self._size = False, False, 0
         self._waiting.clear()
 
     @torch.no_grad()
     def complete(self, unit: float) -> Tensor | None:
         """End a step: update what no backward has, and return the norm; None if there was no gradient at all."""
-        if not self._done:
+        if not self._begun:
             self.begin(unit)
-        self._armed = True
-        self.finish()
-        if not self._done:
+        self._armed = self._begun = False
+        if self._reducer is not None and self._reducer.empty:
             return None
+        self._states.drop_absent()
+        self._update_rest()
+        if not self._done and self._reducer is None:
+            return None
+        if not self._done:  # schedules and hooks look at steps, also of a rank that has nothing to update
+            update_some(self._optimizer, [], self._states.group_of, one_pass=False)
         self._done.clear()
-        squares, self._squares = self._squares, None
-        assert squares is not None, "what is updated is measured"
-        norm = squares.sqrt().float() * unit
+        squares, self._squares = self._squares, {}
+        norm = self._states.norm_of(squares) * unit
+        for group in self._states.groups if self._reducer is not None else ():
+            group.spread()
         if self._clipping > 0:
             known = float(norm)
-            for group in self._optimizer.param_groups:  # one that is not finite says nothing of the next step
-                group[LAST_NORM] = known if known < float("inf") else group[LAST_NORM]
+            for options in self._optimizer.param_groups:  # one that is not finite says nothing of the next step
+                options[LAST_NORM] = known if known < float("inf") else options[LAST_NORM]
         return norm
 
     def close(self) -> None:
@@ -130,40 +142,75 @@ class InBackward:
             handle.remove()
         self._handles.clear()
 
+    # ---- several ranks: `deepspeed.zero.gradients.landing.Landing`
+
+    def arrived(self, param: nn.Parameter) -> None:
+        """A gradient came on this rank."""
+        if not self._armed:
+            return
+        if id(param) in self._gone:
+            raise UsageError(
+                f"{KEY}: a gradient of {self._name(param)} came after its update in the same backward. It is used in "
+                "several parts under reentrant checkpointing, otherwise than in the backward before; use "
+                "use_reentrant=False, or turn the key off."
+            )
+        self._comings.note(param)
+
+    def leaves_whole(self, param: nn.Parameter) -> bool:
+        """See `Landing`."""
+        if not self._armed or id(param) in self._gone or not self._comings.is_whole(param):
+            return False
+        self._gone.add(id(param))
+        return True
+
+    def landed(self, params: Sequence[nn.Parameter]) -> None:
+        """Update what this rank owns of these."""
+        for param in params:
+            piece = self._pieces.get(id(param))
+            if piece is not None:
+                self._wait(piece)
+
+    def _name(self, param: nn.Parameter) -> str:
+        named = (each for group in self._states.groups for each in zip(group.names, group.params, strict=True))
+        return next((name for name, other in named if other is param), "a parameter")
+
+    # ---- one rank
+
     def _look(self) -> None:
         """Follow parameters that are trained by now."""
-        names = Counter(id(param) for param in self._params())
         for group in self._states.groups:
             for piece in group.pieces:
                 key = id(piece.param)
                 self._pieces[key] = piece
-                if key not in self._handles and piece.param.requires_grad:
-                    arrived = self._arrived(piece, shared=names[key] > 1)
-                    self._handles[key] = piece.param.register_post_accumulate_grad_hook(arrived)
+                if self._reducer is None and key not in self._handles and piece.param.requires_grad:
+                    self._handles[key] = piece.param.register_post_accumulate_grad_hook(self._hook(piece))
 
-    def _arrived(self, piece: Piece, *, shared: bool) -> Callable[[Tensor], None]:
-        key = id(piece.param)
-
+    def _hook(self, piece: Piece) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
-            if not self._armed:
-                return
-            if key in self._done:
-                raise UsageError(
-                    f"{KEY}: a gradient of {piece.name} came after its update in the same backward. It is used in "
-                    "several parts under reentrant checkpointing, otherwise than in the backward before; use "
-                    "use_reentrant=False, or turn the key off."
-                )
-            self._seen[key] += 1
-            known = None if self._expected is None else self._expected.get(key)
-            if known is None:
-                known = 1 if _graph_task() == self._task and not shared else None
-            if known is not None and self._seen[key] >= known:
-                self._waiting.append(piece)
-                self._size += piece.param.numel()
-                if self._size >= self._together:
-                    self._flush()
+            self.arrived(piece.param)
+            if self.leaves_whole(piece.param):
+                self._wait(piece)
 
         return arrived
+
+    # ---- the update
+
+    def _wait(self, piece: Piece) -> None:
+        """Update a piece soon, together with others."""
+        self._waiting.append(piece)
+        self._size += piece.master.numel()
+        if self._size >= self._together:
+            self._flush()
+
+    def _update_rest(self) -> None:
+        """Update whatever has a gradient and was not."""
+        self._waiting = [
+            piece
+            for group in self._states.groups
+            for piece, grad in zip(group.pieces, group.gradients(), strict=True)
+            if grad is not None and id(piece.param) not in self._done
+        ]
+        self._flush()
 
     @torch.no_grad()
     def _flush(self) -> None:
@@ -173,9 +220,7 @@ class InBackward:
             return
         device = pieces[0].master.device
         one_pass = in_one_pass(self._optimizer, device) and self._states.in_place
-        grads = self._states.take_some(pieces, narrow=one_pass)
-        squares = sum_of_squares(grads)
-        self._squares = squares if self._squares is None else self._squares + squares
+        grads = self._take(pieces, narrow=one_pass)
         given: Any = nullcontext()
         if one_pass:
             zero = torch.zeros((), device=device)
@@ -184,38 +229,54 @@ class InBackward:
             scale_(grads, self._factor)
         del grads
         with given:
-            self._states.update_some(self._optimizer, pieces, one_pass=one_pass)
+            update_some(self._optimizer, pieces, self._states.group_of, one_pass=one_pass)
         self._done.update(id(piece.param) for piece in pieces)
 
+    def _take(self, pieces: Sequence[Piece], *, narrow: bool) -> list[Tensor]:
+        """The gradients that the optimizer sees, measured."""
+        by_placement: dict[Placement, list[Tensor]] = {}
+        for piece in pieces:
+            group = self._states.group_of(piece)
+            grad = group.take(piece, narrow=narrow)
+            if grad is not None:
+                by_placement.setdefault(group.placement, []).append(grad)
+        for placement, grads in by_placement.items():
+            squares, before = sum_of_squares(grads), self._squares.get(placement)
+            self._squares[placement] = squares if before is None else before + squares
+        return [grad for grads in by_placement.values() for grad in grads]
 
-def _grad(piece: Piece) -> Tensor | None:
-    return piece.param.grad if piece.param.grad is not None else piece.master.grad
 
-
-def update_in_backward(parts: Parts, optimizer: Optimizer, states: States) -> InBackward | None:
-    """As the config says; an error where a step cannot be taken in pieces."""
+def update_in_backward(parts: Parts, optimizer: Optimizer, states: States, *, staged: bool) -> InBackward | None:
+    """As the config says; an error where a step cannot be taken in pieces, as that of a model in stages."""
     schema = parts.config.schema
-    clipping = schema.gradient_clipping if schema.optimizer_in_backward.clip_by_last_norm else 0.0
     if not schema.optimizer_in_backward.enabled:
         return None
-    if parts.layout["dp", "sp"].size > 1 or parts.layout["pp", "tp"].size > 1 or parts.layers is not None:
-        raise FeatureUnavailable(f"{KEY}: not part of this version yet on several ranks; turn it off", path=KEY)
+    _require_possible(parts, optimizer, staged=staged)
+    clipping = schema.gradient_clipping if schema.optimizer_in_backward.clip_by_last_norm else 0.0
+    how = f"clipped to {clipping:g} by the norm of the step before" if clipping > 0 else "not clipped"
+    log_dist(f"{KEY}: parameters are updated in backward; gradients are {how}, steps with inf or NaN are not skipped")
+    module = parts.module
+    comings = Comings(lambda: (param for _, param in module.named_parameters(remove_duplicate=False)))
+    reducer = parts.reducer if isinstance(parts.reducer, ShardReducer) else None
+    return InBackward(optimizer, states, comings, clipping=clipping, reducer=reducer)
+
+
+def _require_possible(parts: Parts, optimizer: Optimizer, *, staged: bool) -> None:
+    others = {
+        "pipelines, which have many backward passes in a step": staged,
+        "layers that ranks share (tensor parallelism)": parts.layout["tp"].size > 1,
+        "experts that are spread over ranks": parts.experts is not None and parts.layout["dp", "sp"].size > 1,
+    }
+    found = [name for name, on in others.items() if on]
+    if found:
+        raise FeatureUnavailable(f"{KEY}: not part of this version yet with {', '.join(found)}; turn it off", path=KEY)
     clipped = isinstance(optimizer, FusedLamb) and any(group["max_grad_norm"] for group in optimizer.param_groups)
     if not tiles_well(optimizer) or clipped:
         raise DeepSpeedConfigError(
             f"{KEY}: a step of {type(optimizer).__name__} is not known to be the sum of its parameters' steps; use an "
-            "optimizer of the config, of deepspeed.ops or of torch.optim (not LBFGS, nor Lamb with max_grad_norm), or "
-            "turn the key off",
+            "optimizer of the config, of deepspeed.ops or of torch.optim (not LBFGS, nor Lamb with max_grad_norm, nor "
+            "on several ranks Muon, whose matrices all of them compute together), or turn the key off",
             path=KEY,
         )
     if parts.scale.dynamic or parts.scale.value != 1.0:
         raise DeepSpeedConfigError(f"{KEY}: a loss scale tells of overflows too late for it; use bf16", path=KEY)
-    how = f"clipped to {clipping:g} by the norm of the step before" if clipping > 0 else "not clipped"
-    log_dist(f"{KEY}: parameters are updated in backward; gradients are {how}, steps with inf or NaN are not skipped")
-    module = parts.module
-    return InBackward(
-        optimizer,
-        states,
-        lambda: (param for _, param in module.named_parameters(remove_duplicate=False)),
-        clipping=clipping,
-    )

@@ -6,8 +6,12 @@ a few numbers between hosts: the device does not know of it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from deepspeed.comm import Pending
 from deepspeed.zero.agreement import STEP, Hosts, digest
 
 __all__ = ["Council", "Verdict"]
@@ -30,6 +34,14 @@ class Council:
 
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
+
+    def open_polls(self) -> None:
+        """See `Hosts`."""
+        self._hosts.open_polls()
+
+    def poll(self, flags: Sequence[bool]) -> Pending[Tensor]:
+        """See `Hosts`."""
+        return self._hosts.poll(flags)
 
     def confirm(self) -> None:
         """Every rank takes an optimizer step now; an error on all of them if one does something else."""

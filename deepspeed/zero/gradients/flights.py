@@ -8,6 +8,7 @@ stream has waited for its landing.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ class _Flight:
     memory: Tensor
     """What was sent; kept until the stream that packed it has waited for the landing."""
     pending: Pending[Tensor] | None
+    told: Pending[Tensor] | None = None
+    """What ranks say of its gradients; see `Flights`."""
     landed: Any = None
     """The device's event after landing."""
 
@@ -37,7 +40,9 @@ class _Flight:
 class Flights:
     """Sends buckets and lands them, in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, landed: Callable[[Bucket, Pending[Tensor]], None]) -> None:
+        """`landed` is called with each bucket that has arrived and of which ranks were asked something."""
+        self._landed = landed
         self._flying: deque[_Flight] = deque()
         self._beside: dict[torch.device, Beside] = {}
         self._carried: Any = None
@@ -50,13 +55,13 @@ class Flights:
             self._land_oldest()
 
     @torch.no_grad()
-    def send(self, bucket: Bucket, packed: Tensor) -> None:
-        """A packed bucket leaves for its owners."""
+    def send(self, bucket: Bucket, packed: Tensor, told: Pending[Tensor] | None = None) -> None:
+        """A packed bucket leaves for its owners; `told` is the answer to what ranks were asked of it."""
         beside = self._beside.get(bucket.device)
         if beside is None:
             beside = self._beside[bucket.device] = Beside(bucket.device)
         with comm.labelled(bucket.label), beside:
-            flight = _Flight(bucket, packed, bucket.reduction.start(packed, bucket.share))
+            flight = _Flight(bucket, packed, bucket.reduction.start(packed, bucket.share), told)
             if beside.device:
                 self._land(flight)
                 flight.landed = beside.record()
@@ -90,3 +95,5 @@ class Flights:
         self._land(flight)
         if flight.landed is not None:
             flight.landed.wait()  # the stream that computes waits, not the host
+        if flight.told is not None:
+            self._landed(flight.bucket, flight.told)

@@ -14,12 +14,14 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from deepspeed.comm import Pending
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.zero.agreement import Hosts
 from deepspeed.zero.gradients.arrivals import Arrivals
 from deepspeed.zero.gradients.bucket import Bucket, Parcel
 from deepspeed.zero.gradients.council import Council
 from deepspeed.zero.gradients.flights import Flights
+from deepspeed.zero.gradients.landing import Landing, told_first
 from deepspeed.zero.gradients.order import pack_buckets
 from deepspeed.zero.gradients.passes import Passes
 from deepspeed.zero.gradients.reduction import Reduction
@@ -77,6 +79,8 @@ class ShardReducer:
         self._groups = groups
         self._reduction_of = reduction_of
         self._ways = ways
+        self.eager = ways.every_backward
+        """True if gradients are reduced in every backward."""
         self._council = council
         self._version = 0
         self._model, self._passes = registered, passes
@@ -89,18 +93,14 @@ class ShardReducer:
         self._guessed = True
         self._proposals = self._patience = 0
         self._buckets: list[Bucket] = []
-        self._flights = Flights()
+        self._flights = Flights(self._landed)
+        self._landing: Landing | None = None
         self._flags: tuple[bool, ...] = ()
         self._had: set[int] = set()
         self._absent: frozenset[int] | None = None
         self._launched = False
         self._kept: frozenset[int] = frozenset()
         self.refresh()
-
-    @property
-    def eager(self) -> bool:
-        """True if gradients are reduced in every backward."""
-        return self._ways.every_backward
 
     # ---- what is trained
 
@@ -121,7 +121,13 @@ class ShardReducer:
         self._rebuild()
         for number, (group, parcel) in enumerate(trained):
             followed = None if id(parcel.param) in self._kept else number
-            self.arrivals.hook(parcel.name, parcel.param, followed, group.on_arrival(parcel.param))
+            self.arrivals.hook(parcel.name, parcel.param, followed, told_first(self._landing, parcel.param, group))
+
+    def use_up(self, landing: Landing) -> None:
+        """Hand gradients over as they land, on all ranks together."""
+        self._council.open_polls()
+        self._landing, self._flags = landing, ()
+        self.refresh()
 
     def keep_back(self, params: Iterable[nn.Parameter]) -> None:
         """Let the gradients of these leave last of all, after the last pass."""
@@ -319,9 +325,17 @@ class ShardReducer:
                 self._had.add(self._number[id(parcel.param)])
         packed = bucket.pack(grads)
         del grads
-        self._flights.send(bucket, packed)
+        told = None
+        if self._landing is not None:
+            told = self._council.poll([self._landing.leaves_whole(parcel.param) for parcel in bucket.parcels])
+        self._flights.send(bucket, packed, told)
         if not self._ways.overlap or (self._ways.strict and bucket.device.type == "cpu"):
             self.land()
+
+    def _landed(self, bucket: Bucket, told: Pending[Tensor]) -> None:
+        assert self._landing is not None, "somebody asked"
+        answers = zip(bucket.parcels, told.wait().tolist(), strict=True)
+        self._landing.landed([parcel.param for parcel, whole in answers if whole])
 
     def land(self) -> None:
         """What is on its way has arrived; late gradients still wait for `finish`."""

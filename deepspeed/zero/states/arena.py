@@ -125,7 +125,7 @@ def move_out(pieces: Sequence[Piece], dtypes: Dtypes) -> None:
     staying = by_tier.pop(Tier.DEVICE, [])
     for piece in staying:
         piece.widen(dtypes.master, piece.param.device)
-    if staying:
+    if staying and dtypes.kept:
         give_homes(staying, dtypes.accumulate)
     for tier, leaving in by_tier.items():
         for run in runs(leaving, lambda piece: piece.source.numel(), homes.tile):

@@ -42,6 +42,8 @@ class Dtypes:
     reduce: torch.dtype
     homes: Homes = AT_HOME
     """And in which tier."""
+    kept: bool = True
+    """Memory for gradients is kept between steps where there would be much to allocate; else it comes and goes."""
 
 
 class ShardGroup:
@@ -156,6 +158,22 @@ class ShardGroup:
     def narrow_gradient(self, piece: Piece) -> Tensor | None:
         """The gradient of a piece that was handed over as it is, in another dtype than the master's."""
         return None if piece.away else piece.gradient
+
+    @torch.no_grad()
+    def take(self, piece: Piece, *, narrow: bool) -> Tensor | None:
+        """As `hand_over` for one piece that is at home; returns the gradient that the optimizer sees."""
+        grad, piece.gradient = piece.gradient, None
+        if grad is None:
+            return None
+        if narrow and grad.dtype != piece.master.dtype:
+            piece.gradient = grad.view(piece.master.shape)
+            return piece.gradient
+        piece.master.grad = grad.to(piece.master.dtype).view(piece.master.shape)
+        return piece.master.grad
+
+    def use_up(self, piece: Piece) -> None:
+        """The optimizer has used the gradient of a piece that was taken: free it."""
+        piece.master.grad = piece.gradient = None
 
     def held(self, place: int, reducer: ShardReducer | None) -> ParameterState:
         """What this rank holds of the parameter at that place."""

@@ -14,7 +14,10 @@ from deepspeed.ops.multi_tensor import global_norm, sum_of_squares
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.placement import LiesOn, Placement
 
-__all__ = ["Line", "Measure", "clip_coefficient", "total_norm"]
+__all__ = ["Line", "Measure", "clip_coefficient", "joint_norm", "total_norm"]
+
+Squares = tuple[Tensor | None, Tensor | None]
+"""The sums of squares of shared gradients and of parts of split ones; None where there are none."""
 
 _EPSILON = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds, so that both clip alike
 
@@ -71,13 +74,20 @@ def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) ->
     """
     if measure.axis.size == 1 and measure.alone:
         return global_norm(_dense([tensor for line in lines for tensor in line.shared])).to(device)
-    alike = all(_everywhere(line.placement, measure.axis) for line in lines)
+    found = [(line.placement, (_squares(line.shared), _squares(line.split))) for line in lines]
+    return joint_norm(found, measure, device)
+
+
+def joint_norm(found: Sequence[tuple[Placement, Squares]], measure: Measure, device: torch.device) -> Tensor:
+    """As `total_norm`, of what was summed before for each placement."""
+    alike = all(_everywhere(placement, measure.axis) for placement, _ in found)
     squares = torch.zeros(2, dtype=torch.float64, device=device)
-    for line in lines:
-        for kind, tensors in enumerate((line.shared, line.split)):
-            if tensors:
-                weight = 1.0 if alike else 1.0 / line.placement.copies
-                squares[kind].add_(sum_of_squares(_dense(tensors)).to(device), alpha=weight)
+    for placement, kinds in found:
+        weight = 1.0 if alike else 1.0 / placement.copies
+        for kind, summed in enumerate(kinds):
+            if summed is None:
+                continue
+            squares[kind].add_(summed.to(device), alpha=weight)
     if not alike:
         with comm.labelled("gradient norm"):
             comm.all_reduce(squares, group=measure.axis.group)
@@ -87,6 +97,10 @@ def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) ->
         with comm.labelled("gradient norm over stages"):
             comm.all_reduce(squares, group=measure.stages)
     return squares.sum().sqrt().float()
+
+
+def _squares(tensors: Sequence[Tensor]) -> Tensor | None:
+    return sum_of_squares(_dense(tensors)) if tensors else None
 
 
 def _everywhere(placement: Placement, axis: AxisGroup) -> bool:

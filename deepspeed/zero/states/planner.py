@@ -97,7 +97,8 @@ class Planner:
         reduce = self.travels.get(param, param.dtype if kept else precision.reduce)
         accumulate = param.dtype if kept else precision.accumulate
         master = precision.master if param.is_floating_point() else param.dtype
-        return Dtypes(master, accumulate, reduce, self.homes if param.is_floating_point() else AT_HOME)
+        homes = self.homes if param.is_floating_point() else AT_HOME
+        return Dtypes(master, accumulate, reduce, homes, kept=not self.schema.optimizer_in_backward.enabled)
 
     def _ordered(self, members: list[Named], placement: Placement) -> list[Named]:
         if not self.schema.zero_optimization.round_robin_gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from deepspeed.errors import UsageError
 from deepspeed.memory.store import AtHome, Store
 from deepspeed.ops.moments import MomentKeeper
-from deepspeed.ops.one_pass import OnePass
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.afar import Afar
@@ -20,8 +19,9 @@ from deepspeed.zero.states.deferral import Deferral
 from deepspeed.zero.states.group import ShardGroup
 from deepspeed.zero.states.late import arrive
 from deepspeed.zero.states.lookup import ParameterState
-from deepspeed.zero.states.norm import Line, Measure, total_norm
+from deepspeed.zero.states.norm import Line, Measure, joint_norm, total_norm
 from deepspeed.zero.states.pace import Pace
+from deepspeed.zero.states.partly import one_pass_over
 from deepspeed.zero.states.piece import Piece
 from deepspeed.zero.states.tiles import Tile, choose, empty_tile, tile, tiles_well
 from deepspeed.zero.states.turn import Turn
@@ -138,7 +138,7 @@ class States:
             for group in self._of(placement):
                 group.hand_over(lines, narrow=narrow)
             filled.append((placement, list(lines.values())))
-        self._drop_absent()
+        self.drop_absent()
         self._norm = total_norm([self._line(*each) for each in filled], self._measure, self.device)
 
     @property
@@ -157,6 +157,11 @@ class States:
         if self._norm is None:
             raise UsageError("the gradient norm was asked for before the gradients were taken")
         return self._norm
+
+    def norm_of(self, squares: Mapping[Placement, Tensor]) -> Tensor:
+        """The same of gradients that are not there any more: `squares` are their sums on this rank."""
+        placements = dict.fromkeys(group.placement for group in self.groups)
+        return joint_norm([(each, (squares.get(each), None)) for each in placements], self._measure, self.device)
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The gradients on the device that the optimizer is about to use, each with the model's parameter."""
@@ -181,7 +186,8 @@ class States:
         try:
             # without parameters it steps, too: schedules and hooks look at that
             if one_pass:
-                optimizer.one_pass = self._one_pass()  # type: ignore[attr-defined]
+                everyone = [piece for group in self.groups for piece in group.pieces]
+                optimizer.one_pass = one_pass_over(everyone, self.group_of)  # type: ignore[attr-defined]
             for each in [each for each in tiles if not each.away] or [empty_tile(optimizer)] * late:
                 choose(optimizer, each)
                 optimizer.step()
@@ -205,57 +211,9 @@ class States:
         for group in self.groups:
             group.spread()
 
-    def _one_pass(self, pieces: Iterable[Piece] | None = None) -> OnePass:
-        """Gradients that were not cast, and where the model reads what the optimizer writes."""
-        grads: dict[Tensor, Tensor] = {}
-        outs: dict[Tensor, Tensor] = {}
-        for piece in (piece for group in self.groups for piece in group.pieces) if pieces is None else pieces:
-            grad = self._places[id(piece.param)][0].narrow_gradient(piece)
-            if grad is not None:
-                grads[piece.master] = grad
-            if piece.separate:
-                outs[piece.master] = piece.source
-        return OnePass(1.0, grads, outs)
-
-    @torch.no_grad()
-    def take_some(self, pieces: Sequence[Piece], *, narrow: bool) -> list[Tensor]:
-        """As `take_gradients` for some pieces that are whole here; returns the gradients that the optimizer sees."""
-        for piece in pieces:
-            grad, master = piece.param.grad, piece.master
-            if grad is None or not piece.separate:
-                continue
-            banked = master.grad is not None
-            if narrow and not banked and grad.layout == torch.strided and grad.is_contiguous():
-                continue
-            master.grad = master.grad.add_(grad) if banked else grad.to(master.dtype)  # type: ignore[union-attr]
-            piece.param.grad = None
-        found = [piece.param.grad if piece.master.grad is None else piece.master.grad for piece in pieces]
-        return [grad for grad in found if grad is not None]
-
-    @torch.no_grad()
-    def update_some(self, optimizer: Optimizer, pieces: Sequence[Piece], *, one_pass: bool) -> None:
-        """As `update` for some pieces that are whole here, whose gradients were taken; they are freed."""
-        everything = [options["params"] for options in optimizer.param_groups]
-        places = {id(options): place for place, options in enumerate(optimizer.param_groups)}
-        chosen: list[list[nn.Parameter]] = [[] for _ in everything]
-        for piece in pieces:
-            chosen[places[id(self._places[id(piece.param)][0].options)]].append(piece.master)
-        try:
-            if one_pass:
-                optimizer.one_pass = self._one_pass(pieces)  # type: ignore[attr-defined]
-            choose(optimizer, Tile(chosen, []))
-            optimizer.step()
-        finally:
-            if one_pass:
-                optimizer.one_pass = None  # type: ignore[attr-defined]
-            for options, params in zip(optimizer.param_groups, everything, strict=True):
-                options["params"] = params
-        copied = [piece for piece in pieces if piece.separate]
-        if copied and not one_pass:
-            torch._foreach_copy_([piece.source for piece in copied], [piece.master for piece in copied])
-        for piece in pieces:
-            piece.master.grad = piece.param.grad = None
-            piece.version = piece.param._version
+    def group_of(self, piece: Piece) -> ShardGroup:
+        """The group that a piece belongs to."""
+        return self._places[id(piece.param)][0]
 
     def _can_wait(self, group: ShardGroup) -> bool:
         return group.patient and not (self.compiled and group.marks)
@@ -378,7 +336,7 @@ class States:
             listed = {id(each) for each in options["params"]}
             options["params"] += [piece.master for piece in group.pieces if id(piece.master) not in listed]
 
-    def _drop_absent(self) -> None:
+    def drop_absent(self) -> None:
         """A parameter that no rank used keeps no gradient, so that the optimizer leaves it alone."""
         absent = {id(param) for param in self.reducer.absent()} if self.reducer is not None else set()
         if not absent:

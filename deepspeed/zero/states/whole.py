@@ -82,6 +82,23 @@ class WholeGroup(ShardGroup):
             if grad is not None:
                 lines[id(piece)] = grad
 
+    @torch.no_grad()
+    def take(self, piece: Piece, *, narrow: bool) -> Tensor | None:
+        """See `ShardGroup`; a gradient that was added up in the master's dtype is there already."""
+        grad, master = piece.param.grad, piece.master
+        if grad is not None and piece.separate:
+            banked = master.grad is not None
+            if narrow and not banked and grad.layout == torch.strided and grad.is_contiguous():
+                return grad
+            master.grad = master.grad.add_(grad) if banked else grad.to(master.dtype)  # type: ignore[union-attr]
+            piece.param.grad = None
+        return piece.param.grad if master.grad is None else master.grad
+
+    def use_up(self, piece: Piece) -> None:
+        """See `ShardGroup`."""
+        piece.master.grad = piece.param.grad = None
+        piece.version = piece.param._version
+
     def narrow_gradient(self, piece: Piece) -> Tensor | None:
         """See `ShardGroup`."""
         return piece.param.grad if piece.separate else None

@@ -18,10 +18,10 @@ WIDTH, LAYERS, STEPS = 16, 6, 4
 class Model(nn.Module):
     """Tied weights, a parameter that is never used, one that is used now and then, one that is frozen."""
 
-    def __init__(self, reentrant=None):
+    def __init__(self, reentrant=None, layers=LAYERS):
         super().__init__()
         self.reentrant = reentrant
-        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.inner = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
         self.first = nn.Linear(WIDTH, WIDTH, bias=False)
         self.last = nn.Linear(WIDTH, WIDTH)
         self.last.weight = self.first.weight
@@ -195,11 +195,3 @@ def test_what_is_refused():
     ):
         with pytest.raises(DeepSpeedConfigError, match=rf"optimizer_in_backward\.enabled.*{text}"):
             build(True, **config)
-
-
-@ranks(2)
-def test_several_ranks_are_refused():
-    with pytest.raises(
-        DeepSpeedError, match=r"optimizer_in_backward\.enabled: not part of this version yet on several"
-    ):
-        build(True)
