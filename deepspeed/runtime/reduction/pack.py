@@ -35,9 +35,8 @@ class Pack:
     def fill(self, grads: Sequence[Tensor]) -> Tensor:
         """The gradients as one tensor."""
         flat: Tensor = _flatten_dense_tensors(grads)
-        if self._flat is None or not self._is_ours():
-            return flat
-        return self._flat.copy_(flat)
+        kept = self._flat
+        return flat if kept is None or not self._is_ours(kept) else kept.copy_(flat)
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The gradients in what `fill` made."""
@@ -48,12 +47,9 @@ class Pack:
             self._flat, self._views, self._users = flat, views, _users_of(flat)
         return views
 
-    def _is_ours(self) -> bool:
+    def _is_ours(self, flat: Tensor) -> bool:
         """Nobody has kept a gradient of the last step, or another view of its memory."""
-        assert self._flat is not None
-        return _users_of(self._flat) == self._users and all(
-            count == _OURS for count in map(sys.getrefcount, self._views)
-        )
+        return _users_of(flat) == self._users and all(count == _OURS for count in map(sys.getrefcount, self._views))
 
 
 def _users_of(tensor: Tensor) -> tuple[int, int]:
