@@ -250,12 +250,13 @@ def _layers(folder: Path) -> list[Path]:
 
 def _read_slices(folder: Path, ranks: Sequence[str], exclude_frozen: bool) -> Checkpoint:
     """What ranks hold that share their layers."""
-    read = [_read_rank(folder, rank, exclude_frozen, place) for place, rank in enumerate(ranks)]
+    read = [_read_rank(folder, rank, exclude_frozen, place, ranks) for place, rank in enumerate(ranks)]
     checkpoint, splits = read[0]
     if len(ranks) == 1:
         return checkpoint
     if splits is None:
         raise ValueError(f"{folder} is of {len(ranks)} model-parallel ranks and does not tell how they cut tensors")
+    splits = _of_all_experts(splits, checkpoint.tensors)
     for name in [name for name in checkpoint.tensors if name in splits]:
         absent = [rank for rank, (found, _) in zip(ranks, read, strict=True) if name not in found.tensors]
         if absent:
@@ -271,15 +272,27 @@ def _read_slices(folder: Path, ranks: Sequence[str], exclude_frozen: bool) -> Ch
     return checkpoint
 
 
-def _read_rank(folder: Path, rank: str, exclude_frozen: bool, place: int = 0) -> tuple[Checkpoint, Any]:
+def _of_all_experts(splits: Mapping[str, Any], names: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """What is told of the experts that a rank lists, for all of them: they are alike."""
+    like = {(m[1], m[3]): split for name, split in splits.items() if (m := _EXPERT.fullmatch(name))}
+    found = {n: like[m[1], m[3]] for n in names if (m := _EXPERT.fullmatch(n)) and (m[1], m[3]) in like}
+    return {**found, **splits}
+
+
+def _optimizers(folder: Path, rank: str) -> list[Path]:
+    pattern = "*optim_states.pt" if rank == "*" else f"*mp_rank_{rank}*optim_states.pt"
+    found = sorted(folder.glob(pattern), key=natural)
+    return [path for path in found if not path.name.startswith("expp_rank_")]
+
+
+def _read_rank(
+    folder: Path, rank: str, exclude_frozen: bool, place: int = 0, slices: Sequence[str] = ()
+) -> tuple[Checkpoint, Any]:
     """What the files of one model-parallel rank hold, the `place`-th slice, and how tensors are cut over slices."""
     found_models = sorted(folder.glob(f"*mp_rank_{rank}_model_states.pt"), key=natural)
     experts = [path for path in found_models if re.match(r"layer_\d+_expert_", path.name)]
     models = [path for path in found_models if path not in experts]
-    optimizers = sorted(
-        folder.glob("*optim_states.pt" if rank == "*" else f"*mp_rank_{rank}*optim_states.pt"), key=natural
-    )
-    optimizers = [path for path in optimizers if not path.name.startswith("expp_rank_")]
+    optimizers = _optimizers(folder, rank)
     if not models:
         raise ValueError(f"{folder} has no '*mp_rank_*_model_states.pt'")
     model, reader = _load(models[0]), _Reader()
@@ -289,7 +302,9 @@ def _read_rank(folder: Path, rank: str, exclude_frozen: bool, place: int = 0) ->
     listed = model.get("param_shapes") or () if optimizers else ()
     groups = [{name: _shape(shape, name) for name, shape in group.items()} for group in listed]
     trained = {name for group in groups for name in group}
-    spread = _spread(model, experts, folder) if "num_experts" in model else None
+    spread = _spread(model, experts, folder, [_optimizers(folder, each) for each in slices])
+    if spread is not None and spread.tensor > 1 and place:  # experts that are dealt to slices are files of the first
+        experts = sorted(folder.glob(f"layer_*_expert_*_mp_rank_{slices[0]}_model_states.pt"), key=natural)
     frozen_shapes = model.get("frozen_param_shapes") or {}
     for name, tensor in module.items():
         whole = name in buffers or not models[0].name.startswith("zero_pp_rank")
@@ -370,7 +385,7 @@ def _add_trained(
     key = "fp32_flat_groups" if by_parameter else "single_partition_of_fp32_groups"
     if key not in first:
         raise ValueError(f"{files[0]} has no master weights: it is no ZeRO checkpoint")
-    count = first.get("partition_count", len(files))
+    count = first.get("partition_count", len(files)) if spread is None or spread.tensor == 1 else len(files)
     found.world = max(count) if isinstance(count, (list, tuple)) else int(count)
     stage = first.get("zero_stage")  # a stand-in where it is DeepSpeed's enum
     found.stage = 3 if by_parameter else stage if isinstance(stage, int) else 1
@@ -383,7 +398,8 @@ def _add_trained(
     tensors = [(number, part) for number, count in enumerate(parts_of) for part in range(count)]
     for number, part in tensors:
         group, offset = groups[number], 0
-        files = every if spread is None else spread.files(every, parts_of[number], part)
+        of_experts = spread is not None and any(_EXPERT.fullmatch(name) for name in group)
+        files = spread.files(every, parts_of[number], part) if spread is not None and of_experts else every
         whole = sum(math.prod(shape) for shape in group.values()) + sum(gaps[number] if not by_parameter else ())
         shard = -(-whole // (2 * len(files))) * 2
         for place, (name, shape) in enumerate(group.items()):
@@ -414,6 +430,10 @@ class _Spread:
     sizes: Sequence[int] | None
     slices: Mapping[str, int]
     folder: Path
+    tensor: int = 1
+    """Tensor-parallel ranks to which experts are dealt as to data-parallel ones, of which these are neighbours."""
+    everybody: Sequence[Path] = ()
+    """Then the optimizers' files of all of them."""
 
     def parts(self, first: Mapping[str, Any], flats: int, by_parameter: bool) -> list[int]:
         """Over how many ranks the experts of each flat tensor are spread; 1 where it has none."""
@@ -430,6 +450,7 @@ class _Spread:
 
     def files(self, files: Sequence[Path], count: int, part: int) -> list[Path]:
         """Those of the ranks that hold a part of the experts."""
+        files = self.everybody or files
         copies, rest = divmod(len(files), count)
         if rest:
             raise ValueError(f"{self.folder}: experts on {count} ranks do not fit the {len(files)} that wrote them")
@@ -441,18 +462,31 @@ class _Spread:
         found = _EXPERT.fullmatch(name)
         if found is None:
             return name
-        if self.layers.get(found[1], 0) % count:
+        if not self.layers.get(found[1]) or self.layers[found[1]] % count:
             raise ValueError(f"{self.folder}: {self.layers.get(found[1])} experts {name} are not on {count} ranks")
-        return f"{found[1]}{int(found[2]) + part * (self.layers[found[1]] // count)}{found[3]}"
+        local = self.layers[found[1]] // count
+        return f"{found[1]}{int(found[2]) % local + part * local}{found[3]}"
 
 
-def _spread(model: Mapping[str, Any], experts: Sequence[Path], folder: Path) -> _Spread:
+def _spread(
+    model: Mapping[str, Any], experts: Sequence[Path], folder: Path, optimizers: Sequence[Sequence[Path]]
+) -> _Spread | None:
+    """How experts lie on ranks, whose `optimizers` are given by slice; None where there are no experts."""
+    if "num_experts" not in model:
+        return None
     told = (model.get("ds_extra") or {}).get("experts")
     if told is not None:
-        counts = [*told["layers"].values(), *told.get("slices", {}).values(), *told["sizes"]]
+        tensor = told.get("tensor", 1)
+        counts = [*told["layers"].values(), *told.get("slices", {}).values(), *told["sizes"], tensor]
         if any(type(count) is not int or not 0 <= count < 2**20 for count in counts):
             raise ValueError(f"{folder}: numbers of experts are {counts!r:.200}")
-        return _Spread(told["layers"], bool(told["data_first"]), told["sizes"], told.get("slices", {}), folder)
+        slices, data_first = told.get("slices", {}), bool(told["data_first"])
+        if tensor == 1:
+            return _Spread(told["layers"], data_first, told["sizes"], slices, folder)
+        if len(optimizers) != tensor or len({len(each) for each in optimizers}) > 1:
+            raise ValueError(f"{folder}: experts were dealt to {tensor} slices, but files are of {len(optimizers)}")
+        everybody = [path for ranks in zip(*optimizers, strict=True) for path in ranks]
+        return _Spread(told["layers"], data_first, told["sizes"], slices, folder, tensor, everybody)
     layers: dict[str, int] = {}
     for name in (name for path in experts for name in _load(path)):
         found = _EXPERT.fullmatch(name) if isinstance(name, str) else None

@@ -101,6 +101,10 @@ class SpreadExperts:
         """True for an expert that is spread or copied over tensor-parallel ranks, as if these were data-parallel."""
         return is_moe_param(param) and self._wide(self._groups[param.group_name])  # type: ignore[attr-defined]
 
+    def dealt(self, layer: SpreadLayer) -> bool:
+        """True if the experts of a layer lie on tensor-parallel ranks as if these were data-parallel."""
+        return self._wide(layer.groups)
+
     @property
     def wide(self) -> bool:
         """True if experts lie on several tensor-parallel ranks, which then have to agree as data-parallel ranks do."""

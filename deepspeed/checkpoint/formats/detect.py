@@ -16,6 +16,7 @@ from deepspeed.checkpoint.formats.resliced import Resliced
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.stages import Stages
 from deepspeed.checkpoint.formats.universal.reader import UniversalSource
+from deepspeed.checkpoint.formats.zero_files.expert_files import layer_of
 from deepspeed.checkpoint.formats.zero_files.file_names import Found, sort_files
 from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource, is_deepspeed
 from deepspeed.checkpoint.storage.commit import LATEST
@@ -84,7 +85,7 @@ def open_checkpoint(
 
         if stages == 1:  # a rank of a pipeline reads what all stages have
             place = mp_rank if layers is None else mp_rank % (_ranks_of(splits) or slices)
-            return _joined(_of_ranks(of_rank, found.model_ranks, splits, place))
+            return _of_ranks(of_rank, found.model_ranks, splits, place)
         mine, place = divmod(mp_rank, _ranks_of(splits) or slices)
 
         def of_stage(stage: int) -> Source:
@@ -148,13 +149,18 @@ def _of_ranks(
                 f"tensors, so that {next(iter(splits.values())).ranks} cannot read it. Load it with as many ranks "
                 "and save it anew"
             )
-        return own
-    names = {*(splits or {}), *own.aliases}
-    if splits and saved is not None and all(saved.get(name) == splits.get(name) for name in {*saved, *names}):
-        return own
-    if not splits and not saved:
-        return own
-    return Resliced([of_rank(rank) for rank in written], saved or {}, splits or {}, mp_rank)
+        return _joined(own)
+    if (not splits and not saved) or (splits and saved is not None and _alike(saved, splits, own)):
+        return _joined(own)
+    return Resliced([_joined(of_rank(rank)) for rank in written], saved or {}, splits or {}, mp_rank)
+
+
+def _alike(saved: Mapping[str, Split], splits: Mapping[str, Split], own: DeepSpeedSource) -> bool:
+    """Whether a reader cuts as the files do; of experts it names those that it has."""
+    layers = {layer_of(name) for name in splits} - {None}
+    elsewhere = {name for name in saved if name not in splits and layer_of(name) in layers}
+    names = {*saved, *splits, *own.aliases} - elsewhere
+    return all(saved.get(name) == splits.get(name) for name in names)
 
 
 def find_tag(directory: str | Path, tag: str | None = None) -> Path:

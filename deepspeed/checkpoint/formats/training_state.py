@@ -98,13 +98,15 @@ class Experts:
     part: int
     """Which part of the experts this rank has, of the largest number over which any are spread."""
     first: bool
-    """Whether this rank is the first that has this part."""
+    """Whether this rank is the first that has this part; of dealt experts those with the first data are, too."""
     writes: Mapping[str, bool]
     """Layer → whether this rank is the first of those that have the same experts of it."""
     slices: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Parameters in which experts lie one behind the other → which slice this rank has, of how many."""
     sizes: Mapping[str, int] = field(default_factory=dict)
     """Layer → over how many ranks its experts are spread."""
+    tensor: int = 1
+    """Tensor-parallel ranks to which experts are dealt as to data-parallel ones; 1: they are not."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,15 @@ from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.plugged import save_files
 from deepspeed.runtime.saving.restoring import Restoring, Wish
 from deepspeed.runtime.saving.rng_state import restore as restore_rng
-from deepspeed.runtime.saving.training_state import Run, buffer_sum, collect, kinds_of, listing, settle_edits
-from deepspeed.tensor_parallel import splits_of
+from deepspeed.runtime.saving.training_state import (
+    Run,
+    buffer_sum,
+    collect,
+    kinds_of,
+    listing,
+    settle_edits,
+    splits_in_files,
+)
 
 __all__ = ["Checkpoints", "leftovers", "policy_of"]
 
@@ -147,17 +154,21 @@ class Checkpoints:
 
     def _refuse_experts(self) -> None:
         experts = self._parts.experts
-        if experts is not None and any(experts.crosses(param) for param in self._parts.module.parameters()):
+        if experts is not None and len({experts.dealt(layer) for layer in experts.layers}) > 1:
             raise CheckpointError(
-                f"the experts of {experts.layers[0].begin}… lie on several tensor-parallel ranks, for which "
-                "checkpoints have no place yet; save_16bit_model writes the whole model"
+                f"the experts of some of {', '.join(layer.begin for layer in experts.layers[:8])} are dealt to "
+                "tensor-parallel ranks and others are split over them, for which checkpoints have no place; use "
+                "enable_expert_tensor_parallelism for all layers or for none"
             )
 
     def _compared(self, run: Run, heard: list[dict[str, Any]]) -> Run:
         """With what the ranks of this model-parallel part know of each other."""
         model, data = self._parts.layout["pp", "tp"].rank, self._parts.layout["dp", "sp"].rank
         said = {answer["data"]: answer for answer in heard if answer["model"] == model}
-        kinds = [sorted(set().union(*groups)) for groups in zip(*(a["kinds"] for a in said.values()), strict=True)]
+        wide = self._parts.experts is not None and self._parts.experts.wide
+        slices = self._parts.layout["tp"].size if wide else 1  # experts that are dealt to them lie on all of these
+        alike = [answer["kinds"] for answer in heard if answer["model"] // slices == model // slices]
+        kinds = [sorted(set().union(*groups)) for groups in zip(*alike, strict=True)]
         first = said.get(0, said[data])  # in a fake world only this rank speaks
         return dataclasses.replace(run, kinds=kinds, own_buffers=said[data]["buffers"] != first["buffers"])
 
@@ -194,7 +205,7 @@ class Checkpoints:
         partial = self._section.use_node_local_storage
         mp_rank = self._parts.layout["pp", "tp"].rank
         near = self._parts.layout["dp", "sp"].rank
-        holds, splits = self._parts.holds, splits_of(self._parts.module)
+        holds, splits = self._parts.holds, splits_in_files(self._parts)
         layers = None if self._parts.layers is None else self._parts.layers.known
         share = Share(layers, splits)
         source = open_checkpoint(path, mp_rank=mp_rank, order=order or None, partial=partial, near=near, share=share)

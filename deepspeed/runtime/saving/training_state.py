@@ -13,13 +13,13 @@ from torch.optim import Optimizer
 
 from deepspeed.checkpoint.formats.training_state import Counters, Experts, GroupState, TrainingState
 from deepspeed.config.explain import without_secrets
-from deepspeed.fragments import FlatLayout
+from deepspeed.fragments import FlatLayout, Split
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.moments import MomentKeeper, scale_name
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.rng_state import capture
 from deepspeed.runtime.step.scale_names import attributes_of
-from deepspeed.tensor_parallel import splits_of
+from deepspeed.tensor_parallel import marked_splits, splits_of
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.states.group import ShardGroup
 
@@ -34,6 +34,7 @@ __all__ = [
     "model_values",
     "settle_edits",
     "shape_of",
+    "splits_in_files",
 ]
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -168,7 +169,7 @@ def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> Training
         mp_size=model.size,
         pp_size=parts.layout["pp"].size if parts.layers is not None else 1,
         layers=parts.layers,
-        splits=splits_of(parts.module),
+        splits=splits_in_files(parts),
         counters=run.counters,
         loss_scale=attributes_of(parts.scale),
         overflow=bool(getattr(parts.optimizer, "overflow", False)),
@@ -186,14 +187,24 @@ def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> Training
     )
 
 
+def splits_in_files(parts: Parts) -> dict[str, Split]:
+    """How parameters are cut over tensor-parallel ranks, by their names in the whole model; empty where unknown."""
+    found = splits_of(parts.module)
+    marked = marked_splits(parts.module, parts.layout["tp"].size, found) if parts.layout["tp"].size > 1 else {}
+    both = {} if marked is None else {**found, **marked}
+    return {parts.name_of(name): split for name, split in both.items()}
+
+
 def _experts(parts: Parts) -> Experts | None:
     experts = parts.experts
     if experts is None:
         return None
+    tensor = parts.layout["tp"].size if experts.wide else 1
     writes = {layer.listed: layer.groups.edp.rank == 0 for layer in experts.layers}
-    first = experts.most.edp.rank == 0
+    first = experts.most.edp.rank == 0 or (tensor > 1 and parts.layout["dp", "sp"].rank == 0)
     sizes = {layer.listed: layer.groups.ep.size for layer in experts.layers}
-    return Experts(experts.numbers, experts.data_first, experts.most.ep.rank, first, writes, experts.slices, sizes)
+    part = experts.most.ep.rank
+    return Experts(experts.numbers, experts.data_first, part, first, writes, experts.slices, sizes, tensor)
 
 
 def _groups(parts: Parts, exclude_frozen: bool) -> list[Listed]:

@@ -108,6 +108,9 @@ def test_experts_that_are_split(tmp_path):
             for name, values in split_states(engine).items():
                 torch.testing.assert_close(values, expected[name], rtol=0, atol=0, msg=f"{tag} {name}")
             engine.destroy()
-        dealt = split_engine(Case(4, 2, 2), layout)
-        with pytest.raises(CheckpointError, match="lie on several tensor-parallel ranks, for which"):
-            dealt.save_checkpoint(tmp_path, tag="z")
+        model = Model(4, 2, k=2)
+        model.second.enable_expert_tensor_parallelism = True
+        config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}}
+        engine, *_ = deepspeed.initialize(model=model, config=config, mpu=LayoutMpu(layout))
+        with pytest.raises(CheckpointError, match="are dealt to tensor-parallel ranks and others are split over them"):
+            engine.save_checkpoint(tmp_path, tag="z")

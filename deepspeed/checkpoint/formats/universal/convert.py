@@ -57,10 +57,10 @@ def convert(
 
 def _rules(sources: Sequence[Source], path: Path, strict: bool) -> Mapping[str, Any]:
     rules = dict(getattr(sources[0], "model_entries", {}).get(_INFO) or {})
-    if len(sources) > 1 and not rules and strict:
+    if len(sources) > 1 and not rules.keys() - {"universal_checkpoint_version"} and strict:
         raise CheckpointError(
-            f"{path} has {len(sources)} model-parallel ranks and no {_INFO!r}: how their slices belong together "
-            "is unknown. With strict=False (--no_strict) they are put together along dim 0"
+            f"{path} has {len(sources)} model-parallel ranks and no rules in {_INFO!r}: how their slices belong "
+            "together is unknown. With strict=False (--no_strict) they are put together along dim 0"
         )
     return rules
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,6 +17,8 @@ from deepspeed.checkpoint.formats.bounds import rank_count
 from deepspeed.errors import CheckpointError
 
 __all__ = ["ExpertLayers", "Grid", "expert_entries", "layer_of", "layers_of", "number_of", "renumbered", "sizes_of"]
+
+T = TypeVar("T")
 
 _NAME = re.compile(r"(.*\bdeepspeed_experts\.)(\d{1,9})(\..*)")
 _GROUP = re.compile(r"ep_size_(\d{1,6})")
@@ -69,29 +71,51 @@ class ExpertLayers:
     experts: Mapping[str, int]
     """Beginning of names → experts, in the order of the model."""
     world: int
+    """Data-parallel ranks."""
     data_first: bool = False
+    tensor: int = 1
+    """Tensor-parallel ranks to which experts are dealt as to data-parallel ones; 1: they are not."""
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks experts may be spread: tensor-parallel ones are the neighbours among them."""
+        return self.world * self.tensor
 
     def grid(self, ep: int) -> Grid:
         """The ranks of experts that are spread over `ep` ranks; 0 or 1: all ranks have all."""
         ep = max(ep, 1)
-        if self.world % ep:
-            raise CheckpointError(f"experts spread over {ep} ranks do not fit the {self.world} ranks that wrote them")
-        return Grid(ep, self.world // ep, self.data_first)
+        if self.ranks % ep:
+            raise CheckpointError(f"experts spread over {ep} ranks do not fit the {self.ranks} ranks that wrote them")
+        return Grid(ep, self.ranks // ep, self.data_first)
+
+    def copies(self, ep: int) -> int:
+        """How many ranks have the same elements of experts that are spread over `ep` ranks; 0: of what is dense."""
+        return self.grid(ep).edp if ep else self.world
 
     def shift(self, name: str, ep: int, part: int) -> int:
-        """By how much a part's own numbers are below those of the model."""
+        """What turns the number of an expert, as some rank lists it, into that of the same place in a part."""
         layer = layer_of(name)
         if layer is None:
             return 0
-        if layer not in self.experts or self.experts[layer] % max(ep, 1):
+        if not self.experts.get(layer) or self.experts[layer] % max(ep, 1):
             raise CheckpointError(
                 f"{name}: a layer of {self.experts.get(layer)} experts cannot be spread over {ep} ranks"
             )
-        return part * (self.experts[layer] // max(ep, 1))
+        local = self.experts[layer] // max(ep, 1)
+        return (part - number_of(name) // local) * local
 
     def names(self, listed: Iterable[str], ep: int, part: int) -> list[str]:
-        """The names in the model of what a rank that has `part` lists."""
+        """The names in the model of what a rank that has `part` lists, of what any rank does."""
         return [renumbered(name, self.shift(name, ep, part)) for name in listed]
+
+    def everywhere(self, values: Mapping[str, T]) -> dict[str, T]:
+        """What is said of the experts that a rank lists, of all of them: they are alike."""
+        found = dict(values)
+        for name, value in values.items():
+            layer = layer_of(name)
+            for number in range(self.experts.get(layer, 0) if layer else 0):
+                found.setdefault(renumbered(name, number - number_of(name)), value)
+        return found
 
     def expanded(self, order: Sequence[Sequence[str]], sizes: Sequence[int]) -> list[list[str]]:
         """Names as the first rank that wrote lists them, of those that a rank of any other layout lists."""
@@ -135,7 +159,8 @@ def layers_of(model: Mapping[str, Any], extra: Mapping[str, Any], names: Iterabl
     world = rank_count(model.get("dp_world_size", 1), where)
     known = extra.get("experts")
     if known is not None:
-        return ExpertLayers(dict(known["layers"]), world, bool(known["data_first"]))
+        tensor = rank_count(known.get("tensor", 1), where)
+        return ExpertLayers(dict(known["layers"]), world, bool(known["data_first"]), tensor)
     found: dict[str, int] = {}
     for name in names:
         layer = layer_of(name)

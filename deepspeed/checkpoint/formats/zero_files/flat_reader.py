@@ -21,7 +21,10 @@ from deepspeed.fragments import Block, Striped
 __all__ = ["Sharding", "Spread", "by_group", "by_parameter"]
 
 Open = Callable[[int], Opened]
-"""A rank's optimizer file."""
+"""A rank's optimizer file.
+
+Ranks are data-parallel ones; where experts are dealt to tensor-parallel ranks, too, both are numbered through.
+"""
 
 
 @dataclass(slots=True)
@@ -49,6 +52,8 @@ class Sharding:
     experts: ExpertLayers | None = None
     sizes: Sequence[int] = ()
     """Per flat tensor: over how many ranks its experts are spread, each with a tensor of its own; 0: it has none."""
+    slot: int = 0
+    """The tensor-parallel rank of which these files are, where these are numbered, too."""
 
     def fill(self, pieces: Pieces) -> None:
         """Enter every piece; no file but the near one is opened for it."""
@@ -74,7 +79,17 @@ class Sharding:
 
     def _rank(self, flat: int, part: int, copy: int) -> int:
         """The rank in whose file a shard is."""
-        return copy if self.experts is None else self.experts.grid(self._parts(flat)).rank(part, copy)
+        if self.experts is None:
+            return copy
+        if not self.sizes[flat]:
+            return copy * self.experts.tensor + self.slot
+        return self.experts.grid(self.sizes[flat]).rank(part, copy)
+
+    def copy_of(self, flat: int, rank: int) -> int:
+        """Which of the shards of a flat tensor a rank has."""
+        if self.experts is None:
+            return rank
+        return self.experts.grid(self.sizes[flat]).copy_of(rank) if self.sizes[flat] else rank // self.experts.tensor
 
     def _enter(self, pieces: Pieces, name: str, kinds: Sequence[str], copy: int) -> None:
         flat, number, part = self.place[name]
@@ -159,9 +174,9 @@ def by_group(
     base = first["base_optimizer_state"]
     groups = base["param_groups"] if isinstance(base, Mapping) else first.get("param_groups") or [{} for _ in shapes]
     count = first.get("partition_count", len(files)) if spread is None else spread.layers.world
-    world = _world(count, files, where, partial)
+    world = _world(count, files, where, partial, spread)
     sizes = [] if spread is None else spread.of(groups)
-    worlds = [world if spread is None else spread.layers.grid(sizes[flat]).edp for flat in range(len(shapes))]
+    worlds = [world if spread is None else spread.layers.copies(sizes[flat]) for flat in range(len(shapes))]
     gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
     layouts = [_block(*each, where) for each in zip(shapes, gaps, worlds, strict=True)]
     members = [[place] for place in range(len(shapes))]
@@ -169,7 +184,8 @@ def by_group(
     sharding = Sharding(
         stage, world, shapes, layouts, open_, files, near, _take_by_group, _state_by_group, list(groups), members
     )
-    sharding.experts, sharding.sizes = None if spread is None else spread.layers, sizes
+    if spread is not None:
+        sharding.experts, sharding.sizes, sharding.slot = spread.layers, sizes, near % spread.layers.tensor
     _check_masters(sharding, near)
     return sharding
 
@@ -186,7 +202,7 @@ def by_parameter(
 ) -> Sharding:
     """Stage 3."""
     first = open_(near).state["optimizer_state_dict"]
-    world = _world(first.get("partition_count", len(files)), files, where, partial)
+    world = _world(first.get("partition_count", len(files)), files, where, partial, spread)
     shapes = shapes_of(param_shapes, where)
     groups = first["optimizer_state_dict"]["param_groups"]
     members = [list(group["params"]) for group in groups]
@@ -198,7 +214,7 @@ def by_parameter(
         for size, own in zip(spread.of(groups), members, strict=True):
             for flat in own:
                 sizes[flat] = size
-    worlds = [world if spread is None else spread.layers.grid(size).edp for size in sizes]
+    worlds = [world if spread is None else spread.layers.copies(size) for size in sizes]
     layouts = [
         Striped(tuple(shape.numel() for shape in group.values()), ranks)
         for group, ranks in zip(shapes, worlds, strict=True)
@@ -206,7 +222,8 @@ def by_parameter(
     sharding = Sharding(
         3, world, shapes, layouts, open_, files, near, _take_by_parameter, _state_by_parameter, groups, members
     )
-    sharding.experts, sharding.sizes = None if spread is None else spread.layers, sizes
+    if spread is not None:
+        sharding.experts, sharding.sizes, sharding.slot = spread.layers, sizes, near % spread.layers.tensor
     _check_masters(sharding, near)
     return sharding
 
@@ -218,10 +235,7 @@ def _check_masters(sharding: Sharding, rank: int) -> None:
         tensor = sharding.take(entries, flat, "master")
         least = layout.shard_numel
         if isinstance(layout, Block):
-            copy = rank
-            if sharding.experts is not None:
-                copy = sharding.experts.grid(sharding.sizes[flat]).copy_of(rank)
-            least = min(max(layout.filled - copy * least, 0), least)
+            least = min(max(layout.filled - sharding.copy_of(flat, rank) * least, 0), least)
         held = tensor.numel() if isinstance(tensor, Tensor) else 0
         if not least <= held <= layout.shard_numel:
             names = ", ".join(list(sharding.shapes[flat])[:3])
@@ -249,15 +263,16 @@ class Spread:
         return found
 
 
-def _world(count: Any, files: Mapping[int, str], where: Path, partial: bool) -> int:
+def _world(count: Any, files: Mapping[int, str], where: Path, partial: bool, spread: Spread | None) -> int:
     counts = {rank_count(each, where) for each in (count if isinstance(count, (list, tuple)) else [count])}
     if len(counts) != 1:
         raise CheckpointError(f"{where}: groups are cut over {sorted(counts)} ranks; expert groups cannot be read")
     world = counts.pop()
-    missing = [rank for rank in range(world) if rank not in files]
-    if (missing and not partial) or len(files) > world:
+    ranks = world * (1 if spread is None else spread.layers.tensor)
+    missing = [rank for rank in range(ranks) if rank not in files]
+    if (missing and not partial) or len(files) > ranks:
         raise CheckpointError(
-            f"{where} was written by {world} ranks, but there are optimizer files of ranks {sorted(files)}"
+            f"{where} was written by {ranks} ranks, but there are optimizer files of ranks {sorted(files)}"
             + (f": rank {missing[0]}'s is missing" if missing else "")
         )
     return world

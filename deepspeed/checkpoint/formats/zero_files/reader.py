@@ -13,15 +13,14 @@ from torch import Tensor
 from deepspeed.checkpoint.formats.bounds import rank_count, shapes_of
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.client_values import decode
-from deepspeed.checkpoint.formats.expert_slices import slices_in
 from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.resliced import splits_in
 from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
-from deepspeed.checkpoint.formats.zero_files.expert_files import layers_of
+from deepspeed.checkpoint.formats.zero_files.expert_reader import ExpertReader
 from deepspeed.checkpoint.formats.zero_files.file_names import Found, sort_files
-from deepspeed.checkpoint.formats.zero_files.flat_reader import Sharding, Spread, by_group, by_parameter
+from deepspeed.checkpoint.formats.zero_files.flat_reader import Sharding, by_group, by_parameter
 from deepspeed.checkpoint.formats.zero_files.layer_files import read_layers
 from deepspeed.checkpoint.formats.zero_files.whole_optimizer import WholeOptimizer
 from deepspeed.checkpoint.formats.zero_files.writer import EXTRA, RESERVED
@@ -64,7 +63,7 @@ class DeepSpeedSource:
         self._model: Mapping[str, Any] = self._model_file.state
         self._extra: Mapping[str, Any] = self._model.get(EXTRA) or {}
         self._wholes: list[WholeOptimizer] = []
-        self._experts = self._find_experts()
+        self._experts = ExpertReader(self._found, self._opener, mp_rank, self._model, self._extra)
         self._sharding: Sharding | None = None
         self._layered = self._read_layers(layers)
         names = self._model.get("buffer_names") or ()
@@ -120,12 +119,16 @@ class DeepSpeedSource:
     def splits(self) -> Mapping[str, Split] | None:
         """How tensors are cut over model-parallel ranks; None where the file does not tell."""
         told = self._extra.get("splits")
-        return None if told is None else splits_in(told, self._directory)
+        if told is None:
+            return None
+        spread = self._experts.spread
+        found = splits_in(told, self._directory)
+        return found if spread is None else spread.layers.everywhere(found)
 
-    @functools.cached_property
+    @property
     def slices(self) -> Mapping[str, int]:
         """Parameters of experts that lie in slices → in how many."""
-        return slices_in((self._extra.get("experts") or {}).get("slices"), self._directory)
+        return self._experts.slices
 
     @property
     def model_entries(self) -> Mapping[str, Any]:
@@ -168,8 +171,8 @@ class DeepSpeedSource:
     def dtype(self, name: str) -> torch.dtype | None:
         """What the model computed with."""
         tensor = self._module.get(name)
-        if tensor is None and name in self._experts:
-            tensor = self._experts[name][0]
+        if tensor is None and name in self._experts.tensors:
+            tensor = self._experts.tensors[name][0]
         return None if tensor is None else tensor.dtype
 
     def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
@@ -255,27 +258,27 @@ class DeepSpeedSource:
                 pieces.shapes[name] = tensor.shape
                 load = functools.partial(self._same, tensor, name)
                 pieces.add(name, "param", Piece((0, tensor.numel()), load, 0, "the model file"))
-        self._add_experts()
+        self._experts.add(pieces)
         if sharded:
             self._add_frozen()
         if self._model.get("param_shapes") and self._optimizers:
             cut = by_parameter if sharded else by_group
-            shapes = self._model["param_shapes"]
+            shapes, experts = self._model["param_shapes"], self._experts
             self._sharding = cut(
                 shapes,
-                self._optimizer,
-                self._optimizers,
+                lambda number: self._open(self._found.optimizers, *experts.place(number), "optimizer"),
+                experts.optimizers(),
                 self._directory,
-                near=self._near,
+                near=experts.number(self._near),
                 partial=self._partial,
-                spread=self._spread(),
+                spread=self._experts.spread,
             )
             self._sharding.fill(pieces)
         elif self._model.get("param_shapes"):
             for group in self._model["param_shapes"]:
                 pieces.shapes.update(*shapes_of([group], self._directory))
         elif self._found.expert_optimizers:
-            self._add_whole_experts(order)
+            self._wholes = self._experts.whole_optimizers(order, pieces)
         elif isinstance(self._model.get("optimizer"), Mapping):
             order = self._extra.get("names") or order
             self._wholes = [WholeOptimizer(self._model_file, order, pieces, ours=bool(self._extra))]
@@ -283,51 +286,6 @@ class DeepSpeedSource:
         ordered = sorted(pieces.shapes.items(), key=lambda item: places.get(item[0], len(places)))
         pieces.shapes.clear()
         pieces.shapes.update(ordered)
-
-    def _find_experts(self) -> dict[str, tuple[Tensor, Opened]]:
-        """Name in the model → the tensor, of all files of experts."""
-        found: dict[str, tuple[Tensor, Opened]] = {}
-        for (_, _, mp_rank), name in sorted(self._found.experts.items()):
-            if mp_rank != self._mp_rank:
-                continue
-            opened = self._opener.torch(name)
-            if not isinstance(opened.state, Mapping):
-                raise CheckpointError(f"{self._directory / name} holds no parameters: it is no file of an expert")
-            found.update({key: (value, opened) for key, value in opened.state.items() if isinstance(value, Tensor)})
-        return found
-
-    def _spread(self) -> Spread | None:
-        """How experts were spread; None: there are none."""
-        if "num_experts" not in self._model:
-            return None
-        layers = layers_of(self._model, self._extra, self._experts, self._directory)
-        return Spread(layers, (self._extra.get("experts") or {}).get("sizes"))
-
-    def _add_experts(self) -> None:
-        for name, (tensor, opened) in self._experts.items():
-            self._pieces.shapes[name] = tensor.shape
-            load = functools.partial(_loaded, tensor, opened)
-            self._pieces.add(name, "param", Piece((0, tensor.numel()), load, 0, f"the file of the expert of {name}"))
-
-    def _add_whole_experts(self, order: Sequence[Sequence[str]] | None) -> None:
-        """Stage 0: the optimizer of each rank that is the first to have its part of the experts."""
-        spread, ours = self._spread(), bool(self._extra)
-        known = self._extra.get("names")
-        if spread is None or (known is None and order is None):
-            return
-        files = {part: name for (part, mp), name in self._found.expert_optimizers.items() if mp == self._mp_rank}
-        most = spread.layers.grid(len(files))
-        for part, name in sorted(files.items()):
-            opened = self._opener.torch(name)
-            entries = opened.state["optimizer"]
-            sizes = spread.of(entries.get("optimizer_state_dict", entries)["param_groups"])
-            names = known if known is not None else spread.layers.expanded(order or (), sizes)
-            rank = most.rank(part, 0)
-            own = [
-                spread.layers.names(group, size, spread.layers.grid(size).part_of(rank))
-                for group, size in zip(names, sizes, strict=True)
-            ]
-            self._wholes.append(WholeOptimizer(opened, own, self._pieces, ours=ours))
 
     def _add_frozen(self) -> None:
         """Stage 3: every rank's part of the parameters that are not trained."""
@@ -350,7 +308,7 @@ class DeepSpeedSource:
                 self._pieces.add(name, "param", Piece(interval, load, 0, file))
 
     def _frozen_part(self, rank: int, name: str) -> tuple[Tensor, Opened]:
-        opened = self._open(self._found.sharded_models, rank, "model")
+        opened = self._open(self._found.sharded_models, rank, self._mp_rank, "model")
         fragments = opened.state.get("frozen_param_fragments") or {}
         if name not in fragments:
             raise CheckpointError(f"{self._directory}: the model file of rank {rank} has no part of frozen {name}")
@@ -360,23 +318,19 @@ class DeepSpeedSource:
         return tensor, self._opened(name)
 
     def _optimizer(self, rank: int) -> Opened:
-        return self._open(self._found.optimizers, rank, "optimizer")
+        return self._open(self._found.optimizers, rank, self._mp_rank, "optimizer")
 
-    def _open(self, names: Mapping[tuple[int, int], str], rank: int, what: str) -> Opened:
-        name = names.get((rank, self._mp_rank))
+    def _open(self, names: Mapping[tuple[int, int], str], rank: int, mp_rank: int, what: str) -> Opened:
+        name = names.get((rank, mp_rank))
         if name is None:
             raise CheckpointError(
                 f"{self._directory} has no {what} file of rank {rank}; there are files of ranks "
-                f"{sorted(dp for dp, mp in names if mp == self._mp_rank)}. The checkpoint is not whole"
+                f"{sorted(dp for dp, mp in names if mp == mp_rank)}. The checkpoint is not whole"
             )
         opened = self._opener.torch(name)
         if what == "optimizer" and not isinstance(opened.state.get("optimizer_state_dict"), Mapping):
             raise CheckpointError(f"{self._directory / name} has no 'optimizer_state_dict': it is not of DeepSpeed")
         return opened
-
-
-def _loaded(tensor: Tensor, opened: Opened) -> tuple[Tensor, Opened]:
-    return tensor, opened
 
 
 def is_deepspeed(found: Found) -> bool:

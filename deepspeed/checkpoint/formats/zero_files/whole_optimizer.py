@@ -22,10 +22,13 @@ _FILE = "the 'optimizer' entry of the model file"
 class WholeOptimizer:
     """The `optimizer` entry of a model file.
 
-    Without `order` (the names of each parameter group) nothing in it can be told apart and nothing is offered.
+    Without `order` (the names of each parameter group) nothing in it can be told apart and nothing is offered; the same
+    holds for a group for which it has None.
     """
 
-    def __init__(self, model: Opened, order: Sequence[Sequence[str]] | None, pieces: Pieces, *, ours: bool) -> None:
+    def __init__(
+        self, model: Opened, order: Sequence[Sequence[str] | None] | None, pieces: Pieces, *, ours: bool
+    ) -> None:
         entries, self._model = model.state["optimizer"], model
         inner = entries.get("optimizer_state_dict", entries)
         self._entries, self._states = entries, inner["state"]
@@ -34,7 +37,7 @@ class WholeOptimizer:
         self._ours = ours
         self._shapes = pieces.shapes
         self._state_of: dict[str, tuple[int, int]] = {}
-        self._order = [[pieces.owner(name) for name in names] for names in order or ()]
+        self._order = [None if names is None else [pieces.owner(name) for name in names] for names in order or ()]
         if self._order:
             self._fill(pieces)
 
@@ -42,7 +45,8 @@ class WholeOptimizer:
     def groups(self) -> list[tuple[Sequence[str], Mapping[str, Any]]]:
         """The optimizer's groups; empty where unknown."""
         plain = [{key: value for key, value in group.items() if key != "params"} for group in self._groups]
-        return list(zip(self._order, plain, strict=True)) if self._order else []
+        both = zip(self._order, plain, strict=True) if self._order else ()
+        return [(names, group) for names, group in both if names is not None]
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The state of a parameter that has no elements of its own."""
@@ -67,6 +71,8 @@ class WholeOptimizer:
         flats = self._entries.get("fp32_groups_flat")
         masters = self._entries.get("fp32_groups")
         for place, names in enumerate(self._order):
+            if names is None:
+                continue
             missing = [name for name in names if name not in pieces.shapes]
             if missing:
                 raise CheckpointError(f"{pieces.directory}: no parameter {missing[0]!r} in the model file")

@@ -105,7 +105,7 @@ def _expert_files(state: TrainingState, experts: Experts, host: Host) -> dict[st
     for (layer, number), entries in expert_entries(state.module, layers).items():
         if experts.writes[layers[layer]]:
             values = {name: host.take(tensor) for name, tensor in entries.items()}
-            found[expert_file(layer, number, state.mp_rank)] = values
+            found[expert_file(layer, number, state.mp_rank - state.mp_rank % experts.tensor)] = values
     if state.stage == 0 and state.groups and experts.first:
         found[experts_optimizer_file(experts.part, state.mp_rank)] = {"optimizer": whole(state, host)}
     return found
@@ -169,7 +169,8 @@ def _experts(state: TrainingState) -> dict[str, Any]:
     sizes = [group.ep for group in state.groups]
     found = {"layers": dict(state.experts.layers), "data_first": state.experts.data_first, "sizes": sizes}
     slices = {name: count for name, (_, count) in state.experts.slices.items()}
-    return {"experts": {**found, "slices": slices} if slices else found}
+    dealt = {"tensor": state.experts.tensor} if state.experts.tensor > 1 else {}
+    return {"experts": {**found, **({"slices": slices} if slices else {}), **dealt}}
 
 
 def _universal_info(state: TrainingState) -> dict[str, Any]:
@@ -182,9 +183,9 @@ def _universal_info(state: TrainingState) -> dict[str, Any]:
         ]
         info["tp_replicated_parameter_patterns"] = [p for name, p in patterns.items() if name not in state.splits]
         info["parameter_with_row_parallelism_patterns"] = [
-            patterns[name] for name, split in state.splits.items() if split.dim == 1 and name not in fused
+            patterns[name] for name, split in state.splits.items() if split.dim == 1 and name in {*patterns} - {*fused}
         ]
-        info["autotp_unsupported_parameter_patterns"] = [patterns[name] for name in fused]
+        info["autotp_unsupported_parameter_patterns"] = [patterns[name] for name in fused if name in patterns]
     return info
 
 
