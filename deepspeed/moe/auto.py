@@ -14,6 +14,7 @@ from deepspeed.config.expert import ExpertParallelConfig
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
 from deepspeed.log import log_dist
+from deepspeed.moe.shared import compute_ahead
 from deepspeed.moe.stacked import SpreadStack, Stack, computes_by_flags, count_of_stack, kind_of, spread_stack
 from deepspeed.parallel import AxisGroup, ParallelLayout
 
@@ -49,6 +50,9 @@ def spread_blocks(schema: Schema, model: nn.Module, layout: ParallelLayout, open
         grouped = section.use_grouped_mm and computes_by_flags(each.module)
         with opened(each.module.parameters(recurse=False), groups.edp):
             spread_stack(each.module, Stack(each.path, each.experts, groups, grouped, each.arguments), done)
+        if groups.ep.size > 1:
+            block, _, name = each.path.rpartition(".")
+            each.module.beside = compute_ahead(model.get_submodule(block), name)  # type: ignore[assignment]
     own = sum(not each.module.stack.grouped for each in found)  # type: ignore[union-attr]
     log_dist(
         f"expert parallelism over {groups.ep.size} ranks: the experts of {len(found)} blocks, "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,6 +122,8 @@ class SpreadStack(nn.Module):
 
     stack: Stack
     listener: Listener | None = None
+    beside: Callable[[], None] | None = None
+    """What is done while tokens travel."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the module's own; every rank of the experts calls it."""
@@ -148,7 +151,15 @@ class SpreadStack(nn.Module):
         if self.listener is not None and self.training:
             self.listener(count_of(chosen.reshape(-1), stack.experts))
         compute = self._grouped if stack.grouped else self._own
-        out = through_experts(flat, chosen.t(), weights.t(), count=stack.experts, axis=stack.groups.ep, compute=compute)
+        out = through_experts(
+            flat,
+            chosen.t(),
+            weights.t(),
+            count=stack.experts,
+            axis=stack.groups.ep,
+            compute=compute,
+            beside=self.beside,
+        )
         return out.view(*tokens.shape[:-1], out.shape[-1])
 
     def _grouped(self, rows: Tensor, groups: Groups) -> Tensor:
@@ -188,7 +199,7 @@ class SpreadStack(nn.Module):
         tokens = len(rows) // self.stack.experts
         told = exchange_counts(torch.full((axis.size, 1), tokens, device=rows.device), axis).view(-1).tolist()
         comes, goes = [local * each for each in told], [local * tokens] * axis.size
-        parts = exchange(rows, axis, comes, goes).split(comes)
+        parts = exchange(rows, axis, comes, goes, self.beside).split(comes)
         side_by_side = torch.cat([part.view(local, -1, rows.shape[-1]) for part in parts], dim=1)
         out: Tensor = super().forward(side_by_side.reshape(-1, rows.shape[-1]))
         back = out.view(local, sum(told), -1).split(told, dim=1)

@@ -50,7 +50,7 @@ MEMOS = {
     "ops::_programs": "which program of a kernel updates what",
     "ops::_processor": "which instructions compilers choose on this machine",
     "ops::_version": "what a compiler says of itself",
-    "moe::_class_of": "the class of a module of experts that are spread, for each class of such modules",
+    "moe::_class_of": "the class of a module of experts that are spread, or shared, for each class of such modules",
     "ops::_load_families": "that the modules of all operations are imported",
     "tensor_parallel::_made": "the class of a layer that ranks share, for each class of layers",
     "zero::_sharded": "the class of a sharded parameter, for each class of parameters",
