@@ -3,7 +3,7 @@
 from deepspeed.fragments.boxes import Box, boxes
 from deepspeed.fragments.flat import Block, FlatLayout, Striped, round_robin
 from deepspeed.fragments.fragment import Fragment, intersection
-from deepspeed.fragments.split import Split, deal, even
+from deepspeed.fragments.split import Split, deal, even, side_by_side
 
 __all__ = [
     "Block",
@@ -17,4 +17,5 @@ __all__ = [
     "even",
     "intersection",
     "round_robin",
+    "side_by_side",
 ]

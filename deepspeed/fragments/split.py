@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Intervals", "Split", "deal", "even"]
+__all__ = ["Intervals", "Split", "deal", "even", "side_by_side"]
 
 Intervals = tuple[tuple[int, int], ...]
 """[start, stop) one after the other, in the order in which a rank holds them."""
@@ -27,6 +27,15 @@ def even(total: int, ranks: int, unit: int = 1) -> list[tuple[int, int]]:
     """`total` elements in whole units over ranks; the last rank takes what no unit holds."""
     parts = [(start * unit, stop * unit) for start, stop in deal(total // unit, ranks)]
     return [*parts[:-1], (parts[-1][0], total)]
+
+
+def side_by_side(sizes: Sequence[int], ranks: int, unit: int = 1) -> list[list[tuple[int, int]]]:
+    """Parts that lie one after the other in a dim, each `even`: where every rank's share of each part lies."""
+    starts = itertools.accumulate(sizes, initial=0)
+    return [
+        [(start + first, start + last) for first, last in even(size, ranks, unit)]
+        for start, size in zip(starts, sizes, strict=False)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,10 @@ class Peers(Protocol):
     def rank(self) -> int:
         """The place of this rank."""
 
+    @property
+    def size(self) -> int:
+        """How many they are."""
+
 
 @dataclass(frozen=True)
 class Members:
@@ -44,6 +48,11 @@ class Members:
     def rank(self) -> int:
         """The place of this rank."""
         return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.group.size()
 
 
 Way = Callable[[Tensor, Peers, Sequence[int], int], Tensor]

@@ -21,7 +21,9 @@ from deepspeed.sequence.labels import shifted
 __all__ = [
     "VocabParallelCausalLMLoss",
     "VocabParallelCrossEntropyLoss",
+    "configure_vocab_parallel_loss",
     "sum_of_all",
+    "validate_vocab_parallel_loss",
     "vocab_parallel_cross_entropy",
     "vocab_sequence_parallel_cross_entropy",
 ]
@@ -212,6 +214,38 @@ class VocabParallelCausalLMLoss:
             return self.loss(logits, target)  # type: ignore[no-any-return]
         total = vocab_parallel_cross_entropy(logits, target, reduction="sum", **self.loss.options)
         return total / torch.as_tensor(num_items_in_batch, device=total.device)
+
+
+def validate_vocab_parallel_loss(model: nn.Module) -> None:
+    """Raise where a model has no `loss_function` that could be another one, as models of Transformers have."""
+    if getattr(model, "loss_function", None) is None:
+        raise UsageError(
+            f"{type(model).__name__} has no loss_function that could take logits of a split vocabulary. Gather its "
+            "logits (LinearLayer with gather_output=True), or give it one"
+        )
+
+
+def configure_vocab_parallel_loss(
+    model: nn.Module,
+    vocab_parallel_head: Any,
+    sp_group: ProcessGroup | None = None,
+    ignore_index: int = -100,
+    backend: str = "torch",
+) -> nn.Module:
+    """Let a causal model's loss take the logits of a head that is split by vocabulary; returns the model."""
+    validate_vocab_parallel_loss(model)
+    missing = [
+        name for name in ("mp_group", "vocab_start_index", "vocab_end_index") if not hasattr(vocab_parallel_head, name)
+    ]
+    if missing:
+        raise UsageError(
+            f"the head is a {type(vocab_parallel_head).__name__} without {', '.join(missing)}; expected a "
+            "VocabParallelLinear"
+        )
+    first, last = vocab_parallel_head.vocab_start_index, vocab_parallel_head.vocab_end_index
+    loss = VocabParallelCausalLMLoss(vocab_parallel_head.mp_group, sp_group, first, last, ignore_index, backend)
+    model.loss_function = loss  # type: ignore[assignment]
+    return model
 
 
 def sum_of_all(values: Tensor, group: ProcessGroup) -> Tensor:

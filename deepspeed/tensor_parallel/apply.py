@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.fragments import Split
-from deepspeed.parallel import AxisGroup
+from deepspeed.parallel.regions import Peers
 from deepspeed.tensor_parallel.attention import tell_share
 from deepspeed.tensor_parallel.draws import Draws, drops
 from deepspeed.tensor_parallel.layers import (
@@ -35,7 +35,7 @@ Opened = Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]]
 
 
 @torch.no_grad()
-def apply(plan: Plan, axis: AxisGroup, opened: Opened, *, overlap: bool = False) -> None:
+def apply(plan: Plan, axis: Peers, opened: Opened, *, overlap: bool = False) -> None:
     """Cut the model's layers for this rank; parameters keep their identity, so that optimizers know them."""
     cut: set[int] = set()
     entrance, gate = Entrance(axis), Gate(axis) if overlap else None
@@ -66,7 +66,7 @@ def cuts_of(model: nn.Module, rank: int) -> dict[str, tuple[Split, int]]:
     return {name: (split, rank) for name, split in _named_splits(model)}
 
 
-def sum_gradient(param: nn.Parameter, axis: AxisGroup, needed: Callable[[], bool] | None = None) -> None:
+def sum_gradient(param: nn.Parameter, axis: Peers, needed: Callable[[], bool] | None = None) -> None:
     """Sum what backward brings for a parameter over ranks, each of which saw only a part of what it is used for.
 
     `needed` is asked in backward; always where not given.
@@ -94,7 +94,7 @@ def _hook(param: nn.Parameter, hook: Callable[[Tensor], Tensor]) -> None:
 
 @dataclass
 class _Sum:
-    axis: AxisGroup
+    axis: Peers
     needed: Callable[[], bool] | None
 
     def __call__(self, grad: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class _Sum:
 class _SumOfCopies:
     """Sums what backward brings for elements of which several ranks hold copies, each for its own queries."""
 
-    axis: AxisGroup
+    axis: Peers
     split: Split
 
     def __call__(self, grad: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ def _named_splits(model: nn.Module) -> Iterator[tuple[str, Split]]:
             yield from ((f"{path}.{name}" if path else name, split) for name, split in share.splits.items())
 
 
-def _cut(change: Change, axis: AxisGroup, done: set[int]) -> None:
+def _cut(change: Change, axis: Peers, done: set[int]) -> None:
     for name, split in change.splits.items():
         param = change.module._parameters[name]
         assert param is not None, "the plan names parameters that are there"
@@ -156,7 +156,7 @@ def _cut(change: Change, axis: AxisGroup, done: set[int]) -> None:
                 sum_gradient(param, axis)
 
 
-def _convert(change: Change, axis: AxisGroup, entrance: Entrance, gate: Gate | None) -> None:
+def _convert(change: Change, axis: Peers, entrance: Entrance, gate: Gate | None) -> None:
     module, rank = change.module, axis.rank
     share = Share(
         axis,

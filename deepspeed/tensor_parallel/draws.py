@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.parallel import AxisGroup
+from deepspeed.parallel.regions import Peers
 
 __all__ = ["Draws", "drops", "same_generators"]
 
@@ -24,7 +25,7 @@ _APART = 0x9E3779B97F4A7C15  # odd, so that the seeds of ranks differ
 class Draws:
     """Puts a state of this rank's own into the generators, from the begin of an attention to its last projection."""
 
-    def __init__(self, axis: AxisGroup) -> None:
+    def __init__(self, axis: Peers) -> None:
         self._rank = axis.rank
         self._surrounding: tuple[Tensor, Tensor | None] | None = None
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.fragments import Split
-from deepspeed.parallel import AxisGroup
+from deepspeed.parallel.regions import Peers
 from deepspeed.tensor_parallel.apply import splits_of
 from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.regions import joined
@@ -16,7 +16,7 @@ from deepspeed.tensor_parallel.regions import joined
 __all__ = ["cut_state", "whole_of", "whole_parameters"]
 
 
-def whole_of(part: Tensor, split: Split, axis: AxisGroup) -> Tensor:
+def whole_of(part: Tensor, split: Split, axis: Peers) -> Tensor:
     """The whole tensor, on every rank; all of them call this."""
     sizes = [split.size(rank) for rank in range(axis.size)]
     side_by_side = joined(part.detach(), axis, sizes, split.dim)

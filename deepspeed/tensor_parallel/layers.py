@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.fragments import Split
-from deepspeed.parallel import AxisGroup
+from deepspeed.parallel.regions import Peers
 from deepspeed.tensor_parallel import regions
 from deepspeed.tensor_parallel.overlap import Gate, overlapped_sum
 from deepspeed.tensor_parallel.sequence import Sequence
@@ -28,7 +28,7 @@ __all__ = ["ColumnParallel", "ExpertsParallel", "RowParallel", "Share", "Vocabul
 class Share:
     """What a split layer knows of the others."""
 
-    axis: AxisGroup
+    axis: Peers
     splits: dict[str, Split]
     """How each of the layer's own parameters is cut, by its name in the layer."""
     sizes: tuple[int, ...]
@@ -143,7 +143,8 @@ def class_of(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.Module
 
 def share_of(module: nn.Module) -> Share | None:
     """What a layer knows of the others; None if it is not split."""
-    return module.share if isinstance(module, _Shared) else None
+    share = getattr(module, "share", None)
+    return share if isinstance(share, Share) else None
 
 
 def _rows(tensor: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:

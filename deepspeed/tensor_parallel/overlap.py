@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
-from deepspeed.parallel import AxisGroup
+from deepspeed.parallel.regions import Peers
 
 __all__ = ["Gate", "overlapped_sum"]
 
@@ -27,7 +27,7 @@ __all__ = ["Gate", "overlapped_sum"]
 class _Flight:
     """A sum on its way, and the factors of a product that is computed meanwhile."""
 
-    def __init__(self, axis: AxisGroup) -> None:
+    def __init__(self, axis: Peers) -> None:
         self.axis = axis
         self.work: Any = None
         self.factors: tuple[Tensor, Tensor] | None = None
@@ -94,7 +94,7 @@ class Gate:
     It remembers the last tensor until its region is left, no longer.
     """
 
-    def __init__(self, axis: AxisGroup) -> None:
+    def __init__(self, axis: Peers) -> None:
         self._axis = axis
         self._last: tuple[Tensor, tuple[int, bool], Tensor] | None = None
 
@@ -121,7 +121,7 @@ class Gate:
 
 class _Halves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, axis: AxisGroup) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, axis: Peers) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         rows = inputs.reshape(-1, inputs.shape[-1])
         output = rows.new_empty((*inputs.shape[:-1], weight.shape[0]))
@@ -147,7 +147,7 @@ class _Halves(torch.autograd.Function):
         return to_inputs, to_weight, None
 
 
-def overlapped_sum(inputs: Tensor, weight: Tensor, axis: AxisGroup) -> Tensor:
+def overlapped_sum(inputs: Tensor, weight: Tensor, axis: Peers) -> Tensor:
     """The sum over ranks of `linear` of their inputs by their columns; the same numbers as without overlap."""
     inputs, weight, _ = _cast(inputs, weight, None)
     return _Halves.apply(inputs, weight, axis)  # type: ignore[no-any-return,no-untyped-call]

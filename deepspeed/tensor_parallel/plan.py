@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.fragments import Split, even
+from deepspeed.fragments import Split, even, side_by_side
 from deepspeed.tensor_parallel.attention import Attention, find_attention
 from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, plain_path
 
@@ -244,7 +244,6 @@ class _Planner:
                 f"tensor_parallel: {what}, but the shape of its rule, from {rule.source}, makes {sum(sizes)}. Correct "
                 "the shape in tensor_parallel.partition_config"
             )
-        cuts, offset = [], 0
         for size in sizes:
             unit = self.ranks * self.grain
             if (size % unit and not rule.known) or size // self.grain < self.ranks:
@@ -253,9 +252,7 @@ class _Planner:
                     f"{self.grain}, which does not come out even. Change tensor_parallel.autotp_size, or give the "
                     "layer and the one behind it a rule with partition_type skip"
                 )
-            cuts.append([(start + offset, stop + offset) for start, stop in even(size, self.ranks, self.grain)])
-            offset += size
-        return cuts
+        return side_by_side(sizes, self.ranks, self.grain)
 
     def _near(self, parent: str) -> Attention | None:
         """The attention module at this path, or the one whose neighbour lies there."""

@@ -20,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.parallel import AxisGroup
-from deepspeed.parallel.regions import between, enter, joined, leave, own, summed, summed_part
+from deepspeed.parallel.regions import Peers, between, enter, joined, leave, own, summed, summed_part
 
 __all__ = [
     "Entrance",
@@ -44,7 +43,7 @@ class Entrance:
     It remembers the last tensor until its region is left, no longer.
     """
 
-    def __init__(self, axis: AxisGroup) -> None:
+    def __init__(self, axis: Peers) -> None:
         self._axis = axis
         self._last: tuple[Tensor, tuple[int, bool], Tensor] | None = None
 
@@ -67,31 +66,31 @@ class Entrance:
         self._last = None
 
 
-def gather(part: Tensor, axis: AxisGroup, sizes: Sequence[int]) -> Tensor:
+def gather(part: Tensor, axis: Peers, sizes: Sequence[int]) -> Tensor:
     """A split last dim made whole, for a computation that all ranks repeat."""
     return between(part, axis, sizes, -1, (joined, own))
 
 
-def scatter(whole: Tensor, axis: AxisGroup, sizes: Sequence[int]) -> Tensor:
+def scatter(whole: Tensor, axis: Peers, sizes: Sequence[int]) -> Tensor:
     """This rank's share of a last dim that all ranks have whole."""
     return between(whole, axis, sizes, -1, (own, joined))
 
 
-def gather_sequence(part: Tensor, axis: AxisGroup, sizes: Sequence[int], dim: int = 1) -> Tensor:
+def gather_sequence(part: Tensor, axis: Peers, sizes: Sequence[int], dim: int = 1) -> Tensor:
     """Into a split region from a split sequence."""
     return between(part, axis, sizes, dim, (joined, summed_part))
 
 
-def leave_to_sequence(tensor: Tensor, axis: AxisGroup, sizes: Sequence[int], dim: int = 1) -> Tensor:
+def leave_to_sequence(tensor: Tensor, axis: Peers, sizes: Sequence[int], dim: int = 1) -> Tensor:
     """Out of a split region into a split sequence."""
     return between(tensor, axis, sizes, dim, (summed_part, joined))
 
 
-def scatter_sequence(whole: Tensor, axis: AxisGroup, sizes: Sequence[int], dim: int = 1) -> Tensor:
+def scatter_sequence(whole: Tensor, axis: Peers, sizes: Sequence[int], dim: int = 1) -> Tensor:
     """This rank's part of a sequence that all ranks have whole."""
     return between(whole, axis, sizes, dim, (own, joined))
 
 
-def join_sequence(part: Tensor, axis: AxisGroup, sizes: Sequence[int], dim: int = 1) -> Tensor:
+def join_sequence(part: Tensor, axis: Peers, sizes: Sequence[int], dim: int = 1) -> Tensor:
     """A split sequence made whole, for a computation that all ranks repeat."""
     return between(part, axis, sizes, dim, (joined, own))

@@ -21,9 +21,8 @@ FEATURES = {
     "linear": "LoRA and quantised linear layers",
     "memory tiers": "offload to host and NVMe, asynchronous I/O, ZenFlow, SuperOffload, activation offload",
     "rollout": "generation for reinforcement learning",
-    "sequence": "sequence parallelism, tiled computation",
     "sparse attention": "attention over blocks",
-    "tensor parallel": "AutoTP, Domino, tensor-parallel checkpoints",
+    "tensor parallel": "Domino, layers of Yuan, affine maps of tensor-parallel checkpoints",
     # Not to come:
     "internals": "how DeepSpeed does something inside; here it is done in another way, and nobody is meant to call it",
     "other vendors": "software of others that DeepSpeed only calls: Nebula, DataStates, accelerators of two vendors",
