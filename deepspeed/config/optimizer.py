@@ -57,14 +57,14 @@ _ADAGRAD = frozenset(
 _LAMB = frozenset(
     {
         *("lr", "betas", "eps", "eps_inside_sqrt", "weight_decay", "bias_correction", "amsgrad"),
-        *("max_coeff", "min_coeff"),
+        *("max_coeff", "min_coeff", "moment_bits"),
     }
 )
 _LION = frozenset({"lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states", "moment_bits"})
 _MUON = frozenset(
     {
         *("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "ns_method"),
-        *("adam_w_mode", "torch_adam", "fp32_optimizer_states", "per_head_muon"),
+        *("adam_w_mode", "torch_adam", "fp32_optimizer_states", "moment_bits", "per_head_muon"),
     }
 )
 _ONE_BIT = frozenset(

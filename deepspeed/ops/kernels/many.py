@@ -78,7 +78,7 @@ def launch(columns: Columns, call: Launch) -> None:
     pointers = [tensor.data_ptr() for row in zip(*lists, strict=True) for tensor in row]
     table = _sent(torch.tensor(pointers, dtype=torch.int64), device)
     coded = bool(columns.scales)
-    block = _CODED_BLOCK if coded else _BLOCK
+    block = _block(coded)
     owners, places = _programs(tuple(param.numel() for param in columns.params), block, device)
     anything = columns.params[0]  # where there are no conditions nothing is read
     given = call.conditions
@@ -93,16 +93,23 @@ def launch(columns: Columns, call: Launch) -> None:
     )  # fmt: skip
 
 
-def programs_of(params: Sequence[Tensor]) -> int:
-    """How many programs update so many tensors."""
-    return sum(-(-param.numel() // _BLOCK) for param in params)
+def _block(coded: bool) -> int:
+    """Elements of a program."""
+    return _CODED_BLOCK if coded else _BLOCK
 
 
-def trust_ratios(params: Sequence[Tensor], partial: Tensor, low: float, high: float) -> Tensor:
+def programs_of(columns: Columns) -> int:
+    """How many programs update these."""
+    block = _block(bool(columns.scales))
+    return sum(-(-param.numel() // block) for param in columns.params)
+
+
+def trust_ratios(columns: Columns, partial: Tensor, low: float, high: float) -> Tensor:
     """LAMB's coefficients, one for each tensor, of sums of squares [programs, 2] of weights and of updates."""
-    _, places = _programs(tuple(param.numel() for param in params), _BLOCK, params[0].device)
+    params, block = columns.params, _block(bool(columns.scales))
+    _, places = _programs(tuple(param.numel() for param in params), block, params[0].device)
     found = torch.empty(len(params), device=params[0].device)
-    trust_kernel[(len(params),)](partial, places, found, low, high, BLOCK=_BLOCK, WIDTH=_PARTIALS)
+    trust_kernel[(len(params),)](partial, places, found, low, high, BLOCK=block, WIDTH=_PARTIALS)
     return found
 
 

@@ -62,8 +62,19 @@ def _write_moment(
 
 
 @triton.jit
+def _advanced(m, v, g, first, second, rest):
+    return m + first * (g - m), second * v + rest * g * g
+
+
+@triton.jit
 def _lamb_direction(p, m, v, inner, outer, decay):
     return m / (tl.sqrt(v + inner) + outer) + decay * p
+
+
+@triton.jit
+def _keep_squares(beside, number, p, u):
+    tl.store(beside + 2 * number, tl.sum(p * p))
+    tl.store(beside + 2 * number + 1, tl.sum(u * u))
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -95,8 +106,7 @@ def update_kernel(
     elif RULE == "adam":  # n: keep, l2, beta1, 1 - beta1, beta2, 1 - beta2, and what divides
         g = _read(row, 1, at, inside, GRAD, ALIGNED) * scale + n1 * p
         v = _read_moment(row, 3, at, inside, SECOND, CODED, False, SHARE, ALIGNED)
-        m = m + n3 * (g - m)
-        v = n4 * v + n5 * g * g
+        m, v = _advanced(m, v, g, n3, n4, n5)
         p = p * n0 - m / (tl.sqrt(v) * n6 + n7)
         _write_moment(row, 3, start, size, v, step, SECOND, CODED, False, SHARE, BLOCK, ALIGNED)
     elif RULE == "lion":  # keep, 1 - beta1, 1 - beta2, lr
@@ -106,22 +116,23 @@ def update_kernel(
         m = m + n2 * (g - m)
     elif RULE == "lamb_moments":  # 1 - beta1, beta2, 1 - beta2, eps inside and outside of the root, decay
         g = _read(row, 1, at, inside, GRAD, ALIGNED) * scale
-        v = _read(row, 3, at, inside, SECOND, ALIGNED)
-        m = m + n0 * (g - m)
-        v = n1 * v + n2 * g * g
-        u = tl.where(inside, _lamb_direction(p, m, v, n3, n4, n5), 0.0)
-        tl.store(beside + 2 * number, tl.sum(p * p))
-        tl.store(beside + 2 * number + 1, tl.sum(u * u))
-        _write(row, 3, at, inside, v, SECOND, ALIGNED)
+        v = _read_moment(row, 3, at, inside, SECOND, CODED, False, SHARE, ALIGNED)
+        m, v = _advanced(m, v, g, n0, n1, n2)
+        _keep_squares(beside, number, p, tl.where(inside, _lamb_direction(p, m, v, n3, n4, n5), 0.0))
+        if not CODED:
+            _write(row, 3, at, inside, v, SECOND, ALIGNED)
     elif RULE == "lamb_apply":  # as above, and the step size
-        v = _read(row, 3, at, inside, SECOND, ALIGNED)
+        v = _read_moment(row, 3, at, inside, SECOND, CODED, False, SHARE, ALIGNED)
+        if CODED:  # rounded once, after what was measured has been applied: so the moments advance here
+            m, v = _advanced(m, v, _read(row, 1, at, inside, GRAD, ALIGNED) * scale, n0, n1, n2)
+            _write_moment(row, 3, start, size, v, step, SECOND, CODED, False, SHARE, BLOCK, ALIGNED)
         p = p - n6 * tl.load(beside + tensor) * _lamb_direction(p, m, v, n3, n4, n5)
     elif RULE == "muon_apply":  # 1 - beta, lr, keep; the second column has updates, NaN where they were refused
         g = _read(row, 1, at, inside, GRAD, ALIGNED) * scale
         u = _read(row, 3, at, inside, SECOND, ALIGNED)
         p = p * n2 - n1 * tl.where(u != u, g, u)
         m = tl.where(u != u, m, m + n0 * (g - m))
-    if RULE != "lamb_apply" and RULE != "muon_direction":
+    if RULE != "muon_direction" and (RULE != "lamb_apply" or CODED) and (RULE != "lamb_moments" or not CODED):
         _write_moment(row, 2, start, size, m, step, FIRST, CODED, True, SHARE, BLOCK, ALIGNED)
     if RULE != "lamb_moments" and RULE != "muon_direction":
         _write(row, 0, at, inside, p, PARAM, ALIGNED)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepspeed.ops.lamb.one_pass import lamb_one_pass_, takes_one_pass
 from deepspeed.ops.lamb.rule import LambRule, lamb_
+from deepspeed.ops.moments import moment_width
 from deepspeed.ops.multi_tensor import global_norm
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, refuse
 
@@ -18,11 +19,13 @@ __all__ = ["FusedLamb"]
 class FusedLamb(BatchOptimizer):
     """LAMB; each parameter's step is scaled by ‖w‖ / ‖update‖, kept within `min_coeff` and `max_coeff`.
 
-    A `max_grad_norm` above 0 clips the norm of all gradients of a parameter group.
+    A `max_grad_norm` above 0 clips the norm of all gradients of a parameter group. `moment_bits` chooses what holds the
+    moments: 32, 16 (bfloat16), or 8 (block-wise, a quarter of the memory of float32).
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     settings: ClassVar[tuple[str, ...]] = ("eps_inside_sqrt",)
+    codes_anywhere: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -37,6 +40,8 @@ class FusedLamb(BatchOptimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         amsgrad: bool = False,
+        *,
+        moment_bits: int | None = None,
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedLamb has no AMSGrad variant; leave amsgrad out")
@@ -45,6 +50,7 @@ class FusedLamb(BatchOptimizer):
         if min_coeff > max_coeff:
             raise ValueError(f"FusedLamb: min_coeff {min_coeff} is above max_coeff {max_coeff}")
         self.eps_inside_sqrt = eps_inside_sqrt
+        self.moment_bits = moment_width("FusedLamb", moment_bits)
         self._scale = 1.0
         self._coefficients: list[Tensor] = []
         defaults = {
@@ -90,7 +96,7 @@ class FusedLamb(BatchOptimizer):
                 LambRule.of(group, eps_inside_sqrt=self.eps_inside_sqrt, scale=_on(batch, scale)),
                 batch.params[0].device,
             )
-            if self.takes_one_pass(device):
+            if batch.scales or self.takes_one_pass(device):
                 ratios = lamb_one_pass_(batch, rule, self._conditions_on(device))
             else:
                 ratios = lamb_(batch, rule)

@@ -1,7 +1,8 @@
 """LAMB in two passes over device memory, as few as the norms of whole tensors allow: op `lamb_one_pass`.
 
 The first advances the moments and sums the squares of weights and updates, the second computes the updates again from
-what it reads anyway. No update is ever in memory.
+what it reads anyway. No update is ever in memory. Moments in 8 bits are advanced by the second pass, which reads the
+gradient again: written by the first they would be rounded before they are used.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ def _kernels(batch: Batch, rule: LambRule, conditions: Conditions | None) -> lis
     else:
         factor /= rule.scale
     columns, numbers = Columns.of(batch), LAMB.numbers(batch, rule)
-    partial = torch.zeros(programs_of(batch.params), 2, device=device)
+    partial = torch.zeros(programs_of(columns), 2, device=device)
     launch(columns, Launch("lamb_moments", numbers, factor, conditions=conditions, beside=partial))
-    coefficients = trust_ratios(batch.params, partial, rule.min_coeff, rule.max_coeff)
-    launch(columns, Launch("lamb_apply", numbers, factor, conditions=conditions, beside=coefficients))
+    coefficients = trust_ratios(columns, partial, rule.min_coeff, rule.max_coeff)
+    launch(columns, Launch("lamb_apply", numbers, factor, batch.step, conditions, coefficients))
     return [list(coefficients.unbind())]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from deepspeed.log import logger
 from deepspeed.ops.adam.one_pass import adam_one_pass_, takes_one_pass
 from deepspeed.ops.adam.rule import AdamRule, adam_
+from deepspeed.ops.moments import moment_width
 from deepspeed.ops.muon import momentum
 from deepspeed.ops.muon.muon import update_matrices
 from deepspeed.ops.muon.newton_schulz import check_ns_method
@@ -30,10 +31,12 @@ class MuonWithAuxAdam(BatchOptimizer):
 
     The Adam half is computed here, or by `adam_optimizer(groups, **adam_optimizer_kwargs)`, which then owns its state
     under this optimizer's name. With `fallback_to_inline` one that cannot be built is replaced, with a warning.
+    `moment_bits` of 8, 16 or 32 holds the moments of both halves, if both are computed here.
     """
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", *_ADAM_MOMENTS)
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "_adam")
+    codes_anywhere: ClassVar[bool] = True
 
     whole: Whole | None = None
     """Set where the parameters of the Muon half are fragments of matrices."""
@@ -45,7 +48,15 @@ class MuonWithAuxAdam(BatchOptimizer):
         adam_optimizer_kwargs: Mapping[str, Any] | None = None,
         adam_w_mode: bool = True,
         fallback_to_inline: bool = False,
+        *,
+        moment_bits: int | None = None,
     ) -> None:
+        self.moment_bits = moment_width("MuonWithAuxAdam", moment_bits)
+        if moment_bits is not None and adam_optimizer is not None:
+            raise ValueError(
+                f"MuonWithAuxAdam: moment_bits is {moment_bits} and the Adam half belongs to {adam_optimizer}, which "
+                "holds its own moments; leave one of the two out"
+            )
         self.adam_w_mode = bool(adam_w_mode)
         self._adam: Any = None
         super().__init__([_completed(group) for group in param_groups], {})
@@ -92,7 +103,7 @@ class MuonWithAuxAdam(BatchOptimizer):
 
     def _apply(self, group: Group, batch: Batch) -> None:
         rule, device = AdamRule.of(group, decoupled=self.adam_w_mode), batch.params[0].device
-        step = adam_one_pass_ if self.takes_one_pass(device) else adam_
+        step = adam_one_pass_ if batch.scales or self.takes_one_pass(device) else adam_
         step(batch, rule, self._conditions_on(device))
 
     def takes_one_pass(self, device: torch.device) -> bool:

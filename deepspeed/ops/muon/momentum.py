@@ -4,7 +4,8 @@ direction = β·m' + (1−β)·g with m' = β·m + (1−β)·g (Nesterov; else m
 p ← keep·p − lr·update;  m ← m'                              once the direction was made orthogonal
 
 A gradient that is not finite leaves the momentum of its matrix alone: its update then is NaN, which an orthogonal
-matrix never has, and the gradient itself takes its place. That is why the momentum is advanced by the second pass.
+matrix never has, and the gradient itself takes its place. That is why the momentum is advanced by the second pass. One
+in 8 bits (`blockwise`) is rounded there, once a step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from deepspeed.ops import blockwise
 from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.model.device import takes
@@ -46,6 +48,10 @@ class Momenta:
     """Where updated parameters are written as well; empty, or one for each parameter that has such a copy."""
     factor: float = 1.0
     conditions: Conditions | None = None
+    scales: list[Tensor] = field(default_factory=list)
+    """Of momenta that are 8-bit codes, one for each; empty for any other."""
+    steps: list[int] = field(default_factory=list)
+    """As long as the scales: by which codes are rounded."""
 
     def some(self, places: Sequence[int]) -> Momenta:
         """Those at some places."""
@@ -53,21 +59,44 @@ class Momenta:
             [tensors[place] for place in places] for tensors in (self.params, self.grads, self.momenta)
         )
         outs = [self.outs[place] for place in places] if self.outs else []
-        return Momenta(params, grads, momenta, outs, self.factor, self.conditions)
+        scales = [self.scales[place] for place in places] if self.scales else []
+        steps = [self.steps[place] for place in places] if self.steps else []
+        return Momenta(params, grads, momenta, outs, self.factor, self.conditions, scales, steps)
+
+    @property
+    def coded(self) -> tuple[list[Tensor], ...]:
+        """The scales as kernels take them."""
+        return (self.scales,) if self.scales else ()
 
     def gradient(self, place: int) -> Tensor:
         """The gradient in its true size, wide."""
         grad = self.grads[place].to(wide(self.params[place].dtype)) * self.factor
         return grad if self.conditions is None else grad / self.conditions.divisor
 
+    def momentum(self, place: int) -> Tensor:
+        """The momentum in its parameter's shape, wide."""
+        held, param = self.momenta[place], self.params[place]
+        values = blockwise.decode(held, self.scales[place], signed=True) if self.scales else held
+        return values.view(param.shape).to(wide(param.dtype))
+
+    def put(self, place: int, values: Tensor) -> None:
+        """Make these the momentum, rounded once."""
+        held = self.momenta[place]
+        if not self.scales:
+            held.copy_(values.view(held.shape))
+            return
+        noise = blockwise.dither(values.numel(), self.steps[place], signed=True, device=values.device)
+        blockwise.encode(values.float(), held, self.scales[place], signed=True, dither=noise)
+
     def alike(self, *more: Sequence[Tensor]) -> Iterator[list[int]]:
-        """Places whose tensors have one dtype in each list."""
+        """Places whose tensors have one dtype in each list, and one number by which codes are rounded."""
         found: dict[Hashable, list[int]] = {}
         for place, param in enumerate(self.params):
             out = self.outs[place] if self.outs else None
             others = (self.grads[place], self.momenta[place], *(tensors[place] for tensors in more))
             key = (param.dtype, *(each.dtype for each in others), None if out is None else out.dtype)
-            found.setdefault(key, []).append(place)
+            step = self.steps[place] if self.steps else 0
+            found.setdefault((step, *key), []).append(place)
         yield from found.values()
 
 
@@ -92,7 +121,7 @@ def directions_reference(momenta: Momenta, rule: MomentumRule, into: Sequence[Te
     """Tensor by tensor."""
     for place, target in enumerate(into):
         grad = momenta.gradient(place)
-        advanced = momenta.momenta[place].to(grad.dtype).lerp(grad, 1 - rule.beta)
+        advanced = momenta.momentum(place).lerp(grad, 1 - rule.beta)
         target.view(grad.shape).copy_(grad.lerp(advanced, rule.beta) if rule.nesterov else advanced)
 
 
@@ -102,12 +131,12 @@ def apply_reference(momenta: Momenta, rule: MomentumRule, updates: Sequence[Tens
     """Tensor by tensor, rounded once."""
     if momenta.conditions is not None and bool(momenta.conditions.skip != 0):
         return
-    for place, (param, momentum) in enumerate(zip(momenta.params, momenta.momenta, strict=True)):
+    for place, param in enumerate(momenta.params):
         grad = momenta.gradient(place)
         update = updates[place].view(param.shape).to(grad.dtype)
         refused = update.isnan()
-        old = momentum.to(grad.dtype)
-        momentum.copy_(torch.where(refused, old, old.lerp(grad, 1 - rule.beta)))
+        old = momenta.momentum(place)
+        momenta.put(place, torch.where(refused, old, old.lerp(grad, 1 - rule.beta)))
         param.copy_(rule.keep * param.to(grad.dtype) - rule.lr * torch.where(refused, grad, update))
         out = momenta.outs[place] if momenta.outs else None
         if out is not None:
@@ -137,7 +166,9 @@ def directions_triton(momenta: Momenta, rule: MomentumRule, into: Sequence[Tenso
     numbers = (1 - rule.beta, 1 - rule.beta if rule.nesterov else 0.0)
     for places in momenta.alike(into):
         some = momenta.some(places)
-        columns = Columns(some.params, some.grads, some.momenta, outs=[into[place] for place in places])
+        columns = Columns(
+            some.params, some.grads, some.momenta, outs=[into[place] for place in places], scales=some.coded
+        )
         launch(columns, Launch("muon_direction", numbers, some.factor, conditions=some.conditions))
 
 
@@ -153,9 +184,10 @@ def apply_triton(momenta: Momenta, rule: MomentumRule, updates: Sequence[Tensor]
     for places in momenta.alike(updates):
         some = momenta.some(places)
         outs = [out for out in some.outs if out is not None]
-        columns = Columns(some.params, some.grads, some.momenta, [updates[place] for place in places], outs)
-        numbers = (1 - rule.beta, rule.lr, rule.keep)
-        launch(columns, Launch("muon_apply", numbers, some.factor, conditions=some.conditions))
+        given = [updates[place] for place in places]
+        columns = Columns(some.params, some.grads, some.momenta, given, outs, some.coded)
+        numbers, step = (1 - rule.beta, rule.lr, rule.keep), some.steps[0] if some.steps else 0
+        launch(columns, Launch("muon_apply", numbers, some.factor, step, some.conditions))
         increment_version([*some.params, *outs])
 
 

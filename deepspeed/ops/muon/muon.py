@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from deepspeed.ops.moments import moment_width, scale_name
 from deepspeed.ops.muon.momentum import Momenta, MomentumRule, advance_, directions_, takes_one_pass
 from deepspeed.ops.muon.newton_schulz import check_ns_method
 from deepspeed.ops.muon.update import MuonRule, alike, heads_of, orthogonal_or_nan
@@ -16,9 +18,13 @@ __all__ = ["Muon", "SingleDeviceMuon", "update_matrices"]
 
 
 class SingleDeviceMuon(BatchOptimizer):
-    """Momentum whose matrices are made orthogonal, with decoupled weight decay."""
+    """Momentum whose matrices are made orthogonal, with decoupled weight decay.
+
+    `moment_bits` chooses what holds the momentum: 32, 16 (bfloat16), or 8 (block-wise, a quarter of float32).
+    """
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    codes_anywhere: ClassVar[bool] = True
 
     whole: Whole | None = None
     """Set where the parameters are fragments of matrices."""
@@ -30,7 +36,10 @@ class SingleDeviceMuon(BatchOptimizer):
         weight_decay: float = 0,
         momentum: float = 0.95,
         ns_method: str = "gram",
+        *,
+        moment_bits: int | None = None,
     ) -> None:
+        self.moment_bits = moment_width(type(self).__name__, moment_bits)
         check_hyperparameters(type(self).__name__, lr=lr, weight_decay=weight_decay, momentum=momentum)
         check_ns_method(ns_method)
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "ns_method": ns_method}
@@ -80,13 +89,19 @@ def update_matrices(optimizer: BatchOptimizer, group: Group, whole: Whole | None
 def _momenta(optimizer: BatchOptimizer, group: Group) -> Momenta:
     """What of a group is updated now."""
     found, besides = Momenta([], [], []), optimizer.one_pass
+    coded: list[dict[str, Any]] = []
     for param in group["params"]:
         grad = optimizer._gradient(param)
         if grad is None or not param.numel():
             continue
         state = optimizer.state[param]
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(param, dtype=optimizer.state_dtype, requires_grad=False)
+            _begin(optimizer, group, param)
+        if scale_name("momentum_buffer") in state:
+            state["step"] += 1
+            found.scales.append(state[scale_name("momentum_buffer")])
+            found.steps.append(state["step"])
+            coded.append(state)
         found.params.append(param)
         found.grads.append(grad)
         found.momenta.append(state["momentum_buffer"])
@@ -94,4 +109,15 @@ def _momenta(optimizer: BatchOptimizer, group: Group) -> Momenta:
     found.factor = 1.0 if besides is None else besides.factor
     if found.params:
         found.conditions = optimizer._conditions_on(found.params[0].device)
+    if found.conditions is not None:
+        optimizer.counted = [*optimizer.counted, *coded]
     return found
+
+
+def _begin(optimizer: BatchOptimizer, group: Group, param: Tensor) -> None:
+    """The first state of a parameter; steps are counted where they are needed, for the rounding of codes."""
+    state = optimizer.state[param]
+    if optimizer.moment_bits == 8:
+        optimizer._begin(group, param, state, ("momentum_buffer",))
+        return
+    state["momentum_buffer"] = torch.zeros_like(param, dtype=optimizer._state_dtype(param), requires_grad=False)

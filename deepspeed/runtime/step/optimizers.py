@@ -221,6 +221,13 @@ def _muon(order: _Order) -> torch.optim.Optimizer:
     """Matrices of hidden layers to Muon, everything else to Adam."""
     adam, decoupled, arguments = _adam(order)
     per_head = order.flag("per_head_muon", False)
+    bits = order.params.pop("moment_bits", None)
+    if bits is not None and adam is not FusedAdam:
+        raise _wrong(
+            "moment_bits",
+            f"is {bits!r}, but the Adam half of Muon is {adam.__name__}, by zero_optimization.offload_optimizer or "
+            "torch_adam, and holds its own moments; remove the key",
+        )
     unknown = sorted(order.params.keys() - {*_MUON_KEYS, *_ADAM_KEYS, "muon_lr", "adam_lr"})
     if unknown:
         raise _wrong(unknown[0], f"is {order.params[unknown[0]]!r}: Muon has no such parameter")
@@ -240,6 +247,7 @@ def _muon(order: _Order) -> torch.optim.Optimizer:
             adam_optimizer=None if inline else adam,
             adam_optimizer_kwargs=None if inline else arguments,
             adam_w_mode=decoupled,
+            moment_bits=bits,
         )
     except REFUSALS as error:
         raise DeepSpeedConfigError(f"optimizer.params: Muon refused them: {error}", path="optimizer.params") from error

@@ -12,8 +12,22 @@ from torch import nn
 from deepspeed.ops import blockwise
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion
+from deepspeed.ops.muon import MuonWithAuxAdam
 from deepspeed.ops.registry import operations
+
+
+def muon(params, moment_bits, **given):
+    """Matrices to Muon, the rest to Adam."""
+    kinds = {True: [], False: []}
+    for param in params:
+        kinds[param.ndim == 2 and param.shape != (128, 16)].append(param)
+    halves = [
+        {"params": chosen, "use_muon": kind, "lr": given["lr"] if kind else 3e-3} for kind, chosen in kinds.items()
+    ]
+    return MuonWithAuxAdam(halves, moment_bits=moment_bits)
+
 
 ROOT = Path(__file__).parents[3]
 CONTEXT = 8
@@ -23,6 +37,8 @@ LEARNING = {
     DeepSpeedCPULion: {"lr": 5e-4, "betas": (0.9, 0.99), "weight_decay": 0.01},
     DeepSpeedCPUAdagrad: {"lr": 2e-2},
     FusedAdam: {"lr": 3e-3, "weight_decay": 0.01},
+    FusedLamb: {"lr": 1e-2, "weight_decay": 0.01},
+    muon: {"lr": 1e-2},
 }
 
 

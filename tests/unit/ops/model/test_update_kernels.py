@@ -78,15 +78,17 @@ def test_the_kernel_updates_as_the_reference_does(name, grad, moment, out):
         assert all(torch.equal(a, b.to(out)) for a, b in zip(mine.outs, mine.params, strict=True))
 
 
-@pytest.mark.parametrize("name", ["adam", "lion"])
+@pytest.mark.parametrize("name", ["adam", "lion", "lamb", "lamb, eps inside"])
 def test_moments_in_eight_bits(name):
     update, make = UPDATES[name]
     mine = coded(batch(update, F32, BF16, F32, BF16), update.rule.signed)
     theirs = copy.deepcopy(mine)
     for step in (1, 2, 17):
         mine.step = theirs.step = step
-        update.triton(mine, make(), conditions(4.0, 0.0))
-        update.reference(theirs, make(), conditions(4.0, 0.0))
+        found = update.triton(mine, make(), conditions(4.0, 0.0))
+        expected = update.reference(theirs, make(), conditions(4.0, 0.0))
+        if update is LAMB:
+            close(*([each for result in results for each in result] for results in (found, expected)), BF16)
         same = total = 0
         for place, sign in enumerate(update.rule.signed):
             for each, _ in enumerate(SIZES):
@@ -177,3 +179,29 @@ def test_the_momentum_of_muon(nesterov, grad, moment, out):
     mine.conditions = conditions(4.0, 1.0)
     momentum.apply_triton(mine, rule, updates)
     assert all(torch.equal(a, b) for a, b in zip(mine.params, before.params, strict=True))
+
+
+def test_the_momentum_of_muon_in_eight_bits():
+    mine, rule = momenta(BF16, F32, BF16), momentum.MomentumRule(0.9, lr=0.1, keep=0.99)
+    mine.scales = [torch.zeros(blockwise.blocks(each.numel()), device=DEVICE) for each in mine.momenta]
+    for place, each in enumerate(mine.momenta):
+        codes = torch.zeros(each.numel(), dtype=torch.uint8, device=DEVICE)
+        blockwise.encode(each, codes, mine.scales[place], signed=True)
+        mine.momenta[place] = codes
+    mine.steps = [1, 2, 2, 7]  # parameters that are not all of one age
+    theirs = copy.deepcopy(mine)
+    ways = [[torch.full(size, 7.0, device=DEVICE) for size in SIZES] for _ in range(2)]
+    momentum.directions_triton(mine, rule, ways[0])
+    momentum.directions_reference(theirs, rule, ways[1])
+    close(*ways, F32)
+    updates = [numbers(*size, seed=9) for size in SIZES]
+    updates[1].fill_(float("nan"))  # refused: its codes stay
+    before = mine.momenta[1].clone()
+    momentum.apply_triton(mine, rule, updates)
+    momentum.apply_reference(theirs, rule, updates)
+    close(mine.params, theirs.params, F32)
+    assert torch.equal(mine.momenta[1], before)
+    assert torch.equal(theirs.momenta[1], before)
+    for codes, others, scales, wanted in zip(mine.momenta, theirs.momenta, mine.scales, theirs.scales, strict=True):
+        assert torch.equal(scales, wanted)
+        assert (codes == others).float().mean() > 0.99
