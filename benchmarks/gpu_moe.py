@@ -138,9 +138,10 @@ def _blocks(options: argparse.Namespace, experts: int) -> Callable[[Any], Any]:
     from deepspeed.parallel import ParallelLayout
 
     block = _mixtral(options, experts)
-    groups = ParallelLayout.build(world=1, rank=0).experts(1)
+    layout = ParallelLayout.build(world=1, rank=0)
     arguments = kind_of(block.experts) or ()
-    spread_stack(block.experts, Stack("experts", experts, groups, grouped=True, arguments=arguments), set())
+    stack = Stack("experts", experts, layout.experts(1), grouped=True, arguments=arguments, tensor=layout["tp"])
+    spread_stack(block.experts, stack, set())
     return lambda tokens: block(tokens.unsqueeze(0))
 
 

@@ -92,8 +92,8 @@ UNBUILT: tuple[Feature, ...] = (
     Feature("expert_parallel.comm_backend", "DeepEP", functools.partial(_given, "comm_backend")),
     Feature(
         "expert_parallel",
-        "spread experts together with split layers (tensor_parallel.autotp_size)",
-        lambda c: c.expert_parallel.enabled and c.axis_sizes["tp"] > 1,
+        "spread experts together with divided sequences (tensor_parallel.sequence_parallel)",
+        lambda c: c.expert_parallel.enabled and _splits(c) and c.tensor_parallel.sequence_parallel,
     ),
     *(
         Feature(

@@ -42,14 +42,17 @@ def spread_blocks(schema: Schema, model: nn.Module, layout: ParallelLayout, open
     section = schema.expert_parallel
     if not section.enabled:
         return
+    tensor = layout["tp"]
     _require_layout(layout)
     found = find_experts(model, section)
-    groups = layout.experts(section.autoep_size, data_first=schema.use_data_before_expert_parallelism)
+    groups = layout.experts(
+        section.autoep_size, data_first=schema.use_data_before_expert_parallelism, fold_tp=tensor.size > 1
+    )
     done: set[int] = set()
     for each in found:
         grouped = section.use_grouped_mm and computes_by_flags(each.module)
         with opened(each.module.parameters(recurse=False), groups.edp):
-            spread_stack(each.module, Stack(each.path, each.experts, groups, grouped, each.arguments), done)
+            spread_stack(each.module, Stack(each.path, each.experts, groups, grouped, each.arguments, tensor), done)
         if groups.ep.size > 1:
             block, _, name = each.path.rpartition(".")
             each.module.beside = compute_ahead(model.get_submodule(block), name)  # type: ignore[assignment]
@@ -115,10 +118,10 @@ def _require_plain(path: str, module: nn.Module, count: int) -> None:
 
 
 def _require_layout(layout: ParallelLayout) -> None:
-    if layout["tp"].size > 1 or layout["pp"].size > 1:
+    if layout["pp"].size > 1:
         raise FeatureUnavailable(
-            f"{_SWITCH} is true on {layout['pp'].size} pipeline and {layout['tp'].size} tensor-parallel ranks: blocks "
-            "of a model are spread over data- and sequence-parallel ranks only",
+            f"{_SWITCH} is true on {layout['pp'].size} pipeline ranks: blocks of a model are spread over data-, "
+            "sequence- and tensor-parallel ranks only",
             path=_SWITCH,
         )
 

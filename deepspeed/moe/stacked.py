@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
+from deepspeed.fragments import deal
 from deepspeed.moe.exchange import exchange, exchange_counts
 from deepspeed.moe.listening import Listener
 from deepspeed.moe.routing import count_of
@@ -24,7 +25,8 @@ from deepspeed.moe.travel import through_experts
 from deepspeed.ops.grouped import Groups, grouped_linear
 from deepspeed.ops.model.device import takes
 from deepspeed.ops.model.gated import ACTIVATIONS, halves, halves_reference
-from deepspeed.parallel import ExpertGroups
+from deepspeed.parallel import AxisGroup, ExpertGroups
+from deepspeed.parallel.regions import Way, between, joined, own
 
 __all__ = ["SpreadStack", "Stack", "computes_by_flags", "count_of_stack", "kind_of", "spread_stack"]
 
@@ -44,6 +46,8 @@ class Stack:
     """Computed by grouped products here; else by the module's own code."""
     arguments: tuple[str, ...]
     """What the module's own code calls them."""
+    tensor: AxisGroup
+    """Tensor-parallel ranks, which have equal tokens: each sends a part of them."""
     gate: str | None = None
     """What its gate is, if it is one that there is a kernel for."""
 
@@ -56,6 +60,22 @@ class Stack:
     def group_name(self) -> str:
         """The mark of its parameters."""
         return f"ep_size_{self.groups.ep.size}"
+
+    def taken(self, tensor: Tensor, dim: int) -> Tensor:
+        """This rank's part of what tensor-parallel ranks have alike; its gradient is whole again."""
+        return self._between(tensor, dim, tensor.shape[dim], (own, joined))
+
+    def given(self, part: Tensor, dim: int, total: int) -> Tensor:
+        """The whole, of which tensor-parallel ranks have parts."""
+        return self._between(part, dim, total, (joined, own))
+
+    def _between(self, tensor: Tensor, dim: int, total: int, ways: tuple[Way, Way]) -> Tensor:
+        if self.tensor.size == 1:
+            return tensor
+        sizes = [stop - start for start, stop in deal(total, self.tensor.size)]
+        if tensor.is_floating_point():
+            return between(tensor, self.tensor, sizes, dim, ways)
+        return ways[0](tensor, self.tensor, sizes, dim)
 
     def __deepcopy__(self, _: Any) -> Stack:
         return self  # groups of processes are not copied
@@ -151,6 +171,7 @@ class SpreadStack(nn.Module):
         if self.listener is not None and self.training:
             self.listener(count_of(chosen.reshape(-1), stack.experts))
         compute = self._grouped if stack.grouped else self._own
+        total, flat, chosen, weights = len(flat), *(stack.taken(each, 0) for each in (flat, chosen, weights))
         out = through_experts(
             flat,
             chosen.t(),
@@ -160,6 +181,7 @@ class SpreadStack(nn.Module):
             compute=compute,
             beside=self.beside,
         )
+        out = stack.given(out, 0, total)
         return out.view(*tokens.shape[:-1], out.shape[-1])
 
     def _grouped(self, rows: Tensor, groups: Groups) -> Tensor:
@@ -193,14 +215,19 @@ class SpreadStack(nn.Module):
         axis, local = self.stack.groups.ep, self.stack.local
         if self.listener is not None and self.training:  # whom the router did not choose has rows of 0
             self.listener(rows.detach().view(self.stack.experts, -1, rows.shape[-1]).any(-1).sum(1))
-        if axis.size == 1:
+        if axis.size == 1 and self.stack.tensor.size == 1:
             alone: Tensor = super().forward(rows)
             return alone
-        tokens = len(rows) // self.stack.experts
+        total, width = len(rows) // self.stack.experts, rows.shape[-1]
+        taken = self.stack.taken(rows.view(self.stack.experts, total, width), 1)
+        tokens = taken.shape[1]
         told = exchange_counts(torch.full((axis.size, 1), tokens, device=rows.device), axis).view(-1).tolist()
         comes, goes = [local * each for each in told], [local * tokens] * axis.size
-        parts = exchange(rows, axis, comes, goes, self.beside).split(comes)
-        side_by_side = torch.cat([part.view(local, -1, rows.shape[-1]) for part in parts], dim=1)
-        out: Tensor = super().forward(side_by_side.reshape(-1, rows.shape[-1]))
-        back = out.view(local, sum(told), -1).split(told, dim=1)
-        return exchange(torch.cat([each.reshape(len(each[0]) * local, -1) for each in back]), axis, goes, comes)
+        parts = exchange(taken.reshape(-1, width), axis, comes, goes, self.beside).split(comes)
+        side_by_side = torch.cat([part.view(local, each, width) for part, each in zip(parts, told, strict=True)], dim=1)
+        out: Tensor = super().forward(side_by_side.reshape(-1, width))
+        width = out.shape[-1]
+        back = out.view(local, sum(told), width).split(told, dim=1)
+        came = exchange(torch.cat([each.reshape(-1, width) for each in back]), axis, goes, comes)
+        whole = self.stack.given(came.view(self.stack.experts, tokens, width), 1, total)
+        return whole.reshape(-1, width)

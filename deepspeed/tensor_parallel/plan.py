@@ -297,6 +297,8 @@ def _has_weight(module: nn.Module) -> bool:
 
 def _is_experts(module: nn.Module) -> bool:
     names = module._parameters
+    if any(getattr(param, "allreduce", True) is False for param in names.values()):
+        return False  # dealt to ranks already, by expert parallelism
     return all(
         isinstance(names.get(name), nn.Parameter) and _dims(names[name]) == 3 for name in ("gate_up_proj", "down_proj")
     )
