@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed import comm
 from deepspeed.comm.agreement import gather_words
+from deepspeed.moe.two_hops import TwoHops
 from deepspeed.parallel import AxisGroup
 
 __all__ = ["exchange", "exchange_counts", "most_of_all"]
@@ -68,11 +69,19 @@ class _Trip:
         self._work: Any = None
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
+        self._hops: TwoHops | None = None
+        self._turns = False
+        """What is on the way goes back."""
 
     def leave(self, rows: Tensor, *, back: bool = False) -> Tensor:
-        """Send; what is returned is filled when it has arrived."""
+        """Send; what is returned has the shape of what will have arrived."""
         comes, goes = (self._goes, self._comes) if back else (self._comes, self._goes)
-        self._sent = rows.contiguous()
+        self._sent, self._turns = rows.contiguous(), back
+        if self._axis.nodes is not None:
+            if self._hops is None:
+                self._hops = self._plan(self._axis.nodes, rows)
+            self._received, self._work = (self._hops.back if back else self._hops.out)(self._sent)
+            return rows.new_empty(len(rows) if comes is None else sum(comes), *rows.shape[1:])
         received = rows.new_empty(len(rows) if comes is None else sum(comes), *rows.shape[1:])
         with comm.labelled("tokens to their experts"):
             self._work = comm.all_to_all_single(
@@ -81,12 +90,21 @@ class _Trip:
         self._received = received
         return received
 
+    def _plan(self, nodes: tuple[AxisGroup, AxisGroup], rows: Tensor) -> TwoHops:
+        size = self._axis.size
+        if self._comes is None or self._goes is None:
+            each = [len(rows) // size] * size
+            return TwoHops.plan(nodes, each, each, rows, equal=True)
+        return TwoHops.plan(nodes, self._comes, self._goes, rows, equal=False)
+
     def arrive(self) -> Tensor:
         """What came, once it is here."""
         if self._work is not None:
             self._work.wait()
         received = self._received
         assert received is not None, "nothing is on the way"
+        if self._hops is not None and self._turns:
+            received = self._hops.through(received)
         self._work = self._sent = self._received = None
         return received
 
@@ -102,8 +120,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        ctx.trip.arrive()
-        return grads[0], None
+        return ctx.trip.arrive(), None  # what comes as the gradient is of its shape only
 
 
 class _Arrive(torch.autograd.Function):

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.errors import UsageError
-from deepspeed.log import logger
+from deepspeed.log import log_dist, logger
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.parallel import ExpertGroups, ParallelLayout
@@ -115,5 +115,11 @@ def meet(experts: ExpertGroups, name: str) -> ExpertGroups:
     """Make the groups of ranks, which all of them do in the same order, and let scripts find them by name."""
     for axis in (experts.ep, experts.edp):
         _ = axis.group if axis.size > 1 else None
+    if experts.ep.size > 1 and experts.ep.nodes is None and experts.ep.meet_nodes():
+        inter, intra = experts.ep.nodes or (experts.ep, experts.ep)
+        log_dist(
+            f"experts on {experts.ep.size} ranks of {inter.size} nodes: tokens travel in two hops, to {intra.size} "
+            "places of a node and then between nodes"
+        )
     current_layout.experts[name] = experts
     return experts

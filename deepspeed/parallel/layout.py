@@ -31,11 +31,12 @@ _MESH_NAMES = {
 class AxisGroup:
     """One axis as this rank sees it: its group, its place in it, and how to split it further."""
 
-    __slots__ = ("_group", "_layout", "axis", "rank", "ranks")
+    __slots__ = ("_group", "_layout", "_nodes", "axis", "rank", "ranks")
 
     def __init__(self, layout: ParallelLayout, axis: Axis) -> None:
         self._layout = layout
         self._group: ProcessGroup | None = None
+        self._nodes: tuple[AxisGroup, AxisGroup] | None = None
         self.axis = axis
         self.ranks: Ranks = axis.group_of(layout.rank)
         self.rank = self.ranks.index(layout.rank)
@@ -75,6 +76,25 @@ class AxisGroup:
         else:
             levels = hierarchy.node_split(self.axis, self._layout.ranks_per_node)
         return self._layout.axis_group(levels.inter), self._layout.axis_group(levels.intra)
+
+    @property
+    def nodes(self) -> tuple[AxisGroup, AxisGroup] | None:
+        """(inter, intra) once `meet_nodes` found that it spans several nodes; None: it does not, or nobody asked."""
+        return self._nodes
+
+    def meet_nodes(self) -> bool:
+        """Make groups for exchanges in two hops, if this spans several nodes with as many of its ranks, two or more.
+
+        All ranks call this in the same order. Where the ranks per node are unknown, or differ, nothing is made.
+        """
+        try:
+            inter, intra = self.split(intra_node=True)
+        except LayoutError:
+            return False
+        if inter.size > 1 and intra.size > 1:
+            _ = inter.group, intra.group
+            self._nodes = inter, intra
+        return self._nodes is not None
 
     def __repr__(self) -> str:
         return f"AxisGroup({self.name!r}, rank {self.rank} of {self.size}, ranks {_brief(self.ranks)})"
