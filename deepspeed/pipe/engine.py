@@ -24,6 +24,7 @@ from deepspeed.pipe.schedule.names import kind_of, make
 from deepspeed.pipe.wires import Wires
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.parts import Parts
+from deepspeed.zero.agreement import Hosts
 
 __all__ = ["PipelineEngine", "is_even"]
 
@@ -51,6 +52,7 @@ class PipelineEngine(DeepSpeedEngine):
             module.use_reentrant = schema.pipeline.use_reentrant
         self._accord = Accord(parts.layout)
         _require(parts, module, self._accord)
+        module.ties.require_alike(Hosts(parts.layout.world))
         self._wires = Wires(parts.layout["pp"], parts.device, dynamic=module.dynamic_shape)
         self._wires.open()
         self._schedules: dict[tuple[str, int], Schedule] = {}
@@ -336,10 +338,10 @@ def _require(parts: Parts, module: PipelineModule, accord: Accord) -> None:
     if parts.basic_optimizer is None and parts.config.schema.optimizer.type is None:
         return
     error: UsageError | None = None
-    if not any(param.requires_grad for param in module.parameters()):
+    if next(module.parameters(), None) is None:
         error = UsageError(
-            f"pipeline rank {module.stage_id} has no trained parameters: {module.describe()}. Use fewer stages, or "
-            "another partition_method"
+            f"pipeline rank {module.stage_id} has no parameters: {module.describe()}. Use fewer stages, or another "
+            "partition_method"
         )
     accord.end(error is not None, error, error)
 

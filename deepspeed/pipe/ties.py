@@ -13,11 +13,14 @@ from torch import Tensor, nn
 from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.parallel.topology import PipelineParallelGrid
+from deepspeed.zero.agreement import Hosts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = ["Tie", "Ties"]
+
+_ELSEWHERE, _TRAINED, _FROZEN = 0, 1, 2
 
 
 @dataclass
@@ -58,6 +61,26 @@ class Ties:
     def counted_elsewhere(self) -> set[int]:
         """Ids of weights whose gradient an earlier stage counts in the norm."""
         return {id(param) for tie, param, _ in self.mine() if tie.ranks[0] != self._grid.stage_id}
+
+    def require_alike(self, hosts: Hosts) -> None:
+        """Raise where a weight is trained on one stage and frozen on another: its copies would go apart."""
+        weights = [(tie, attribute) for tie in self._ties for attribute in tie.attributes]
+        if not weights:
+            return
+        said = hosts.exchange([self._word(*each) for each in weights], "tied weights that are trained").tolist()
+        for place, (tie, attribute) in enumerate(weights):
+            ranks = {row[place]: rank for rank, row in reversed([*enumerate(said)])}
+            if _TRAINED in ranks and _FROZEN in ranks:
+                raise UsageError(
+                    f"the tied weight {attribute!r} of {tie.key!r} is trained on rank {ranks[_TRAINED]} and frozen on "
+                    f"rank {ranks[_FROZEN]}, so that its copies would go apart. Set requires_grad alike on all stages; "
+                    "a layer that shall give it no gradient uses weight.detach()"
+                )
+
+    def _word(self, tie: Tie, attribute: str) -> int:
+        if self._grid.stage_id not in tie.ranks:
+            return _ELSEWHERE
+        return _TRAINED if _weight(self._module_of(tie.key), tie.key, attribute).requires_grad else _FROZEN
 
     @torch.no_grad()
     def share(self) -> None:

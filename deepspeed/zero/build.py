@@ -145,6 +145,8 @@ def shard(
     striped = placed(
         measure.ranks_of, lambda axis: Placement(axis, gradient_group=axis.twin(), samples=measure.axis.size)
     )
+    # Groups are made by all ranks together, also by a stage of a pipeline that trains nothing.
+    next((striped(param) for param in module.parameters() if measure.ranks_of(param) is measure.axis), None)
     planner = _planner(schema, module, precision, striped, make, quarters)
     sharded = _states(planner, module, optimizer, measure, quarters, fetching)
     return replace(sharded, remote=quarters.remotes.remote if quarters.remotes is not None else None)

@@ -67,7 +67,7 @@ class Stepper:
             shown = found if found is None or found.device.type != "cpu" else float(found)
             value = self.scale.value
             return Outcome(found is not None, shown if self.report_norm else None, value, value, empty=found is None)
-        if self.reducer.empty:
+        if self.reducer.empty and not self.states.staged:  # else all stages measure and count the step
             self.zero_grad()
             return Outcome(False, None, self.scale.value, self.scale.value, empty=True)
         device = self.states.device

@@ -152,6 +152,11 @@ class States:
         """Where the model's parameters are."""
         return next((param.device for group in self.groups for param in group.params), torch.device("cpu"))
 
+    @property
+    def staged(self) -> bool:
+        """True if other stages have parameters of their own, which may have gradients where these have none."""
+        return self._measure.stages is not None
+
     def measure(self) -> Tensor:
         """The norm of all gradients of the whole model, as `take_gradients` found it."""
         if self._norm is None:
