@@ -5,11 +5,16 @@
     python benchmarks/gpu_long.py --shape 8b --tokens 1048576 --lora 16 --layers-per-checkpoint 3 --plan
     python benchmarks/gpu_long.py --shape 1b --tokens 65536 --pieces --path FOLDER    # real DeepSpeed's own pieces
     python benchmarks/gpu_long.py --shape tiny --tokens 4096 --device cpu --count     # every byte, counted on a CPU
+    python benchmarks/gpu_long.py --shape 8b --tokens 1048576 --tensor 8 --sequence 8 --ulysses 4    # as rank 0 of 64
 
 The model is Transformers' own. All that makes the sequence fit is in the config: tiles of MLPs, norms, logits and loss,
 checkpoints in host memory; with `--pieces` a script puts the published pieces around the model instead. Each step tells
-when it comes to a layer, so that a run that is cut short has shown something. `long_arithmetic.py` is the expectation,
-which `--plan` prints alone.
+when it comes to a layer, and `--out FOLDER` keeps that in a file, so that a run that is cut short has shown something.
+`long_arithmetic.py` is the expectation, which `--plan` prints alone.
+
+With `--tensor` and `--sequence` this process is rank 0 of so many ranks that share layers and the sequence, in a group
+whose collectives are counted and fill what they would receive with this rank's own (`quiet.py`): time and memory are
+those of a rank without the wire, and the loss means nothing.
 """
 
 from __future__ import annotations
@@ -21,86 +26,22 @@ import os
 import resource
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.allocations import Allocations
 from benchmarks.long_arithmetic import GIB, SHAPES, Plan, lines
+from benchmarks.long_progress import Notes, Progress
+
+if TYPE_CHECKING:
+    from benchmarks.quiet import Traffic
 
 __all__ = ["config_of", "main", "train"]
 
 WARM_UP_TOKENS = 4096
-
-
-class Progress:
-    """Times and device peaks of the phases of a step; a line for each layer."""
-
-    def __init__(self, device: str, *, quiet: bool, counted: Allocations | None = None) -> None:
-        import torch
-
-        self._cuda: Any = torch.cuda if device == "cuda" else None
-        self._quiet, self._counted = quiet, counted
-        self._spans = contextlib.ExitStack()
-        self._step = 0
-        self._began = time.perf_counter()
-        self.phase = ""
-        self.peaks: dict[str, float] = {}
-
-    def seconds(self) -> float:
-        """Since the step began, with the device's work done."""
-        if self._cuda:
-            self._cuda.synchronize()
-        return time.perf_counter() - self._began
-
-    def restart(self) -> None:
-        """A new step."""
-        self._step += 1
-        self.peaks.clear()
-        self.seconds()
-        self._began = time.perf_counter()
-
-    def enter(self, phase: str) -> None:
-        """A new phase; the peak of the one before is noted."""
-        now = self.seconds()
-        if self._cuda and self.phase:
-            peak = self._cuda.max_memory_allocated() / GIB
-            self.peaks[self.phase] = max(peak, self.peaks.get(self.phase, 0.0))
-        if self._cuda:
-            self._cuda.reset_peak_memory_stats()
-        self.phase = phase
-        if self._counted is not None:
-            self._spans.close()
-            self._spans.enter_context(self._counted.span(f"{self._step} {phase}"))
-        if not self._quiet:
-            print(f"  {now:8.1f} s  {phase}", flush=True)
-
-    def counted(self) -> dict[str, float]:
-        """The peaks of the last step's phases, in GiB, as they were counted."""
-        phases = ("forward", "loss", "backward", "update")
-        assert self._counted is not None, "asked for where blocks are counted"
-        return {phase: self._counted.peak(f"{self._step} {phase}") / GIB for phase in phases}
-
-    def close(self) -> None:
-        """Nothing comes after the last phase."""
-        self._spans.close()
-
-    def watch(self, layers: Sequence[Any]) -> None:
-        """Tell when a layer begins, in forward and when it is run again in backward."""
-
-        def hook(number: int) -> Callable[..., None]:
-            def tell(*_: Any) -> None:
-                if not self._quiet:
-                    held = self._cuda.memory_allocated() / GIB if self._cuda else 0.0
-                    print(f"  {self.seconds():8.1f} s  {self.phase}, layer {number}, {held:.1f} GiB", flush=True)
-
-            return tell
-
-        for number, layer in enumerate(layers):
-            layer.register_forward_pre_hook(hook(number))
 
 
 def config_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -120,6 +61,11 @@ def config_of(options: argparse.Namespace) -> dict[str, Any]:
             "keep_last_count": options.keep_last,
             "layers_per_checkpoint": options.layers_per_checkpoint,
         }
+    if options.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": options.tensor, "vocab_parallel_lm_head": True}
+    if options.sequence > 1:
+        config["sequence_parallel_size"] = options.sequence
+        config["sequence_parallel"] |= {"attention": "auto", "ulysses_size": options.ulysses}
     return config
 
 
@@ -221,14 +167,22 @@ def _with_pieces(engine: Any, options: argparse.Namespace) -> Callable[[Any], An
 
 def train(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
     """The numbers of the last step, and on a CPU its peaks where blocks are counted."""
-    if not options.count:
-        return _train(plan, options, None)[0]
-    with Allocations() as counted:
-        found, progress = _train(plan, options, counted)
-    return found | {"device": progress.counted()}
+    with contextlib.ExitStack() as stack:
+        traffic = None
+        if options.tensor * options.sequence > 1:
+            from benchmarks.quiet import quiet_group
+
+            traffic = stack.enter_context(quiet_group(options.tensor * options.sequence, options.device))
+        if not options.count:
+            return _train(plan, options, None, traffic)[0]
+        with Allocations() as counted:
+            found, progress = _train(plan, options, counted, traffic)
+        return found | {"device": progress.counted()}
 
 
-def _train(plan: Plan, options: argparse.Namespace, counted: Allocations | None) -> tuple[dict[str, Any], Progress]:
+def _train(
+    plan: Plan, options: argparse.Namespace, counted: Allocations | None, traffic: Traffic | None
+) -> tuple[dict[str, Any], Progress]:
     import torch
 
     if options.device == "cpu":
@@ -238,16 +192,19 @@ def _train(plan: Plan, options: argparse.Namespace, counted: Allocations | None)
     trained = [param for param in model.parameters() if param.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config_of(options))
     loss_of = _with_pieces(engine, options) if options.pieces else _whole(engine)
-    progress = Progress(options.device, quiet=options.quiet, counted=counted)
+    notes = Notes(_file(options), plan=lines(plan, options.loss_tile))
+    progress = Progress(options.device, notes, quiet=options.quiet, counted=counted)
     progress.watch(model.model.layers)
     model.model.norm.register_forward_pre_hook(lambda *_: _tell_loss(progress))
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(plan.shape.vocabulary, (1, plan.tokens), generator=generator).to(options.device)
-    short = tokens[:, : min(plan.tokens, WARM_UP_TOKENS)]
+    short = tokens[:, : min(plan.tokens, WARM_UP_TOKENS * options.sequence)]
     for step in range(options.steps + 1):
         batch = short if step == 0 else tokens
         print(f"step {step}, {batch.numel()} tokens", flush=True)
-        progress.restart()
+        progress.restart(batch.numel())
+        if traffic is not None:
+            traffic.clear()
         progress.enter("forward")
         loss = loss_of(batch)
         progress.enter("backward")
@@ -261,10 +218,20 @@ def _train(plan: Plan, options: argparse.Namespace, counted: Allocations | None)
         "loss": float(loss.detach()),
         "trained": sum(param.numel() for param in trained),
         "device": dict(progress.peaks),
+        "sent": {} if traffic is None else dict(traffic.sent),
         **_memory(options.device),
     }
+    notes.end(**found)
     engine.destroy()
     return found, progress
+
+
+def _file(options: argparse.Namespace) -> Path | None:
+    """A name for each kind of run, so that several may share a folder."""
+    if options.out is None:
+        return None
+    kind = f"{options.shape}-{options.layers or 'all'}-{options.tokens}-{options.tensor}x{options.sequence}"
+    return Path(options.out) / f"{kind}{'-pieces' if options.pieces else ''}.json"
 
 
 def _tell_loss(progress: Progress) -> None:
@@ -315,6 +282,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--loss-tile", type=int, default=2048, help="tokens of a tile of logits")
     made.add_argument("--keep-last", type=int, default=1, help="newest checkpoints that stay on the device")
     made.add_argument("--layers-per-checkpoint", type=int, default=1)
+    made.add_argument("--tensor", type=int, default=1, help="ranks that share layers, of which this is the first")
+    made.add_argument("--sequence", type=int, default=1, help="ranks that share the sequence, likewise")
+    made.add_argument("--ulysses", type=int, help="of these so many exchange heads; the library chooses otherwise")
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="where to keep what is known, from layer to layer")
     made.add_argument("--attention", choices=("any", "flash", "cudnn"), default="flash")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     made.add_argument("--pieces", action="store_true", help="TiledMLP and others by hand, not by the config")
@@ -331,11 +302,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.path is not None:
         sys.path.insert(0, str(options.path))
     shape = SHAPES[options.shape].with_layers(options.layers)
-    plan = Plan(shape, options.tokens, options.lora, options.keep_last, options.layers_per_checkpoint)
+    if options.tensor * options.sequence > 1 and (options.lora or options.pieces):
+        parser().error("--tensor and --sequence go neither with --lora nor with --pieces")
+    plan = Plan(
+        shape,
+        options.tokens,
+        options.lora,
+        options.keep_last,
+        options.layers_per_checkpoint,
+        options.tensor,
+        options.sequence,
+    )
     print("\n".join(lines(plan, options.loss_tile)), flush=True)
     if options.plan:
         return 0
-    _join()
+    if options.tensor * options.sequence == 1:
+        _join()
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # tensors of gigabytes leave gaps
     if options.device == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
@@ -344,6 +326,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peaks = ", ".join(f"{phase} {peak:.1f}" for phase, peak in found["device"].items())
     print(f"{plan.tokens} tokens in {found['seconds']:.1f} s: {plan.tokens / found['seconds']:,.0f} tokens/s")
     print(f"loss {found['loss']:.4f}, {found['trained']:,} parameters trained")
+    for kind, sent in found["sent"].items():
+        print(f"sent, {kind}: {sent / GIB:.2f} GiB")
     print(f"device, peak GiB: {peaks or 'a CPU has no such counters'}; reserved {found.get('reserved', 0.0):.1f}")
     print(
         f"host, peak GiB: {found['host_peak']:.1f} resident, {found.get('pinned', 0.0):.1f} pinned by torch", flush=True

@@ -51,6 +51,7 @@ class Shape:
 SHAPES = {
     "8b": Shape(4096, 32, 14336, 32, 8, 128256),
     "1b": Shape(2048, 16, 8192, 32, 8, 32000),
+    "1b-deep": Shape(2048, 22, 5632, 32, 4, 32000),
     "tiny": Shape(64, 4, 128, 4, 2, 256),
 }
 
@@ -121,6 +122,19 @@ class Plan:
             * (2 * BF16 + 3 * FP32),
         }
 
+    def kinds(self) -> dict[str, int]:
+        """Bytes by what they are for, on the device and in host memory, at that moment."""
+        device = self.device(0)
+        states = ("weights", "gradients", "masters and moments")
+        others = sum(size for kind, size in device.items() if kind not in states)
+        return {
+            "parameters": device["weights"],
+            "gradients": device["gradients"],
+            "states": device["masters and moments"],
+            "activations": others,
+            "checkpoints on host": self.host(),
+        }
+
     def flops(self) -> dict[str, float]:
         """Of attention and of products with weights, on this rank: forward, forward again, backward."""
         shape, tokens, ranks = self.shape, self.tokens, self.tensor * self.sequence
@@ -144,6 +158,7 @@ def lines(plan: Plan, loss_tile: int) -> list[str]:
         *(f"  {kind:<44} {size / GIB:8.2f} GiB" for kind, size in device.items()),
         f"  {'expected peak of the device':<44} {at_once / GIB:8.2f} GiB",
         f"  {'checkpoints in host memory':<44} {plan.host() / GIB:8.2f} GiB",
+        "  by kind, GiB: " + ", ".join(f"{kind} {size / GIB:.1f}" for kind, size in plan.kinds().items()),
         *(f"  {kind:<44} {count:8.2e} operations" for kind, count in flops.items()),
         f"  at 400 TFLOP/s {sum(flops.values()) / 4e14:.0f} s, at 600 TFLOP/s {sum(flops.values()) / 6e14:.0f} s",
     ]

@@ -110,6 +110,12 @@ def _same(outputs: list[Tensor], inputs: list[Tensor]) -> None:
             output.copy_(part.view_as(output))
 
 
+def _zeros(outputs: list[Tensor], inputs: list[Tensor]) -> None:
+    """Nobody knows what another one would send; unwritten memory may hold NaN."""
+    for output in outputs:
+        output.zero_()
+
+
 def _gathering(asynchronous: int | None = 3, returns: bool = False) -> _Operation:
     return _Operation("all-gather", lambda out, part, _: out - part, _repeat, True, asynchronous, returns)
 
@@ -134,6 +140,10 @@ def _waiting() -> _Operation:
     return _Operation("other", lambda *_: 0.0, None, False)
 
 
+def _receiving() -> _Operation:
+    return _Operation("other", lambda *_: 0.0, _zeros, False)
+
+
 _OPERATIONS = {
     "_allgather_base_": _gathering(returns=True),
     "allgather_": _gathering(returns=True),
@@ -151,8 +161,8 @@ _OPERATIONS = {
     "gather_": _moving(4, inputs=True),
     "scatter_": _moving(4, returns=True, inputs=True),
     "send": _moving(None),
-    "recv_": _waiting(),
-    "recv_any_source_": _waiting(),
+    "recv_": _receiving(),
+    "recv_any_source_": _receiving(),
     "barrier": _waiting(),
 }
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from benchmarks import gpu_long
@@ -21,6 +26,7 @@ def test_sizes_and_bytes():
 def test_ranks_that_share():
     """1M tokens of 8B over 8 × 8 ranks: an eighth of the weights, of the tokens, and of the heads of these tokens."""
     alone, shared = Plan(SHAPES["8b"], 2**20), Plan(SHAPES["8b"], 2**20, tensor=8, sequence=8)
+    assert sum(shared.kinds().values()) == pytest.approx(sum(shared.device(0).values()) + shared.host())
     assert (alone.unit, shared.unit, shared.host()) == (8 * GIB, GIB, 31 * GIB)
     one, many = alone.device(2048), shared.device(2048)
     assert many["weights"] * 8 == pytest.approx(one["weights"])
@@ -55,3 +61,34 @@ def test_a_small_step_takes_what_the_arithmetic_says():
     many, _ = counted(128, "--layers", "6")
     layer = SHAPES["tiny"].with_layers(2).parameters - SHAPES["tiny"].with_layers(1).parameters
     assert many - few == pytest.approx(4 * (unit + 16 * layer), rel=0.05)
+
+
+def as_first_of_four(layers, folder):
+    """Bytes that a rank sends in a step, of 2 × 2 ranks that share layers and the sequence."""
+    given = ["--shape", "tiny", "--tokens", "256", "--device", "cpu", "--quiet", "--tile", "32", "--loss-tile", "32"]
+    shared = ["--tensor", "2", "--sequence", "2", "--layers", str(layers), "--out", str(folder), "--attention", "any"]
+    options = gpu_long.parser().parse_args([*given, *shared])
+    plan = Plan(SHAPES["tiny"].with_layers(layers), 256, tensor=2, sequence=2)
+    return gpu_long.train(plan, options)["sent"], plan
+
+
+@ranks(1, init=False, timeout=400)
+def test_the_wire_of_a_rank_is_what_the_docs_say():
+    """Also that a file tells every layer of the step, and its end."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        (few, plan), (many, _) = as_first_of_four(2, folder), as_first_of_four(3, folder)
+        notes = json.loads((Path(folder) / "tiny-3-256-2x2.json").read_text())
+    layer = {kind: many[kind] - few[kind] for kind in many}
+    hidden, elements = plan.unit, (4 * 64 * 64 - 2 * 64 * 32 + 3 * 64 * 128) // 2 + 2 * 64
+    tiles = 4
+    sums = (5 + (tiles - 1) / tiles) * hidden + 4 * elements
+    assert layer["all-reduce"] == pytest.approx(sums, abs=100)  # and a few numbers on which ranks agree
+    keys = 2 * 128 * 16 * 1  # a key and a value head of 16 for each token
+    assert layer["other"] == 2 * keys + 2 * keys + (
+        2 * keys + 2 * 4 * keys
+    )  # twice forward; backward, gradients in fp32
+    step = notes["steps"][-1]
+    assert [row["layer"] for row in step["layers"]] == [0, 1, 2, 2, 1, 0]
+    assert [row["begins"] for row in step["phases"]] == ["forward", "loss", "backward", "update", "between steps"]
+    assert notes["found"]["sent"] == many
