@@ -93,7 +93,7 @@ UNBUILT: tuple[Feature, ...] = (
     Feature(
         "expert_parallel",
         "spread experts together with divided sequences (tensor_parallel.sequence_parallel)",
-        lambda c: c.expert_parallel.enabled and _splits(c) and c.tensor_parallel.sequence_parallel,
+        lambda c: c.expert_parallel.enabled and c.axis_sizes["tp"] > 1 and c.tensor_parallel.sequence_parallel,
     ),
     *(
         Feature(
