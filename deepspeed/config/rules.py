@@ -272,7 +272,7 @@ def gradients_that_are_used_up(config: Keys) -> None:
     if not section.enabled:
         return
     others = {
-        "gradient_clipping (set optimizer_in_backward.clip_by_last_norm, or the key to 0)": (
+        "gradient_clipping (1.0 by default; set optimizer_in_backward.clip_by_last_norm, or the key to 0)": (
             config.gradient_clipping > 0 and not section.clip_by_last_norm
         ),
         "fp16.enabled, whose overflows are known after the update": config.fp16.enabled,
