@@ -208,6 +208,9 @@ def readers(folder):
     budgets = {"device": 100, "host": "1GB", "disk": "1GB", "path": str(folder / "swap")}
     run({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "memory": budgets}, folder)
     run({"hangs": {"patience": 2.5}}, folder)
+    for stage in (0, 3):
+        early = {"enabled": True, "clip_by_last_norm": True}
+        run({"optimizer_in_backward": early, "zero_optimization": {"stage": stage}}, folder)
     run({"flops_profiler": {"enabled": True, "profile_step": 0, "output_file": str(folder / "profile.txt")}}, folder)
     run({"memory_profiler": {"enabled": True, "profile_step": 0, "output_file": str(folder / "peak.txt")}}, folder)
     for version in (0.1, 0.2):
