@@ -19,9 +19,11 @@ from deepspeed.parallel.split_vocabulary import split_cross_entropy
 from deepspeed.sequence.labels import shifted
 
 __all__ = [
+    "Columns",
     "VocabParallelCausalLMLoss",
     "VocabParallelCrossEntropyLoss",
     "configure_vocab_parallel_loss",
+    "over_tokens",
     "sum_of_all",
     "validate_vocab_parallel_loss",
     "vocab_parallel_cross_entropy",
@@ -107,10 +109,7 @@ def vocab_parallel_cross_entropy(
     losses = split_cross_entropy(logits, target, columns.start, tp_group, ignore_index)
     if reduction == "none":
         return _gathered(losses, sp_group, sums=True) if gather_sequence_loss and sp_group is not None else losses
-    totals = torch.stack([losses.sum(), (target != ignore_index).sum().to(losses.dtype)])
-    if sp_group is not None:
-        totals = sum_of_all(totals, sp_group)
-    return totals[0] if reduction == "sum" else totals[0] / totals[1]
+    return over_tokens(losses, target != ignore_index, sp_group, mean=reduction == "mean")
 
 
 def vocab_sequence_parallel_cross_entropy(
@@ -246,6 +245,14 @@ def configure_vocab_parallel_loss(
     loss = VocabParallelCausalLMLoss(vocab_parallel_head.mp_group, sp_group, first, last, ignore_index, backend)
     model.loss_function = loss  # type: ignore[assignment]
     return model
+
+
+def over_tokens(losses: Tensor, counted: Tensor, group: ProcessGroup | None, *, mean: bool) -> Tensor:
+    """The sum of losses over the tokens of all ranks, or their mean over those that are `counted`."""
+    totals = torch.stack([losses.sum(), counted.sum().to(losses.dtype)])
+    if group is not None:
+        totals = sum_of_all(totals, group)
+    return totals[0] / totals[1] if mean else totals[0]
 
 
 def sum_of_all(values: Tensor, group: ProcessGroup) -> Tensor:

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.errors import UsageError
 from deepspeed.parallel.regions import Members, enter
-from deepspeed.sequence.cross_entropy import sum_of_all, vocab_parallel_cross_entropy
+from deepspeed.sequence.cross_entropy import Columns, over_tokens, vocab_parallel_cross_entropy
 
 __all__ = ["vocab_parallel_linear_cross_entropy"]
 
@@ -44,6 +44,7 @@ def vocab_parallel_linear_cross_entropy(
         raise UsageError(f"reduction is {reduction!r}; expected 'mean', 'sum' or 'none'.")
     entered = hidden if tp_group is None else enter(hidden, Members(tp_group))
     size = max(1, target.numel() if chunk_size is None else chunk_size)
+    columns = Columns.of(weight.shape[0], tp_group, vocab_start_index, vocab_end_index, None)  # ranks tell once
 
     def losses(some: Tensor, wanted: Tensor) -> Tensor:
         return vocab_parallel_cross_entropy(
@@ -51,8 +52,9 @@ def vocab_parallel_linear_cross_entropy(
             wanted,
             tp_group,
             None,
-            vocab_start_index,
-            vocab_end_index,
+            columns.start,
+            columns.stop,
+            columns.size,
             ignore_index=ignore_index,
             reduction="none",
         )
@@ -61,7 +63,4 @@ def vocab_parallel_linear_cross_entropy(
     each = torch.cat([checkpoint(losses, some, wanted, use_reentrant=False) for some, wanted in chunks])
     if reduction == "none":
         return each.view(target.shape)
-    totals = torch.stack([each.sum(), (target != ignore_index).sum().to(each.dtype)])
-    if sp_group is not None:
-        totals = sum_of_all(totals, sp_group)
-    return totals[0] if reduction == "sum" else totals[0] / totals[1]
+    return over_tokens(each, target != ignore_index, sp_group, mean=reduction == "mean")
