@@ -1,6 +1,6 @@
 """Fused kernels of models and optimizers on one CUDA device: time, and bytes per second against a copy.
 
-    PYTHONPATH=.:.gpu-deps python3 -m benchmarks.gpu_kernels            # forward and backward of each, beside torch's
+    python -m benchmarks.gpu_kernels            # forward and backward of each, beside torch's
 
 Bytes are those that have to move at least: what is read and written once.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 __all__ = ["main"]
 
 TOKENS, WIDTH, INNER, HEADS, KV_HEADS, HEAD, CLASSES = 16384, 2048, 8192, 32, 8, 64, 32000
+SIDE = 8192
 GB = 1e9
 BUSY = 2_000_000  # cycles, a millisecond
 
@@ -72,6 +73,7 @@ def main() -> int:
     a, b = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
     copy = 2 * a.numel() / seconds(lambda: b.copy_(a))
     print(f"copy: {copy / GB:.0f} GB/s")
+    _product_lines()
     x, w, bias = numbers(TOKENS, WIDTH, grad=True), numbers(WIDTH, grad=True), numbers(WIDTH, grad=True)
     size = x.numel() * 2
     mine = both(lambda: rms_norm(x, w, 1e-6)[0], [x, w])
@@ -106,6 +108,21 @@ def main() -> int:
     _update_lines(copy)
     _code_lines(copy)
     return 0
+
+
+def _product_lines() -> None:
+    """What products reach alone: the ceiling of a step."""
+    a, b = numbers(SIDE, SIDE), numbers(SIDE, SIDE)
+    scale = torch.ones((), device="cuda")
+    runs: dict[str, Callable[[], Any]] = {"products bf16": lambda: a @ b.t()}
+    if torch.cuda.get_device_capability() >= (8, 9):
+        c, d = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+        runs["products fp8"] = lambda: torch._scaled_mm(
+            c, d.t(), scale, scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    for name, run in runs.items():
+        took = seconds(run)
+        print(f"{name:14} {1e3 * took:7.3f} ms, {2 * SIDE**3 / took / 1e12:.0f} TFLOP/s")
 
 
 def _loss_lines() -> None:

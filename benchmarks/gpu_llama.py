@@ -16,8 +16,10 @@ sees the same batches, so their losses must agree. `llama_child.py` is what each
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -28,7 +30,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["REFERENCE", "contest", "curve_lines", "curves", "main", "parser", "table", "two_rank_lines"]
+__all__ = [
+    "REFERENCE",
+    "contest",
+    "curve_lines",
+    "curves",
+    "end",
+    "main",
+    "parser",
+    "start",
+    "table",
+    "two_rank_lines",
+]
 
 CHILD = Path(__file__).with_name("llama_child.py")
 MARK = "gpu-llama-result "
@@ -49,53 +62,80 @@ REFERENCE = {
 
 
 def start(contender: str, options: argparse.Namespace, ranks: int = 1, **changes: Any) -> list[Any]:
-    """Run a contender in fresh processes, one per rank; their results, or None for each where one failed."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    """Run a contender in fresh processes, one per rank.
+
+    Returns the last result of each, with what went wrong afterwards as its `problem`; None where there is no result.
+    """
     names = ("shape", "device", "steps", "warm_up", "accumulation", "threshold", "deepspeed_path", "curve")
     task = {"contender": contender, **{name: getattr(options, name) for name in names}, **changes}
-    # all ranks share the first device, which is why LOCAL_RANK is 0
-    shared = {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with tempfile.TemporaryDirectory(prefix="gpu-llama-") as folder:
+    with tempfile.TemporaryDirectory(prefix="gpu-llama-", ignore_cleanup_errors=True) as folder:
         outputs = [Path(folder) / f"output.{rank}" for rank in range(ranks)]
-        processes = []
-        for rank, output in enumerate(outputs):
-            with output.open("wb") as sink:
-                processes.append(
-                    subprocess.Popen(
-                        [sys.executable, str(CHILD), json.dumps(task)],
-                        env={**os.environ, **shared, "RANK": str(rank)},
-                        stdout=sink,
-                        stderr=subprocess.STDOUT,
+        environment = {**os.environ, **_variables(ranks), **(_caches(Path(folder)) if options.fresh else {})}
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank, output in enumerate(outputs):
+                with output.open("wb") as sink:
+                    processes.append(
+                        subprocess.Popen(
+                            [sys.executable, str(CHILD), json.dumps(task)],
+                            env={**environment, "RANK": str(rank)},
+                            stdin=subprocess.DEVNULL,
+                            stdout=sink,
+                            stderr=subprocess.STDOUT,
+                            process_group=0,
+                        )
                     )
-                )
-        problem = wait(processes, options.timeout)
+            problem = wait(processes, options.timeout)
+        finally:
+            end(processes)
         texts = [output.read_text(errors="replace") for output in outputs]
     if problem or task.get("profile"):
         for rank, text in enumerate(texts):
             print(f"--- {contender}, rank {rank}: {problem or 'profile'}\n{text[-8000:]}", flush=True)
-    found = [[line for line in text.splitlines() if line.startswith(MARK)] for text in texts]
-    return [None if problem or not lines else json.loads(lines[-1][len(MARK) :]) for lines in found]
+    return [_result(text, problem) for text in texts]
+
+
+def _variables(ranks: int) -> dict[str, str]:
+    """What ranks find each other by; all share the first device, which is why LOCAL_RANK is 0."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    return {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+
+def _caches(folder: Path) -> dict[str, str]:
+    """Nothing that was compiled before is found, as on a fresh machine."""
+    names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    return {variable: str(folder / name) for variable, name in names.items()}
+
+
+def _result(text: str, problem: str) -> Any:
+    lines = [line for line in text.splitlines() if line.startswith(MARK)]
+    if not lines:
+        return None
+    return json.loads(lines[-1][len(MARK) :]) | ({"problem": problem} if problem else {})
 
 
 def wait(processes: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> str:
-    """Wait for all of them and leave none running; the first failure ends the others. Returns what went wrong."""
+    """Wait for all of them, or for the first that fails. Returns what went wrong."""
     deadline = time.monotonic() + timeout_s
-    try:
-        while True:
-            codes = [process.poll() for process in processes]
-            if any(codes):
-                return f"exit codes {codes}"
-            if all(code == 0 for code in codes):
-                return ""
-            if time.monotonic() > deadline:
-                return f"no result within {timeout_s:.0f} s"
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    while True:
+        codes = [process.poll() for process in processes]
+        if any(codes):
+            return f"exit codes {codes}"
+        if all(code == 0 for code in codes):
+            return ""
+        if time.monotonic() > deadline:
+            return f"no end within {timeout_s:.0f} s"
+        time.sleep(0.05)
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Leave none running, nor what they started: each leads a group of its own."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def contest(contenders: Sequence[str], options: argparse.Namespace) -> dict[str, list[Any]]:
@@ -107,7 +147,7 @@ def contest(contenders: Sequence[str], options: argparse.Namespace) -> dict[str,
                 continue
             began = time.monotonic()
             (result,) = start(name, options, breakdown=options.breakdown > 0 and turn == 0)
-            found[name].append(result)
+            found[name].append(None if result is None or result.get("problem") else result)
             speed = "failed" if result is None else f"{result['tokens'] / result['step_s']:,.0f} tokens/s"
             print(f"round {turn + 1}, {name}: {speed}, {time.monotonic() - began:.0f} s in all", flush=True)
     return found
@@ -123,9 +163,10 @@ def table(found: Mapping[str, list[Any]]) -> list[str]:
     whole = {name: runs for name, runs in found.items() if runs and None not in runs}
     speeds = {name: sorted(run["tokens"] / run["step_s"] for run in runs) for name, runs in whole.items()}
     base = whole.get("plain", [])
+    width = max([12, *map(len, found)])
     lines = [
-        f"{'contender':<12} {'tokens/s':>9} {'(range)':>17} {'÷ plain':>8} {'peak GiB':>9} {'reserved':>9} "
-        f"{'first start':>11} {'host/step':>10} {'losses':>10}  targets"
+        f"{'contender':<{width}} {'tokens/s':>9} {'(range)':>17} {'÷ plain':>8} {'TFLOP/s':>8} {'peak GiB':>9} "
+        f"{'reserved':>9} {'first start':>11} {'host/step':>10} {'losses':>10}  targets"
     ]
     for name, ordered in speeds.items():
         runs = whole[name]
@@ -141,12 +182,13 @@ def table(found: Mapping[str, list[Any]]) -> list[str]:
             missed = [
                 f"NOT MET: {', '.join(what for what in met if not met[what])}" if not all(met.values()) else "met"
             ]
-        spread = f"{ordered[0]:,.0f}-{ordered[-1]:,.0f}"
+        spread, rate = f"{ordered[0]:,.0f}-{ordered[-1]:,.0f}", speed * runs[0]["token_flops"] / 1e12
         lines.append(
-            f"{name:<12} {speed:>9,.0f} {spread:>17} {ratio:>8.3f} {peak:>9.2f} {reserved:>9.2f} {began:>9.2f} s "
+            f"{name:<{width}} {speed:>9,.0f} {spread:>17} {ratio:>8.3f} {rate:>8.0f} {peak:>9.2f} {reserved:>9.2f} "
+            f"{began:>9.2f} s "
             f"{host:>7.1f} ms {apart:>10.1e}  {''.join(missed)}"
         )
-    return lines + [f"{name:<12} failed" for name in found if name not in whole]
+    return lines + [f"{name:<{width}} failed" for name in found if name not in whole]
 
 
 def curve_lines(found: Mapping[str, list[float]]) -> list[str]:
@@ -170,7 +212,7 @@ def curves(contenders: Sequence[str], options: argparse.Namespace) -> dict[str, 
     found = {}
     for name in contenders:
         (result,) = start(name, options)
-        if result is not None:
+        if result is not None and not result.get("problem"):
             found[name] = result["curve"]
     return found
 
@@ -222,6 +264,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--two-ranks-gloo", action="store_true")
     made.add_argument("--shape", default=None, help="1b, 3b, two-ranks or tiny; see llama_child.py")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    made.add_argument(
+        "--fresh", action="store_true", help="with no compiled kernel in any cache, as on a fresh machine"
+    )
     made.add_argument("--timeout", type=float, default=150.0, help="seconds for one process")
     return made
 
@@ -256,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print("\n".join(f"{name:<12} {speed:>9,} {peak:>27.1f} GiB" for name, (speed, peak) in REFERENCE.items()))
     if options.json:
         options.json.write_text(json.dumps({"shape": options.shape, "found": found}, indent=1) + "\n")
-    return int(any(run is None for runs in found.values() for run in runs))
+    return int(any(run is None or run.get("problem") for runs in found.values() for run in runs))
 
 
 if __name__ == "__main__":

@@ -31,12 +31,12 @@ __all__ = [
     "make_config",
     "measure",
     "timed",
+    "token_flops",
 ]
 
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "gpu-llama-result "
 COMPARED = 5  # losses of the first steps
-CURVE_BATCHES = 16
 HOST_STEPS = 5
 CLIPPING = 1.0
 OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -59,7 +59,8 @@ class Task:
 
     `contender` is plain, fsdp2, or ours or deepspeed with a stage after a colon, then traits after dashes:
     ours:2-cpu has its optimizer in host memory, ours:3-both its parameters too; ours:0-fused has fused kernels,
-    ours:0-fp8 products of 8 bits (ours:0-fp8-rows with a scale per row), plain-compiled is compiled.
+    ours:0-fp8 products of 8 bits (ours:0-fp8-rows with a scale per row), plain-compiled is compiled; ours:0-codes has
+    moments of 8 bits, ours:0-backward its optimizer in backward, clipped by the last norm.
     """
 
     contender: str
@@ -73,7 +74,7 @@ class Task:
     profile: bool = False
     breakdown: bool = False
     curve: int = 0
-    """Steps whose losses are told, in place of times."""
+    """How many losses are told besides times, from the first step on."""
 
     @property
     def kind(self) -> str:
@@ -87,7 +88,7 @@ class Task:
     def traits(self) -> frozenset[str]:
         """What the contender's name asks for behind its stage."""
         asked = frozenset(self.contender.split("-")[1:])
-        if unknown := asked - {"cpu", "both", "fused", "fp8", "rows", "compiled"}:
+        if unknown := asked - {"cpu", "both", "fused", "fp8", "rows", "compiled", "codes", "backward"}:
             raise ValueError(f"{self.contender}: nobody knows {', '.join(sorted(unknown))}")
         return asked
 
@@ -133,7 +134,7 @@ def make_model(shape: str, device: str) -> Any:
     return model.to(torch.bfloat16).train()
 
 
-def make_batches(shape: str, device: str, rank: int = 0, count: int = 4) -> list[Any]:
+def make_batches(shape: str, device: str, rank: int = 0, count: int = 16) -> list[Any]:
     """Random tokens; few enough batches that the loss falls."""
     import torch
 
@@ -199,7 +200,7 @@ def engine(model: Any, task: Task) -> Callable[[Any], Any]:
     zero: dict[str, Any] = {"stage": task.stage, **task.offload}
     if task.threshold is not None and zero["stage"] == 3:
         zero["stage3_param_persistence_threshold"] = task.threshold
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": SHAPES[task.shape][-1],
         "gradient_accumulation_steps": task.accumulation,
         "bf16": {"enabled": True},
@@ -212,6 +213,10 @@ def engine(model: Any, task: Task) -> Callable[[Any], Any]:
         config["fused_kernels"] = {"enabled": True}
     if "fp8" in task.traits:
         config["fp8"] = {"enabled": True, "scaling": "row" if "rows" in task.traits else "tensor"}
+    if "codes" in task.traits:
+        config["optimizer"]["params"]["moment_bits"] = 8
+    if "backward" in task.traits:
+        config["optimizer_in_backward"] = {"enabled": True, "clip_by_last_norm": True}
     made, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     if "compiled" in task.traits:
         made.compile()
@@ -248,32 +253,31 @@ def measure(task: Task) -> dict[str, Any]:
         os.environ["DS_ACCELERATOR"] = "cpu"
     else:
         torch.cuda.set_device(0)
-    sync = torch.cuda.synchronize if task.device == "cuda" else _nothing
+    sync = torch.cuda.synchronize if task.device == "cuda" else lambda: None
     model = make_model(task.shape, task.device)
-    batches = make_batches(task.shape, task.device, int(os.environ["RANK"]), CURVE_BATCHES if task.curve else 4)
+    batches = make_batches(task.shape, task.device, int(os.environ["RANK"]))
     sync()
     if task.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    step = MAKERS[task.kind](model, task)
+    step, losses = recorded(MAKERS[task.kind](model, task))
     sync()
     made_s = time.perf_counter() - began
-    if task.curve:
-        found = [step(batches[number % len(batches)]) for number in range(task.curve)]
-        return {"curve": [float(loss) for loss in found]}
-    losses = [step(batches[0])]
+    step(batches[0])
     sync()
     first_s = time.perf_counter() - began
-    losses += [step(batches[number % len(batches)]) for number in range(1, max(task.warm_up, COMPARED))]
+    for number in range(1, max(task.warm_up, COMPARED)):
+        step(batches[number % len(batches)])
     sync()
     if task.profile:
         profile(step, batches, sync)
         return {}
     steady = timed(step, batches, task.steps, task.device)
-    return {
+    result = {
         "breakdown": _kernels(step, batches) if task.breakdown else None,
         "losses": [float(loss) for loss in losses[:COMPARED]],
         "tokens": batches[0].numel() * task.accumulation,
+        "token_flops": token_flops(task.shape),
         "step_s": statistics.median(steady),
         "steps_s": steady,
         "make_s": made_s,
@@ -281,6 +285,30 @@ def measure(task: Task) -> dict[str, Any]:
         "host_ms": 1e3 * host_time(step, batches, sync),
         **memory(task.device),
     }
+    if task.curve:
+        print(f"\n{MARK}{json.dumps(result)}", flush=True)  # times are known, however the rest goes
+        while len(losses) < task.curve:
+            step(batches[len(losses) % len(batches)])
+        result["curve"] = [float(loss) for loss in losses[: task.curve]]
+    return result
+
+
+def recorded(step: Callable[[Any], Any]) -> tuple[Callable[[Any], Any], list[Any]]:
+    """(the same step, the losses of all its calls as they come, which nobody has waited for)."""
+    losses: list[Any] = []
+
+    def run(tokens: Any) -> Any:
+        losses.append(step(tokens))
+        return losses[-1]
+
+    return run, losses
+
+
+def token_flops(shape: str) -> float:
+    """Operations that a token needs in forward and backward: products, and attention to what is before it."""
+    hidden, layers, inner, heads, kv_heads, vocabulary, length, _ = SHAPES[shape]
+    layer = 2 * hidden * hidden * (1 + kv_heads / heads) + 3 * hidden * inner
+    return 6 * (layers * layer + hidden * vocabulary) + 6 * layers * hidden * length
 
 
 def _kernels(step: Any, batches: list[Any]) -> dict[str, Any]:
@@ -289,10 +317,6 @@ def _kernels(step: Any, batches: list[Any]) -> dict[str, Any]:
     from benchmarks.breakdown import breakdown
 
     return breakdown(step, batches)
-
-
-def _nothing() -> None:
-    """A CPU has nothing to wait for."""
 
 
 def timed(step: Any, batches: list[Any], count: int, device: str) -> list[float]:
@@ -317,8 +341,7 @@ def timed(step: Any, batches: list[Any], count: int, device: str) -> list[float]
 def host_time(step: Any, batches: list[Any], sync: Callable[[], None]) -> float:
     """Seconds until a step returns, begun with an idle device.
 
-    An upper bound of what Python and launches cost: the host also waits here where the device's queue is full, or
-    where the step reads a value from the device.
+    An upper bound of what Python and launches cost: the host also waits for a full queue or a value of the device.
     """
     times = []
     for number in range(HOST_STEPS):
@@ -346,7 +369,7 @@ def memory(device: str) -> dict[str, float]:
 
 
 def profile(step: Any, batches: list[Any], sync: Callable[[], None]) -> None:
-    """The functions of the host that five steps spend most time in; the device is idle when each begins."""
+    """Where the host spends five steps; the device is idle when each begins."""
     profiler = cProfile.Profile()
     for number in range(HOST_STEPS):
         sync()

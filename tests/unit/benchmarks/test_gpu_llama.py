@@ -12,6 +12,7 @@ from benchmarks.llama_child import SHAPES, Task
 def run(step_s=0.3, peak=40.0, start_s=1.0, losses=(10.0, 9.0)):
     return {
         "tokens": 16384,
+        "token_flops": 7e9,
         "step_s": step_s,
         "allocated_gib": peak,
         "reserved_gib": peak + 2,
@@ -41,6 +42,10 @@ def test_both_files_agree_on_the_mark_and_the_fields():
     sent = {"shape", "device", "steps", "warm_up", "accumulation", "threshold", "deepspeed_path", "curve"}
     assert sent | {"contender", "profile", "breakdown"} == set(Task.__dataclass_fields__)
     assert sent <= set(vars(options))
+
+
+def test_operations_of_a_token_are_those_of_its_products():
+    assert llama_child.token_flops("1b") == pytest.approx(7.03e9, rel=1e-3)
 
 
 def test_a_contender_has_a_kind_and_a_stage():
@@ -95,6 +100,25 @@ def test_a_child_that_fails_ends_its_peers_and_shows_its_output(tmp_path, monkey
     monkeypatch.setattr(gpu_llama, "CHILD", file)
     assert start("ours:1", parser().parse_args([]), ranks=2) == [None, None]
     assert "it broke" in capsys.readouterr().out
+
+
+def test_a_child_that_is_cut_leaves_its_last_result(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "child.py"
+    file.write_text(f"import signal\nprint('{gpu_llama.MARK}{{}}', flush=True)\nsignal.pause()\n")
+    monkeypatch.setattr(gpu_llama, "CHILD", file)
+    assert start("ours:0", parser().parse_args(["--timeout", "3"])) == [{"problem": "no end within 3 s"}]
+
+
+def test_a_fresh_start_finds_no_compiled_kernel(tmp_path, monkeypatch):
+    file = tmp_path / "child.py"
+    said = "{k: os.environ.get(k) for k in ('TRITON_CACHE_DIR', 'TORCHINDUCTOR_CACHE_DIR')}"
+    file.write_text(f"import json, os\nprint({gpu_llama.MARK!r} + json.dumps({said}))\n")
+    monkeypatch.setattr(gpu_llama, "CHILD", file)
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    (usual,), (fresh,) = (start("ours:0", parser().parse_args(given)) for given in ([], ["--fresh"]))
+    assert set(usual.values()) == {None}
+    assert all("gpu-llama-" in folder for folder in fresh.values()), f"{fresh} outlive the process"
 
 
 def test_a_childs_result_arrives_with_its_task(tmp_path, monkeypatch):
