@@ -47,6 +47,8 @@ class Parcel:
     device: torch.device
     chunk: int = 0
     """Where every rank owns so many elements, in the order of the ranks; else the next two tell."""
+    rows: int = 0
+    """How long its first dimension is, where there is a chunk."""
     owners: range = range(0)
     interval: Callable[[int], tuple[int, int]] | None = None
     """The elements that an owner has."""
@@ -79,9 +81,11 @@ class Bucket:
         self.cuts: list[Cut] = []
         self._order: list[tuple[int, Part]] = []
         self._line = False
+        self._even = bool(first.chunk)
+        self._by_rows: list[bool] = []
         self._places: list[tuple[int, int]] = []
         self._pads: dict[int, int] = {}
-        if first.chunk:
+        if self._even:
             self._lay_even()
         else:
             self._lay_owned()
@@ -99,16 +103,11 @@ class Bucket:
 
     def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Lay gradients out flat, the slice of the first owner first; zeros stand for absent ones."""
-        flats = [
-            as_flat(grad, parcel.numel, self.dtype, self.device)
-            for parcel, grad in zip(self.parcels, grads, strict=True)
-        ]
+        if self._even:
+            return self._pack_even(grads)
+        flats = self._flat(grads)
         if self._line:
             return flats[0] if len(flats) == 1 else torch.cat(flats)
-        if not self._order:
-            if len(flats) == 1 and flats[0].numel() == self.parcels[0].chunk * self._world:
-                return flats[0]
-            return torch._chunk_cat(flats, 0, self._world).view(-1)
         if len(flats) == 1 and not self._pads:
             return flats[0]
         lines: list[Tensor] = []
@@ -117,6 +116,28 @@ class Bucket:
             if self._pads.get(owner):
                 lines.append(torch.zeros(self._pads[owner], dtype=self.dtype, device=self.device))
         return torch.cat(lines)
+
+    def _flat(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        return [
+            as_flat(grad, parcel.numel, self.dtype, self.device)
+            for parcel, grad in zip(self.parcels, grads, strict=True)
+        ]
+
+    def _pack_even(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Every rank owns a chunk of each; one whose rows can be dealt out evenly is cut as it is."""
+        if len(grads) == 1:
+            flat = as_flat(grads[0], self.parcels[0].numel, self.dtype, self.device)
+            if flat.numel() == self.parcels[0].chunk * self._world:
+                return flat
+            return torch._chunk_cat([flat], 0, self._world).view(-1)
+        dense, dtype = torch.strided, self.dtype
+        as_they_are = [
+            grad
+            if grad is not None and by_rows and grad.dtype == dtype and grad.layout == dense and grad.is_contiguous()
+            else as_flat(grad, parcel.numel, dtype, self.device)
+            for parcel, grad, by_rows in zip(self.parcels, grads, self._by_rows, strict=True)
+        ]
+        return torch._chunk_cat(as_they_are, 0, self._world).view(-1)
 
     def land(self, mine: Tensor) -> None:
         """Add what came to the pieces of this rank; not seen by autograd."""
@@ -141,8 +162,8 @@ class Bucket:
         added: list[Tensor] = []
         homes: list[Tensor] = []
         moved: list[Tensor] = []
-        for cut in cuts:
-            part, piece = mine[cut.start : cut.stop], cut.piece
+        for cut, part in zip(cuts, _parts(mine, cuts), strict=True):
+            piece = cut.piece
             if piece.gradient is not None:
                 olds.append(piece.gradient)
                 added.append(part)
@@ -165,6 +186,7 @@ class Bucket:
     def _lay_even(self) -> None:
         at = 0
         for parcel in self.parcels:
+            self._by_rows.append(parcel.rows > 0 and parcel.rows % self._world == 0)
             if parcel.piece is not None:
                 self.cuts.append(Cut(parcel.piece, at, at + parcel.piece.master.numel()))
             at += parcel.chunk
@@ -208,6 +230,18 @@ class Bucket:
                 self.cuts.append(Cut(parcel.piece, at, at + stop - start))
                 at += stop - start
             begin += parcel.numel
+
+
+def _parts(mine: Tensor, cuts: Sequence[Cut]) -> Sequence[Tensor]:
+    """What each piece gets of it; by one operation where they lie side by side."""
+    sizes, at = [], 0
+    for cut in cuts:
+        if cut.start != at:
+            return [mine[cut.start : cut.stop] for cut in cuts]
+        sizes.append(cut.stop - at)
+        at = cut.stop
+    parts: Sequence[Tensor] = mine[:at].split(sizes)
+    return parts
 
 
 def _carry(leaving: Sequence[tuple[Piece, Tensor]], accumulate: torch.dtype) -> None:

@@ -172,12 +172,11 @@ def _packed(shards: Sequence[Shard], group: Any) -> None:
         parts = rows.view(world, -1)
         with torch.no_grad():
             if len(mine) == len(shards):
-                outs = [shard.flat.view(world, shard.chunk) for shard in shards]
-                torch.split_with_sizes_copy(parts, sizes, dim=1, out=outs)  # each [world, chunk]
+                torch.split_with_sizes_copy(parts, sizes, dim=1, out=[shard.rows for shard in shards])
             else:
                 for shard, part in zip(shards, parts.split(sizes, dim=1), strict=True):
                     if shard.pending is shared:
-                        shard.flat.view(world, shard.chunk).copy_(part)
+                        shard.rows.copy_(part)
         return rows.new_empty(0)
 
     shared = Pending(gathered, work, unpack)

@@ -26,6 +26,7 @@ __all__ = [
     "SpreadParameter",
     "ZeroParameter",
     "ordinary_class",
+    "plain_grad",
     "shard_parameter",
     "spread_class",
     "watch_gradient",
@@ -33,6 +34,12 @@ __all__ = [
 
 _CLIPPING = clip_grad.__file__
 _GRAD: Any = torch.Tensor.grad
+
+
+def plain_grad(param: Tensor) -> Tensor | None:
+    """The gradient of a parameter, whatever clients are told when they ask for it."""
+    found: Tensor | None = _GRAD.__get__(param)
+    return found
 
 
 class _Gathering:

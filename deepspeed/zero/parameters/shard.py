@@ -51,9 +51,9 @@ class Shard:
     """This rank's chunk of one parameter: `[rank * chunk, (rank + 1) * chunk)` of its elements, padded with zeros."""
 
     __slots__ = (
-        "alone", "axis", "chunk", "data", "dtype", "edits", "flat", "full", "gather", "gradient", "holds", "late",
-        "name", "nothing", "number", "numel", "param", "pending", "persistent", "remote", "shape", "staged", "strict",
-        "users", "version", "whole",
+        "_rows", "alone", "axis", "chunk", "data", "dtype", "edits", "flat", "full", "gather", "gradient", "holds",
+        "late", "name", "nothing", "number", "numel", "param", "pending", "persistent", "remote", "shape", "staged",
+        "strict", "users", "version", "whole",
     )  # fmt: skip
 
     made = 0
@@ -96,6 +96,7 @@ class Shard:
         self.version = param._version
         """Of the parameter, when its values were last known."""
         self.whole = True
+        self._rows: Tensor | None = None
         Shard.made += 1
         self._adopt(param.detach())
 
@@ -153,10 +154,18 @@ class Shard:
         self.dtype = dtype
         size, device = self.chunk * self.axis.size, self.data.device if self.remote is None else self.remote.device
         self.flat = self.data if self.alone else torch.empty(size, dtype=dtype, device=device)
-        self.full = self.flat[: self.numel].view(self.shape)
+        self.full, self._rows = self.flat[: self.numel].view(self.shape), None
         if not self.alone:
             self.flat.untyped_storage().resize_(0)
         self.param.data = torch.empty(0, dtype=dtype, device=device)
+
+    @property
+    def rows(self) -> Tensor:
+        """The memory of the whole parameter, a row for each rank's chunk."""
+        found = self._rows
+        if found is None:
+            found = self._rows = self.flat.view(self.axis.size, self.chunk)
+        return found
 
     @property
     def interval(self) -> tuple[int, int]:
@@ -195,7 +204,7 @@ class Shard:
 
     def allocate(self) -> None:
         """Give the whole parameter its memory back; what is in it is undefined."""
-        if self.alone:
+        if self.alone or self.whole:
             return
         size = self.flat.numel() * self.flat.element_size()
         if self.flat.untyped_storage().size() != size:

@@ -16,6 +16,7 @@ from deepspeed.memory.tier import AT_HOME
 from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
 from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.parameter import plain_grad
 from deepspeed.zero.parameters.shard import Shard, shard_of, used_while_empty
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.arena import move_out
@@ -128,6 +129,7 @@ class StripedGroup(ShardGroup):
                 accumulate=self.dtypes.accumulate,
                 device=shard.device,
                 chunk=shard.chunk,
+                rows=shard.shape[0] if shard.shape else 0,
             )
             for name, shard in zip(self.names, self.shards, strict=True)
         ]
@@ -149,7 +151,9 @@ def _stash(shard: Shard, arrived: Callable[[Shard], None] | None) -> None:
 def _take(shard: Shard) -> Tensor | None:
     """The whole gradient of a parameter, wherever it waits; it is forgotten there."""
     waiting, shard.gradient = shard.gradient, None
-    grad, shard.param.grad = shard.param.grad, None
+    grad = plain_grad(shard.param)
+    if grad is not None:
+        shard.param.grad = None
     if grad is not None and grad.numel() != shard.numel:
         raise UsageError(used_while_empty(shard.name))
     if waiting is not None and grad is not None:
