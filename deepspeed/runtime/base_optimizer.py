@@ -92,7 +92,9 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
 
     @property
     def state(self) -> Any:
-        """The state of the optimizer inside, by master weight."""
+        """The state of the optimizer inside, by master weight; what a step left behind is done first."""
+        if not self._stepper.states.absent:
+            self._stepper.states.settle()
         return self.optimizer.state
 
     @state.setter

@@ -67,7 +67,7 @@ class Afar:
                 pass
         stay = None if any(turn.before for turn in turns) else can_stream(turns, optimizer, device)
         if stay is None:
-            self._streamer = None
+            self.bring_home()
         else:
             self._streamer = self._streamer or Streamer(device, stay)
             self._streamer.begin()
@@ -78,6 +78,12 @@ class Afar:
             self._running = self._workers.submit(self._run_beside, turns, twin(optimizer), factor, device)
         else:
             self._run(turns, optimizer, factor)
+
+    def bring_home(self) -> None:
+        """The device keeps no states; nothing is on its way."""
+        if self._streamer is not None:
+            self._streamer.leave()
+            self._streamer = None
 
     def settle(self) -> None:
         """Nothing is on its way any more."""
@@ -111,7 +117,7 @@ class Afar:
 
     def _run(self, turns: Sequence[Turn], optimizer: Optimizer, factor: float) -> None:
         if self._streamer is not None and self._workers is not None:
-            left = Turns(turns)
+            left = Turns(turns, kept=self._streamer.keeps)
             beside = self._workers.submit(self._stream, left, twin(optimizer), factor)
             for turn in iter(left.first, None):
                 self._step(turn, optimizer, factor)
@@ -146,7 +152,7 @@ class Afar:
         choose(optimizer, turn.tile)
         factor = factor if turn.factor is None else turn.factor
         if turn.tile.arena is not None:
-            turn.tile.arena.mirrored = False
+            turn.tile.arena.claim()
         outs = self._outs(turn.pieces)
         if in_one_pass(optimizer):
             masters = [piece.master for piece in turn.pieces]

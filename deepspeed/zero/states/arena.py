@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,7 +38,9 @@ class Arena:
         self.turn: Update | None = None
         """The last step's update, of which nobody knows yet whether it is done."""
         self.mirrored = False
-        """What lies in the rooms lies on the device, too; whoever writes into them says that it does not."""
+        """What lies in the rooms lies on the device, too, there perhaps newer: see `bring_home` and `claim`."""
+        self.ahead: Callable[[], None] | None = None
+        """Brings what the device made of the states into the rooms; None: it is there."""
         self.swap = swap
         self._pinned = homes.pinned
         self.rooms: dict[str, Tensor] = {}
@@ -70,6 +72,17 @@ class Arena:
         if self.turn is not None:
             turn, self.turn = self.turn, None
             turn.settle()
+
+    def bring_home(self) -> None:
+        """The rooms hold the states as the last step made them: to be called before they are read."""
+        if self.ahead is not None:
+            bring, self.ahead = self.ahead, None
+            bring()
+
+    def claim(self) -> None:
+        """The rooms are about to be written: what the device has of them is no use any more."""
+        self.bring_home()
+        self.mirrored = False
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor of the arena as those of its pieces, each of the shape of its master."""

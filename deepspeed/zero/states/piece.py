@@ -103,7 +103,7 @@ class Piece:
     def adopt(self) -> None:
         """Take over what somebody wrote into the parameter since the last step."""
         if self.arena is not None:
-            self.arena.mirrored = False
+            self.arena.claim()
         self.adopted += 1
         if self.separate:
             self.master.copy_(self.source)
@@ -160,4 +160,4 @@ def hand_over(pieces: Sequence[Piece], lines: dict[Hashable, Tensor], *, narrow:
         if grad.dtype != wanted:
             at = int(grad.storage_offset())
             grad = line[at : at + grad.numel()]
-        piece.master.grad = grad.view(piece.master.shape)
+        piece.master.grad = grad if grad.shape == piece.master.shape else grad.view(piece.master.shape)

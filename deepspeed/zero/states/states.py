@@ -15,6 +15,7 @@ from deepspeed.ops.moments import MomentKeeper
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.afar import Afar
+from deepspeed.zero.states.arena import Arena
 from deepspeed.zero.states.deferral import Deferral
 from deepspeed.zero.states.group import ShardGroup
 from deepspeed.zero.states.late import arrive
@@ -105,7 +106,7 @@ class States:
     def held(self, param: nn.Parameter) -> ParameterState | None:
         """What this rank holds of a parameter; None if the optimizer does not train it."""
         self.settle()
-        self._unmirror()  # whoever asks may write
+        self._claim()  # whoever asks may write
         group, place = self._places.get(id(param), (None, 0))
         return None if group is None else group.held(place, self.reducer)
 
@@ -272,6 +273,8 @@ class States:
     def settle(self) -> None:
         """What a step left behind is done: states, gradients and parameters are those after it."""
         self._finish()
+        for arena in self._arenas():
+            arena.bring_home()
         if self.deferral is not None:
             self.deferral.give_back()
 
@@ -283,15 +286,18 @@ class States:
             for piece in self.away.values():
                 arrive(piece.param)
 
-    def _unmirror(self) -> None:
-        for piece in self.away.values():
-            if piece.arena is not None:
-                piece.arena.mirrored = False
+    def _arenas(self) -> set[Arena]:
+        return {piece.arena for piece in self.away.values() if piece.arena is not None}
+
+    def _claim(self) -> None:
+        for arena in self._arenas():
+            arena.claim()
 
     def close(self) -> None:
         """As `settle`, for good."""
         try:
             self._finish()
+            self._claim()
         finally:
             self._afar.close()
 
@@ -300,7 +306,7 @@ class States:
         self._finish()
         if self.deferral is not None:
             self.deferral.forget()
-        self._unmirror()
+        self._claim()
         for group in self.groups:
             group.round()
             group.bring_back()

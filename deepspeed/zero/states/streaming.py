@@ -2,13 +2,14 @@
 
 The bus and the memory of the host have room while the host updates other tiles, so that both together are faster than
 either. Two tiles are on their way at a time. Where the device has memory to spare, a few others stay there as well:
-only their gradients come, and what became of them goes to the host while the next forward runs.
+only their gradients come, and what became of them goes to the host when somebody asks for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,6 +89,16 @@ class Streamer:
         accelerator = get_accelerator()
         self._comes, self._works, self._goes = (accelerator.Stream() for _ in range(3))
 
+    def keeps(self, turn: Turn) -> bool:
+        """True if the states of a tile are on the device for good: the host leaves them alone."""
+        return turn.tile.arena in self._staying
+
+    def leave(self) -> None:
+        """The host updates everything from now on."""
+        for arena in self._staying:
+            arena.claim()
+        self._staying.clear()
+
     def begin(self) -> None:
         """What is queued now may still use the parameters that are about to be written."""
         self._works.wait_stream(get_accelerator().current_stream())
@@ -115,12 +126,23 @@ class Streamer:
             self._works.wait_stream(self._comes)
             self._update(turn, arena, here, optimizer, factor)
             turn.sent = _event(self._works)
-        with accelerator.stream(self._goes):
+        if arena in self._staying:
+            turn.kept = turn.sent  # the gradients were read
+            arena.mirrored, arena.ahead = True, partial(self._go_home, arena, here, wait=True)
+        else:
+            turn.kept = slot.kept = self._go_home(arena, here)
+
+    @torch.no_grad()
+    def _go_home(self, arena: Arena, here: dict[str, Tensor], *, wait: bool = False) -> Any:
+        """Queue the states of a tile to the host; returns the event behind that."""
+        with get_accelerator().stream(self._goes):
             self._goes.wait_stream(self._works)
             for kind, flat in arena.rooms.items():
                 flat.copy_(here[kind], non_blocking=True)
-            turn.kept = slot.kept = _event(self._goes)
-        arena.mirrored = arena in self._staying
+            event = _event(self._goes)
+        if wait:
+            event.synchronize()
+        return event
 
     def _slot(self, arena: Arena) -> tuple[_Slot, bool]:
         """Memory for a tile, and whether its states are there already."""

@@ -59,14 +59,20 @@ class Turn:
 class Turns:
     """Turns that two take from both ends until none is left."""
 
-    def __init__(self, turns: Iterable[Turn]) -> None:
+    def __init__(self, turns: Iterable[Turn], *, kept: Callable[[Turn], bool]) -> None:
+        """Those that are `kept` are taken from the end alone."""
         self._left = deque(turns)
+        self._kept = kept
         self._lock = Lock()
 
     def first(self) -> Turn | None:
-        """The next one in order."""
+        """The next one in order that is not kept."""
         with self._lock:
-            return self._left.popleft() if self._left else None
+            for turn in self._left:
+                if not self._kept(turn):
+                    self._left.remove(turn)
+                    return turn
+            return None
 
     def last(self) -> Turn | None:
         """The one that is needed last."""
