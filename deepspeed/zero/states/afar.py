@@ -117,8 +117,9 @@ class Afar:
 
     def _run(self, turns: Sequence[Turn], optimizer: Optimizer, factor: float) -> None:
         if self._streamer is not None and self._workers is not None:
-            left = Turns(turns, kept=self._streamer.keeps)
-            beside = self._workers.submit(self._stream, left, twin(optimizer), factor)
+            staying, others = self._streamer.welcome(turns)
+            left = Turns(others)
+            beside = self._workers.submit(self._stream, staying, left, twin(optimizer), factor)
             for turn in iter(left.first, None):
                 self._step(turn, optimizer, factor)
             beside.result()
@@ -136,15 +137,21 @@ class Afar:
         tiles = [turn.tile for turn in turns if not turn.only_before]
         through(tiles, self._store, work, ahead=self._pace.ahead, behind=self._pace.behind)
 
-    def _stream(self, left: Turns, optimizer: Optimizer, factor: float) -> None:
-        """Let the device update from the other end."""
+    def _stream(self, staying: Sequence[Turn], left: Turns, optimizer: Optimizer, factor: float) -> None:
+        """Let the device update what it keeps, then the others from their end."""
         streamer = self._streamer
         assert streamer is not None, "only then there is something to stream"
-        streamer.ready()
-        for turn in iter(left.last, None):
+
+        def step(turn: Turn) -> None:
             choose(optimizer, turn.tile)
             streamer.step(turn, optimizer, factor)
             turn.finish()
+
+        for turn in staying:
+            step(turn)
+        streamer.ready()
+        for turn in iter(left.last, None):
+            step(turn)
             streamer.ready()
 
     @torch.no_grad()

@@ -2,7 +2,8 @@
 
 The bus and the memory of the host have room while the host updates other tiles, so that both together are faster than
 either. Two tiles are on their way at a time. Where the device has memory to spare, a few others stay there as well:
-only their gradients come, and what became of them goes to the host when somebody asks for it.
+only their gradients come, and what became of them goes to the host when somebody asks for it. These are the tiles that
+the next forward needs first, so that it begins at once and follows the host through the others.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ class _Slot:
     """Memory of the device for one tile."""
 
     memory: dict[str, Tensor] = field(default_factory=dict)
+    done: Any = None
+    """The event behind the last update in it."""
     kept: Any = None
     """The event behind the copy of what was in it to the host."""
 
@@ -81,7 +84,7 @@ class Streamer:
     """Updates tiles on the device."""
 
     def __init__(self, device: torch.device, stay: int) -> None:
-        """`stay` tiles have memory of the device for good: those that come first."""
+        """`stay` tiles have memory of the device for good."""
         self._device = device
         self._slots = [_Slot() for _ in range(_SLOTS)]
         self._stay = stay
@@ -89,9 +92,18 @@ class Streamer:
         accelerator = get_accelerator()
         self._comes, self._works, self._goes = (accelerator.Stream() for _ in range(3))
 
-    def keeps(self, turn: Turn) -> bool:
-        """True if the states of a tile are on the device for good: the host leaves them alone."""
-        return turn.tile.arena in self._staying
+    def welcome(self, turns: Sequence[Turn]) -> tuple[list[Turn], list[Turn]]:
+        """Let the first tiles stay, as long as there is room; returns the turns of those that do, and the others."""
+        staying: list[Turn] = []
+        others: list[Turn] = []
+        for turn in turns:
+            arena = turn.tile.arena
+            assert arena is not None, "what streams has an arena"
+            if arena not in self._staying and len(self._staying) < self._stay:
+                self._staying[arena] = _Slot()
+                arena.claim()
+            (staying if arena in self._staying else others).append(turn)
+        return staying, others
 
     def leave(self) -> None:
         """The host updates everything from now on."""
@@ -118,14 +130,15 @@ class Streamer:
         host = {**arena.rooms, _GRADIENT: arena.gradients}
         with accelerator.stream(self._comes):
             here = {kind: slot.like(kind, flat, self._device) for kind, flat in host.items()}
-            self._comes.wait_stream(self._works)  # the last update in this slot; its way back was waited for
+            if slot.done is not None:
+                self._comes.wait_event(slot.done)  # the last update in this slot; its way back was waited for
             for kind, flat in host.items():
                 if not known or kind == _GRADIENT:
                     here[kind].copy_(flat, non_blocking=True)
         with accelerator.stream(self._works):
             self._works.wait_stream(self._comes)
             self._update(turn, arena, here, optimizer, factor)
-            turn.sent = _event(self._works)
+            turn.sent = slot.done = _event(self._works)
         if arena in self._staying:
             turn.kept = turn.sent  # the gradients were read
             arena.mirrored, arena.ahead = True, partial(self._go_home, arena, here, wait=True)
@@ -146,9 +159,6 @@ class Streamer:
 
     def _slot(self, arena: Arena) -> tuple[_Slot, bool]:
         """Memory for a tile, and whether its states are there already."""
-        if arena not in self._staying and len(self._staying) < self._stay:
-            self._staying[arena] = _Slot()
-            arena.mirrored = False
         if arena in self._staying:
             return self._staying[arena], arena.mirrored
         slot = self._slots.pop(0)

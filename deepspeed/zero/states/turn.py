@@ -59,20 +59,14 @@ class Turn:
 class Turns:
     """Turns that two take from both ends until none is left."""
 
-    def __init__(self, turns: Iterable[Turn], *, kept: Callable[[Turn], bool]) -> None:
-        """Those that are `kept` are taken from the end alone."""
+    def __init__(self, turns: Iterable[Turn]) -> None:
         self._left = deque(turns)
-        self._kept = kept
         self._lock = Lock()
 
     def first(self) -> Turn | None:
-        """The next one in order that is not kept."""
+        """The next one in order."""
         with self._lock:
-            for turn in self._left:
-                if not self._kept(turn):
-                    self._left.remove(turn)
-                    return turn
-            return None
+            return self._left.popleft() if self._left else None
 
     def last(self) -> Turn | None:
         """The one that is needed last."""

@@ -25,6 +25,9 @@ class Instant:
     def wait_stream(self, _):
         pass
 
+    def wait_event(self, _):
+        pass
+
     def record(self, _=None):
         pass
 
@@ -121,8 +124,19 @@ def test_states_stay_while_nobody_asks():
         arenas = {piece.arena for piece in engine._parts.states.away.values()}
         assert len(arenas) > 2, "several tiles"
         ahead = [arena for arena in arenas if arena.ahead is not None]
-        assert ahead, "the device took at least one, and kept it"
-        assert all(arena.mirrored for arena in ahead), "and will not fetch it again"
+        assert len(ahead) == len(arenas), "the device kept all"
+        assert all(arena.mirrored for arena in ahead), "and will not fetch them again"
+
+
+@ranks(1)
+def test_what_forward_needs_first_stays():
+    with pretended_device() as device:
+        device.stay = 1
+        engine = engine_of()
+        train(engine, 3)
+        pieces = list(engine._parts.states.away.values())
+        assert pieces[0].param is next(engine.module.parameters()), "states are in the order of the model"
+        assert [arena is pieces[0].arena for arena in {piece.arena for piece in pieces} if arena.ahead] == [True]
 
 
 @pytest.mark.parametrize("stay", [1, 99])
