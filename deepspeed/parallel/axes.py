@@ -23,7 +23,16 @@ from typing import Any, NamedTuple, overload
 
 from deepspeed.errors import LayoutError
 
-__all__ = ["GRID_AXES", "Axis", "ExpertAxes", "LayoutPlan", "RankGrid", "Ranks", "expert_parallel_ranks"]
+__all__ = [
+    "GRID_AXES",
+    "Axis",
+    "ExpertAxes",
+    "GridGroups",
+    "LayoutPlan",
+    "RankGrid",
+    "Ranks",
+    "expert_parallel_ranks",
+]
 
 Ranks = tuple[int, ...]
 
@@ -41,7 +50,7 @@ class GridGroups(Sequence[Ranks]):
 
     def __init__(self, along: Sequence[tuple[int, int]], across: Sequence[tuple[int, int]]) -> None:
         self._members = tuple(_sums([range(0, size * stride, stride) for size, stride in along]))
-        self._across = tuple(across)
+        self._across = _merged(across)
 
     def __len__(self) -> int:
         return math.prod(size for size, _ in self._across)
@@ -66,8 +75,14 @@ class GridGroups(Sequence[Ranks]):
             number = number * size + rank // stride % size
         return number
 
+    def has(self, ranks: Ranks) -> bool:
+        """Whether one of the groups is this one."""
+        return bool(ranks) and len(ranks) == len(self._members) and self[self.number_of(ranks[0])] == ranks
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        if isinstance(other, GridGroups):
+            return (self._members, self._across) == (other._members, other._across)
+        return isinstance(other, Sequence) and len(self) == len(other) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
@@ -309,6 +324,18 @@ def _sums(choices: Sequence[Iterable[int]]) -> list[int]:
     for choice in choices:
         sums = [start + step for start in sums for step in choice]
     return sums
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same (size, stride) of fewer axes: equal for axes that tell the same groups apart in the same order."""
+    merged: list[tuple[int, int]] = []
+    for size, stride in spans:
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == size * stride:
+            size *= merged.pop()[0]
+        merged.append((size, stride))
+    return tuple(merged)
 
 
 def _positive(name: str, value: Any) -> int:

@@ -2,7 +2,9 @@
 
 [Note: agreed order] A process group is made by all ranks of the world together, also by those outside it. So the
 first use of an axis makes all of its groups, in the order of the axis, and every rank has to use its axes for the
-first time in the same order. Groups of one rank are the exception: they concern nobody else.
+first time in the same order. Groups of one rank are the exception: they concern nobody else. Where torch pretends that
+there are other ranks (its backend "fake"), a rank makes its own groups alone. What a rank remembers of the groups of
+others is how their axis is laid out, so that nothing here grows with the world but the ranks of its own groups.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from deepspeed.comm.init import default_timeout
 from deepspeed.comm.watch.settings import timeout_of
 from deepspeed.errors import LayoutError
 
-from .axes import Axis, Ranks
+from .axes import Axis, GridGroups, Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -85,7 +87,9 @@ class GroupTable:
         self.world = world
         self.closed = False
         self._home = dist.group.WORLD if comm.is_initialized() else None
-        self._groups: dict[Ranks, ProcessGroup | None] = {}
+        self._groups: dict[Ranks, ProcessGroup] = {}
+        self._grids: list[GridGroups] = []
+        self._others: set[Ranks] = set()
         self._made: list[ProcessGroup] = []
 
     @property
@@ -101,10 +105,8 @@ class GroupTable:
                 f"rank {self.rank}: the given group for axis {axis.name!r} holds the ranks {list(ranks_of(group))}, "
                 f"but the layout puts {list(mine)} there. Give groups and sizes that describe the same grid."
             )
-        for ranks in axis.groups:
-            self._groups.setdefault(ranks, None)
-        if self._groups[mine] is None:
-            self._groups[mine] = group
+        self._remember(axis)
+        self._groups.setdefault(mine, group)
 
     def group(self, axis: Axis) -> ProcessGroup:
         """This rank's group of the axis; the first request makes the groups of the whole axis."""
@@ -115,11 +117,15 @@ class GroupTable:
         if len(mine) == 1 and _can_be_made_alone():
             if mine not in self._groups:
                 self._make(mine, axis.name, alone=True)
-        else:
+        elif dist.get_backend() == "fake":
+            if not self._is_known(mine):
+                self._make(mine, axis.name)
+        elif axis.groups not in self._grids:
             for ranks in axis.groups:
-                if ranks not in self._groups:
+                if not self._is_known(ranks):
                     self._make(ranks, axis.name)
-        found = self._groups[mine]
+            self._remember(axis)
+        found = self._groups.get(mine)
         if found is None:
             raise LayoutError(
                 f"rank {self.rank} has no group for axis {axis.name!r}, ranks {list(mine)}. "
@@ -145,12 +151,27 @@ class GroupTable:
         """Destroy the groups made here, in the order they were made; closing twice is harmless."""
         made, self._made = self._made, []
         self._groups.clear()
+        self._grids.clear()
+        self._others.clear()
         self.closed = True
         for group in made:
             destroy_group(group)
 
+    def _is_known(self, ranks: Ranks) -> bool:
+        """Whether these ranks have a group, on whichever rank this is."""
+        return ranks in self._groups or ranks in self._others or any(grid.has(ranks) for grid in self._grids)
+
+    def _remember(self, axis: Axis) -> None:
+        """All groups of the axis exist."""
+        if not isinstance(axis.groups, GridGroups):
+            self._others.update(axis.groups)
+        elif axis.groups not in self._grids:
+            self._grids.append(axis.groups)
+
     def _make(self, ranks: Ranks, name: str, *, alone: bool = False) -> None:
-        self._groups[ranks] = self._create(ranks, name, alone=alone)
+        group = self._create(ranks, name, alone=alone)
+        if group is not None:
+            self._groups[ranks] = group
 
     def _create(
         self, ranks: Ranks, name: str, *, alone: bool = False, backend: str | None = None

@@ -136,11 +136,22 @@ class PipelineParallelGrid:
         mine = {name: list(axis.group_of(self.global_rank)) for name, axis in self._axes.items()}
         self.ds_model_rank = mine["ds_model"].index(self.global_rank)
         self.ds_model_world_size = len(mine["ds_model"])
-        self.dp_groups = [list(group) for group in self._axes["data"].groups]
-        self.pipe_groups = [list(group) for group in self._axes["pipe"].groups]
         self.dp_group, self.pp_group, self.slice_group = mine["data"], mine["pipe"], mine["model"]
-        pipes = self._axes["pipe"]
-        self.p2p_groups = [_with_next(rank, pipes) for rank in range(self.world_size)]
+
+    @functools.cached_property
+    def dp_groups(self) -> list[list[int]]:
+        """The ranks of every data-parallel group; listed when asked for, as what follows: it is the whole world."""
+        return [list(group) for group in self._axes["data"].groups]
+
+    @functools.cached_property
+    def pipe_groups(self) -> list[list[int]]:
+        """The ranks of every pipeline."""
+        return [list(group) for group in self._axes["pipe"].groups]
+
+    @functools.cached_property
+    def p2p_groups(self) -> list[list[int]]:
+        """Each rank with the next one of its pipeline."""
+        return [_with_next(rank, self._axes["pipe"]) for rank in range(self.world_size)]
 
     def close(self) -> None:
         """Destroy the groups that this grid made."""
@@ -241,7 +252,7 @@ class PipelineParallelGrid:
 def _grid_axes(topology: ProcessTopology) -> dict[str, Axis]:
     """The ways in which a grid groups its ranks, in the order in which the groups are made."""
     grid = topology.grid
-    alone = Axis("alone", tuple((rank,) for rank in range(grid.world)))
+    alone = grid.axis()
     others = [name for name in grid.names if name not in ("data", "sequence")]
     axes = {"ds_model": grid.axis(*others) if others else alone}
     for name in ("data", "pipe", "model", "sequence"):

@@ -53,7 +53,8 @@ class PipelineEngine(DeepSpeedEngine):
         self._accord = Accord(parts.layout)
         _require(parts, module, self._accord)
         module.ties.require_alike(Hosts(parts.layout.world))
-        self._wires = Wires(parts.layout["pp"], parts.device, dynamic=module.dynamic_shape)
+        stages = parts.layout["pp"]
+        self._wires = Wires(stages, parts.device, dynamic=module.dynamic_shape, foretold=module.foretold)
         self._wires.open()
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._executor = Executor(parts, module, self._wires, splits=self._splits())

@@ -17,6 +17,7 @@ from deepspeed.parallel.topology import PipeDataParallelTopology, PipelineParall
 from deepspeed.pipe.cutting import ModelCut, Part
 from deepspeed.pipe.layer_files import LayerFiles
 from deepspeed.pipe.partition import bounds_of
+from deepspeed.pipe.pretended import foretell, is_pretended
 from deepspeed.pipe.schedule.names import kind_of
 from deepspeed.pipe.specs import Elsewhere, Layer, LayerSpec, TiedLayerSpec, name_of
 from deepspeed.pipe.split import Later
@@ -55,7 +56,8 @@ class PipelineModule(LayerFiles, nn.Module):
     ) -> None:
         """`layers` may be a model of Transformers, cut at its blocks: what other ranks have is taken out of it.
 
-        `schedule` decides which stages a rank holds, `chunks` how many; `example_input` is what a profile runs.
+        `schedule` decides which stages a rank holds, `chunks` how many; `example_input`, which the first layer
+        takes of a micro-batch, is what a profile runs, and what a rank among pretended ones knows shapes by.
         """
         super().__init__()
         if num_stages is None and topology is None:
@@ -90,6 +92,9 @@ class PipelineModule(LayerFiles, nn.Module):
         self.parts = bounds_of(partition_method, self._layer_specs, len(self.owners), example_input)
         self.stages = tuple(stage for stage, owner in enumerate(self.owners) if owner == self.stage_id)
         self._local_start, self._local_stop = self.parts[self.stages[0]], self.parts[self.stages[0] + 1]
+        known = example_input is not None and is_pretended()
+        self.foretold = foretell(self._layer_specs, self.parts, self.stages, example_input) if known else {}
+        """Among pretended ranks: stage → the form of what comes into it."""
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs: list[Callable[..., Any]] = []
         self.fwd_map: dict[str, int] = {}

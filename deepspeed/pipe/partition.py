@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from deepspeed.pipe.forms import map_tensors
 from deepspeed.pipe.specs import Layer, LayerSpec, TiedLayerSpec, name_of
 from deepspeed.zero.parameters.structure import tensors_in
 
-__all__ = ["bounds_of", "measure_layers"]
+__all__ = ["bounds_of", "callable_of", "measure_layers"]
 
 _ROUNDS = 3  # the first warms up, the fastest of the rest counts
 
@@ -84,7 +85,7 @@ def measure_layers(layers: Sequence[Layer], example: Any) -> list[float]:
     tied: dict[str, nn.Module] = {}
     with torch.random.fork_rng(devices=[]):
         for number, layer in enumerate(layers):
-            call = _callable(layer, tied, device)
+            call = callable_of(layer, tied, device)
             try:
                 spent, inputs = _timed(call, inputs)
             except Exception as error:
@@ -95,14 +96,20 @@ def measure_layers(layers: Sequence[Layer], example: Any) -> list[float]:
     return times
 
 
-def _callable(layer: Layer, tied: dict[str, nn.Module], device: torch.device) -> Callable[..., Any]:
+def callable_of(layer: Layer, tied: dict[str, nn.Module], device: torch.device | None = None) -> Callable[..., Any]:
+    """What a layer is called by, built if it has to be, on a device if one is given; `tied`: what keys have so far."""
     if isinstance(layer, TiedLayerSpec):
-        module = tied.setdefault(layer.key, layer.build().to(device))
-        forward = layer.forward_fn
-        return module if forward is None else lambda inputs: forward(module, inputs)
+        if layer.key not in tied:
+            tied[layer.key] = _on(device, layer.build())
+        forward, module = layer.forward_fn, tied[layer.key]
+        return module if forward is None else partial(forward, module)
     if isinstance(layer, LayerSpec):
-        return layer.build().to(device)
-    return layer.to(device) if isinstance(layer, nn.Module) else layer
+        return _on(device, layer.build())
+    return _on(device, layer) if isinstance(layer, nn.Module) else layer
+
+
+def _on(device: torch.device | None, module: nn.Module) -> nn.Module:
+    return module if device is None else module.to(device)
 
 
 def _timed(call: Callable[..., Any], inputs: Any) -> tuple[float, Any]:

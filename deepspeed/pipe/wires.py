@@ -8,13 +8,16 @@ are the gradients of, so nothing is said about them.
 the wires: where the form is known it sends zeros, which are thrown away in the end, and where it would have to send a
 form it says that there is none. No gradient comes back for what was never sent.
 
+[Note: pretended ranks] Where torch pretends that there are other ranks, nothing is received: what comes into a stage
+has the form that was foretold, and is zeros.
+
 Receives are posted ahead of their use, so that bytes move while the stage computes; sends are waited for at the end of
 the batch. Messages of one kind between two ranks keep their order, which the validator of schedules looks at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,12 +58,22 @@ class _Posted:
 class Wires:
     """One rank's ends of the wires of its pipeline."""
 
-    def __init__(self, axis: AxisGroup, device: torch.device, *, dynamic: bool) -> None:
+    def __init__(
+        self,
+        axis: AxisGroup,
+        device: torch.device,
+        *,
+        dynamic: bool,
+        foretold: Mapping[int, Form] | None = None,
+    ) -> None:
+        """`foretold`: stage → what comes into it; see [Note: pretended ranks]."""
         self._axis = axis
         self._device = device
         self._dynamic = dynamic
         self._groups: dict[tuple[str, bool], Any] = {}
-        self._by_tag = axis.size == 1 or comm.get_backend(axis.group) in ("gloo", "fake")
+        self._pretended = axis.size > 1 and comm.get_backend(axis.group) == "fake"
+        self._by_tag = axis.size == 1 or self._pretended or comm.get_backend(axis.group) == "gloo"
+        self._foretold = dict(foretold or {})
         self._forms: dict[int, Form] = {}
         self._passed: dict[tuple[int, int], Form] = {}
         self._posted: dict[Message, _Posted] = {}
@@ -149,12 +162,23 @@ class Wires:
             form = self._passed.get((message.stage + 1, message.micro_batch))
             kinds = [kind for kind in form.kinds if kind.trained] if form is not None else []
         else:
-            form = None if self._dynamic else self._forms.get(message.stage)
+            form = self._known_form(message)
             kinds = list(form.kinds) if form is not None else []
         if form is None:
             return False
         self._posted[message] = self._begin(message, form, kinds)
         return True
+
+    def _known_form(self, message: Message) -> Form | None:
+        if not self._pretended:
+            return None if self._dynamic else self._forms.get(message.stage)
+        if message.stage not in self._foretold:
+            raise PipelineError(
+                f"stage {message.stage} on rank {self._axis.ranks[message.target]} receives activations from rank "
+                f"{self._axis.ranks[message.source]}, which is only pretended (backend 'fake'): nobody tells their "
+                "shapes. Pass PipelineModule(..., example_input=...), what the first layer takes of a micro-batch"
+            )
+        return self._foretold[message.stage]
 
     def receive(self, message: Message) -> Any:
         """What was sent: a structure, or a list of gradients; FAILED if it could not be computed."""
@@ -191,7 +215,8 @@ class Wires:
             comm.recv(_bytes(tensor), self._axis.ranks[message.source], *self._way(message))
 
     def _begin(self, message: Message, form: Form, kinds: Sequence[Kind]) -> _Posted:
-        tensors = [torch.empty(kind.shape, dtype=kind.dtype, device=self._device) for kind in kinds]
+        make = torch.zeros if self._pretended else torch.empty
+        tensors = [make(kind.shape, dtype=kind.dtype, device=self._device) for kind in kinds]
         works = []
         with comm.labelled(_label(message)):
             for tensor in tensors:
