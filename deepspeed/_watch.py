@@ -7,7 +7,7 @@ import logging
 import math
 import weakref
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,8 +21,11 @@ from deepspeed.log import log_dist, logger, print_dist
 from deepspeed.moe.statistics import RouterStatistics
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.subscriber import MonitorSubscriber
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.pretended import is_pretended
 from deepspeed.profiling.memory import MemoryBreakdown
 from deepspeed.profiling.progress import StepLine
+from deepspeed.profiling.stages import StageGroup
 from deepspeed.profiling.throughput import Throughput
 from deepspeed.profiling.timers import NoopTimer
 from deepspeed.profiling.wall_clock import WallClock
@@ -54,14 +57,17 @@ def watch(parts: Parts, stack: ExitStack) -> None:
         times = WallClock().attach(events)
         parts.timers = times.timers
         stack.callback(times.close)
-    if schema.flops_profiler.enabled and times is not None and comm.get_rank() == 0:
+    stages = _stages(parts)
+    profiles = comm.get_rank() == 0 or stages is not None
+    if schema.flops_profiler.enabled and times is not None and profiles:
         from deepspeed.profiling.flops_profiler.subscriber import StepProfile  # torch's formulas are slow to import
 
-        profile = StepProfile(parts.module, schema.flops_profiler, lambda: _facts(parts)).attach(events, times)
+        profile = StepProfile(parts.module, schema.flops_profiler, lambda: _facts(parts), stages)
+        profile.attach(events, times)
         parts.flops_profiler = profile.profiler
         stack.callback(profile.close)
-    if schema.memory_profiler.enabled and comm.get_rank() == 0:
-        parts.memory_profiler = _profile_memory(parts, stack)
+    if schema.memory_profiler.enabled and profiles:
+        parts.memory_profiler = _profile_memory(parts, stack, stages)
     if schema.memory_breakdown:
         stack.callback(MemoryBreakdown().attach(events).close)
     shown = schema.steps_per_print is not None and math.isfinite(schema.steps_per_print)
@@ -97,7 +103,30 @@ def watch(parts: Parts, stack: ExitStack) -> None:
         _PYTHON_GC.hold()
 
 
-def _profile_memory(parts: Parts, stack: ExitStack) -> StepMemory:
+def _stages(parts: Parts) -> StageGroup | None:
+    """Of a pipeline, on the first replica of each stage, what profiles need to tell of all of them; None elsewhere."""
+    module, axis, layout = parts.module, parts.layout["pp"], parts.layout
+    if not isinstance(module, PipelineModule) or layout["dp", "sp"].rank or layout["tp"].rank:
+        return None
+
+    def gather(mine: Any) -> list[Any]:
+        if axis.size == 1 or is_pretended():
+            return [mine]
+        told: list[Any] = [None] * axis.size
+        with comm.labelled("profiles of the stages"):
+            comm.all_gather_object(told, mine, group=axis.group)
+        return told
+
+    def counted_elsewhere() -> int:
+        known = module.ties.counted_elsewhere()
+        return sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters() if id(p) in known)
+
+    stages = " and ".join(map(str, module.stages))
+    name = f"pipeline rank {axis.rank} (stage {stages}, rank {comm.get_rank()})"
+    return StageGroup(name, axis.rank == 0 or is_pretended(), len(module.stages), gather, counted_elsewhere)
+
+
+def _profile_memory(parts: Parts, stack: ExitStack, stages: StageGroup | None) -> StepMemory:
     """Waits for the step whose peak is asked for; it must not keep an engine alive."""
     from deepspeed.profiling.memory_profiler.profiler import MemoryProfiler
     from deepspeed.profiling.memory_profiler.subscriber import StepMemory
@@ -106,7 +135,7 @@ def _profile_memory(parts: Parts, stack: ExitStack) -> StepMemory:
     profiler = MemoryProfiler(
         parts.module, lambda: {} if (alive := engine()) is None else held_tensors(alive), parts.device
     )
-    step = StepMemory(profiler, parts.config.schema.memory_profiler).attach(parts.events)
+    step = StepMemory(profiler, parts.config.schema.memory_profiler, stages).attach(parts.events)
     stack.callback(step.close)
     return step
 
@@ -121,7 +150,7 @@ def _facts(parts: Parts) -> Facts:
     return Facts(
         world=comm.get_world_size(),
         data_parallel=layout["dp"].size,
-        model_parallel=layout["pp", "tp"].size,
+        model_parallel=layout["tp"].size if isinstance(parts.module, PipelineModule) else layout["pp", "tp"].size,
         batch=parts.config.train_micro_batch_size_per_gpu,
         samples=None if batch is None else batch.train,
         micro_steps=parts.accumulation.steps,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.errors import DeepSpeedConfigError, PipelineError, UsageError
-from deepspeed.events import StepFinished
+from deepspeed.events import Phase, PhaseFailed, StepFinished
 from deepspeed.log import log_dist, logger, warn_once
 from deepspeed.pipe.accord import Accord
 from deepspeed.pipe.executor import Batch, Executor, Results
@@ -165,10 +165,12 @@ class PipelineEngine(DeepSpeedEngine):
         failure = results.failure
         try:
             self._accord.end(results.failed, failure, None if failure is None else failure.error)
-        except PipelineError:
+        except PipelineError as error:
             self._wires.forget_forms()
             if not schedule.forward_only:
                 self._parts.backward.give_up()
+                if self.events.wants(PhaseFailed):  # on all ranks, wherever it was
+                    self.events.emit(PhaseFailed(Phase.FORWARD, error))
             self.zero_grad()
             raise
         return results

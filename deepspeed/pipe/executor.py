@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import CommError, PipelineError
+from deepspeed.events import Phase
 from deepspeed.pipe.forms import flatten, map_tensors
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.passes import Pass, passes_of
@@ -17,6 +19,7 @@ from deepspeed.pipe.schedule.actions import Action, Op, Schedule
 from deepspeed.pipe.split import Rest, backward_inputs
 from deepspeed.pipe.wires import FAILED, Wires
 from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.phases import phase
 
 __all__ = ["Batch", "Executor", "Failure", "Results"]
 
@@ -192,12 +195,22 @@ class Executor:
             play.results.failure = Failure(action, error)
 
     def _compute(self, play: _Play, each: Pass, value: Any) -> Any:
-        if each.action.op is Op.FORWARD:
+        if not play.train:
             return self._forward(play, each.action, value)
-        with self._parts.backward.passing(final=each.final, more=each.more):
+        if each.action.op is Op.FORWARD:
+            with self._phase(Phase.FORWARD, each.action):
+                return self._forward(play, each.action, value)
+        with (
+            self._phase(Phase.BACKWARD, each.action),
+            self._parts.backward.passing(final=each.final, more=each.more),
+            self._phase(Phase.BACKWARD_INNER, each.action),
+        ):
             if each.action.op is Op.WEIGHT:
                 return self._weights(play, each.action)
             return self._backward(play, each.action, value)
+
+    def _phase(self, which: Phase, action: Action) -> AbstractContextManager[None]:
+        return phase(self._parts.events, which, self._parts.accumulation, ahead=action.micro_batch)
 
     def _weights(self, play: _Play, action: Action) -> None:
         rest = play.rests.pop((action.stage, action.micro_batch), None)

@@ -19,10 +19,10 @@ _SILENT: AbstractContextManager[None] = nullcontext()
 class _Told:
     __slots__ = ("_events", "_phase", "_place", "_range")
 
-    def __init__(self, events: EventStream, phase: Phase, accumulation: Accumulation) -> None:
+    def __init__(self, events: EventStream, phase: Phase, accumulation: Accumulation, ahead: int) -> None:
         self._events = events
         self._phase = phase
-        self._place = (accumulation.micro_steps, accumulation.at_boundary)
+        self._place = (accumulation.micro_steps + ahead, accumulation.at_boundary)
         # a range in traces, and with torch.autograd.profiler.emit_nvtx in those of Nsight
         seen = profiler._is_profiler_enabled
         self._range = torch.profiler.record_function(f"deepspeed: {phase.value}") if seen else None
@@ -44,8 +44,10 @@ class _Told:
             self._events.emit(PhaseFailed(self._phase, error))
 
 
-def phase(events: EventStream, which: Phase, accumulation: Accumulation) -> AbstractContextManager[None]:
-    """A `with` block around one phase."""
+def phase(
+    events: EventStream, which: Phase, accumulation: Accumulation, ahead: int = 0
+) -> AbstractContextManager[None]:
+    """A `with` block around one phase, of the micro step that is so many `ahead`."""
     if profiler._is_profiler_enabled or any(map(events.wants, (PhaseBegan, PhaseFinished, PhaseFailed))):
-        return _Told(events, which, accumulation)
+        return _Told(events, which, accumulation, ahead)
     return _SILENT

@@ -37,17 +37,23 @@ class Hooks:
         self._ignore = tuple(ignore)
         self._running: list[Record] = []
         self._handles: list[Any] = []
-        self._counter = Counter(self._add)
         for module in model.modules():
             module.__dict__[_ATTRIBUTE] = Record()
+        self._fast = torch.backends.mha.get_fastpath_enabled()
+        _load_formulas()
+        self.open()
+
+    def open(self) -> None:
+        """Go on measuring after `close`; what was measured stays."""
+        for module in self._model.modules():
             if self._ignore and isinstance(module, self._ignore):
                 continue
             self._handles.append(module.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._end, always_call=True))
-        _load_formulas()
         # in one piece, encoder layers would be a single operation that nobody counts
         self._fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        self._counter = Counter(self._add)
         self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

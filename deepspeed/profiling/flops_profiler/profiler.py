@@ -76,6 +76,13 @@ class FlopsProfiler:
         self._hooks = Hooks(self.model, ignore_list or ())
         self.started = True
 
+    def resume_profile(self) -> None:
+        """Count further passes, on top of what was counted before `stop_profile`."""
+        if self.started or self._hooks is None:
+            raise UsageError("resume_profile: there is no profile that was stopped; call start_profile")
+        self._hooks.open()
+        self.started = True
+
     def stop_profile(self) -> None:
         """Stop counting; what was counted can be read and printed."""
         if self._hooks is not None:
@@ -130,10 +137,12 @@ class FlopsProfiler:
         """Print numbers of the whole, the heaviest modules, and with `detailed` the whole tree; or write that."""
         if self._hooks is None:
             raise UsageError("print_model_profile: nothing was profiled; call start_profile and run the model first")
-        lines = summary(self.model, self.facts or Facts(recompute=self.recompute_fwd_factor), profile_step)
-        lines += aggregated(self.model, module_depth, top_modules)
-        if detailed:
-            lines += _detailed(self.model)
+        facts = self.facts or Facts(recompute=self.recompute_fwd_factor)
+        lines = summary(self.model, facts, profile_step)
+        for stage in facts.stages:
+            lines += stage.modules
+        if not facts.stages:
+            lines += self.modules_profile(module_depth, top_modules, detailed)
         text = "\n".join([*lines, "-" * 78]) + "\n"
         if output_file is None:
             sys.stdout.write(text)
@@ -142,6 +151,10 @@ class FlopsProfiler:
         target = Path(output_file)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
+
+    def modules_profile(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> list[str]:
+        """The heaviest modules, and with `detailed` the whole tree, as lines."""
+        return aggregated(self.model, module_depth, top_modules) + (_detailed(self.model) if detailed else [])
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the heaviest modules alone."""

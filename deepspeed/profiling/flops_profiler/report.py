@@ -21,7 +21,7 @@ from deepspeed.profiling.flops_profiler.text import (
     params_to_string,
 )
 
-__all__ = ["Facts", "aggregated", "detailed", "summary"]
+__all__ = ["Facts", "Stage", "aggregated", "detailed", "summary"]
 
 _WIDTH = 72
 
@@ -32,6 +32,21 @@ _NOTES = (
     "Work is what torch was asked for, so that FLOPS can exceed what a device is able to do.",
     "fwd, bwd and step are the latencies of forward, backward and the optimizer's step; iter is their sum.",
 )
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank of a pipeline counted of its layers."""
+
+    params: int
+    """Those that no stage before it has, too."""
+    macs: float
+    flops: float
+    """Of one micro-batch."""
+    phases: Mapping[str, float]
+    """Seconds of fwd, bwd and step in a whole step."""
+    modules: list[str]
+    """Its heaviest modules, and the tree of them, as lines."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +68,10 @@ class Facts:
     """Seconds of fwd, bwd and step in a whole step, as the engine measured them."""
     peak: float | None = None
     """FLOPS that the device is said to be able to do."""
+    stages: tuple[Stage, ...] = ()
+    """Of a pipeline, in the order of its ranks, of which this is the first."""
+    iteration: float = 0.0
+    """Of a pipeline: seconds of a whole step, with the time in which ranks wait for each other."""
 
 
 def summary(model: nn.Module, facts: Facts, step: int) -> list[str]:
@@ -71,6 +90,9 @@ def _rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
     ):
         if number is not None:
             yield name, str(number)
+    if facts.stages:
+        yield from _of_stages(facts)
+        return
     yield "params per GPU", params_to_string(params)
     yield "params of model = params per GPU * mp_size", params_to_string(params * slices)
     yield "fwd MACs per GPU", macs_to_string(get_module_macs(model))
@@ -81,6 +103,37 @@ def _rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
     yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency", _rate(flops, forward)
     if "bwd" in facts.phases and "step" in facts.phases:
         yield from _whole_step(flops, forward, facts)
+
+
+def _of_stages(facts: Facts) -> Iterator[tuple[str, str]]:
+    """A pipeline: each rank, their sum, and the step that they take together."""
+    slices, passes = facts.model_parallel, facts.micro_steps
+    yield "pipeline ranks", str(len(facts.stages))
+    for number, stage in enumerate(facts.stages):
+        forward, backward = (stage.phases.get(name, 0.0) / passes for name in ("fwd", "bwd"))
+        yield f"pipeline rank {number}, params", params_to_string(stage.params)
+        yield f"pipeline rank {number}, fwd MACs", macs_to_string(stage.macs)
+        yield f"pipeline rank {number}, fwd flops", number_to_string(stage.flops)
+        yield f"pipeline rank {number}, fwd latency", duration_to_string(forward)
+        yield f"pipeline rank {number}, bwd latency", duration_to_string(backward)
+    flops = slices * sum(stage.flops for stage in facts.stages)
+    words = "sum over pipeline ranks * tp_size"
+    yield f"params of model = {words}", params_to_string(slices * sum(stage.params for stage in facts.stages))
+    yield f"fwd MACs of model = {words}", macs_to_string(slices * sum(stage.macs for stage in facts.stages))
+    yield f"fwd flops of model = {words}", number_to_string(flops)
+    total, times, devices = facts.iteration, 3.0 + facts.recompute, slices * len(facts.stages)
+    yield "step latency", duration_to_string(facts.stages[0].phases.get("step", 0.0))
+    yield "iter latency, ranks that wait included", duration_to_string(total)
+    label = f"FLOPS per GPU = {passes} * {times:g} * fwd flops of model / {devices} / iter latency"
+    yield label, _rate(passes * times * flops / devices, total)
+    if facts.peak:
+        share = 3 * passes * flops / devices / total / facts.peak if total else 0.0
+        yield (
+            f"MFU = {passes} * 3 * fwd flops of model / {devices} / iter latency / {flops_to_string(facts.peak)}",
+            f"{share:.1%}",
+        )
+    if facts.samples:
+        yield "samples/second", number_to_string(facts.samples / total if total else 0.0).strip()
 
 
 def _whole_step(flops: float, forward: float, facts: Facts) -> Iterator[tuple[str, str]]:

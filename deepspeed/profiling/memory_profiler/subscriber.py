@@ -10,15 +10,19 @@ from deepspeed.events import EventStream, PhaseBegan, PhaseFailed, PhaseFinished
 from deepspeed.log import print_dist
 from deepspeed.profiling.memory_profiler.profiler import MemoryPeak, MemoryProfiler
 from deepspeed.profiling.memory_profiler.report import lines
+from deepspeed.profiling.stages import StageGroup
 
 __all__ = ["StepMemory"]
 
 
 class StepMemory:
-    """Looks from the end of the step before to the end of the step, and prints then."""
+    """Looks from the end of the step before to the end of the step, and prints then; in a pipeline for every stage."""
 
-    def __init__(self, profiler: MemoryProfiler, section: MemoryProfilerConfig) -> None:
+    def __init__(
+        self, profiler: MemoryProfiler, section: MemoryProfilerConfig, stages: StageGroup | None = None
+    ) -> None:
         self.profiler = profiler
+        self._stages = stages
         self._section = section
         self._subscriptions = ExitStack()
 
@@ -51,6 +55,13 @@ class StepMemory:
         head = f"Memory at the peak of step {self._section.profile_step}"
         return [head, *lines(peak, self._section.top_modules)]
 
+    def _of_all(self) -> list[str]:
+        """The report of an engine, or of every stage of a pipeline."""
+        if self._stages is None:
+            return self.report()
+        found: list[list[str]] = self._stages.gather([self._stages.name, *self.report()])
+        return [line for one in found for line in one]
+
     def _phase_began(self, event: PhaseBegan) -> None:
         self.profiler.enter_phase(event.phase.value.partition("_")[0])
 
@@ -69,7 +80,9 @@ class StepMemory:
             self._reached(event.step)
             return
         self.close()
-        text = "\n".join(self.report())
+        text = "\n".join(self._of_all())
+        if self._stages is not None and not self._stages.prints:
+            return
         if self._section.output_file is None:
             print_dist(text)
             return
