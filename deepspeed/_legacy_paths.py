@@ -50,6 +50,8 @@ MOVED: dict[str, str] = {
     "deepspeed.ops.op_builder.utils": "deepspeed.ops.op_builder.builders",
     "deepspeed.runtime.config": "deepspeed._compat.config",
     "deepspeed.runtime.constants": "deepspeed._compat.constants",
+    "deepspeed.runtime.domino.async_linear": "deepspeed.tensor_parallel.domino.async_linear",
+    "deepspeed.runtime.domino.transformer": "deepspeed.tensor_parallel.domino.transformer",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.precision.loss_scaler",
     "deepspeed.runtime.pipe.dualpipev": "deepspeed.pipe.dualpipev",
     "deepspeed.runtime.pipe.engine": "deepspeed.pipe.engine",

@@ -16,7 +16,7 @@ from .process_groups import rank_and_world, ranks_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["LayoutMpu", "layout_from_mpu"]
+__all__ = ["LayoutMpu", "layout_from_mpu", "stage_of", "tensor_group"]
 
 # axis -> the X of get_X_parallel_{rank,group,world_size}, in the order they are tried
 _SPELLINGS: dict[str, tuple[str, ...]] = {
@@ -125,6 +125,23 @@ class LayoutMpu:
     @property
     def _model(self) -> AxisGroup:
         return self.layout["pp", "tp"]
+
+
+def tensor_group(mpu: Any) -> ProcessGroup:
+    """The ranks that share layers, of an mpu of any age."""
+    found = _ask(mpu, (*_SPELLINGS["tp"], "model"), "group")
+    if not isinstance(found, dist.ProcessGroup):
+        raise LayoutError(
+            f"{type(mpu).__name__} is no mpu with tensor-parallel ranks: its get_tensor_model_parallel_group gives "
+            f"{found!r}. Let it return a torch.distributed process group."
+        )
+    return found
+
+
+def stage_of(mpu: Any) -> tuple[int, int]:
+    """(the pipeline stage of this rank, how many there are); (0, 1) where the mpu does not know stages."""
+    size = _ask(mpu, _SPELLINGS["pp"], "world_size")
+    return (0, 1) if size is None else (int(_ask(mpu, _SPELLINGS["pp"], "rank") or 0), int(size))
 
 
 def _ask(mpu: Any, spellings: tuple[str, ...], what: str) -> Any:

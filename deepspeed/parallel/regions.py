@@ -54,6 +54,9 @@ class Members:
         """How many they are."""
         return self.group.size()
 
+    def __deepcopy__(self, _: Any) -> Members:
+        return self  # groups of processes are not copied
+
 
 Way = Callable[[Tensor, Peers, Sequence[int], int], Tensor]
 """(tensor, ranks, sizes of their parts, dim) → tensor: `joined`, `own` or `summed_part`."""

@@ -7,6 +7,8 @@ generator, draws the same again, and nothing has to be kept or saved.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.regions import Peers
 
-__all__ = ["Draws", "drops", "same_generators"]
+__all__ = ["Draws", "drops", "numbers_of_its_own", "same_generators"]
 
 _APART = 0x9E3779B97F4A7C15  # odd, so that the seeds of ranks differ
 
@@ -34,7 +36,12 @@ class Draws:
 
     def begin(self, module: nn.Module, *_: Any) -> None:
         """As a pre-hook of an attention module."""
-        if not module.training or self._surrounding is not None:
+        if module.training:
+            self.apart()
+
+    def apart(self) -> None:
+        """From now on numbers are those of this rank."""
+        if self._surrounding is not None:
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
         accelerator = get_accelerator()
@@ -50,6 +57,18 @@ class Draws:
         torch.set_rng_state(host)
         if device is not None:
             get_accelerator().set_rng_state(device)
+
+
+@contextmanager
+def numbers_of_its_own(axis: Peers) -> Iterator[None]:
+    """Numbers drawn inside are different on each rank; those afterwards are as they would be on all of them."""
+    draws = Draws(axis)
+    if axis.size > 1:
+        draws.apart()
+    try:
+        yield
+    finally:
+        draws.end()
 
 
 def drops(module: nn.Module) -> bool:

@@ -57,6 +57,7 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/sequence/ulysses.py::__init__": "the public signature",
     "deepspeed/sequence/ulysses.py::register_with_transformers": "the public signature",
     "deepspeed/tensor_parallel/auto_tp.py::__init__": "the public signature",
+    "deepspeed/tensor_parallel/domino/transformer.py::__init__": "the public signature",
     "deepspeed/utils/tensor_fragment.py::get_hp_fragment_mapping": "the public signature",
     "deepspeed/zero/birth/init.py::__init__": "the public signature",
     "deepspeed/zero/public/tiling.py::__init__": "the public signature",
