@@ -65,30 +65,78 @@ def grouped_linear(rows: Tensor, weight: Tensor, groups: Groups, bias: Tensor | 
         rows, weight = rows.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     if groups.ends is None:
-        batch = rows.view(groups.count, -1, rows.shape[-1])
-        turned = weight.transpose(1, 2)
-        out = torch.bmm(batch, turned) if bias is None else torch.baddbmm(bias.unsqueeze(1), batch, turned)
+        out: Tensor = _EqualLinear.apply(rows.view(groups.count, -1, rows.shape[-1]), weight, bias)  # type: ignore[no-untyped-call]
         return out.view(-1, weight.shape[1])
-    product: Tensor = _GroupedLinear.apply(rows, weight, groups.ends)  # type: ignore[no-untyped-call]
-    return product if bias is None else product + bias.index_select(0, groups.numbers(len(rows)))
+    product: Tensor = _GroupedLinear.apply(rows, weight, bias, groups)  # type: ignore[no-untyped-call]
+    return product
+
+
+class _EqualLinear(torch.autograd.Function):
+    """Groups of one length [groups, rows, in]; the gradient of a weight lies as the weight does.
+
+    torch's own is that of the turned weight, turned back: whoever adds it to another walks across memory.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, batch: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(batch, weight)
+        turned = weight.transpose(1, 2)
+        if bias is None:
+            return torch.bmm(batch, turned)
+        if batch.device.type == "cpu":  # there torch copies the bias into all rows first: half as long again
+            return torch.bmm(batch, turned).add_(bias.unsqueeze(1))
+        return torch.baddbmm(bias.unsqueeze(1), batch, turned)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        batch, weight = ctx.saved_tensors
+        to_rows = torch.bmm(grads[0], weight) if ctx.needs_input_grad[0] else None
+        to_weight = torch.bmm(grads[0].transpose(1, 2), batch) if ctx.needs_input_grad[1] else None
+        return to_rows, to_weight, grads[0].sum(1) if ctx.needs_input_grad[2] else None
 
 
 class _GroupedLinear(torch.autograd.Function):
     """Three products of the same kind, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weight, ends)
-        product: Tensor = op("grouped_rows")(rows, weight.transpose(1, 2), ends)
-        return product
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+        assert groups.ends is not None, "equal groups have a product of their own"
+        ctx.groups = groups
+        ctx.save_for_backward(rows, weight, groups.ends)
+        product: Tensor = op("grouped_rows")(rows, weight.transpose(1, 2), groups.ends)
+        return product if bias is None else _add_to_groups(product, bias, groups)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         rows, weight, ends = ctx.saved_tensors
         grad = grads[0].contiguous()
         to_rows = op("grouped_rows")(grad, weight, ends) if ctx.needs_input_grad[0] else None
         to_weight = op("grouped_pairs")(grad, rows, ends) if ctx.needs_input_grad[1] else None
-        return to_rows, to_weight, None
+        return to_rows, to_weight, _sums_of_groups(grad, ctx.groups) if ctx.needs_input_grad[2] else None, None
+
+
+def _add_to_groups(rows: Tensor, bias: Tensor, groups: Groups) -> Tensor:
+    """The rows, to each of which the bias of its group has been added."""
+    if rows.device.type != "cpu":
+        return rows.add_(bias.index_select(0, groups.numbers(len(rows))))
+    for part, each in zip(_parts(rows, groups), bias.unbind(), strict=True):
+        part.add_(each)
+    return rows
+
+
+def _sums_of_groups(rows: Tensor, groups: Groups) -> Tensor:
+    """[groups, columns]."""
+    if rows.device.type != "cpu":
+        return rows.new_zeros(groups.count, rows.shape[1]).index_add_(0, groups.numbers(len(rows)), rows)
+    return torch.stack([part.sum(0) for part in _parts(rows, groups)])
+
+
+def _parts(rows: Tensor, groups: Groups) -> tuple[Tensor, ...]:
+    """The rows of each group; those behind the last belong to it, as `Groups.numbers` has it."""
+    sizes = groups.sizes()
+    sizes[-1] += len(rows) - sum(sizes)
+    parts: tuple[Tensor, ...] = rows.split(sizes)
+    return parts
 
 
 @reference("grouped_rows")

@@ -274,6 +274,27 @@ def test_grouped_products(counts):
     assert groups.sizes() == counts
 
 
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("length", [2, 0])
+def test_grouped_products_of_equal_groups(length, has_bias):
+    groups = Groups(3, length=length)
+    rows = torch.randn(3 * length, 4, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((3, 5, 4), (3, 5)))
+    added = bias if has_bias else None
+    parts = [part @ w.t() for part, w in zip(rows.view(3, length, 4), weight, strict=True)]
+    expected = torch.cat([part + b for part, b in zip(parts, bias, strict=True)] if has_bias else parts)
+    out = grouped_linear(rows, weight, groups, added)
+    torch.testing.assert_close(out, expected)
+    (grad,) = torch.autograd.grad(out.sum(), weight)
+    assert grad.is_contiguous(), "as the weight lies, so that sums of gradients run along memory"
+    given = (rows, weight, bias) if has_bias else (rows, weight)
+    assert torch.autograd.gradcheck(
+        lambda rows, weight, *bias: grouped_linear(rows, weight, groups, *bias), given, raise_exception=True
+    )
+    frozen = grouped_linear(rows.detach(), weight.detach(), groups, added)
+    assert frozen.requires_grad is has_bias
+
+
 def test_parameters_of_experts():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 2))
     assert has_moe_layers(model) == (True, 2)
