@@ -2,34 +2,38 @@
 
 [Note: shared experts] A block calls its shared expert itself, by its own code. Where that code calls it after the
 experts that are spread, and with the tokens that the block was given, the result can be had before: it is computed
-between the leaving and the arriving of the tokens, and is there when the block asks. Whether the code is of that kind
-is read from its source, and not learned on the way: a recomputation must do what the first pass did.
+between the leaving and the arriving of the tokens, and is there when the block asks. Where it calls it before them and
+only computes with the result behind them, it gets a promise, which is kept while tokens travel. Whether the code is of
+either kind is read from its source (`reading`), and not learned on the way: a recomputation must do what the first pass
+did.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import inspect
-import textwrap
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_map
 
+from deepspeed.errors import UsageError
 from deepspeed.log import warn_once
+from deepspeed.moe.reading import called_after, called_before
 
-__all__ = ["Ahead", "called_after", "compute_ahead"]
+__all__ = ["Ahead", "Promise", "compute_ahead"]
 
 _VIEWS = frozenset(["ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"])
 
 
 def compute_ahead(block: nn.Module, experts: str) -> Ahead | None:
     """What computes the shared expert of a block while the tokens of `block.<experts>` travel; None: it has none."""
-    for name in called_after(type(block), experts):
+    before = called_before(type(block), experts)
+    for name in (*before, *called_after(type(block), experts)):
         module = getattr(block, name, None)
         if isinstance(module, nn.Module) and "shared" in name and not name.endswith("gate"):
-            ahead = Ahead(f"{type(block).__name__}.{name}", module)
+            ahead = Ahead(f"{type(block).__name__}.{name}", module, promises=name in before)
             module.__class__ = _class_of(type(module))  # type: ignore[arg-type]
             module.ahead = ahead  # type: ignore[assignment]
             block.register_forward_pre_hook(ahead.note, with_kwargs=True)
@@ -38,65 +42,95 @@ def compute_ahead(block: nn.Module, experts: str) -> Ahead | None:
     return None
 
 
-def called_after(block: type[nn.Module], experts: str) -> tuple[str, ...]:
-    """What of its own a block's code calls once, with one argument, behind its only call of `self.<experts>`."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(block.forward))))
-    except (OSError, TypeError, SyntaxError):
-        return ()
-    calls: dict[str, list[tuple[tuple[int, int], bool]]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.For, ast.While)):
-            return ()
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            owner = node.func.value
-            if isinstance(owner, ast.Name) and owner.id == "self":
-                place = node.lineno, node.col_offset
-                calls.setdefault(node.func.attr, []).append((place, len(node.args) == 1 and not node.keywords))
-    first = calls.get(experts, [])
-    if len(first) != 1:
-        return ()
-    return tuple(name for name, found in calls.items() if len(found) == 1 and found[0][1] and found[0][0] > first[0][0])
-
-
 class Ahead:
-    """The result of a shared expert, from the travel of the tokens to the block's own call."""
+    """The result of a shared expert, from the travel of the tokens to the block's own call, or the other way round."""
 
-    def __init__(self, path: str, module: nn.Module) -> None:
-        self._path, self._module = path, module
+    def __init__(self, path: str, module: nn.Module, *, promises: bool = False) -> None:
+        """`promises`: the block calls before tokens travel."""
+        self._path, self._module, self._promises = path, module, promises
+        self._inside = False
         self._given: Tensor | None = None
         self._version = 0
         self._result: Tensor | None = None
+        self._promise: Promise | None = None
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The block begins with these."""
         given = args[0] if args else kwargs.get("hidden_states")
-        self._given = given if isinstance(given, Tensor) else None
+        self._inside, self._given = True, given if isinstance(given, Tensor) else None
 
     def forget(self, *_: Any) -> None:
         """The block is through."""
-        self._given = self._result = None
+        self._inside, self._given, self._result, self._promise = False, None, None, None
 
     def __call__(self) -> None:
         """Compute; done while tokens travel."""
-        if self._given is not None:
+        if self._promise is not None:
+            self._promise.kept()
+        elif self._given is not None and not self._promises:
             result = plain_call(self._module, self._given)
             self._result = result if isinstance(result, Tensor) else None
-            self._version = self._given._version
+            self._version = _version(self._given)
 
-    def take(self, asked: Any) -> Tensor | None:
+    def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the block gets for its call: what was computed, a promise of it, or what is computed now."""
+        alone = len(args) == 1 and isinstance(args[0], Tensor) and not kwargs
+        if self._promises and self._inside and alone and self._promise is None:
+            self._promise = Promise.of(self._path, self._module, args[0])
+            return self._promise
+        found = self.take(args[0]) if alone else None
+        return plain_call(self._module, *args, **kwargs) if found is None else found
+
+    def take(self, asked: Tensor) -> Tensor | None:
         """The result for what the block asks for; None if there is none, or it is for other values."""
         result, given = self._result, self._given
         self._result = None
         if result is None or given is None:
             return None
-        if isinstance(asked, Tensor) and given._version == self._version and _same(given, asked):
+        if _version(given) == self._version and _same(given, asked):
             return result.view(*asked.shape[:-1], result.shape[-1])
         warn_once(
             f"{self._path} is computed while tokens travel, but its block calls it with other values than it was "
             "given; it is computed twice"
         )
         return None
+
+
+class Promise(Tensor):
+    """The result of a module for a tensor, computed once: when it is asked to, or when torch needs it."""
+
+    path: str
+    module: nn.Module
+    given: Tensor | None
+    version: int
+    result: Any
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module, given: Tensor) -> Promise:
+        """A promise of what the module called `path` computes."""
+        made: Promise = torch.Tensor._make_subclass(cls, torch.empty(0))
+        made.path, made.module, made.given, made.version, made.result = path, module, given, _version(given), None
+        return made
+
+    def kept(self) -> Any:
+        """The result."""
+        if self.given is not None:
+            if _version(self.given) != self.version:
+                raise UsageError(
+                    f"{self.path} is computed while tokens travel, but the tokens that its block called it with have "
+                    "been changed in place since; let the block compute new ones"
+                )
+            given, self.given = self.given, None
+            self.result = plain_call(self.module, given)
+        return self.result
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*tree_map(_kept, args), **tree_map(_kept, kwargs or {}))
+
+
+def _kept(value: Any) -> Any:
+    return value.kept() if isinstance(value, Promise) else value
 
 
 def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -110,13 +144,17 @@ class _Shared(nn.Module):
     ahead: Ahead
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.ahead.take(args[0]) if len(args) == 1 and not kwargs else None
-        return plain_call(self, *args, **kwargs) if found is None else found
+        return self.ahead.answer(args, kwargs)
 
 
 @functools.cache
 def _class_of(original: type[nn.Module]) -> type[nn.Module]:
     return type(f"Ahead{original.__name__}", (_Shared, original), {"__module__": __name__})
+
+
+def _version(tensor: Tensor) -> int:
+    """How often its values have been changed in place; torch does not count that of inference tensors."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

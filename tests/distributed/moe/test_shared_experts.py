@@ -12,7 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed import comm
-from deepspeed.moe import shared
+from deepspeed.errors import UsageError
+from deepspeed.moe.reading import called_after, called_before
+from deepspeed.moe.shared import Promise
 from tests.distributed.moe.models import EXPERTS, TOKENS, WIDTH, StackedExperts
 from tests.harness import ranks
 
@@ -51,6 +53,52 @@ class Before(Block):
         flat = hidden_states.view(-1, WIDTH)
         beside = self.shared_experts(flat)
         weights, chosen = self.gate(flat).softmax(-1).topk(2)
+        out = self.experts(flat, chosen, weights)
+        beside = torch.sigmoid(flat[:, :1]) * beside
+        return (out + beside).view_as(hidden_states)
+
+
+class BeforeOthers(Block):
+    """Its shared expert comes first and sees other values than the block."""
+
+    def forward(self, hidden_states):
+        flat = hidden_states.view(-1, WIDTH)
+        beside = self.shared_experts(2 * flat)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2)
+        return torch.add(self.experts(flat, chosen, weights), beside).view_as(hidden_states)
+
+
+class Early(Block):
+    """Needs the result before its experts."""
+
+    def forward(self, hidden_states):
+        flat = hidden_states.view(-1, WIDTH)
+        beside = self.shared_experts(flat)
+        weights, chosen = self.gate(flat + beside).softmax(-1).topk(2)
+        return (self.experts(flat, chosen, weights) + beside).view_as(hidden_states)
+
+
+class Handing(Block):
+    """Hands the result to something that may not know promises."""
+
+    def forward(self, hidden_states):
+        flat = hidden_states.view(-1, WIDTH)
+        beside = self.shared_experts(flat)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2)
+        return self.joined(self.experts(flat, chosen, weights), beside).view_as(hidden_states)
+
+    def joined(self, one, other):
+        return one + other
+
+
+class Changing(Block):
+    """Changes values in place."""
+
+    def forward(self, hidden_states):
+        flat = hidden_states.view(-1, WIDTH).clone()
+        beside = self.shared_experts(flat)
+        weights, chosen = self.gate(flat).softmax(-1).topk(2)
+        weights /= weights.sum(-1, keepdim=True).detach()
         return (self.experts(flat, chosen, weights) + beside).view_as(hidden_states)
 
 
@@ -135,30 +183,78 @@ def test_shared_experts_run_while_tokens_travel():
     with pytest.MonkeyPatch.context() as patch:
         story = Story(patch)
         forward = "leave shared arrive leave arrive".split()
-        for stage in (0, 3):
-            compare(Model(Block), stage, story)
-            assert story.told == forward
-        model = Model(Block)
-        config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": True, "autoep_size": 2}}
-        engine = deepspeed.initialize(model=model, config=config)[0]
-        story.listen(model.block.shared_experts)
-        story.told.clear()
-        engine.backward(engine(torch.randn(1, TOKENS, WIDTH)))
-        assert story.told == [*forward, *"leave arrive leave shared arrive".split()]
-        engine.destroy()
+        for block in (Block, Before):
+            for stage in (0, 3):
+                compare(Model(block), stage, story)
+                assert story.told == forward, f"{block.__name__} at stage {stage}"
+            model = Model(block)
+            config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+            engine = deepspeed.initialize(model=model, config=config)[0]
+            story.listen(model.block.shared_experts)
+            story.told.clear()
+            engine.backward(engine(torch.randn(1, TOKENS, WIDTH)))
+            assert story.told == [*forward, *"leave arrive leave shared arrive".split()], block.__name__
+            engine.destroy()
 
 
 @ranks(2)
 def test_blocks_of_other_kinds_stay_right():
     torch.manual_seed(0)
-    for block, again in ((Block, True), (Doubling, False), (Doubling, True), (Before, False)):
+    kinds = (Block, True), (Doubling, False), (Doubling, True), (Before, True), (BeforeOthers, False)
+    for block, again in (*kinds, (Early, False), (Handing, False), (Changing, False)):
         compare(Model(block, again), stage=1)
 
 
+@ranks(2)
+def test_without_gradients():
+    for block in (Block, Before):
+        torch.manual_seed(0)
+        model = Model(block)
+        whole = copy.deepcopy(model)
+        config = {"train_micro_batch_size_per_gpu": 1, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        given = torch.randn(1, TOKENS, WIDTH)
+        with torch.inference_mode():
+            torch.testing.assert_close(engine.eval()(given), whole(given), msg=block.__name__)
+        beside = model.block.shared_experts(given)  # outside its block
+        assert type(beside) is torch.Tensor, block.__name__
+        torch.testing.assert_close(beside, whole.block.shared_experts(given))
+        engine.destroy()
+
+
+def test_promises():
+    layer, given = nn.Linear(2, 3), torch.ones(4, 2, requires_grad=True)
+    told = []
+    layer.register_forward_hook(lambda *_: told.append(1))
+    promise = Promise.of("layer", layer, given)
+    assert told == []
+    assert promise.shape == (4, 3)
+    out = (2 * promise + promise[:, :1] - torch.stack([promise, promise]).sum(0)).sum()
+    assert told == [1], "computed once"
+    assert type(out) is torch.Tensor
+    (grad,) = torch.autograd.grad(out, given)
+    torch.testing.assert_close(grad, 3 * layer.weight[0].expand(4, 2))
+    changed = torch.ones(4, 2)
+    promise = Promise.of("layer", layer, changed)
+    changed += 1
+    with pytest.raises(UsageError, match=r"layer is computed while tokens travel, but the tokens .* changed in place"):
+        promise.kept()
+
+
 def test_what_the_source_tells():
-    assert shared.called_after(Block, "experts") == ("shared_experts",)
-    assert shared.called_after(Doubling, "experts") == ("shared_experts",)
-    assert shared.called_after(Before, "experts") == ()
-    assert shared.called_after(nn.Linear, "experts") == ()
+    assert called_after(Block, "experts") == ("shared_experts",)
+    assert called_after(Doubling, "experts") == ("shared_experts",)
+    assert called_after(Before, "experts") == ()
+    assert called_after(nn.Linear, "experts") == ()
     made = type("Made", (nn.Module,), {"forward": eval("lambda self, x: self.experts(x)")})
-    assert shared.called_after(made, "experts") == ()
+    assert called_after(made, "experts") == ()
+    assert called_before(made, "experts") == ()
+    for block in (Before, BeforeOthers):
+        assert called_before(block, "experts") == ("shared_experts",), block.__name__
+    for block in (Block, Doubling, Early, Handing, Changing, nn.Linear):
+        assert called_before(block, "experts") == (), block.__name__
+
+
+def test_what_the_source_of_transformers_tells():
+    modeling = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")
+    assert called_before(modeling.Qwen2MoeSparseMoeBlock, "experts") == ("shared_expert",)
