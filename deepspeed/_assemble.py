@@ -18,6 +18,7 @@ from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
 from deepspeed.log import log_dist, set_log_level_from_string
 from deepspeed.moe.auto import spread_blocks
+from deepspeed.moe.exporting import export_whole
 from deepspeed.moe.placing import SpreadExperts, cuts_of_experts, spread_experts
 from deepspeed.moe.utils import split_experts
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
@@ -99,6 +100,8 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)
     experts = spread_experts(module, layout, stack, data_first=schema.use_data_before_expert_parallelism)
+    if not isinstance(module, PipelineModule):  # a stage is no model
+        export_whole(module, experts, stack)
     lies_on = (lambda _: layout["dp", "sp"]) if experts is None else experts.lies_on
     replicate(module, lies_on, remote=remote)
     log_dist(f"precision: {precision.describe()}")

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 
 __all__ = [
+    "WHOLE",
     "clone_tensors_for_torch_save",
     "get_layer_ckpt_name_for_rank",
     "get_model_ckpt_name_for_rank",
     "get_zero_ckpt_name_for_rank",
 ]
+
+WHOLE = "whole"
+"""The entry of a state dict's metadata with what makes it whole, if this rank has a part of the model alone."""
 
 
 def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
@@ -33,11 +37,15 @@ def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = torch.device("cpu")) -> Any:
     """A copy with every tensor, also in nested lists, tuples and dicts, cloned on `device`.
 
-    torch.save writes the whole storage of a view; a clone has none but its own.
+    torch.save writes the whole storage of a view; a clone has none but its own. The state dict of a model whose experts
+    are spread over ranks becomes that of the whole model, for which all ranks call this.
     """
     if isinstance(item, torch.Tensor):
         return item.detach().to(device, copy=True)
     if isinstance(item, dict):
+        for prefix, told in getattr(item, "_metadata", {}).items():
+            if isinstance(told, dict) and WHOLE in told:
+                item = told[WHOLE].whole(item, f"{prefix}." if prefix else "")
         return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})
     if isinstance(item, (list, tuple)):
         parts = [clone_tensors_for_torch_save(value, device) for value in item]

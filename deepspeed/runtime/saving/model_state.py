@@ -18,6 +18,7 @@ from deepspeed.checkpoint.formats.safetensors import size as safetensors_size
 from deepspeed.checkpoint.storage.durable import sync_directory, write_file, write_tensorfile, write_text
 from deepspeed.checkpoint.zero_to_fp32 import plan_shards
 from deepspeed.errors import CheckpointError, UsageError
+from deepspeed.moe.exporting import join_layer
 from deepspeed.moe.placing import SpreadExperts
 from deepspeed.tensor_parallel import whole_parameters
 from deepspeed.zero.parameters import gather as fetch
@@ -44,10 +45,8 @@ def collect(module: nn.Module, *, keep: bool = True, exclude_frozen: bool = Fals
 def join_slices(state: OrderedDict[str, Any], experts: SpreadExperts) -> None:
     """Put stacked experts together on every rank, all of which call this."""
     for layer in experts.layers:
-        for name in [name for name in state if layer.stacked and layer.holds(name) and layer.groups.ep.size > 1]:
-            told: list[Any] = [None] * layer.groups.ep.size
-            comm.all_gather_object(told, state[name], group=layer.groups.ep.group)
-            state[name] = torch.cat(told)
+        if layer.stacked:
+            join_layer(state, experts, layer)
 
 
 def gather_experts(state: OrderedDict[str, Any], experts: SpreadExperts, *, keep: bool) -> None:
