@@ -38,6 +38,8 @@ SHORT = {
     "examples/finetune/with_accelerate.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/finetune/with_trainer.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/gpt/memory.py": ["--width", "32"],
+    "examples/moe/mixtral.py": ["--steps", "3", "--output", "{tmp}"],
+    "examples/moe/train.py": ["--steps", "3"],
 }
 ELSEWHERE = {
     "examples/elastic/train.py": "tests/distributed/elasticity/test_elastic_example.py",
@@ -52,7 +54,7 @@ def example_of(command):
 
 
 def needs_clients(command):
-    return any(folder in example_of(command) for folder in ("finetune", "fast"))
+    return any(folder in example_of(command) for folder in ("finetune", "fast", "mixtral"))
 
 
 def alone():
