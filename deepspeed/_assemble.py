@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,6 +22,7 @@ from deepspeed.moe.auto import spread_blocks
 from deepspeed.moe.exporting import export_whole
 from deepspeed.moe.placing import SpreadExperts, cuts_of_experts, spread_experts
 from deepspeed.moe.utils import split_experts
+from deepspeed.ops.rehearsal import Rehearsal
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
 from deepspeed.pipe.axes import agree_on_experts, split_stage
@@ -41,6 +43,7 @@ from deepspeed.runtime.reduction.build import build_reducer
 from deepspeed.runtime.step.choose import choose_optimizer, choose_scheduler, tell_without_optimizer
 from deepspeed.runtime.step.in_backward import InBackward, update_in_backward
 from deepspeed.runtime.step.optimizers import hold_states, require_tested
+from deepspeed.runtime.step.rehearse import scenes_of
 from deepspeed.runtime.step.returned import returned_optimizer
 from deepspeed.runtime.step.state_access import open_access
 from deepspeed.runtime.step.stepper import Stepper
@@ -95,7 +98,8 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
-    fuse(schema, module, stack)
+    rehearsal = _rehearsal(device, precision, stack)
+    fuse(schema, module, stack, rehearsal, precision.param)
     spills = parameters_leave(schema, module, precision, layout["dp", "sp"])
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)
@@ -110,6 +114,8 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     parameters = split_experts(request.model_parameters, module)
     basic = _optimizer(request, parameters, precision)
     states, reducer, sharded = _states(request, layout, precision, basic, stack, experts, split)
+    if rehearsal is not None and basic is not None and states is not None:
+        rehearsal.add(scenes_of(basic, states, precision.accumulate))
     stack.callback(reducer.close)
     assert config.batch is not None, "a config that is not partial has its batch sizes"
     accumulation = Accumulation(config.batch.steps, managed=schema.managed_gradient_accumulation)
@@ -143,6 +149,14 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     )
     _complete(parts, request, stack)
     return PipelineEngine(parts) if isinstance(module, PipelineModule) else DeepSpeedEngine(parts)
+
+
+def _rehearsal(device: torch.device, precision: Precision, stack: ExitStack) -> Rehearsal | None:
+    """Threads that compile kernels while the engine is put together; autocast decides on dtypes too late for that."""
+    made = None if precision.autocast is not None else Rehearsal.on(device)
+    if made is not None:
+        stack.callback(made.close)
+    return made
 
 
 def _optimizer(request: Request, parameters: list[Any] | None, precision: Precision) -> Optimizer | None:

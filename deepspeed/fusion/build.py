@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from logging import WARNING
 
+import torch
 from torch import nn
 
 from deepspeed.config.schema import Schema
 from deepspeed.fusion.find import KINDS, Finding, find, find_products, put
+from deepspeed.fusion.swap import Swap
 from deepspeed.fusion.table import lines
 from deepspeed.log import log_dist, print_dist
 from deepspeed.ops.fp8.linear import emulated
+from deepspeed.ops.rehearsal import Rehearsal
 
 __all__ = ["fuse"]
 
 
-def fuse(schema: Schema, model: nn.Module, undo: ExitStack) -> None:
-    """Replace what the config asks for, and tell it once; `undo` takes it back."""
+def fuse(
+    schema: Schema,
+    model: nn.Module,
+    undo: ExitStack,
+    rehearsal: Rehearsal | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Replace what the config asks for, and tell it once; `undo` takes it back.
+
+    A `rehearsal` begins to compile the kernels, for models that compute in `dtype`.
+    """
     fused, eight = schema.fused_kernels, schema.fp8
     findings: list[Finding] = []
+    if rehearsal is not None and (fused.enabled or eight.enabled):
+        rehearsal.begin()
     if fused.enabled:
         findings += find(model, [kind for kind in KINDS if getattr(fused, kind)], fused.exclude)
         put(findings, undo)
@@ -33,6 +48,9 @@ def fuse(schema: Schema, model: nn.Module, undo: ExitStack) -> None:
                 "they are multiplied as float32, which gives the same numbers and is slower than 16 bits",
                 level=WARNING,
             )
+    if rehearsal is not None and findings:
+        scenes = [each.result.scene for each in findings if isinstance(each.result, Swap)]
+        rehearsal.add(partial(scene, dtype=dtype) for scene in scenes if scene is not None)
     if fused.enabled or eight.enabled:
         told = lines(findings) if findings else ["nothing was found that fused kernels compute"]
         print_dist("\n".join(["Fused kernels", *told]))

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from deepspeed.fusion.again import not_kept
 from deepspeed.fusion.likeness import alike, overridden, stand_in
-from deepspeed.fusion.swap import Refused, Swap, put_forward
+from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward
 from deepspeed.ops.model.gated import ACTIVATIONS, gated, gated_reference, halves
+from deepspeed.ops.rehearsal import forth_and_back
 
 __all__ = ["find_feed_forward", "is_gated"]
 
@@ -36,7 +37,17 @@ def find_feed_forward(module: nn.Module) -> Swap | Refused | None:
     if kind is None:
         return Refused(f"{type(module).__name__} computes something else than one of {', '.join(ACTIVATIONS)} times up")
     run = _FeedForward(kind)
-    return Swap(f"gated {kind}", partial(put_forward, module, run.apart if names is _APART else run.together))
+    together, last = names is _TOGETHER, module._modules["down_proj"]
+    width = getattr(last, "in_features", None)
+    scene = partial(_scene, kind, width, together) if isinstance(width, int) else None
+    return Swap(f"gated {kind}", partial(put_forward, module, run.together if together else run.apart), scene)
+
+
+def _scene(kind: str, width: int, together: bool, *, dtype: torch.dtype) -> None:
+    if together:
+        forth_and_back(lambda both: halves(both, kind), (TOKENS, 2 * width), dtype=dtype)
+    else:
+        forth_and_back(lambda gate, up: gated(gate, up, kind), (TOKENS, width), (TOKENS, width), dtype=dtype)
 
 
 def is_gated(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch.nn import functional
 from deepspeed.fusion.again import not_kept
 from deepspeed.fusion.feed_forward import is_gated
 from deepspeed.fusion.likeness import alike, attempt, overridden, stand_in
-from deepspeed.fusion.swap import Refused, Swap, Undo, put_forward
+from deepspeed.fusion.swap import TOKENS, Refused, Swap, Undo, put_forward, whole_shape
 from deepspeed.ops.model.bias_gelu import FORMS, bias_gelu
 from deepspeed.ops.model.gated import ACTIVATIONS
+from deepspeed.ops.rehearsal import forth_and_back
 
 __all__ = ["LinearGelu", "find_gelu"]
 
@@ -49,7 +51,8 @@ def _swap(layer: nn.Module, act: nn.Module, kind: str, alone: Callable[[nn.Modul
         return Refused(f"the layer before its GELU is a {type(layer).__name__}, not a plain linear layer")
     if reason := overridden(layer):
         return Refused(reason)
-    if getattr(layer, "bias", None) is None:
+    bias = getattr(layer, "bias", None)
+    if bias is None:
         return Refused("the layer before its GELU has no bias")
     if not (alone(layer) and alone(act)):
         return Refused("the layer or its GELU is used in several places")
@@ -66,7 +69,11 @@ def _swap(layer: nn.Module, act: nn.Module, kind: str, alone: Callable[[nn.Modul
 
         return undo
 
-    return Swap(f"bias and {kind}", put)
+    return Swap(f"bias and {kind}", put, partial(_scene, kind, whole_shape(bias)[0]))
+
+
+def _scene(kind: str, width: int, *, dtype: torch.dtype) -> None:
+    forth_and_back(lambda x, bias: bias_gelu(x, bias, kind), (TOKENS, width), (width,), dtype=dtype)
 
 
 class LinearGelu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.nn import functional
 
 from deepspeed.fusion.lazy_logits import LazyLogits, put_off
 from deepspeed.fusion.likeness import alike
-from deepspeed.fusion.swap import Refused, Swap, Undo
+from deepspeed.fusion.swap import TOKENS, Refused, Swap, Undo
 from deepspeed.ops.model.linear_loss import linear_loss
+from deepspeed.ops.rehearsal import forth_and_back
 
 __all__ = ["find_head"]
 
@@ -30,7 +32,18 @@ def find_head(model: nn.Module) -> tuple[str, Swap | Refused] | None:
         return name, Refused(f"the head is a {type(head).__name__}, not a plain torch.nn.Linear")
     if not _is_causal(loss):
         return name, Refused("the model's loss is not the cross-entropy of the next token")
-    return name, Swap("linear_loss", lambda: _put(model, head, loss))
+    cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
+    scene = partial(_scene, head.in_features, head.out_features, cap)
+    return name, Swap("linear_loss", lambda: _put(model, head, loss), scene)
+
+
+def _scene(width: int, classes: int, cap: float | None, *, dtype: torch.dtype) -> None:
+    labels = torch.empty(TOKENS, dtype=torch.int64, device="meta")
+
+    def total(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_loss(hidden, weight, None, labels, cap=cap)
+
+    forth_and_back(total, (TOKENS, width), (classes, width), dtype=dtype)
 
 
 def _is_causal(loss: Callable[..., Any]) -> bool:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.fusion.again import computable
 from deepspeed.fusion.likeness import alike, overridden, stand_in
-from deepspeed.fusion.swap import Refused, Swap, put_forward
+from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward, whole_shape
 from deepspeed.ops.model.norm import layer_norm, rms_norm, rms_norm_reference
+from deepspeed.ops.rehearsal import forth_and_back
 
 __all__ = ["find_norm"]
 
@@ -35,7 +36,9 @@ def find_norm(module: nn.Module) -> Swap | Refused | None:
 def _layer_norm(module: nn.LayerNorm) -> Swap | Refused:
     if module.weight is None or module.bias is None or len(module.normalized_shape) != 1:
         return Refused("it has no weight, no bias, or normalises several dims")
-    return Swap("layer_norm", partial(put_forward, module, _run_layer_norm))
+    norm, width = partial(layer_norm, eps=module.eps), module.normalized_shape[0]
+    scene = partial(_scene, norm, width, (width,), (width,))
+    return Swap("layer_norm", partial(put_forward, module, _run_layer_norm), scene)
 
 
 def _rms_norm(module: nn.Module) -> Swap | Refused:
@@ -54,8 +57,14 @@ def _rms_norm(module: nn.Module) -> Swap | Refused:
     for offset in _OFFSETS:
         expected, _ = rms_norm_reference(x, None, weight, eps, offset)
         if alike(lambda: type(module).forward(twin, x), expected):
-            return Swap("rms_norm", partial(put_forward, module, _RmsNorm(eps, offset).run))
+            width = whole_shape(own["weight"])[0]
+            scene = partial(_scene, partial(rms_norm, eps=eps, offset=offset), width, (width,))
+            return Swap("rms_norm", partial(put_forward, module, _RmsNorm(eps, offset).run), scene)
     return Refused(f"{type(module).__name__} computes something else than an RMS norm")
+
+
+def _scene(norm: Callable[..., tuple[Tensor, Tensor]], width: int, *weights: tuple[int], dtype: torch.dtype) -> None:
+    forth_and_back(lambda *inputs: norm(*inputs)[0], (TOKENS, width), *weights, dtype=dtype)
 
 
 class _RmsNorm:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.fusion.gelu import LinearGelu
-from deepspeed.fusion.swap import Refused, Swap, put_forward, replacement
+from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward, replacement
 from deepspeed.ops.fp8.linear import MULTIPLE, Fp8Linear
 from deepspeed.ops.fp8.quantise import Rounded, round_rows, round_tensor
+from deepspeed.ops.rehearsal import forth_and_back
 
 __all__ = ["Recent", "find_product"]
 
@@ -32,7 +33,12 @@ def find_product(module: nn.Module, recent: Recent) -> Swap | Refused | None:
     name = f"fp8 product, scales by {'row' if recent.by_rows else 'tensor'}"
     linear = _Linear(recent)
     put = partial(put_forward, module, linear.run) if fused is None else partial(fused.multiply_by, linear.product)
-    return Swap(name, put)
+    return Swap(name, put, partial(_scene, recent.by_rows, module.in_features, module.out_features))
+
+
+def _scene(by_rows: bool, width: int, out: int, *, dtype: torch.dtype) -> None:
+    linear = _Linear(Recent(by_rows=by_rows))  # its own: other threads are using the model's
+    forth_and_back(linear.multiply, (TOKENS, width), (out, width), dtype=dtype)
 
 
 class Recent:
@@ -73,6 +79,10 @@ class _Linear:
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
+        return self.multiply(input, weight, bias)
+
+    def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`product` of an input in the dtype that it is computed in."""
         matrix = input.reshape(-1, input.shape[-1])
         short = -matrix.shape[0] % MULTIPLE
         if not matrix.shape[0]:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from deepspeed.fusion.again import not_kept
 from deepspeed.fusion.likeness import alike, overridden
-from deepspeed.fusion.swap import Refused, Swap, put_forward
+from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward
 from deepspeed.ops.model.rotary import rotary, rotary_reference
+from deepspeed.ops.rehearsal import forth_and_back
 
 __all__ = ["find_rotation"]
 
@@ -33,7 +34,28 @@ def find_rotation(module: nn.Module) -> Swap | Refused | None:
     original = forward.__globals__.get(_NAME)
     if original is None or not _rotates(original):
         return Refused(f"{_NAME} of {forward.__module__} computes something else than the rotation of halves")
-    return Swap("rotary", partial(put_forward, module, _attention(_with(forward, partial(_rotate, original)))))
+    put = partial(put_forward, module, _attention(_with(forward, partial(_rotate, original))))
+    heads = _heads(module)
+    return Swap("rotary", put, None if heads is None else partial(_scene, *heads))
+
+
+def _heads(module: nn.Module) -> tuple[int, int, int, int] | None:
+    """(heads, key-value heads, width of a head, of its angles), where a module says so."""
+    config, width = getattr(module, "config", None), getattr(module, "head_dim", None)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or not isinstance(width, int):
+        return None
+    angles = int(width * float(getattr(config, "partial_rotary_factor", None) or 1.0))
+    return heads, getattr(config, "num_key_value_heads", None) or heads, width, angles
+
+
+def _scene(heads: int, kv_heads: int, width: int, angles: int, *, dtype: torch.dtype) -> None:
+    cos, sin = (torch.empty(1, TOKENS, angles, dtype=dtype, device="meta") for _ in range(2))
+
+    def turned(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+
+    forth_and_back(turned, (1, TOKENS, heads, width), (1, TOKENS, kv_heads, width), dtype=dtype)
 
 
 def _rotates(original: Callable[..., Any]) -> bool:

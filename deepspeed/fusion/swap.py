@@ -8,13 +8,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["Refused", "Swap", "Undo", "put_forward", "replacement"]
+__all__ = ["TOKENS", "Refused", "Swap", "Undo", "put_forward", "replacement", "whole_shape"]
 
 Undo = Callable[[], None]
 
 _PUT = "deepspeed_put"
+
+TOKENS = 4096
+"""Of a rehearsal: any number of them that is a multiple of 16 has the same kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,13 @@ class Swap:
 
     kernel: str
     put: Callable[[], Undo]
+    scene: Callable[..., None] | None = None
+    """What is computed, in a `dtype` and without memory; see [Note: rehearsals]. None: nothing to rehearse."""
+
+
+def whole_shape(param: Tensor) -> torch.Size:
+    """The shape of a parameter, also of one that is sharded now."""
+    return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
 def put_forward(module: nn.Module, forward: Callable[..., Any], *, compiled: Callable[..., Any] | None = None) -> Undo:

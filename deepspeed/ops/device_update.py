@@ -19,6 +19,7 @@ from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.optimizer import Batch, contiguous
 from deepspeed.ops.registry import chosen, implementation
+from deepspeed.ops.rehearsal import on_stage
 
 __all__ = ["DeviceUpdate", "has_kernel", "register"]
 
@@ -82,4 +83,4 @@ def _launched(rule: BatchRule, batch: Batch, given: Any, conditions: Conditions 
 
 def has_kernel(rule: str, device: torch.device) -> bool:
     """True if a kernel updates parameters on such a device; ranks must agree, so that nothing else decides."""
-    return device.type == "cuda" and chosen(f"{rule}_one_pass") != "reference"
+    return (device.type == "cuda" or on_stage(device)) and chosen(f"{rule}_one_pass") != "reference"

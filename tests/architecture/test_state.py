@@ -43,7 +43,7 @@ MEMOS = {
     "log::warn_once": "what was told",
     "sequence::head_plan": "which rank computes which heads",
     "zero::_late": "the class of a parameter whose update is on its way",
-    "ops::follow_compilation": "that Triton tells of what it compiles",
+    "ops::_follow": "that Triton tells of what it compiles",
     "ops::_cpu_flags": "what this processor can do",
     "ops::_rocminfo": "what the machine's ROCm tells",
     "ops::_outcome": "the compiled libraries, or why there are none",

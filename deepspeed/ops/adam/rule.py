@@ -15,6 +15,7 @@ from deepspeed.ops.capability import Capability, Verdict
 from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.optimizer import Batch, TensorLists, contiguous, wide, widely
 from deepspeed.ops.registry import implementation, op, reference
+from deepspeed.ops.rehearsal import on_stage
 
 __all__ = ["ADAM", "AdamRule", "adam_", "adam_reference", "takes_conditions"]
 
@@ -77,7 +78,7 @@ def takes_conditions(device: torch.device) -> bool:
 
     Ranks whose parameters differ, or that have none, must take the same kind of step: nothing else may decide here.
     """
-    return op("adam") is _adam_fused and device.type == "cuda"
+    return op("adam") is _adam_fused and (device.type == "cuda" or on_stage(device))
 
 
 @reference("adam")

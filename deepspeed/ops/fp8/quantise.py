@@ -95,7 +95,7 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _turns(x: Tensor) -> bool:
     """Whether the kernel can turn such a matrix: what Triton makes of float32 has wrong bytes in the transpose."""
-    return takes(x) and (x.dtype in _NARROW or not x.is_cuda)
+    return takes(x) and (x.dtype in _NARROW or x.device.type == "cpu")
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from deepspeed.ops.blockwise import BLOCK as SHARE
 from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.kernels.update import trust_kernel, update_kernel
 from deepspeed.ops.optimizer import Batch
+from deepspeed.ops.rehearsal import launch as launch_kernel
 
 __all__ = ["Columns", "Launch", "launch", "programs_of", "trust_ratios"]
 
@@ -83,7 +84,8 @@ def launch(columns: Columns, call: Launch) -> None:
     anything = columns.params[0]  # where there are no conditions nothing is read
     given = call.conditions
     types = [_TYPES[tensors[0].dtype] for tensors in lists]
-    update_kernel[(owners.numel(),)](
+    launch_kernel(
+        update_kernel, (owners.numel(),),
         table, owners, places, anything if given is None else given.divisor, anything if given is None else given.skip,
         anything if call.beside is None else call.beside, call.factor, call.step,
         *[*call.numbers, *[0.0] * _NUMBERS][:_NUMBERS],
@@ -109,7 +111,7 @@ def trust_ratios(columns: Columns, partial: Tensor, low: float, high: float) -> 
     params, block = columns.params, _block(bool(columns.scales))
     _, places = _programs(tuple(param.numel() for param in params), block, params[0].device)
     found = torch.empty(len(params), device=params[0].device)
-    trust_kernel[(len(params),)](partial, places, found, low, high, BLOCK=block, WIDTH=_PARTIALS)
+    launch_kernel(trust_kernel, (len(params),), partial, places, found, low, high, BLOCK=block, WIDTH=_PARTIALS)
     return found
 
 
@@ -124,4 +126,4 @@ def _programs(sizes: tuple[int, ...], block: int, device: torch.device) -> tuple
 
 
 def _sent(table: Tensor, device: torch.device) -> Tensor:
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)

@@ -23,6 +23,7 @@ from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.model.device import takes
 from deepspeed.ops.optimizer import contiguous, wide
 from deepspeed.ops.registry import chosen, implementation, op, reference
+from deepspeed.ops.rehearsal import on_stage
 
 __all__ = ["Momenta", "MomentumRule", "advance_", "directions_", "takes_one_pass"]
 
@@ -112,7 +113,10 @@ def advance_(momenta: Momenta, rule: MomentumRule, updates: Sequence[Tensor]) ->
 
 def takes_one_pass(device: torch.device) -> bool:
     """True if there are kernels for parameters on such a device; ranks must agree, so that nothing else decides."""
-    return device.type == "cuda" and "reference" not in (chosen("muon_direction"), chosen("muon_apply"))
+    return (device.type == "cuda" or on_stage(device)) and "reference" not in (
+        chosen("muon_direction"),
+        chosen("muon_apply"),
+    )
 
 
 @reference("muon_direction")

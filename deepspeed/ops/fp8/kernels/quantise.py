@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.model.kernels.tuning import row_block, warps
+from deepspeed.ops.rehearsal import launch
 
 __all__ = ["largest", "round_both", "round_rows"]
 
@@ -66,7 +67,7 @@ def _round_rows(x_ptr, out_ptr, scale_ptr, columns, limit, smallest, TYPE: tl.co
 def largest(x: Tensor) -> Tensor:
     """The largest magnitude of contiguous memory that is not empty, a float32 scalar."""
     found = torch.zeros((), dtype=torch.float32, device=x.device)
-    _largest[(triton.cdiv(x.numel(), _SPAN),)](x, found, x.numel(), BLOCK=_SPAN, num_warps=8)
+    launch(_largest, (triton.cdiv(x.numel(), _SPAN),), x, found, x.numel(), BLOCK=_SPAN, num_warps=8)
     return found
 
 
@@ -89,7 +90,8 @@ def round_both(
     row = torch.empty(height, width, dtype=dtype, device=x.device) if rows else None
     column = torch.empty(width, height, dtype=dtype, device=x.device) if columns else None
     anything = row if row is not None else column
-    _round_both[(triton.cdiv(height, _SIDE), triton.cdiv(width, _SIDE))](
+    launch(
+        _round_both, (triton.cdiv(height, _SIDE), triton.cdiv(width, _SIDE)),
         x, scale, anything if row is None else row, anything if column is None else column,
         scale if made is None else made, height, width, torch.finfo(dtype).max, smallest,
         TYPE=_TYPES[dtype], ROWS=rows, COLUMNS=columns, MANY=scale.dim() > 0, MAKES=made is not None,
@@ -105,7 +107,8 @@ def round_rows(x: Tensor, dtype: torch.dtype, smallest: float) -> tuple[Tensor, 
     scale = torch.empty(height, 1, dtype=torch.float32, device=x.device)
     block = row_block(width)
     if x.numel():
-        _round_rows[(height,)](
+        launch(
+            _round_rows, (height,),
             x, out, scale, width, torch.finfo(dtype).max, smallest, TYPE=_TYPES[dtype], BLOCK=block,
             num_warps=warps(block),
         )  # fmt: skip

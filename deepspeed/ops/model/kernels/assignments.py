@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.model.kernels.tuning import row_block, warps
+from deepspeed.ops.rehearsal import launch
 
 __all__ = ["combine", "slopes", "spread"]
 
@@ -65,7 +66,19 @@ def spread(tokens: Tensor, places: Tensor, out: Tensor) -> Tensor:
     (choices, count), columns = places.shape, tokens.shape[1]
     if count:
         block = row_block(columns)
-        _spread[(count,)](tokens, places, out, count, columns, len(out), choices, BLOCK=block, num_warps=warps(block))
+        launch(
+            _spread,
+            (count,),
+            tokens,
+            places,
+            out,
+            count,
+            columns,
+            len(out),
+            choices,
+            BLOCK=block,
+            num_warps=warps(block),
+        )
     return out
 
 
@@ -75,7 +88,8 @@ def combine(rows: Tensor, weights: Tensor | None, places: Tensor) -> Tensor:
     out = torch.empty(count, columns, dtype=rows.dtype, device=rows.device)
     if count:
         block = row_block(columns)
-        _combine[(count,)](
+        launch(
+            _combine, (count,),
             rows, rows if weights is None else weights, places, out, count, columns, len(rows), choices,
             WEIGHTED=weights is not None, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip
@@ -88,7 +102,8 @@ def slopes(grad: Tensor, rows: Tensor, weights: Tensor, places: Tensor, out: Ten
     dots = torch.empty(choices, count, dtype=torch.float32, device=rows.device)
     if count:
         block = row_block(columns)
-        _slopes[(count,)](
+        launch(
+            _slopes, (count,),
             grad, rows, weights, places, out, dots, count, columns, len(rows), choices,
             BLOCK=block, num_warps=warps(block),
         )  # fmt: skip

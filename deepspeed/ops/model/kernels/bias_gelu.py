@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepspeed.ops.model.kernels.activation import KINDS, act
 from deepspeed.ops.model.kernels.tuning import programs
+from deepspeed.ops.rehearsal import launch
 
 __all__ = ["bias_gelu_backward", "bias_gelu_forward"]
 
@@ -55,7 +56,7 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, kind: str) -> Tensor:
     y = torch.empty_like(x)
     if y.numel():
         grid = (rows, triton.cdiv(columns, _BLOCK))
-        _forward[grid](x, bias, y, columns, KIND=KINDS[kind], BLOCK=_BLOCK)
+        launch(_forward, grid, x, bias, y, columns, KIND=KINDS[kind], BLOCK=_BLOCK)
     return y
 
 
@@ -67,5 +68,18 @@ def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[
     down = max(1, triton.cdiv(programs(x.device, tiles * max(across, 1), per_unit=8), max(across, 1)))
     dbias = torch.zeros(down, columns, dtype=torch.float32, device=x.device)
     if dy.numel():
-        _backward[(across, down)](dy, x, bias, dx, dbias, rows, columns, KIND=KINDS[kind], ROWS=_ROWS, COLUMNS=_COLUMNS)
+        launch(
+            _backward,
+            (across, down),
+            dy,
+            x,
+            bias,
+            dx,
+            dbias,
+            rows,
+            columns,
+            KIND=KINDS[kind],
+            ROWS=_ROWS,
+            COLUMNS=_COLUMNS,
+        )
     return dx, dbias.sum(0)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.ops.rehearsal import launch
+
 __all__ = ["softmax_loss_"]
 
 _BLOCK = 8192
@@ -66,7 +68,8 @@ def softmax_loss_(
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(_BLOCK, int(triton.next_power_of_2(columns)))
     if rows:
-        _loss[(rows,)](
+        launch(
+            _loss, (rows,),
             logits, logits.stride(0), labels, losses, columns, ignored, cap or 1.0,
             CAPS=cap is not None, GRADIENT=gradient, BLOCK=block, num_warps=16,
         )  # fmt: skip

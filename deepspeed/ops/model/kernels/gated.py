@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.model.kernels.activation import KINDS, act
+from deepspeed.ops.rehearsal import launch
 
 __all__ = ["gated_backward", "gated_forward"]
 
@@ -47,7 +48,7 @@ def gated_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     y = torch.empty(rows, columns, dtype=gate.dtype, device=gate.device)
     if y.numel():
         grid = (rows, triton.cdiv(columns, _BLOCK))
-        _forward[grid](gate, up, y, columns, gate.stride(0), up.stride(0), KIND=KINDS[kind], BLOCK=_BLOCK)
+        launch(_forward, grid, gate, up, y, columns, gate.stride(0), up.stride(0), KIND=KINDS[kind], BLOCK=_BLOCK)
     return y
 
 
@@ -56,4 +57,17 @@ def gated_backward(dy: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Ten
     rows, columns = gate.shape
     if dy.numel():
         grid = (rows, triton.cdiv(columns, _BLOCK))
-        _backward[grid](dy, gate, up, dgate, dup, columns, gate.stride(0), up.stride(0), KIND=KINDS[kind], BLOCK=_BLOCK)
+        launch(
+            _backward,
+            grid,
+            dy,
+            gate,
+            up,
+            dgate,
+            dup,
+            columns,
+            gate.stride(0),
+            up.stride(0),
+            KIND=KINDS[kind],
+            BLOCK=_BLOCK,
+        )

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.model.kernels.tuning import programs, row_block, warps
+from deepspeed.ops.rehearsal import launch
 
 __all__ = ["layer_norm_backward", "layer_norm_forward"]
 
@@ -77,7 +78,8 @@ def layer_norm_forward(
     mean, scale = (torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(2))
     block = row_block(columns)
     if rows:
-        _forward[(rows,)](
+        launch(
+            _forward, (rows,),
             x, x if residual is None else residual, weight, bias, y, total, mean, scale, columns, eps,
             ADDS=residual is not None, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip
@@ -93,7 +95,8 @@ def layer_norm_backward(
     block, count = row_block(columns), programs(total.device, rows)
     partial = torch.zeros(2, max(count, 1), columns, dtype=torch.float32, device=total.device)
     if rows:
-        _backward[(count,)](
+        launch(
+            _backward, (count,),
             dy, dy if dtotal is None else dtotal, total, weight, mean, scale, dx, partial[0], partial[1], rows, columns,
             ADDS=dtotal is not None, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip

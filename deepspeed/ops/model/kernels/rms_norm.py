@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.model.kernels.tuning import programs, row_block, warps
+from deepspeed.ops.rehearsal import launch
 
 __all__ = ["rms_norm_backward", "rms_norm_forward"]
 
@@ -68,7 +69,8 @@ def rms_norm_forward(
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     block = row_block(columns)
     if rows:
-        _forward[(rows,)](
+        launch(
+            _forward, (rows,),
             x, x if residual is None else residual, weight, y, total, scale, columns, eps, offset,
             ADDS=residual is not None, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip
@@ -84,7 +86,8 @@ def rms_norm_backward(
     block, count = row_block(columns), programs(total.device, rows)
     partial = torch.zeros(max(count, 1), columns, dtype=torch.float32, device=total.device)
     if rows:
-        _backward[(count,)](
+        launch(
+            _backward, (count,),
             dy, dy if dtotal is None else dtotal, total, weight, scale, dx, partial, rows, columns, offset,
             ADDS=dtotal is not None, BLOCK=block, num_warps=warps(block),
         )  # fmt: skip

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.model.kernels.tuning import warps
+from deepspeed.ops.rehearsal import launch
 
 __all__ = ["rotate"]
 
@@ -74,7 +75,8 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool =
     outs = [x.new_empty(batch, length, x.shape[1], width) for x in (q, k)]
     q_block, k_block, half_block = (int(triton.next_power_of_2(n)) for n in (q_heads, k_heads, half))
     if q.numel():
-        _rotate[(batch * length,)](
+        launch(
+            _rotate, (batch * length,),
             q, k, *outs, cos, sin, length, half, rest, q_heads, k_heads,
             q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
             cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), -1 if transposed else 1,

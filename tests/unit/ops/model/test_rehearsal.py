@@ -1,0 +1,212 @@
+"""Kernels that are compiled ahead: what is rehearsed is what is launched, launches wait, failures are told."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from .interpreted import DEVICE, numbers
+
+from deepspeed.fusion.find import KINDS, find, find_products  # isort: skip
+from deepspeed.fusion.swap import Swap
+from deepspeed.ops import rehearsal
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import FusedLion
+from deepspeed.ops.registry import operations
+from deepspeed.ops.rehearsal import Call, Rehearsal, calls_of, launch, on_stage
+
+HOMES = [
+    *(f"deepspeed.ops.model.kernels.{name}" for name in ("rms_norm", "layer_norm", "gated", "rotary", "cross_entropy")),
+    "deepspeed.ops.model.kernels.bias_gelu",
+    "deepspeed.ops.fp8.kernels.quantise",
+]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The operations of a model run on kernels; the list of what they launch."""
+    found = []
+
+    def noted(kernel, grid, *args, **options):
+        if not on_stage(torch.device("meta")):
+            found.append(Call(kernel, args, options))
+        launch(kernel, grid, *args, **options)
+
+    for home in HOMES:
+        monkeypatch.setattr(importlib.import_module(home), "launch", noted)
+    for each in operations().values():
+        triton = next((way for way in each._implementations.values() if way.name == "triton"), None)
+        if triton is not None:
+            monkeypatch.setattr(each, "_chosen", (triton, triton.load()))
+    return found
+
+
+def keys(calls):
+    return {call.key for call in calls}
+
+
+def scenes(findings, dtype):
+    return [partial(each.result.scene, dtype=dtype) for each in findings if isinstance(each.result, Swap)]
+
+
+@pytest.mark.parametrize("scaling", [None, "tensor", "row"])
+def test_what_is_rehearsed_is_what_a_model_launches(launched, scaling):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=1, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
+    findings = list(find(model, KINDS))
+    for each in findings:
+        each.result.put()
+    if scaling is not None:
+        products = list(find_products(model, scaling, ["lm_head"]))
+        for each in products:
+            each.result.put()
+        findings += products
+    tokens = torch.randint(128, (2, 16), device=DEVICE)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    rehearsed = [call for scene in scenes(findings, torch.bfloat16) for call in calls_of(scene)]
+    assert keys(launched), "the model runs on kernels"
+    missing = {call.kernel for call in launched if call.key not in keys(rehearsed)}
+    assert not missing, f"launched and not rehearsed: {missing}"
+    assert keys(rehearsed) == keys(launched), "nothing is compiled in vain"
+
+
+def test_norms_and_gelu_of_plain_modules(launched):
+    model = nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)).to(DEVICE)
+    findings = list(find(model, KINDS))
+    for each in findings:
+        each.result.put()
+    model(numbers(16, 32)).sum().backward()
+    rehearsed = [call for scene in scenes(findings, torch.float32) for call in calls_of(scene)]
+    assert keys(launched) == keys(rehearsed)
+
+
+def test_a_rehearsal_launches_nothing_and_ends():
+    class Kernel:
+        def __getitem__(self, grid):
+            raise AssertionError("launched in a rehearsal")
+
+    (call,) = calls_of(lambda: launch(Kernel(), (1,), 3, BLOCK=4))
+    assert (call.args, call.options) == ((3,), {"BLOCK": 4})
+    assert not on_stage(torch.device("meta")), "the rehearsal is over"
+    with pytest.raises(ValueError, match="scene"):
+        calls_of(partial(_fail, "scene"))
+    assert not on_stage(torch.device("meta")), "also of a scene that failed"
+
+
+def _fail(text):
+    raise ValueError(text)
+
+
+class Slow:
+    """A kernel that takes until it is told to be compiled."""
+
+    def __init__(self, error=None):
+        self.order, self.go, self.error = [], threading.Event(), error
+
+    def warmup(self, *args, grid, **options):
+        assert self.go.wait(60), "nobody let it go on"
+        self.order.append("compiled")
+        if self.error is not None:
+            raise self.error
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.order.append("launched")
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    monkeypatch.setattr(Rehearsal, "_load", lambda self: None)
+    made = Rehearsal(torch.device("cpu"))
+    yield made
+    made.close()
+
+
+def test_a_launch_waits_for_its_kernel_and_for_no_other(threads):
+    slow, other = Slow(), Slow()
+    other.go.set()
+    threads.add([lambda: launch(slow, (1,), 1), lambda: launch(other, (1,), 1)])
+    launch(other, (1,), 1)
+    assert other.order == ["compiled", "launched"], "it waited for its own, while the other is compiled"
+    threading.Timer(0.05, slow.go.set).start()
+    launch(slow, (1,), 1)
+    assert slow.order == ["compiled", "launched"]
+    assert not rehearsal._BOARD.open, "nothing is waited for any more"
+
+
+@pytest.mark.parametrize("where", ["scene", "compiler"])
+def test_what_fails_in_a_thread_is_told_and_left_to_its_first_use(threads, where, monkeypatch):
+    told = []
+    monkeypatch.setattr(rehearsal.logger, "warning", lambda text, *given: told.append(text % given))
+    broken = Slow(RuntimeError("no such register"))
+    broken.go.set()
+    threads.add([partial(_fail, "no such register") if where == "scene" else lambda: launch(broken, (1,), 1)])
+    launch(broken, (1,), 1)
+    assert broken.order[-1] == "launched"
+    assert len(told) == 1, f"told {told}"
+    assert "no such register" in told[0]
+
+
+def test_a_closed_rehearsal_keeps_nobody_waiting(threads):
+    slow = Slow()
+    threads.add([lambda: launch(slow, (1,), 1)])
+    threads.close()
+    slow.go.set()
+    launch(slow, (1,), 1)
+    assert slow.order[-1] == "launched"
+
+
+def test_where_triton_compiles_nothing_there_is_no_rehearsal(monkeypatch):
+    assert Rehearsal.on(torch.device("cpu")) is None
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert Rehearsal.on(torch.device("cuda")) is None
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+@pytest.mark.parametrize("make", [FusedAdam, FusedLion, FusedLamb])
+def test_the_step_of_an_optimizer_is_rehearsed_as_it_is_taken(make, bits, monkeypatch):
+    """The same call for masters of float32 with gradients and weights of bfloat16, in memory and without."""
+    from deepspeed.ops.conditions import Conditions
+    from deepspeed.ops.kernels import many
+    from deepspeed.ops.one_pass import OnePass
+    from deepspeed.runtime.step import rehearse
+
+    found = []
+
+    def noted(kernel, grid, *args, **options):
+        found.append(Call(kernel, args, options))
+        launch(kernel, grid, *args, **options)
+
+    monkeypatch.setattr(many, "launch_kernel", noted)
+    for each in operations().values():
+        triton = next((way for way in each._implementations.values() if way.name == "triton"), None)
+        if triton is not None and each.name.endswith("one_pass"):
+            monkeypatch.setattr(each, "_chosen", (triton, triton.load()))
+    master = nn.Parameter(numbers(64))
+    monkeypatch.setattr(make, "takes_one_pass", lambda self, device: True)
+    optimizer = make([master], moment_bits=bits, **({"max_grad_norm": 0.0} if make is FusedLamb else {}))
+
+    class Like:
+        pass
+
+    piece = Like()
+    piece.master, piece.param, piece.source, piece.separate = master, master, master.bfloat16(), True
+    rehearsed = calls_of(lambda: rehearse._step(optimizer, 0, piece, torch.bfloat16))
+    assert not optimizer.state, "the optimizer itself has not stepped"
+    found.clear()
+    grads, outs = {master: numbers(64, dtype=torch.bfloat16)}, {master: numbers(64, dtype=torch.bfloat16)}
+    optimizer.one_pass = OnePass(1.0, grads, outs)
+    with optimizer.under(Conditions(torch.ones(()), torch.zeros(()))):
+        optimizer.step()
+    assert rehearsed, "a kernel updates"
+    assert keys(rehearsed) == keys(found)
