@@ -251,16 +251,22 @@ def _carry(leaving: Sequence[tuple[Piece, Tensor]], accumulate: torch.dtype) -> 
     sum in host memory would wait for the copy first.
     """
     totals: list[Tensor] = []
+    copies: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
     for piece, part in leaving:
         assert piece.arena is not None, "only such pieces leave"
+        assert piece.home is not None, "an arena has memory for gradients"
         piece.arena.settle()
         if piece.gradient is not None:
             piece.arena.widen(accumulate)
             part = piece.gradient.to(part.device, accumulate, non_blocking=True).add_(part)
         totals.append(part)
-    homes = [piece.home for piece, _ in leaving if piece.home is not None]
-    torch._foreach_copy_(homes, totals, non_blocking=True)
-    afar = homes[0].device != totals[0].device
+        if part is not piece.home:
+            homes, values = copies.setdefault(piece.home.device, ([], []))
+            homes.append(piece.home)
+            values.append(part)
+    for homes, values in copies.values():
+        torch._foreach_copy_(homes, values, non_blocking=True)
+    afar = totals[0].device.type != "cpu"
     norms = torch._foreach_norm(totals, 2, torch.float32) if afar else [None] * len(totals)
     for (piece, _), total, norm in zip(leaving, totals, norms, strict=True):
         piece.gradient, piece.norm = piece.home, norm

@@ -44,8 +44,9 @@ def in_one_pass(optimizer: Optimizer) -> bool:
 class Afar:
     """Takes the steps of tiles that live away from the device."""
 
-    def __init__(self, pace: Pace, store: Store[Tile]) -> None:
-        self._pace, self._store = pace, store
+    def __init__(self, pace: Pace, store: Store[Tile], *, defers: bool) -> None:
+        """If it `defers`, all gradients are needed in host memory: the device keeps no tiles."""
+        self._pace, self._store, self._defers = pace, store, defers
         self._buffers: list[Tensor] = []
         self._events: list[Any] = []
         """Behind the copy out of each buffer."""
@@ -54,6 +55,8 @@ class Afar:
         self._workers: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self._turns: list[Turn] = []
+        self._staying: list[Turn] = []
+        """Those of them whose tiles the device keeps."""
         self._bounded = False
 
     def begin(self, turns: Sequence[Turn], optimizer: Optimizer, factor: float, *, late: bool) -> None:
@@ -66,18 +69,22 @@ class Afar:
             with self._beside:  # weights that are in use until now are not overwritten before
                 pass
         stay = None if any(turn.before for turn in turns) else can_stream(turns, optimizer, device)
+        self._staying, others = [], list(turns)
         if stay is None:
             self.bring_home()
+            for turn in turns:
+                turn.take_gradients()  # they may have come home, too
         else:
-            self._streamer = self._streamer or Streamer(device, stay)
+            self._streamer = self._streamer or Streamer(device, 0 if self._defers else stay)
+            self._staying, others = self._streamer.welcome(turns)
             self._streamer.begin()
         if self._workers is None and (late or self._streamer is not None):
             self._workers = ThreadPoolExecutor(2, thread_name_prefix="deepspeed-host-step")
         if late:
             assert self._workers is not None, "made above"
-            self._running = self._workers.submit(self._run_beside, turns, twin(optimizer), factor, device)
+            self._running = self._workers.submit(self._run_beside, others, twin(optimizer), factor, device)
         else:
-            self._run(turns, optimizer, factor)
+            self._run(others, optimizer, factor)
 
     def bring_home(self) -> None:
         """The device keeps no states; nothing is on its way."""
@@ -111,15 +118,14 @@ class Afar:
         try:
             self._run(turns, optimizer, factor)
         except BaseException as error:
-            for turn in turns:
+            for turn in self._turns:
                 turn.finish(error)  # those that are through already are no worse for it: the engine is broken
             raise
 
     def _run(self, turns: Sequence[Turn], optimizer: Optimizer, factor: float) -> None:
         if self._streamer is not None and self._workers is not None:
-            staying, others = self._streamer.welcome(turns)
-            left = Turns(others)
-            beside = self._workers.submit(self._stream, staying, left, twin(optimizer), factor)
+            left = Turns(turns)
+            beside = self._workers.submit(self._stream, left, twin(optimizer), factor)
             for turn in iter(left.first, None):
                 self._step(turn, optimizer, factor)
             beside.result()
@@ -137,7 +143,7 @@ class Afar:
         tiles = [turn.tile for turn in turns if not turn.only_before]
         through(tiles, self._store, work, ahead=self._pace.ahead, behind=self._pace.behind)
 
-    def _stream(self, staying: Sequence[Turn], left: Turns, optimizer: Optimizer, factor: float) -> None:
+    def _stream(self, left: Turns, optimizer: Optimizer, factor: float) -> None:
         """Let the device update what it keeps, then the others from their end."""
         streamer = self._streamer
         assert streamer is not None, "only then there is something to stream"
@@ -147,7 +153,7 @@ class Afar:
             streamer.step(turn, optimizer, factor)
             turn.finish()
 
-        for turn in staying:
+        for turn in self._staying:
             step(turn)
         streamer.ready()
         for turn in iter(left.last, None):

@@ -60,9 +60,18 @@ class Arena:
             return
         if self.pieces[0].param.device.type != "cpu":
             get_accelerator().synchronize()  # some may be on their way
-        wide = host_empty(self.numel, dtype, pinned=self._pinned).copy_(self.gradients)
-        self.gradients = wide
-        for piece, home in zip(self.pieces, wide.split(self.sizes), strict=True):
+        self.hold_gradients(self.gradients.device, dtype)
+
+    @torch.no_grad()
+    def hold_gradients(self, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        """Let gradients lie there from now on; those that are held are copied, as one."""
+        dtype = dtype or self.gradients.dtype
+        if device.type == "cpu":
+            memory = host_empty(self.numel, dtype, pinned=self._pinned)
+        else:
+            memory = torch.empty(self.numel, dtype=dtype, device=device)
+        self.gradients = memory.copy_(self.gradients)
+        for piece, home in zip(self.pieces, memory.split(self.sizes), strict=True):
             piece.home = home
             if piece.gradient is not None:
                 piece.gradient = home

@@ -54,7 +54,7 @@ class States:
         """
         self.deferral = deferral
         self._pace = pace
-        self._afar = Afar(pace, store)
+        self._afar = Afar(pace, store, defers=deferral is not None)
         self._optimizer = optimizer
         self._make = make_groups
         self._measure = measure

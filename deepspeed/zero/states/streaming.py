@@ -2,7 +2,7 @@
 
 The bus and the memory of the host have room while the host updates other tiles, so that both together are faster than
 either. Two tiles are on their way at a time. Where the device has memory to spare, a few others stay there as well:
-only their gradients come, and what became of them goes to the host when somebody asks for it. These are the tiles that
+their gradients do, too, and what became of them goes to the host when somebody asks for it. These are the tiles that
 the next forward needs first, so that it begins at once and follows the host through the others.
 """
 
@@ -102,6 +102,7 @@ class Streamer:
             if arena not in self._staying and len(self._staying) < self._stay:
                 self._staying[arena] = _Slot()
                 arena.claim()
+                arena.hold_gradients(self._device)
             (staying if arena in self._staying else others).append(turn)
         return staying, others
 
@@ -109,6 +110,7 @@ class Streamer:
         """The host updates everything from now on."""
         for arena in self._staying:
             arena.claim()
+            arena.hold_gradients(torch.device("cpu"))
         self._staying.clear()
 
     def begin(self) -> None:
@@ -127,17 +129,17 @@ class Streamer:
         assert arena is not None, "what streams has an arena"
         slot, known = self._slot(arena)
         accelerator = get_accelerator()
-        host = {**arena.rooms, _GRADIENT: arena.gradients}
+        host = arena.rooms if arena in self._staying else {**arena.rooms, _GRADIENT: arena.gradients}
         with accelerator.stream(self._comes):
             here = {kind: slot.like(kind, flat, self._device) for kind, flat in host.items()}
             if slot.done is not None:
                 self._comes.wait_event(slot.done)  # the last update in this slot; its way back was waited for
             for kind, flat in host.items():
-                if not known or kind == _GRADIENT:
+                if not known:
                     here[kind].copy_(flat, non_blocking=True)
         with accelerator.stream(self._works):
             self._works.wait_stream(self._comes)
-            self._update(turn, arena, here, optimizer, factor)
+            self._update(turn, arena, {_GRADIENT: arena.gradients, **here}, optimizer, factor)
             turn.sent = slot.done = _event(self._works)
         if arena in self._staying:
             turn.kept = turn.sent  # the gradients were read
@@ -168,7 +170,7 @@ class Streamer:
     def _update(self, turn: Turn, arena: Arena, here: dict[str, Tensor], optimizer: Optimizer, factor: float) -> None:
         gradient = here[_GRADIENT].to(here["master"].dtype)
         if factor != 1.0:
-            gradient.mul_(factor)
+            gradient = gradient * factor  # not in place: it may be where gradients are held
         chosen = {id(piece) for piece in turn.pieces}
         for kind in arena.rooms:
             arena.show(optimizer, kind, here[kind])

@@ -20,7 +20,8 @@ class Turn:
     def __init__(self, tile: Tile) -> None:
         self.tile = tile
         self.pieces = [piece for piece in tile.pieces if piece.gradient is not None]
-        self.grads = [piece.gradient for piece in self.pieces if piece.gradient is not None]
+        self.grads: list[Tensor] = []
+        self.take_gradients()
         self.factor: float | None = None
         """By which the host multiplies the gradients; None: by that of the step."""
         self.before: Callable[[], None] | None = None
@@ -35,6 +36,10 @@ class Turn:
         """The device's event behind the copy of the new weights."""
         self.kept: Any = None
         """The device's event behind the copy of the states, if they were on the device."""
+
+    def take_gradients(self) -> None:
+        """Those of this moment are the step's."""
+        self.grads = [piece.gradient for piece in self.pieces if piece.gradient is not None]
 
     def finish(self, error: BaseException | None = None) -> None:
         """Let those who wait go on, or fail."""

@@ -62,12 +62,14 @@ def pretended_device():
         yield setting
 
 
-def engine_of(offload=True):
+def engine_of(accumulation=1, stage=2, bf16=False):
     """Tiles of a few hundred elements, so that there are several."""
-    zero = {"stage": 2, "sub_group_size": 300, **({"offload_optimizer": {"device": "cpu"}} if offload else {})}
+    zero = {"stage": stage, "sub_group_size": 300, "offload_optimizer": {"device": "cpu"}}
     config = {
         "train_micro_batch_size_per_gpu": 12,
+        "gradient_accumulation_steps": accumulation,
         "gradient_clipping": 0.3,
+        "bf16": {"enabled": bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
         "zero_optimization": zero,
     }
@@ -84,7 +86,8 @@ def train(engine, steps=STEPS, between=lambda engine, place: None):
 def values(engine):
     """Weights, masters' moments and steps, as a checkpoint would have them."""
     state = engine.optimizer.state_dict()["optimizer_state_dict"]["state"]
-    found = [param.detach().clone() for param in engine.module.parameters()]
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        found = [param.detach().clone() for param in engine.module.parameters()]
     return found + [
         torch.as_tensor(value).clone().float() for entry in state.values() for _, value in sorted(entry.items())
     ]
@@ -96,16 +99,25 @@ def same(ours, theirs):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("stay", [None, 0, 1, 2, 99])
+@pytest.mark.parametrize(
+    ("stay", "options"),
+    [
+        *((stay, {}) for stay in (None, 0, 1, 2, 99)),
+        (2, {"accumulation": 2}),
+        (99, {"accumulation": 3, "bf16": True}),
+        (1, {"stage": 3, "bf16": True}),
+        (99, {"stage": 3, "accumulation": 2}),
+    ],
+)
 @ranks(1)
-def test_numbers_do_not_depend_on_who_updates(stay):
+def test_numbers_do_not_depend_on_who_updates(stay, options):
     with pretended_device() as device:
         device.stay = None
-        plain = engine_of()
+        plain = engine_of(**options)
         train(plain)
         expected = values(plain)
         device.stay = stay
-        helped = engine_of()
+        helped = engine_of(**options)
         train(helped)
         assert device.brought == 0, "nobody asked for the states"
         same(values(helped), expected)
