@@ -14,6 +14,7 @@ from deepspeed.pipe.accord import Accord
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel import SplitModel, split_model
 from deepspeed.tensor_parallel.apply import Opened
+from deepspeed.tensor_parallel.build import is_split_model
 from deepspeed.zero.agreement import Hosts
 
 __all__ = ["agree_on_experts", "fit_grid", "split_stage"]
@@ -73,10 +74,16 @@ def split_stage(schema: Schema, module: PipelineModule, layout: ParallelLayout, 
     split = SplitModel()
     chosen = schema.model_copy(update={"tensor_parallel": kept})
     try:
-        split = split_model(chosen, module, layout["tp"], opened, module.mpu())
+        split = split_model(chosen, module, layout["tp"], opened, module.mpu(), part=True)
     except UsageError as caught:
         error = caught
     Accord(layout).end(error is not None, error, error)
+    if not Hosts(layout.world).exchange([is_split_model(module)], "layers that are split").any():
+        raise UsageError(
+            f"tensor_parallel.autotp_size is {section.autotp_size}, but no layer of any stage can be split by its own "
+            "plan, by a preset or by the names of its layers. Give rules in "
+            "tensor_parallel.partition_config.layer_specs, or leave autotp_size out"
+        )
     return split if module.first else replace(split, check=None)
 
 

@@ -19,7 +19,7 @@ from deepspeed.tensor_parallel.build import find_rules
 from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.model_init import set_autotp_mode
 from deepspeed.tensor_parallel.modules.linear import LinearAllreduce, LinearLayer
-from deepspeed.tensor_parallel.plan import plan
+from deepspeed.tensor_parallel.plan import plan, require_split
 from deepspeed.tensor_parallel.rule_objects import AutoTPConfig
 from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, of_spec
 from deepspeed.tensor_parallel.shard_sizes import AutoTPMeta, get_shard_size
@@ -179,6 +179,7 @@ class AutoTP:
         if self.mp_size == 1:
             return self.module
         made = plan(self.module, self._rules(), self.mp_size, grain=self.grain, split_head=self.split_head)
+        require_split(made, type(self.module).__name__)
         apply(made, self._peers(), lambda _: nullcontext())
         return self.module
 

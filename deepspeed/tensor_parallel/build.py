@@ -22,7 +22,7 @@ from deepspeed.tensor_parallel.hf_plan import model_plan, of_plan
 from deepspeed.tensor_parallel.inputs import InputCheck
 from deepspeed.tensor_parallel.loss import TileLoss, split_loss
 from deepspeed.tensor_parallel.model_init import asked_size, check_asked
-from deepspeed.tensor_parallel.plan import Plan, plan
+from deepspeed.tensor_parallel.plan import Plan, plan, require_split
 from deepspeed.tensor_parallel.presets import by_names, preset
 from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, of_spec
 
@@ -43,8 +43,19 @@ class SplitModel:
     """The loss of some tokens of a causal model whose logits stay split; None where logits are whole."""
 
 
-def split_model(schema: Schema, model: nn.Module, axis: AxisGroup, opened: Opened, mpu: Any = None) -> SplitModel:
-    """Split a model over the ranks of an axis, where the config or `tp_model_init` asks for it."""
+def split_model(
+    schema: Schema,
+    model: nn.Module,
+    axis: AxisGroup,
+    opened: Opened,
+    mpu: Any = None,
+    *,
+    part: bool = False,
+) -> SplitModel:
+    """Split a model over the ranks of an axis, where the config or `tp_model_init` asks for it.
+
+    A `part` of a model may have nothing that can be split.
+    """
     section = schema.tensor_parallel
     size = asked_size(model, section.autotp_size)
     if size < 2:
@@ -63,6 +74,8 @@ def split_model(schema: Schema, model: nn.Module, axis: AxisGroup, opened: Opene
             "take the engine that you have"
         )
     made = plan_model(section, model, axis.size)
+    if not part:
+        require_split(made, type(model).__name__)
     apply(made, axis, opened, overlap=section.tp_overlap_comm)
     for param in model.parameters():
         with opened([param]):
@@ -71,7 +84,8 @@ def split_model(schema: Schema, model: nn.Module, axis: AxisGroup, opened: Opene
         divide_sequences(model, made, axis)
     same_generators(axis)
     tile_loss = split_loss(model, made) if section.vocab_parallel_lm_head else None
-    _tell(made)
+    if made.divides:
+        _tell(made)
     return SplitModel(InputCheck(axis), _fewest_heads(made), counted_elsewhere(model, axis.rank), tile_loss)
 
 

@@ -14,7 +14,7 @@ from deepspeed.fragments import Split, even, side_by_side
 from deepspeed.tensor_parallel.attention import Attention, find_attention
 from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, plain_path
 
-__all__ = ["Change", "Plan", "plan"]
+__all__ = ["Change", "Plan", "plan", "require_split"]
 
 _SPLIT_VOCABULARY = Rule(re.compile(""), Kind.VOCABULARY, known=True, source="vocab_parallel_lm_head")
 
@@ -46,10 +46,25 @@ class Plan:
     heads: tuple[Change, ...]
     """Those of `changes` that are output layers."""
 
+    @property
+    def divides(self) -> bool:
+        """Whether any layer is split."""
+        return any(change.kind not in (Kind.WHOLE, Kind.WHOLE_INSIDE) for change in self.changes)
+
 
 def plan(model: nn.Module, rules: Rules, ranks: int, *, grain: int = 1, split_head: bool | None = None) -> Plan:
     """What the rules make of the model; what cannot be split is an error that names the layer and the dim."""
     return _Planner(model, rules, ranks, grain, split_head).plan()
+
+
+def require_split(made: Plan, what: str) -> None:
+    """Refuse a plan by which nothing is split."""
+    if not made.divides:
+        raise UsageError(
+            f"tensor_parallel.autotp_size is {made.ranks}, but no layer of {what} can be split by its own plan, by a "
+            "preset or by the names of its layers. Give rules in tensor_parallel.partition_config.layer_specs, or "
+            "leave autotp_size out"
+        )
 
 
 class _Planner:
@@ -75,12 +90,6 @@ class _Planner:
                 "partition_type skip for those that stay whole"
             )
         split = [change for change in changes if change.kind not in (Kind.WHOLE, Kind.WHOLE_INSIDE)]
-        if not split:
-            raise UsageError(
-                f"tensor_parallel.autotp_size is {self.ranks}, but no layer of {type(self.model).__name__} can be "
-                "split by its own plan, by a preset or by the names of its layers. Give rules in "
-                "tensor_parallel.partition_config.layer_specs, or leave autotp_size out"
-            )
         heads = tuple(c for c in split if self._is_head(plain_path(c.path)) and isinstance(c.module, nn.Linear))
         if self.split_head and not heads:
             raise UsageError(

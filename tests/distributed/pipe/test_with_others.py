@@ -8,7 +8,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.checkpoint.formats.universal.convert import convert
-from deepspeed.errors import LayoutError
+from deepspeed.errors import LayoutError, UsageError
 from deepspeed.pipe import PipelineModule
 from deepspeed.tensor_parallel import splits_of
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -111,4 +111,11 @@ def test_layers_of_a_stage_are_split():
 def test_what_does_not_go_together():
     plain = row(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(LayoutError, match=r"1 ranks hold each of the 2 stages, which .*autotp_size 2 does not divide"):
+        deepspeed.initialize(model=plain, config={**CONFIG, "tensor_parallel": {"autotp_size": 2}})
+
+
+@ranks(4)
+def test_layers_of_which_none_can_be_split():
+    plain = row(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(UsageError, match="autotp_size is 2, but no layer of any stage can be split"):
         deepspeed.initialize(model=plain, config={**CONFIG, "tensor_parallel": {"autotp_size": 2}})
