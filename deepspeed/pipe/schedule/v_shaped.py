@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from deepspeed.pipe.schedule.actions import Action, Op, Schedule
 from deepspeed.pipe.schedule.generators import require_sizes
+from deepspeed.pipe.schedule.simulate import Costs, simulate
 
 __all__ = ["dual_pipe_v", "folded", "zbv"]
 
@@ -22,6 +23,9 @@ _ORDERS = (
     ((_I, 0), (_I, 1), (_F, 1), (_F, 0), (_W, 1), (_W, 0)),
 )
 
+_MESSAGES = (Costs(), Costs(message=0.05))
+"""Without and with messages that take time."""
+
 
 def folded(ranks: int) -> tuple[int, ...]:
     """Stage → rank where stages go down the ranks and up again: 0, 1, …, 1, 0."""
@@ -31,13 +35,37 @@ def folded(ranks: int) -> tuple[int, ...]:
 def zbv(ranks: int, micro_batches: int) -> Schedule:
     """Split backward over a V: hardly any rank that has begun waits, if the three parts take equally long.
 
-    Made by playing it through: a rank that is free computes what others wait for first, and gradients of weights when
-    there is nothing else or no room for a further forward. Which of several is waited for most depends on the numbers,
-    so three orders are tried and the shortest play is taken.
+    Two ways to make it are tried. Written down, it repeats one pattern, in which messages have the time of other work
+    to arrive. Played through, a rank that is free computes what others wait for first, and gradients of weights when
+    there is nothing else or no room for a further forward; which of several is waited for most depends on the numbers,
+    so that is done in three orders. The shortest is taken, and of those the one that suffers least where messages
+    take time.
     """
     require_sizes("zbv", ranks, micro_batches)
-    plays = [_Play(ranks, micro_batches, order) for order in _ORDERS]
-    return min((play.run(), number, play) for number, play in enumerate(plays))[2].schedule()
+    limits = (min(2 * ranks, 2 * micro_batches),) * ranks
+    repeated = tuple(tuple(_repeated(rank, ranks, micro_batches)) for rank in range(ranks))
+    found = [Schedule("zbv", micro_batches, folded(ranks), repeated, limits)]
+    found += [_Play(ranks, micro_batches, order).run() for order in _ORDERS]
+    return min(found, key=lambda each: tuple(round(simulate(each, costs).length, 6) for costs in _MESSAGES))
+
+
+def _repeated(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    """One rank's part of the pattern; where there are too few micro-batches for it, those that are missing fall out."""
+    after = ranks - rank - 1  # ranks further down
+    many = max(micro_batches, 2 * ranks - 1)
+    done = {(op, chunk): 0 for op in (_F, _I, _W) for chunk in (0, 1)}
+    row = [(_F, 0)] * (2 * after + 1) + [(_F, 1), (_F, 0)] * rank + [(_F, 1), (_I, 1), (_W, 1)] * (after + 1)
+    steady = many - row.count((_F, 1))  # micro-batches that are still to come back through the second stage
+    ahead = many - row.count((_F, 0))
+    for turn in range(steady):
+        row += [(_F, 0)] * (turn < ahead) + [(_I, 0), (_W, 0), (_F, 1), (_I, 1), (_W, 1)]
+    row += [(_I, 0), (_I, 1)] * rank + [(_I, 0), (_W, 0)] * (after + 1)
+    row += [(_W, chunk) for chunk in (1, 0) for _ in range(many - row.count((_W, chunk)))]
+    for op, chunk in row:
+        micro_batch = done[op, chunk]
+        done[op, chunk] += 1
+        if micro_batch < micro_batches:
+            yield Action(op, 2 * ranks - 1 - rank if chunk else rank, micro_batch)
 
 
 @dataclass
@@ -58,8 +86,8 @@ class _Play:
         self.ranks = [_Rank() for _ in range(ranks)]
         self.ended: dict[Action, int] = {}
 
-    def run(self) -> int:
-        """Play until everything is done; the number of steps."""
+    def run(self) -> Schedule:
+        """Play until everything is done."""
         total, now = 6 * self.micro_batches, 0
         while any(len(rank.actions) < total for rank in self.ranks):
             chosen = [(rank, self._choose(number, rank, now)) for number, rank in enumerate(self.ranks)]
@@ -67,10 +95,6 @@ class _Play:
                 if action is not None:
                     self._take(rank, action, now + 1)
             now += 1
-        return now
-
-    def schedule(self) -> Schedule:
-        """What was played."""
         rows = tuple(tuple(rank.actions) for rank in self.ranks)
         return Schedule("zbv", self.micro_batches, folded(self.count), rows, (self.limit,) * self.count)
 

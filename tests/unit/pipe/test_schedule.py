@@ -97,6 +97,14 @@ def test_the_forward_alone(ranks, micro_batches, chunks):
         assert simulate(schedule).peaks == (0,) * ranks
 
 
+@given(st.integers(1, 8), st.integers(0, 8))
+def test_messages_of_zbv_have_time_to_arrive(ranks, more):
+    """A rank has other work meanwhile: what they add to a step grows with the ranks, not with the micro-batches."""
+    schedule = make("zbv", ranks, 2 * ranks - 1 + more)
+    late = simulate(schedule, Costs(message=0.05)).length - simulate(schedule).length
+    assert late / 0.05 == pytest.approx(max(5 * ranks - 7, 0)), "messages that are waited for"
+
+
 def test_messages_take_time():
     assert simulate(make("1f1b", 2, 1), Costs(message=0.5)).length == 7.0
     assert simulate(make("1f1b", 2, 1), time_of=lambda action: 4.0).length == 16.0
