@@ -14,6 +14,7 @@ from deepspeed import comm
 from deepspeed.fragments import Split
 from deepspeed.parallel.regions import Peers
 from deepspeed.tensor_parallel.attention import tell_share
+from deepspeed.tensor_parallel.changes import Change
 from deepspeed.tensor_parallel.draws import Draws, drops
 from deepspeed.tensor_parallel.layers import (
     ColumnParallel,
@@ -24,7 +25,7 @@ from deepspeed.tensor_parallel.layers import (
     class_of,
 )
 from deepspeed.tensor_parallel.overlap import Gate
-from deepspeed.tensor_parallel.plan import Change, Plan
+from deepspeed.tensor_parallel.plan import Plan
 from deepspeed.tensor_parallel.regions import Entrance, summed
 from deepspeed.tensor_parallel.rules import Kind
 
@@ -169,12 +170,12 @@ def _convert(change: Change, axis: Peers, entrance: Entrance, gate: Gate | None)
         gate=gate,
         rows=None if change.rows is None else change.rows[rank],
     )
-    kind: type[nn.Module] = {Kind.COLUMN: ColumnParallel, Kind.ROW: RowParallel, Kind.VOCABULARY: VocabularyParallel}[
-        change.kind
-    ]
+    kinds = {Kind.COLUMN: ColumnParallel, Kind.ROW: RowParallel, Kind.VOCABULARY: VocabularyParallel}
+    kind: type[nn.Module] | None = kinds.get(change.kind)  # what is cut by heads computes as before
     if "gate_up_proj" in change.splits:
         kind = ExpertsParallel
-    module.__class__ = class_of(kind, type(module))
+    if kind is not None:
+        module.__class__ = class_of(kind, type(module))
     module.share = share  # type: ignore[assignment]
     _tell_sizes(module, change, rank)
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
+from deepspeed.tensor_parallel.fused_weights import codegen_rows
 from deepspeed.tensor_parallel.heads import Heads
 from deepspeed.tensor_parallel.rules import plain_path
 
@@ -44,7 +45,10 @@ class Attention:
             return [queries], False
         if leaf in _KEYS:
             return [keys], shares
-        if leaf != "query_key_value":  # queries, then keys, then values
+        if type(self.module).__name__ == "CodeGenAttention":
+            return self._codegen(leaf, ranks), False
+        mixed = leaf == "c_attn" and getattr(self.module, "multi_query", None) is False  # GPTBigCode without it
+        if leaf != "query_key_value" and not mixed:  # queries, then keys, then values
             first, second = heads.query * heads.dim, heads.key_value * heads.dim
             return [queries, _moved(keys, first), _moved(keys, first + second)], shares
         if getattr(self.module, "new_decoder_architecture", False):  # groups: their queries, a key, a value
@@ -56,6 +60,13 @@ class Attention:
             first = heads.query * heads.dim
             return [queries, _moved(keys, first), _moved(keys, first + heads.dim)], True
         return [[(3 * start, 3 * stop) for start, stop in queries]], False  # each head's query, key, value
+
+    def _codegen(self, leaf: str, ranks: int) -> list[list[tuple[int, int]]]:
+        heads = self.heads
+        try:
+            return codegen_rows(3 * heads.query * heads.dim, ranks, heads.query)
+        except UsageError as error:
+            raise UsageError(f"tensor_parallel: {self.path}.{leaf}: {error}") from None
 
     def splits(self, leaf: str) -> bool:
         """Whether a projection of this name is cut by heads."""

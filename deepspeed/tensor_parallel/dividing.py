@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.tensor_parallel.apply import sum_gradient
+from deepspeed.tensor_parallel.changes import Change
 from deepspeed.tensor_parallel.layers import share_of
-from deepspeed.tensor_parallel.plan import Change, Plan
+from deepspeed.tensor_parallel.plan import Plan
 from deepspeed.tensor_parallel.rules import Kind
 from deepspeed.tensor_parallel.sequence import Sequence
 
@@ -49,7 +50,7 @@ def _parts(model: nn.Module, plan: Plan) -> dict[str, list[Change]]:
         parent = change.path.rpartition(".")[0]
         if change.kind in (Kind.COLUMN, Kind.ROW) and not ("lora_" in parent or change.path.endswith("base_layer")):
             found.setdefault(parent, []).append(change)
-        elif change.kind is not Kind.WHOLE_INSIDE and change.kind is not Kind.WHOLE:
+        elif change.kind not in (Kind.WHOLE_INSIDE, Kind.WHOLE, Kind.HEADS):
             raise UsageError(_unfit(change.path, "is an adapter or its layer"))
     for path, layers in found.items():
         if {change.kind for change in layers} != {Kind.COLUMN, Kind.ROW} or any(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,28 +12,12 @@ from torch import nn
 from deepspeed.errors import UsageError
 from deepspeed.fragments import Split, even, side_by_side
 from deepspeed.tensor_parallel.attention import Attention, find_attention
+from deepspeed.tensor_parallel.changes import Change, check_pairs, inside
 from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, plain_path
 
 __all__ = ["Change", "Plan", "plan", "require_split"]
 
 _SPLIT_VOCABULARY = Rule(re.compile(""), Kind.VOCABULARY, known=True, source="vocab_parallel_lm_head")
-
-
-@dataclass(frozen=True)
-class Change:
-    """What becomes of one layer."""
-
-    path: str
-    module: nn.Module
-    kind: Kind
-    rule: Rule
-    splits: dict[str, Split] = field(default_factory=dict)
-    """By the name of the parameter in the layer; parameters that are not here stay whole."""
-    sizes: tuple[int, ...] = ()
-    """Of the split dim of the activation, by rank."""
-    transposed: bool = False
-    rows: tuple[tuple[tuple[int, int], ...], ...] | None = None
-    """By rank: the outputs it needs of a weight that stays whole."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +80,11 @@ class _Planner:
                 "tensor_parallel.vocab_parallel_lm_head is true, but the model has no Linear whose name ends in "
                 f"{' or '.join(self.rules.heads)}. Name it in tensor_parallel.partition_config.lm_head_patterns"
             )
-        self._check_ties(changes)
+        check_pairs(split)
         touched = {plain_path(change.path).rsplit(".", 1)[0] for change in split}
         found = tuple(a for path, a in self.attention.items() if path in touched)
+        changes += [change for each in found for change in inside(each, self.ranks, changes)]
+        self._check_ties(changes)
         return Plan(self.ranks, tuple(changes), found, heads)
 
     # ---- rules
@@ -155,7 +141,7 @@ class _Planner:
         attention = self._near(parent)
         if attention is not None and attention.splits(leaf):
             cuts, shared = attention.cuts(leaf, self.ranks)
-            covered = sum(cut[-1][1] - cut[0][0] for cut in cuts)
+            covered = sum(stop - start for start, stop in {part for cut in cuts for part in cut})
             if covered != outputs:
                 raise UsageError(
                     f"tensor_parallel: {path} has {outputs} outputs (dim 0), but {attention.heads.query} query and "

@@ -46,13 +46,13 @@ _PRESETS: dict[str, tuple[tuple[str, ...], ...]] = {
 # Last parts of paths. Attention and feed-forward layers of the models that have no plan of their own.
 _NAMES = (
     ("column", r"(q_proj|k_proj|v_proj|query|key|value|q_lin|k_lin|v_lin|query_key_value|c_attn|qkv_proj|Wqkv)"),
-    ("row", r"(o_proj|out_proj|out_lin)"),
+    ("row", r"(o_proj|out_proj|out_lin|Wo)"),
     ("row", r"(self_attention|self_attn|attention|attn|attention\.output)\.(dense|c_proj|proj)"),
     ("column", r"(gate_proj|up_proj|gate_up_proj|dense_h_to_4h|fc1|fc_in|c_fc|lin1|intermediate\.dense)"),
     ("row", r"(down_proj|dense_4h_to_h|fc2|fc_out|lin2|mlp\.c_proj)"),
     ("row", r"layer\.\d+\.output\.dense"),
 )
-_FUSED = {"c_attn": 3, "qkv_proj": 3, "Wqkv": 3, "gate_up_proj": 2}
+_FUSED = {"c_attn": 3, "qkv_proj": 3, "Wqkv": 3, "gate_up_proj": 2, "Wi": 2}
 """Last parts of paths whose output is that many parts side by side."""
 
 

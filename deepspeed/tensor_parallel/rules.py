@@ -23,6 +23,8 @@ class Kind(Enum):
     """Every rank has all of it and computes the same."""
     WHOLE_INSIDE = "skip, gradients summed"
     """Every rank has all of it and applies it to its own heads, so that gradients are summed."""
+    HEADS = "heads"
+    """Something of an attention module that has a row for each head; each rank has those of its heads."""
     VOCABULARY = "vocabulary"
     """An embedding or output layer, split by tokens."""
 

@@ -6,15 +6,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from deepspeed import comm
+from deepspeed.errors import UsageError
 from deepspeed.fragments import deal
 
-__all__ = ["AutoTPMeta", "get_shard_size", "get_shard_size_list"]
+__all__ = ["AutoTPMeta", "get_shard_size", "get_shard_size_list", "set_num_kv_heads", "set_tp_grain_size"]
 
 _HEADS = ("num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_heads", "n_heads", "n_head")
 _QUERIES = ("num_attention_heads", "n_heads", "n_head")
 _WIDTHS = ("n_embd", "hidden_size", "d_model")
 _WITHOUT_HEADS = ("mlp", "lm_head", "embed_out")
 """Parts of the name of a layer that is not cut by heads."""
+
+
+_told: dict[str, int | None] = {"heads": None, "grain": None}
+"""What scripts said once for all calls without a `meta`."""
 
 
 @dataclass
@@ -37,11 +42,29 @@ class AutoTPMeta:
         return cls(first(_HEADS), first(_QUERIES), first(_WIDTHS), tp_grain_size)
 
 
-def get_shard_size_list(total_size: int, mp_size: int, meta: AutoTPMeta, name: str | None = None) -> list[int]:
+def set_num_kv_heads(num: int | None) -> None:
+    """Let calls without a `meta` cut between so many key-value heads; None for none."""
+    _told["heads"] = num
+
+
+def set_tp_grain_size(num: int) -> None:
+    """Let calls without a `meta` cut what has no heads in multiples of this many elements."""
+    if num < 1:
+        raise UsageError(f"set_tp_grain_size: {num} elements; expected at least 1")
+    _told["grain"] = num
+
+
+def get_shard_size_list(
+    total_size: int, mp_size: int, meta: AutoTPMeta | str | None = None, name: str | None = None
+) -> list[int]:
     """The elements of each rank; the first ranks get more where they do not go evenly.
 
-    A dim that holds whole heads is cut between key-value heads, unless `name` is that of a layer without heads.
+    A dim that holds whole heads is cut between key-value heads, unless `name` is that of a layer without heads. Without
+    a `meta` they are those of `set_num_kv_heads`; the name may then come third, as older scripts call it.
     """
+    if not isinstance(meta, AutoTPMeta):
+        name = name or meta
+        meta = AutoTPMeta(num_kv_heads=_told["heads"], tp_grain_size=_told["grain"] or 1)
     heads = meta.num_kv_heads
     by_heads = (
         heads is not None and total_size % heads == 0 and not any(part in (name or "") for part in _WITHOUT_HEADS)
@@ -55,7 +78,7 @@ def get_shard_size_list(total_size: int, mp_size: int, meta: AutoTPMeta, name: s
 def get_shard_size(
     total_size: int,
     mp_size: int,
-    meta: AutoTPMeta,
+    meta: AutoTPMeta | str | None = None,
     name: str | None = None,
     rank: int | None = None,
     mp_group: Any = None,

@@ -16,6 +16,8 @@ _SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "
 _GATED = {**_SIZES, "intermediate_size": 48, "max_position_embeddings": 32}
 _GROUPED = {**_GATED, "num_key_value_heads": 2}
 _BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
+_GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
+_GPT |= {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
 _FALCON = {**_SIZES, "bias": True}
 
 FAMILIES = {
@@ -34,11 +36,7 @@ FAMILIES = {
     "gemma": lambda: hf.GemmaForCausalLM(hf.GemmaConfig(**_GROUPED, head_dim=8)),
     "phi": lambda: hf.PhiForCausalLM(hf.PhiConfig(**_GATED, num_key_value_heads=4)),
     "phi3": lambda: hf.Phi3ForCausalLM(hf.Phi3Config(**_GROUPED, pad_token_id=0)),
-    "gpt2": lambda: hf.GPT2LMHeadModel(
-        hf.GPT2Config(
-            n_embd=32, n_layer=2, n_head=4, vocab_size=50, n_positions=32, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
-        )
-    ),
+    "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(**_GPT)),
     "gpt-neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**_GATED)),
     "opt": lambda: hf.OPTForCausalLM(
         hf.OPTConfig(**_SIZES, max_position_embeddings=32, ffn_dim=48, word_embed_proj_dim=32, dropout=0.0)
@@ -50,6 +48,21 @@ FAMILIES = {
         hf.FalconConfig(**{**_SIZES, "num_attention_heads": 8}, num_kv_heads=4, new_decoder_architecture=True)
     ),
     "mixtral": lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**_GROUPED, num_local_experts=4)),
+    "gpt-oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(**_GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0)
+    ),
+    "cohere with norms of heads": lambda: hf.CohereForCausalLM(
+        hf.CohereConfig(**_GROUPED, use_qk_norm=True, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    ),
+    "persimmon": lambda: hf.PersimmonForCausalLM(hf.PersimmonConfig(**_GATED)),
+    "codegen": lambda: hf.CodeGenForCausalLM(
+        hf.CodeGenConfig(**{**_GPT, "n_embd": 64, "n_head": 16}, rotary_dim=4)  # four runs of heads on four ranks
+    ),
+    "bigcode": lambda: hf.GPTBigCodeForCausalLM(hf.GPTBigCodeConfig(**_GPT)),
+    "bigcode with many keys": lambda: hf.GPTBigCodeForCausalLM(hf.GPTBigCodeConfig(**_GPT, multi_query=False)),
+    "modernbert": lambda: hf.ModernBertForMaskedLM(
+        hf.ModernBertConfig(**_GATED, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+    ),
     "bert": lambda: hf.BertForMaskedLM(
         hf.BertConfig(**_GATED, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
     ),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
+import transformers as hf
 
+from deepspeed.errors import UsageError
 from tests.distributed.tensor_parallel.families import FAMILIES, assert_close, make, start, tokens, whole
 from tests.harness import ranks
 
@@ -31,10 +34,27 @@ def sample(world):
     for place, name in enumerate(NAMES):
         head = (None, True, False)[(place + world // 2) % 3]
         overlap = (place + world // 4) % 2 == 0
-        yield name, {"vocab_parallel_lm_head": None if name == "bert" else head, "tp_overlap_comm": overlap}
+        yield name, {"vocab_parallel_lm_head": None if "bert" in name else head, "tp_overlap_comm": overlap}
 
 
 @ranks(2, 4, timeout=300)
 def test_losses_and_gradients():
     for name, options in sample(dist.get_world_size()):
         compare(name, **options)
+
+
+@ranks(2)
+def test_half_a_pair_and_modules_for_each_head_are_refused():
+    """What names of layers cannot tell is an error that names the layer and the dim, not another model."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 50}
+    deberta = hf.DebertaV2ForMaskedLM(hf.DebertaV2Config(**sizes, intermediate_size=48))
+    with pytest.raises(UsageError, match=r"attention\.output\.dense would be split by its inputs \(dim 1"):
+        start(deberta, 2)
+    stable = hf.StableLmForCausalLM(
+        hf.StableLmConfig(**sizes, intermediate_size=48, num_key_value_heads=2, qk_layernorm=True)
+    )
+    with pytest.raises(UsageError, match=r"layers\.0\.self_attn\.q_layernorm\.norms has a module for each of 4 heads"):
+        start(stable, 2)
+    few = hf.CodeGenForCausalLM(hf.CodeGenConfig(n_embd=32, n_layer=1, n_head=4, vocab_size=50, rotary_dim=4))
+    with pytest.raises(UsageError, match=r"attn\.qkv_proj: 96 rows \(dim 0\) of 4 heads in 4 runs"):
+        start(few, 2)
