@@ -52,10 +52,11 @@ def initialize(
     `lr_scheduler` (or a callable that makes one from the optimizer).
     """
     from deepspeed._assemble import Request, assemble
+    from deepspeed.tensor_parallel.model_init import with_asked
 
     if model is None:
         raise UsageError("deepspeed.initialize needs a model: pass model=...")
-    source = _config_source(args, config, config_params)
+    source = with_asked(model, _config_source(args, config, config_params))
     _check_local_rank(args)
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     source, mpu = _pipeline_grid(model, mpu, mesh_param, source)

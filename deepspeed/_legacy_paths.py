@@ -19,7 +19,9 @@ MOVED: dict[str, str] = {
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.comm.utils": "deepspeed._compat.launcher_facts",
     "deepspeed.compile.config": "deepspeed.config.compile",
+    "deepspeed.module_inject.auto_tp_model_utils": "deepspeed.tensor_parallel.alibi",
     "deepspeed.module_inject.autotp_config": "deepspeed.tensor_parallel.rule_objects",
+    "deepspeed.module_inject.fusedqkv_utils": "deepspeed.tensor_parallel.fused_weights",
     "deepspeed.module_inject.tp_shard": "deepspeed.tensor_parallel.shard_sizes",
     "deepspeed.ops.op_builder.async_io": "deepspeed.ops.op_builder.builders",
     "deepspeed.ops.op_builder.cpu_adagrad": "deepspeed.ops.op_builder.builders",
@@ -124,7 +126,9 @@ SPLIT: dict[str, dict[str, str]] = {
     "deepspeed.module_inject.auto_tp": {
         "AutoTP": "deepspeed.tensor_parallel.auto_tp",
         "AutoTPConfig": "deepspeed.tensor_parallel.rule_objects",
+        "Loading": "deepspeed.tensor_parallel.slicing",
         "PartitionType": "deepspeed.tensor_parallel.rule_objects",
+        "ReplaceWithTensorSlicing": "deepspeed.tensor_parallel.slicing",
         "TPLayerSpec": "deepspeed.tensor_parallel.rule_objects",
         "move": "deepspeed.tensor_parallel.auto_tp",
     },
@@ -156,6 +160,8 @@ SPLIT: dict[str, dict[str, str]] = {
         "TensorParallel_Layer": "deepspeed.tensor_parallel.modules.base",
         "VocabParallelEmbedding": "deepspeed.tensor_parallel.modules.embedding",
         "VocabParallelLinear": "deepspeed.tensor_parallel.modules.linear",
+        "Yuan_LinearAllreduce": "deepspeed.tensor_parallel.modules.fused",
+        "Yuan_LinearLayer": "deepspeed.tensor_parallel.modules.fused",
         "add_bias": "deepspeed.tensor_parallel.modules.plain",
         "collect_autotp_universal_checkpoint_info": "deepspeed.tensor_parallel.modules.gathered",
         "configure_tensor_parallel_runtime": "deepspeed.tensor_parallel.model_init",
@@ -210,6 +216,14 @@ SPLIT: dict[str, dict[str, str]] = {
         "TPConfig": "deepspeed.config.parallel",
         "TPTrainingConfig": "deepspeed.config.parallel",
         "get_tensor_parallel_config": "deepspeed._compat.config",
+    },
+    "deepspeed.runtime.tensor_parallel.init_utils": {
+        "infer_config_dtype": "deepspeed._compat.config",
+        "load_ds_config": "deepspeed._compat.config",
+        "tp_group_world_size": "deepspeed._compat.config",
+    },
+    "deepspeed.runtime.tensor_parallel.tp_manager": {
+        "TpTrainingManager": "deepspeed.tensor_parallel.model_init",
     },
     "deepspeed.runtime.torch_autocast": {
         "PARAM_COMM_DTYPE_ATTR_NAME": "deepspeed._compat.autocast",

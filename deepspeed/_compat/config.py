@@ -8,6 +8,8 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
+import torch
+
 from deepspeed._compat.constants import CONSTANTS
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.inference import HybridEngineConfig
@@ -28,6 +30,9 @@ __all__ = [
     "get_monitor_config",
     "get_optimizer_gradient_clipping",
     "get_tensor_parallel_config",
+    "infer_config_dtype",
+    "load_ds_config",
+    "tp_group_world_size",
 ]
 
 DEEPSPEED_OPTIMIZERS = ["adagrad", "adam", "adamw", "lamb", "muadam", "muadamw", "musgd", "lion", "muon"]
@@ -111,6 +116,23 @@ def get_tensor_parallel_config(ds_config: dict[str, Any]) -> TPTrainingConfig:
     """The section `tensor_parallel`."""
     section: TPTrainingConfig = _schema(ds_config).tensor_parallel
     return section
+
+
+def infer_config_dtype(config_dict: dict[str, Any]) -> torch.dtype | None:
+    """What a config makes of a model's parameters; None where it says nothing of them."""
+    schema = _schema(config_dict)
+    enabled = {torch.bfloat16: schema.bf16.enabled, torch.float16: schema.fp16.enabled}
+    return next((dtype for dtype, on in enabled.items() if on is True), None)
+
+
+def load_ds_config(config: str | dict[str, Any]) -> dict[str, Any]:
+    """A config as a dict of its own: of a dict, a file or the base64 of one."""
+    return read(config)[0]
+
+
+def tp_group_world_size(tp_group: Any, dist_module: Any) -> int | None:
+    """How many ranks a group has, by `dist_module`; None without a group."""
+    return None if tp_group is None else int(dist_module.get_world_size(tp_group))
 
 
 def get_optimizer_gradient_clipping(param_dict: dict[str, Any]) -> float | None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from deepspeed.checkpoint.pretrained import values_from
 from deepspeed.config.parallel import TPTrainingConfig
+from deepspeed.config.read import read
 from deepspeed.config.schema import Schema
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
@@ -20,6 +21,7 @@ from deepspeed.parallel.process_groups import ranks_of
 
 __all__ = [
     "AUTOTP_MODE",
+    "TpTrainingManager",
     "asked_size",
     "check_asked",
     "configure_tensor_parallel_runtime",
@@ -29,6 +31,7 @@ __all__ = [
     "set_autotp_mode",
     "stay_on_host",
     "tp_model_init",
+    "with_asked",
 ]
 
 
@@ -82,6 +85,14 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     return model
 
 
+class TpTrainingManager:
+    """`tp_model_init` as an object: `module` is the model, which `deepspeed.initialize` splits."""
+
+    def __init__(self, model: nn.Module, tp_size: int, dtype: torch.dtype) -> None:
+        self.module = tp_model_init(model, tp_size, dtype)
+        self.tp_size, self.dtype = tp_size, dtype
+
+
 def set_autotp_mode(training: bool = False) -> None:
     """Remember whether layers are split for training or inference; a split layer serves both and does not ask."""
     _mode["training"] = bool(training)
@@ -112,6 +123,18 @@ def stay_on_host(value: bool | None = None) -> bool:
     if value is not None:
         _mode["on_host"] = bool(value)
     return _mode["on_host"]
+
+
+def with_asked(model: nn.Module, source: Any) -> Any:
+    """The config of `initialize`, with the number of ranks that `tp_model_init` was told where it says none itself."""
+    asked = _asked.get(model)
+    if asked is None or asked.size < 2:
+        return source
+    config, _ = read(source)
+    section = config.get("tensor_parallel")
+    if section is not None and (not isinstance(section, dict) or section.get("autotp_size")):
+        return source
+    return {**config, "tensor_parallel": {**(section or {}), "autotp_size": asked.size}}
 
 
 def asked_size(model: nn.Module, size: int) -> int:

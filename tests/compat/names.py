@@ -22,7 +22,7 @@ FEATURES = {
     "memory tiers": "offload to host and NVMe, asynchronous I/O, ZenFlow, SuperOffload, activation offload",
     "rollout": "generation for reinforcement learning",
     "sparse attention": "attention over blocks",
-    "tensor parallel": "layers of Yuan, helpers of AutoTP and fused weights, affine maps of checkpoints",
+    "tensor parallel": "affine maps of checkpoints",
     # Not to come:
     "internals": "how DeepSpeed does something inside; here it is done in another way, and nobody is meant to call it",
     "other vendors": "software of others that DeepSpeed only calls: Nebula, DataStates, accelerators of two vendors",

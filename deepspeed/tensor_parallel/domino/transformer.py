@@ -69,10 +69,10 @@ class ModelType(Enum):
 
 
 class DominoUtil:
-    """The halves of a batch, by number."""
+    """What the halves of a batch are called."""
 
-    BATCH_0 = 0
-    BATCH_1 = 1
+    BATCH_0 = "BATCH0"
+    BATCH_1 = "BATCH1"
 
 
 class bias_dropout_add(nn.Module):

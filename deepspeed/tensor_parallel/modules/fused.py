@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.errors import UsageError
 from deepspeed.fragments import side_by_side
 from deepspeed.tensor_parallel.attention import find_attention
+from deepspeed.tensor_parallel.fused_weights import shared_value_cuts
 from deepspeed.tensor_parallel.modules.linear import Cuts, LinearAllreduce, LinearLayer
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "SubParamColumnParallel",
     "SubParamLinearAllreduce",
     "SubParamLinearLayer",
+    "Yuan_LinearAllreduce",
+    "Yuan_LinearLayer",
     "fused_LinearLayer",
 ]
 
@@ -81,6 +84,23 @@ class GateUpPack_LinearLayer(SubParamColumnParallel):
 
     def _output_cuts(self, module: nn.Module, total: int) -> Cuts:
         return side_by_side(_parts(type(self).__name__, (2,), 0, total), self.tp_world_size)
+
+
+class Yuan_LinearLayer(SubParamColumnParallel):
+    """Values of Yuan's attention, whose heads look at pairs of others: a rank has its heads of both halves of them.
+
+    `tp_meta` tells the number of heads.
+    """
+
+    def _output_cuts(self, module: nn.Module, total: int) -> Cuts:
+        return shared_value_cuts(total, self.tp_meta.num_kv_heads, self.tp_world_size)
+
+
+class Yuan_LinearAllreduce(LinearAllreduce):
+    """The projection behind that attention: its inputs are cut as the outputs of `Yuan_LinearLayer`."""
+
+    def _input_cuts(self, module: nn.Module, total: int) -> Cuts:
+        return shared_value_cuts(total, self.tp_meta.num_kv_heads, self.tp_world_size)
 
 
 class FusedModuleWrapper:
