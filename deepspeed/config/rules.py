@@ -217,7 +217,6 @@ def experts_with_tensor_parallel(config: Keys) -> None:
         return
     others = {
         f"autoep_size {expert.autoep_size} (needs more than 1)": expert.autoep_size < 2,
-        "sequence_parallel_size": (config.sequence_parallel_size or 1) > 1,
         "zero_optimization.offload_optimizer": zero.offloads_optimizer,
         "zero_optimization.offload_param": zero.offloads_parameters,
         "compile.deepcompile": config.compile.deepcompile,
@@ -235,7 +234,6 @@ def experts_with_sharded_parameters(config: Keys) -> None:
     if not config.expert_parallel.enabled or _stage(config) != 3:
         return
     others = {
-        "sequence_parallel_size": (config.sequence_parallel_size or 1) > 1,
         "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
     }
