@@ -32,7 +32,11 @@ def find_product(module: nn.Module, recent: Recent) -> Swap | Refused | None:
         return Refused(f"{module.in_features} × {module.out_features} is no multiple of {MULTIPLE} on each side")
     name = f"fp8 product, scales by {'row' if recent.by_rows else 'tensor'}"
     linear = _Linear(recent)
-    put = partial(put_forward, module, linear.run) if fused is None else partial(fused.multiply_by, linear.product)
+    put = (
+        partial(put_forward, module, linear.run, compiled=linear.run)
+        if fused is None
+        else partial(fused.multiply_by, linear.product)
+    )
     return Swap(name, put, partial(_scene, recent.by_rows, module.in_features, module.out_features))
 
 
@@ -52,6 +56,8 @@ class Recent:
 
     def rounded(self, x: Tensor, matrix: Tensor) -> Rounded:
         """`matrix`, which holds the numbers of `x` in rows, rounded."""
+        if torch.compiler.is_compiling():  # a graph computes the same once by itself
+            return self._round(matrix)
         known = self._source is not None and self._source() is x and self._version == x._version
         if known and self._rounded is not None and self._rounded.columns is None:
             known = self.by_rows or not torch.is_grad_enabled()

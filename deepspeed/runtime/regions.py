@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.runtime.parts import Parts
 
 __all__ = ["compile_module", "repeated_blocks"]
@@ -39,10 +39,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 def compile_module(parts: Parts, options: dict[str, Any]) -> None:
     """Compile an engine's model as its config says; undone when the engine is destroyed."""
     schema, module = parts.config.schema, parts.module
-    if schema.fp8.enabled:
-        raise FeatureUnavailable(
-            "fp8.enabled: a compiled model does not multiply 8-bit numbers yet", path="fp8.enabled"
-        )
     region = schema.compile.region
     blocks = repeated_blocks(module) if region != "model" else []
     if region == "blocks" and not blocks:
