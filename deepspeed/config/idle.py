@@ -173,6 +173,12 @@ IDLE: tuple[Idle, ...] = (
         switch="fp8.enabled",
     ),
     Idle(
+        "flops_profiler",
+        "flops_profiler.enabled is false, so that no step is profiled",
+        lambda c: not c.flops_profiler.enabled,
+        switch="flops_profiler.enabled",
+    ),
+    Idle(
         "memory_profiler",
         "memory_profiler.enabled is false, so that no step is profiled",
         lambda c: not c.memory_profiler.enabled,

@@ -1,6 +1,6 @@
 """Numbers rounded to 8 bits with a scale: one for a whole tensor, or one for each row or column.
 
-Ops `fp8_tensor`, `fp8_rows`, `fp8_columns`. A compiler gets to see the references, which it fuses with their neighbours.
+Ops `fp8_tensor`, `fp8_rows`, `fp8_columns`. A compiler sees the references, which it fuses with their neighbours.
 """
 
 from __future__ import annotations
