@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 __all__ = [
+    "AHEAD",
     "EventStream",
     "ExpertsUsed",
     "LayerUse",
@@ -22,6 +23,9 @@ __all__ = [
 ]
 
 E = TypeVar("E")
+
+AHEAD = "gradients, ahead of their backward"
+"""The range (`record_function`) around what a forward computes for its backward, so that it is not taken for its own."""
 
 
 class Phase(str, Enum):

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.profiler import record_function
 from torch.nn import functional
 
+from deepspeed.events import AHEAD
 from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.model.device import takes
 from deepspeed.ops.registry import implementation, op, reference
@@ -62,7 +64,8 @@ class _LinearLoss(torch.autograd.Function):
             logits = functional.linear(tile, weight, bias)
             losses = softmax_loss_(logits, labels[start:stop], ignored=ignored, cap=cap, gradient=any(wanted))
             total += losses.sum()
-            _add_gradients(grads, slice(start, stop), logits, tile, weight)
+            with record_function(AHEAD):
+                _add_gradients(grads, slice(start, stop), logits, tile, weight)
         ctx.save_for_backward(*grads)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total

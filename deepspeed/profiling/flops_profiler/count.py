@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from deepspeed.events import AHEAD
+
 __all__ = ["Counter", "Work", "wrapFunc"]
 
 Work = tuple[float, float]
@@ -58,17 +60,27 @@ _BY_INPUT, _BY_OUTPUT = _packets(_REDUCTIONS), _packets(_ELEMENTWISE)
 _ATTENTION = _packets("_scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable")
 
 
+_ENTER, _EXIT = torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit
+
+
 class Counter(TorchDispatchMode):
     """While it is entered, hands the work of every operation to `add`."""
 
     def __init__(self, add: Callable[[Work], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.add = add
+        self._ranges: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
+        if func._overloadpacket is _ENTER:
+            self._ranges.append(args[0])
+        elif func._overloadpacket is _EXIT and self._ranges:
+            self._ranges.pop()
+        if AHEAD in self._ranges:  # work of the backward, which whoever asks for that of the forward does not mean
+            return out
         work = work_of(func._overloadpacket, args, kwargs or {}, out)
         if work[0]:
             self.add(work)

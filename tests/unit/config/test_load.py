@@ -308,7 +308,8 @@ def test_secrets_are_never_shown(capsys):
 
 def test_keys_of_sections_that_are_switched_off_are_told():
     given = {"fused_kernels": {"loss": False}, "fp8": {"scaling": "row"}, "memory_profiler": {"top_modules": 3}}
-    paths = ["fused_kernels.loss", "fp8.scaling", "memory_profiler.top_modules"]
+    given["flops_profiler"] = {"profile_step": 5}
+    paths = ["fused_kernels.loss", "fp8.scaling", "flops_profiler.profile_step", "memory_profiler.top_modules"]
     assert sorted(problem.path for problem in idle(Schema(**given), paths)) == sorted(paths)
     on = {name: {**section, "enabled": True} for name, section in given.items()}
     assert idle(Schema(**on), [*paths, *(f"{name}.enabled" for name in given)]) == []

@@ -7,6 +7,7 @@ from torch.nn import functional
 
 from deepspeed.accelerator.peaks import peak_flops
 from deepspeed.errors import UsageError
+from deepspeed.ops.model.linear_loss import linear_loss
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from deepspeed.profiling.flops_profiler.profiler import (
     duration_to_string,
@@ -132,6 +133,25 @@ def test_ignored_modules_count_for_what_calls_them():
     profiler.stop_profile()
     assert get_module_flops(model[0]) == 0
     assert profiler.get_total_flops() == 1452
+    profiler.end_profile()
+
+
+def test_gradients_that_a_forward_computes_ahead_are_not_its_work():
+    hidden, weight = torch.randn(6, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    labels = torch.tensor([0, 1, 2, 3, 4, -100])
+
+    class Fused(nn.Module):
+        def forward(self):
+            return linear_loss(hidden, weight, None, labels)
+
+    model = Fused()
+    profiler = FlopsProfiler(model)
+    profiler.start_profile()
+    model()
+    profiler.stop_profile()
+    assert profiler.get_total_macs() == 6 * 4 * 5, "one product, not those of its gradients"
+    with torch.profiler.record_function("something else"):
+        model()
     profiler.end_profile()
 
 
