@@ -63,7 +63,7 @@ class InBackward:
         self._done: set[int] = set()
         self._waiting: list[Piece] = []
         self._size = 0
-        self._squares: dict[Placement, Tensor] = {}
+        self._squares: dict[tuple[Placement, int], Tensor] = {}
         self._armed = self._begun = False
         self._factor = 1.0
         for group in optimizer.param_groups:
@@ -234,16 +234,20 @@ class InBackward:
 
     def _take(self, pieces: Sequence[Piece], *, narrow: bool) -> list[Tensor]:
         """The gradients that the optimizer sees, measured."""
-        by_placement: dict[Placement, list[Tensor]] = {}
+        taken: list[Tensor] = []
+        counted: dict[tuple[Placement, int], list[Tensor]] = {}
         for piece in pieces:
-            group = self._states.group_of(piece)
+            group, kind = self._states.group_of(piece), self._states.kind_of(piece.param)
             grad = group.take(piece, narrow=narrow)
-            if grad is not None:
-                by_placement.setdefault(group.placement, []).append(grad)
-        for placement, grads in by_placement.items():
-            squares, before = sum_of_squares(grads), self._squares.get(placement)
-            self._squares[placement] = squares if before is None else before + squares
-        return [grad for grads in by_placement.values() for grad in grads]
+            if grad is None:
+                continue
+            taken.append(grad)
+            if kind is not None:
+                counted.setdefault((group.placement, kind), []).append(grad)
+        for key, grads in counted.items():
+            squares, before = sum_of_squares(grads), self._squares.get(key)
+            self._squares[key] = squares if before is None else before + squares
+        return taken
 
 
 def update_in_backward(parts: Parts, optimizer: Optimizer, states: States, *, staged: bool) -> InBackward | None:
@@ -264,7 +268,6 @@ def update_in_backward(parts: Parts, optimizer: Optimizer, states: States, *, st
 def _require_possible(parts: Parts, optimizer: Optimizer, *, staged: bool) -> None:
     others = {
         "pipelines, which have many backward passes in a step": staged,
-        "layers that ranks share (tensor parallelism)": parts.layout["tp"].size > 1,
         "experts that are spread over ranks": parts.experts is not None and parts.layout["dp", "sp"].size > 1,
     }
     found = [name for name, on in others.items() if on]

@@ -164,10 +164,15 @@ class States:
             raise UsageError("the gradient norm was asked for before the gradients were taken")
         return self._norm
 
-    def norm_of(self, squares: Mapping[Placement, Tensor]) -> Tensor:
-        """The same of gradients that are not there any more: `squares` are their sums on this rank."""
+    def norm_of(self, squares: Mapping[tuple[Placement, int], Tensor]) -> Tensor:
+        """The same of gradients that are not there any more: `squares` are their sums on this rank, by `kind_of`."""
         placements = dict.fromkeys(group.placement for group in self.groups)
-        return joint_norm([(each, (squares.get(each), None)) for each in placements], self._measure, self.device)
+        found = [(each, (squares.get((each, 0)), squares.get((each, 1)))) for each in placements]
+        return joint_norm(found, self._measure, self.device)
+
+    def kind_of(self, param: nn.Parameter) -> int | None:
+        """0 if all ranks of a model have a parameter alike, 1 if each has a part of it; None: others count it."""
+        return None if id(param) in self._measure.elsewhere else int(self._measure.is_split(param))
 
     def gradients(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The gradients on the device that the optimizer is about to use, each with the model's parameter."""

@@ -223,13 +223,84 @@ def test_ranks_that_do_different_things():
     engine.destroy()
 
 
+class Split(nn.Module):
+    """A pair of layers that ranks share, with layers around it that all of them have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.unused = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+        self.up, self.down, self.last = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 4)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        x = self.frozen(self.norm(self.first(x)))
+        return self.last(x + self.down(torch.tanh(self.up(x)))).square().mean()
+
+
+def split_engine(stage, clip, *, enabled):
+    torch.manual_seed(1)
+    model = Split()
+    specs = [
+        {"patterns": [r".*up\.weight"], "partition_type": "column"},
+        {"patterns": [r".*down\.weight"], "partition_type": "row"},
+    ]
+    inner = [*model.up.parameters(), *model.down.parameters()]
+    others = [param for param in model.parameters() if not any(param is each for each in inner)]
+    with small_buckets():
+        return deepspeed.initialize(
+            model=model,
+            model_parameters=[{"params": inner, "lr": LR[0]}, {"params": others, "lr": LR[1]}],
+            config={
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_clipping": clip,
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10},
+                "optimizer": {"type": "AdamW", "params": {"weight_decay": 0.1}},
+                "optimizer_in_backward": {"enabled": enabled, "clip_by_last_norm": enabled and clip > 0},
+                "tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": specs}},
+            },
+        )[0]
+
+
+@ranks(2, 4)
+def test_layers_that_ranks_share():
+    """Norms and weights of ordinary steps, whose sizes follow from parts and from copies on all ranks."""
+    group = dist.get_rank() // 2
+    for stage in (0, 3) if dist.get_world_size() == 2 else range(4):
+        found = []
+        for enabled in (True, False):
+            engine = split_engine(stage, 0.0, enabled=enabled)
+            assert engine.module.up.weight.shape != (16, 8) or stage == 3, "the layer is split"
+            norms = []
+            for step in range(STEPS):
+                x = torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * step + group))
+                engine.backward(engine(x))
+                engine.step()
+                norms.append(float(engine.get_global_grad_norm()))
+            found.append((norms, weights(engine)))
+            engine.destroy()
+        assert found[0][0] == pytest.approx(found[1][0], rel=1e-5), stage
+        assert_alike(found[0][1], found[1][1], 1e-6)
+
+
+@ranks(2)
+def test_the_last_norm_of_layers_that_ranks_share():
+    """A norm that counts copies twice, or another rank's part never, would clip otherwise."""
+    engine = split_engine(0, 0.05, enabled=True)
+    for step in range(3):
+        engine.backward(engine(torch.randn(2, 8, generator=torch.Generator().manual_seed(step))))
+        engine.step()
+    kept = engine.basic_optimizer.param_groups[0]["last_grad_norm"]
+    assert kept == pytest.approx(float(engine.get_global_grad_norm()), rel=1e-6)
+    seen = [torch.empty((), dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(seen, torch.tensor(kept, dtype=torch.float64))
+    assert seen[0] == seen[1], "ranks clip alike"
+    engine.destroy()
+
+
 @ranks(2)
 def test_what_is_refused_on_several_ranks():
     with pytest.raises(DeepSpeedError, match=r"optimizer_in_backward\.enabled: a step of .*Muon"):
         build(1, optimizer="Muon")
-    with pytest.raises(DeepSpeedError, match=r"optimizer_in_backward\.enabled: .*tensor parallelism"):
-        specs = [{"patterns": [r".*inner\.0\.weight"], "partition_type": "row"}]
-        build(0, tensor_parallel={"autotp_size": 2, "partition_config": {"layer_specs": specs}})
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0,
