@@ -266,13 +266,11 @@ def update_in_backward(parts: Parts, optimizer: Optimizer, states: States, *, st
 
 
 def _require_possible(parts: Parts, optimizer: Optimizer, *, staged: bool) -> None:
-    others = {
-        "pipelines, which have many backward passes in a step": staged,
-        "experts that are spread over ranks": parts.experts is not None and parts.layout["dp", "sp"].size > 1,
-    }
-    found = [name for name, on in others.items() if on]
-    if found:
-        raise FeatureUnavailable(f"{KEY}: not part of this version yet with {', '.join(found)}; turn it off", path=KEY)
+    if staged:
+        raise FeatureUnavailable(
+            f"{KEY}: not part of this version yet with pipelines, which have many backward passes in a step; turn it off",
+            path=KEY,
+        )
     clipped = isinstance(optimizer, FusedLamb) and any(group["max_grad_norm"] for group in optimizer.param_groups)
     if not tiles_well(optimizer) or clipped:
         raise DeepSpeedConfigError(

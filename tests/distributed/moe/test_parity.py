@@ -29,6 +29,7 @@ class Case:
     uneven: bool = False
     client: bool = False
     """The optimizer is the script's own, with two groups."""
+    in_backward: bool = False
 
 
 def config(case):
@@ -40,6 +41,8 @@ def config(case):
         "zero_optimization": {"stage": case.stage},
         "zero_allow_untested_optimizer": True,
     }
+    if case.in_backward:
+        made["optimizer_in_backward"] = {"enabled": True}
     if case.stage == 3:
         made["zero_optimization"]["stage3_param_persistence_threshold"] = 20
     return made if case.client else {**made, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
@@ -106,4 +109,18 @@ def test_two_ranks_with_experts_that_run_one_by_one():
         Case(1, 2, 2, {"k": 1, "expert": Normed(), "drop_tokens": False}, uneven=True),
         Case(2, 2, 3, {"k": 1, "expert": Normed()}, accumulation=2),
     ):
+        check(case)
+
+
+@ranks(2, 4)
+def test_the_optimizer_in_backward():
+    """Experts without a token on any rank among them: some ranks have gradients that others have not."""
+    world = dist.get_world_size()
+    cases = [Case(2, 1, stage, in_backward=True) for stage in range(4)]
+    alone = {"k": 1, "drop_tokens": False, "expert": Normed()}
+    cases += [Case(2, 1, stage, alone, in_backward=True, uneven=True) for stage in (0, 2, 3)]
+    if world == 4:
+        cases = [Case(2, 4, 0, in_backward=True), Case(4, 2, 1, in_backward=True, client=True)]
+        cases += [Case(2, 2, stage, in_backward=True, accumulation=2, data_first=stage == 2) for stage in (2, 3)]
+    for case in cases:
         check(case)
