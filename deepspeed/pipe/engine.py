@@ -134,6 +134,8 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _evaluate(self, data_iter: Any, count: int | None, compute_loss: bool, *, keep: bool) -> Results:
         count = self.gradient_accumulation_steps() if count is None else count
+        if not isinstance(count, int) or count < 1:
+            raise UsageError(f"num_micro_batches is {count!r}; expected a whole number of at least 1")
         feed, training = self._feed.lend(data_iter), self.module.training
         with naming_stages(self.module.topology()):
             batches = self._load(feed, "eval_batch()", count)

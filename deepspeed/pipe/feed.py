@@ -18,27 +18,30 @@ class Feed:
     def __init__(self, loader: Any, *, needed: bool) -> None:
         self.needed = needed
         self.batch_fn: Callable[[Any], Any] | None = None
+        self._source: Iterable[Any] | None = None
         self._iterator: Iterator[Any] | None = None
         if loader is not None:
             self.use_loader(RepeatingLoader(loader))
 
     def use_loader(self, loader: Iterable[Any]) -> None:
         """Take batches from the beginning of a loader from now on."""
-        self._iterator = iter(loader) if self.needed else None
+        self.use_iterator(loader)
 
     def use_iterator(self, iterator: Iterator[Any] | Iterable[Any] | None) -> None:
-        """Take batches from an iterator from now on."""
-        self._iterator = None if iterator is None or not self.needed else iter(iterator)
+        """Take batches from an iterator from now on; what is none is an error when they are taken, on all ranks."""
+        self._source, self._iterator = iterator if self.needed else None, None
 
     def take(self, count: int) -> list[Batch]:
         """So many micro-batches, or fewer at the end of the data; nothing where they are not needed."""
         if not self.needed:
             return []
-        if self._iterator is None:
+        if self._source is None:
             raise UsageError(
                 "there is no data: pass train_batch(data_iter=...), or training_data to deepspeed.initialize; the "
                 "ranks of the first and of the last stage need it"
             )
+        if self._iterator is None:
+            self._iterator = iter(self._source)
         batches: list[Batch] = []
         while len(batches) < count:
             try:

@@ -13,7 +13,9 @@ from torch import nn
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import LayoutError, PipelineError, UsageError
+from deepspeed.parallel import layout_from_mpu
 from deepspeed.parallel.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from deepspeed.pipe.accord import Accord
 from deepspeed.pipe.cutting import ModelCut, Part
 from deepspeed.pipe.layer_files import LayerFiles
 from deepspeed.pipe.partition import bounds_of
@@ -62,14 +64,16 @@ class PipelineModule(LayerFiles, nn.Module):
         super().__init__()
         if num_stages is None and topology is None:
             raise UsageError("PipelineModule needs num_stages=..., or a topology with an axis 'pipe'")
+        _require_kinds(num_stages, chunks, partition_method, checkpointable_layers)
         self.cut = _cut(layers, loss_fn) if _is_model(layers) else None
         """The model of Transformers that the layers are those of; None: it is a row of layers by itself."""
         if self.cut is not None:
             self.config = self.cut.config
         self._layer_specs: list[Layer] = list(cast("Iterable[Layer]", layers) if self.cut is None else self.cut.layers)
+        _require_layers(self._layer_specs)
         self.loss_fn = loss_fn if self.cut is None or loss_fn is not None else self.cut.loss
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
-        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.set_checkpoint_interval(activation_checkpoint_interval)
         self.activation_checkpoint_func = activation_checkpoint_func
         self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
         self.dynamic_shape = dynamic_shape
@@ -99,9 +103,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self.forward_funcs: list[Callable[..., Any]] = []
         self.fwd_map: dict[str, int] = {}
         self._calls: dict[int, Callable[..., Any]] = {}
-        for stage in self.stages:
-            for number in range(self.parts[stage], self.parts[stage + 1]):
-                self._build(number, self._layer_specs[number])
+        self._build_all()
         self._let_go()
         device = torch.device(get_accelerator().current_device_name())
         self.to(device)
@@ -110,12 +112,33 @@ class PipelineModule(LayerFiles, nn.Module):
 
     # ---- building
 
+    def _build_all(self) -> None:
+        """Build the layers of this rank's stages; what fails on one rank is an error on all, and no group is left."""
+        error: PipelineError | None = None
+        for stage in self.stages:
+            for number in self.layers_of(stage) if error is None else ():
+                layer = self._layer_specs[number]
+                try:
+                    self._build(number, layer)
+                except Exception as caught:  # noqa: BLE001 - a constructor of the script; told on all ranks
+                    words = f"layer {number} ({name_of(layer)}) of stage {stage} could not be built"
+                    error = PipelineError(f"{words}: {type(caught).__name__}: {caught}")
+                    error.__cause__ = caught
+                    break
+        try:
+            if self.world_size > 1:
+                with layout_from_mpu(self._grid) as layout:
+                    Accord(layout).end(error is not None, error, error)
+            elif error is not None:
+                raise error
+        except PipelineError:
+            self._grid.close()
+            raise
+
     def _build(self, number: int, layer: Layer) -> None:
         if self.seed_layers:
             self._seed(self.base_seed + number)
         call: Callable[..., Any]
-        if isinstance(layer, PipelineModule):
-            raise UsageError(f"layer {number} is a PipelineModule; a pipeline cannot be a layer of another one")
         if isinstance(layer, Part):
             call = layer
         elif isinstance(layer, TiedLayerSpec):
@@ -127,12 +150,8 @@ class PipelineModule(LayerFiles, nn.Module):
             call = layer.build() if isinstance(layer, LayerSpec) else layer
             self.add_module(str(number), call)
             self.fwd_map[str(number)] = len(self.forward_funcs)
-        elif callable(layer):
-            call = layer
         else:
-            raise UsageError(
-                f"layer {number} is a {type(layer).__name__}; expected a module, a LayerSpec or a function"
-            )
+            call = layer
         self._calls[number] = call
         self.forward_funcs.append(call)
 
@@ -301,6 +320,30 @@ class PipelineModule(LayerFiles, nn.Module):
     def num_pipeline_stages(self) -> int:
         """Ranks of the pipeline."""
         return self.num_stages
+
+
+def _require_kinds(num_stages: object, chunks: object, method: object, checkpointable: object) -> None:
+    """Refuse arguments that look right and would mean something else."""
+    for name, value in (("num_stages", num_stages), ("chunks", chunks)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise LayoutError(f"PipelineModule: {name} is {value!r}; expected a whole number of at least 1")
+    if not isinstance(method, str):
+        raise UsageError(f"PipelineModule: partition_method is {method!r}; expected a name, such as 'uniform'")
+    if isinstance(checkpointable, str):
+        raise UsageError(
+            f"PipelineModule: checkpointable_layers is {checkpointable!r}; expected a list of names of classes"
+        )
+
+
+def _require_layers(layers: Sequence[object]) -> None:
+    """Refuse what cannot be a layer, wherever it would lie."""
+    for number, layer in enumerate(layers):
+        if isinstance(layer, PipelineModule):
+            raise UsageError(f"layer {number} is a PipelineModule; a pipeline cannot be a layer of another one")
+        if not isinstance(layer, LayerSpec) and not callable(layer):
+            raise UsageError(
+                f"layer {number} is of the type {type(layer).__name__}; expected a module, a LayerSpec or a function"
+            )
 
 
 def _is_model(layers: object) -> TypeGuard[nn.Module]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 
-from deepspeed.errors import OpUnavailable
+from deepspeed.errors import OpUnavailable, UsageError
 from deepspeed.pipe.schedule.actions import Action, Op
 from deepspeed.pipe.schedule.simulate import Timeline
 
 __all__ = ["draw", "summary", "text"]
 
 _COLOURS = {Op.FORWARD: "#4c78a8", Op.BACKWARD: "#f58518", Op.INPUT: "#f58518", Op.WEIGHT: "#54a24b"}
+_MOST_COLUMNS = 2000
+_WIDEST = 100.0  # inches
 
 
 def summary(timeline: Timeline) -> str:
@@ -24,8 +26,9 @@ def summary(timeline: Timeline) -> str:
 
 
 def text(timeline: Timeline) -> str:
-    """A row for each rank; a column is the shortest computation, dots are waiting."""
-    unit = min((end - begin for row in timeline.spans for _, begin, end in row if end > begin), default=1.0)
+    """A row for each rank; a column is the shortest computation, or what makes so many of them, dots are waiting."""
+    shortest = min((end - begin for row in timeline.spans for _, begin, end in row if end > begin), default=1.0)
+    unit = max(shortest, timeline.length / _MOST_COLUMNS)
     width = max(len(_label(timeline, action)) for row in timeline.spans for action, _, _ in row) + 1
     lines = []
     for rank, row in enumerate(timeline.spans):
@@ -44,7 +47,7 @@ def draw(timeline: Timeline, path: str) -> None:
     except ImportError as error:
         raise OpUnavailable("a picture of a timeline needs matplotlib, which is not installed: use the text") from error
     count = len(timeline.spans)
-    figure = Figure(figsize=(max(8.0, timeline.length / 4), 1.0 + 0.5 * count))
+    figure = Figure(figsize=(min(max(8.0, timeline.length / 4), _WIDEST), 1.0 + 0.5 * count))
     axes = figure.subplots()
     for rank, row in enumerate(timeline.spans):
         for action, begin, end in row:
@@ -55,7 +58,10 @@ def draw(timeline: Timeline, path: str) -> None:
     axes.invert_yaxis()
     axes.set_title(summary(timeline), fontsize=9)
     figure.tight_layout()
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except ValueError as error:  # no such kind of picture, or one that is too large
+        raise UsageError(f"no picture can be drawn into {path!r}: {error}") from error
 
 
 def _label(timeline: Timeline, action: Action) -> str:

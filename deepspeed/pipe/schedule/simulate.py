@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,6 +21,13 @@ class Costs:
     weight: float = 1.0
     message: float = 0.0
     """From the end of a computation to the moment when another rank has its result."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise UsageError(f"the time {name!r} is {value}; expected a number of at least 0")
+        if self.forward + self.input + self.weight == 0:
+            raise UsageError("forward, input and weight all take 0, so that there is nothing to show; give one a time")
 
     def of(self, action: Action, chunks: int) -> float:
         """The time of one action."""

@@ -170,7 +170,25 @@ def test_the_program(capsys, tmp_path):
     assert "zbv: 2 ranks, 3 micro-batches" in out
     assert main(["dualpipev", "--stages", "4", "--micro-batches", "2"]) == 1
     assert "needs at least 8 micro-batches; found 2" in capsys.readouterr().err
+    for words, error in (
+        (["--forward", "nan"], "the time 'forward' is nan; expected a number of at least 0"),
+        (["--message", "-1"], "the time 'message' is -1.0"),
+        (["--weight", "inf"], "the time 'weight' is inf"),
+        (["--forward", "0", "--input", "0", "--weight", "0"], "all take 0"),
+        (["--stages", "0"], "found 0 ranks"),
+        (["--micro-batches", "-2"], "found -2"),
+        (["--chunks", "2"], "puts 1 stages on each rank; found 2"),
+    ):
+        assert main(["1f1b", *words]) == 1, words
+        assert error in capsys.readouterr().err
+    assert main(["interleaved", "--chunks", "0"]) == 1
+    assert "with 0 stages each" in capsys.readouterr().err
+    assert main(["1f1b", "--forward", "1e-9"]) == 0
+    assert len(capsys.readouterr().out) < 100_000, "a line is of bounded length, however short a part is"
     pytest.importorskip("matplotlib")
+    assert main(["1f1b", "--plot", str(tmp_path / "timeline.xyz")]) == 1
+    assert "no picture can be drawn into" in capsys.readouterr().err
+    assert main(["1f1b", "--forward", "1000000", "--plot", str(tmp_path / "long.png")]) == 0
     picture = tmp_path / "timeline.png"
     assert main(["1f1b", "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
