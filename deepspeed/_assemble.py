@@ -299,7 +299,8 @@ def _around(
     """`forward` within what the config puts around it, from the inside to the outside."""
     schema, module = request.config.schema, request.module
     forward = keep_hidden_states(schema.activation_checkpointing, module, forward)
-    forward = tile_model(schema.sequence_parallel, module, stack, forward, split.tile_loss)
+    entrance = None if split.entrances is None else split.entrances.take
+    forward = tile_model(schema.sequence_parallel, module, stack, forward, split.tile_loss, entrance)
     if isinstance(module, PipelineModule):
         share_stage_sequences(schema, module, layout, stack, split.heads)
         return forward

@@ -70,11 +70,6 @@ UNBUILT: tuple[Feature, ...] = (
         lambda c: c.fused_kernels.enabled and c.fused_kernels.loss and c.sequence_parallel.tiled_loss is not None,
     ),
     Feature(
-        "sequence_parallel.tiled_compute",
-        "tiles of layers around which sequences stay split (tensor_parallel.sequence_parallel)",
-        lambda c: c.sequence_parallel.tiled_compute is not None and c.tensor_parallel.sequence_parallel,
-    ),
-    Feature(
         "tensor_parallel.keep_module_on_host",
         "split layers in host memory",
         lambda c: c.tensor_parallel.keep_module_on_host,

@@ -31,6 +31,8 @@ __all__ = ["tile_model"]
 Forward = Callable[..., Any]
 TileLoss = Callable[[Any, Tensor, Tensor, int], Tensor]
 """(head, hidden states of a tile, labels, the label that does not count) → the sum of the losses of these tokens."""
+Entrance = Callable[[nn.Module, ExitStack], tuple[Callable[[Tensor], Tensor], int] | None]
+"""A module whose ranks have parts of a sequence → how a part becomes whole, and how many times more tokens that are."""
 _MLPS, _NORMS = ("MLP", "FeedForward"), ("RMSNorm", "LayerNorm")  # how the names of their classes end
 
 
@@ -40,10 +42,12 @@ def tile_model(
     stack: ExitStack,
     forward: Forward,
     tile_loss: TileLoss | None = None,
+    entrance: Entrance | None = None,
 ) -> Forward:
     """`forward` of a model whose parts run over tiles, until the stack is closed; itself where none are asked for.
 
-    `tile_loss` takes the place of head and cross-entropy, where ranks share the vocabulary.
+    `tile_loss` takes the place of head and cross-entropy, where ranks share the vocabulary; `entrance` is asked where
+    sequences stay split between layers that ranks share.
     """
     compute, loss = section.tiled_compute, section.tiled_loss
     if compute is None and loss is None:
@@ -57,11 +61,11 @@ def tile_model(
             "and TiledFusedLogitsLoss in the model",
         )
     if compute is not None:
-        _tile_layers(models[0], compute, stack)
+        _tile_layers(models[0], compute, stack, entrance)
     return forward if loss is None else _TiledLoss(models[0], loss, stack, forward, tile_loss)
 
 
-def _tile_layers(model: Any, tokens: int, stack: ExitStack) -> None:
+def _tile_layers(model: Any, tokens: int, stack: ExitStack, entrance: Entrance | None) -> None:
     """Every MLP and norm of a layer, and the norms outside of layers."""
     found = [each for each in model.modules() if type(each).__name__.endswith((*_MLPS, *_NORMS)) and _takes_one(each)]
     mlps = [each for each in found if type(each).__name__.endswith(_MLPS)]
@@ -72,7 +76,7 @@ def _tile_layers(model: Any, tokens: int, stack: ExitStack) -> None:
             f"{' or '.join(_MLPS)}. Leave it out",
         )
     for each in found:
-        _tile(each, tokens, stack)
+        _tile(each, tokens, stack, entrance)
     log_dist(f"tiles of {tokens} tokens: {len(mlps)} MLPs, {len(found) - len(mlps)} norms", ranks=[0])
 
 
@@ -81,16 +85,26 @@ def _takes_one(module: nn.Module) -> bool:
     return len(needed) == 1 and needed[0].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
-def _tile(module: nn.Module, tokens: int, stack: ExitStack) -> None:
-    """Let a module compute hidden states, [batch, length, width], over tiles."""
-    whole = module.forward
+def _tile(module: nn.Module, tokens: int, stack: ExitStack, entrance: Entrance | None) -> None:
+    """Let a module compute hidden states, [batch, length, width], over tiles.
+
+    Where ranks have parts of a sequence, a tile is made of some tokens of each: it is gathered, computed and given back
+    to them before the next.
+    """
+    whole, found = module.forward, None if entrance is None else entrance(module, stack)
+    inside = whole if found is None else _entered(whole, found[0])
+    own = tokens if found is None else max(1, tokens // found[1])
 
     def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs or hidden.dim() != 3 or hidden.shape[1] <= tokens:
-            return whole(hidden, *args, **kwargs)
-        return TiledMLP.apply(lambda _, part: whole(part.contiguous()), module, hidden, -(-hidden.shape[1] // tokens))
+        if args or kwargs or hidden.dim() != 3 or hidden.shape[1] <= own:
+            return inside(hidden, *args, **kwargs)
+        return TiledMLP.apply(lambda _, part: inside(part.contiguous()), module, hidden, -(-hidden.shape[1] // own))
 
     _set(module, "forward", forward, stack)
+
+
+def _entered(whole: Forward, enter: Callable[[Tensor], Tensor]) -> Forward:
+    return lambda hidden, *args, **kwargs: whole(enter(hidden), *args, **kwargs)
 
 
 class _TiledLoss:

@@ -16,7 +16,7 @@ from deepspeed.log import log_dist
 from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.tensor_parallel.apply import Opened, apply, counted_elsewhere
-from deepspeed.tensor_parallel.dividing import divide_sequences
+from deepspeed.tensor_parallel.dividing import Entrances, divide_sequences
 from deepspeed.tensor_parallel.draws import same_generators
 from deepspeed.tensor_parallel.hf_plan import model_plan, of_plan
 from deepspeed.tensor_parallel.inputs import InputCheck
@@ -41,6 +41,8 @@ class SplitModel:
     """Ids of parameters of which another rank holds the same and counts it in the norm."""
     tile_loss: TileLoss | None = None
     """The loss of some tokens of a causal model whose logits stay split; None where logits are whole."""
+    entrances: Entrances | None = None
+    """Where whole sequences are gathered of those that stay split; None where they are always whole."""
 
 
 def split_model(
@@ -80,13 +82,13 @@ def split_model(
     for param in model.parameters():
         with opened([param]):
             pass  # what stays whole on all of these ranks lies on other ranks, too, from now on
-    if section.sequence_parallel:
-        divide_sequences(model, made, axis)
+    entrances = divide_sequences(model, made, axis) if section.sequence_parallel else None
     same_generators(axis)
     tile_loss = split_loss(model, made) if section.vocab_parallel_lm_head else None
     if made.divides:
         _tell(made)
-    return SplitModel(InputCheck(axis), _fewest_heads(made), counted_elsewhere(model, axis.rank), tile_loss)
+    elsewhere = counted_elsewhere(model, axis.rank)
+    return SplitModel(InputCheck(axis), _fewest_heads(made), elsewhere, tile_loss, entrances)
 
 
 def plan_model(section: TPTrainingConfig, model: nn.Module, ranks: int) -> Plan:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
@@ -17,17 +19,42 @@ from deepspeed.tensor_parallel.plan import Plan
 from deepspeed.tensor_parallel.rules import Kind
 from deepspeed.tensor_parallel.sequence import Sequence
 
-__all__ = ["divide_sequences"]
+__all__ = ["Entrances", "divide_sequences"]
 
 
-def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup) -> None:
+class Entrances:
+    """Where hidden states enter the split regions of a model whose sequences stay split in between."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        self._sequence = sequence
+        self._hooks: dict[int, RemovableHandle] = {}
+
+    def put(self, container: nn.Module) -> None:
+        """Let a module that holds a split region get the whole sequence."""
+        hook = _Hidden(self._sequence.enter)
+        self._hooks[id(container)] = container.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def take(self, module: nn.Module, stack: ExitStack) -> tuple[Callable[[Tensor], Tensor], int] | None:
+        """Let the caller enter by itself until the stack is closed, some tokens at a time; None for other modules.
+
+        Returned are the way in, and how many times more tokens are inside than outside.
+        """
+        hook = self._hooks.pop(id(module), None)
+        if hook is None:
+            return None
+        hook.remove()
+        stack.callback(self.put, module)
+        return self._sequence.enter, self._sequence.axis.size
+
+
+def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup) -> Entrances:
     """Let sequences stay split from the first block to the last; a model that is not built of blocks is an error."""
     sequence = Sequence(axis)
+    entrances = Entrances(sequence)
     parts = _parts(model, plan)
     blocks = _blocks(model, parts)
     for path, layers in parts.items():
-        container = model.get_submodule(path)
-        container.register_forward_pre_hook(_Hidden(sequence.enter), with_kwargs=True)
+        entrances.put(model.get_submodule(path))
         for change in layers:
             share = share_of(change.module)
             assert share is not None, "the plan's layers are split"
@@ -39,6 +66,7 @@ def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup) -> None:
         sum_gradient(param, axis, lambda: sequence.active)
     blocks[0].register_forward_pre_hook(_Hidden(functools.partial(sequence.begin, blocks[0])), with_kwargs=True)
     blocks[-1].register_forward_hook(_Output(sequence.end))
+    return entrances
 
 
 def _parts(model: nn.Module, plan: Plan) -> dict[str, list[Change]]:

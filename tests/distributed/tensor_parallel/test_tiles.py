@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.errors import FeatureUnavailable
 from deepspeed.sequence import TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
 from tests.distributed.tensor_parallel.families import VOCABULARY, make, start, tokens
 from tests.distributed.tensor_parallel.test_wire_and_memory import (
@@ -30,7 +29,9 @@ CASES = [
     ("qwen3", 3, 2, {"vocab_parallel_lm_head": True}, TILES, 1),
     ("uneven", 1, 1, {"vocab_parallel_lm_head": True, "tp_overlap_comm": True}, TILES, 1),
     ("gpt2", 3, 1, {"vocab_parallel_lm_head": False}, TILES, 1),
-    ("llama", 3, 1, {"sequence_parallel": True, "vocab_parallel_lm_head": True}, {"tiled_loss": 3}, 1),
+    ("llama", 3, 1, {"sequence_parallel": True, "vocab_parallel_lm_head": True}, TILES, 1),
+    ("one key", 1, 2, {"sequence_parallel": True}, {"tiled_compute": 1}, 1),  # with biases
+    ("qwen3", 0, 1, {"sequence_parallel": True}, {**TILES, "attention": "ulysses"}, 2),
     ("llama", 3, 1, {"vocab_parallel_lm_head": True}, {**TILES, "attention": "ulysses"}, 2),
     ("mistral", 0, 1, {}, TILES, 1),  # the plan of Transformers gathers the logits, of a tile then
 ]
@@ -69,8 +70,52 @@ def test_bytes_and_logits_of_a_tile():
     assert whole.logits.shape[-1] == VOCABULARY
     assert whole.loss.item() == pytest.approx(out.loss.item(), abs=1e-5)
     engine.destroy()
-    with pytest.raises(FeatureUnavailable, match="tiles of layers around which sequences stay split"):
-        start(make("llama")[0], 2, tensor_parallel={"sequence_parallel": True}, sequence_parallel=TILES)
+
+
+@ranks(2)
+def test_tiles_of_sequences_that_stay_split():
+    """A tile is gathered by itself: as many bytes forward, once more the MLP's gather backward, few tokens at once."""
+    batch, counted, losses = tokens(BATCH, LENGTH), {}, []
+    inside, outside = [], []
+
+    def enters(module, given):
+        inside.append(given[0].shape[1])
+
+    def normed(module, given, out):
+        outside.append(out.shape[1])
+
+    for tiles in ({}, {"tiled_compute": 4}):
+        model, plain = make("llama")
+        parallel = {"sequence_parallel": True, "vocab_parallel_lm_head": False}
+        engine = start(model, 2, tensor_parallel=parallel, sequence_parallel=tiles)
+        for layer in model.model.layers:
+            layer.mlp.act_fn.register_forward_pre_hook(enters)
+            layer.input_layernorm.register_forward_hook(normed)
+        engine(input_ids=batch, labels=batch)  # the first forward compares inputs, too
+        inside.clear()
+        out, forward = sent(partial(engine, input_ids=batch, labels=batch))
+        _, backward = sent(partial(engine.backward, out.loss))
+        assert set(inside) == ({4} if tiles else {LENGTH}), "tokens in an MLP at a time"
+        assert set(outside) == {LENGTH // 2}
+        outside.clear()
+        counted[bool(tiles)] = forward, backward
+        losses.append(out.loss.item())
+        engine.eval()
+        whole = engine(input_ids=batch, labels=batch).loss.item()
+        assert whole == pytest.approx(plain(input_ids=batch, labels=batch).loss.item(), abs=1e-5)
+        outside.clear()
+        engine.destroy()
+    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
+    for at in (0, 1):
+        before, after = counted[False][at], counted[True][at]
+        assert {op: size for op, (_, size) in after.items() if "gather" not in op} == {
+            op: size for op, (_, size) in before.items() if "gather" not in op
+        }
+    gathers = [{at: found[at]["all_gather_into_tensor"] for at in (0, 1)} for found in counted.values()]
+    calls, size = gathers[0][0]
+    assert gathers[1][0][1] == size
+    once = size // calls  # of as many tokens each
+    assert gathers[1][1][1] - gathers[0][1][1] == LAYERS * once
 
 
 @ranks(2)
