@@ -8,6 +8,7 @@ import transformers as hf
 
 from deepspeed.errors import UsageError
 from tests.distributed.tensor_parallel.families import FAMILIES, assert_close, make, start, tokens, whole
+from tests.distributed.tensor_parallel.training import momentum, train, zero
 from tests.harness import ranks
 
 NAMES = list(FAMILIES)
@@ -41,6 +42,15 @@ def sample(world):
 def test_losses_and_gradients():
     for name, options in sample(dist.get_world_size()):
         compare(name, **options)
+
+
+@ranks(4, timeout=300)
+def test_what_belongs_to_heads_trains_sharded():
+    """Cut by heads and sharded over replicas; the norm counts copies of a key head's norm once."""
+    for name, stage in (("gpt-oss", 3), ("cohere with norms of heads", 3), ("persimmon", 1)):
+        for tp in (2, 4):
+            model, plain = make(name)
+            train(start(model, tp, **momentum(**zero(stage), gradient_clipping=0.3)), plain, steps=2, clip=0.3)
 
 
 @ranks(2)

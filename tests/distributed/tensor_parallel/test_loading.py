@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,26 @@ def test_folders_that_do_not_fit():
         take_place(nothing)
     with pytest.raises(UsageError, match="unknown arguments folder; it takes tp_group and checkpoint"):
         deepspeed.tp_model_init(nothing, 1, torch.float32, folder=folder)
+
+
+@ranks(2, timeout=300)
+def test_what_belongs_to_heads_is_read_with_them():
+    """Sinks, norms with a row for each head, and fused weights in runs, with values that tell heads apart."""
+    for name in ("gpt-oss", "cohere with norms of heads", "codegen", "bigcode with many keys"):
+        _, plain = make(name)
+        with torch.no_grad():
+            for path, param in plain.named_parameters():
+                if "norm" in path or "sinks" in path:
+                    param.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(len(path)))
+        folder = written(plain, parts=1)
+        with init_empty_weights():
+            empty = FAMILIES[name]()
+        deepspeed.tp_model_init(empty.train(), 2, torch.float32, checkpoint=str(folder))
+        engine = start(empty, 2, **momentum())
+        assert_close(parameters(engine), {key: value.detach() for key, value in plain.named_parameters()}, 1e-7)
+        train(engine, plain, steps=2)
+        engine.destroy()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+        dist.barrier()

@@ -152,3 +152,15 @@ def test_pieces_by_hand():
     for found, wanted in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
     engine.destroy()
+
+
+@ranks(2, timeout=300)
+def test_tiles_in_blocks_that_are_computed_again():
+    """Checkpoints of blocks around checkpoints of tiles, each of which gathers: all ranks gather in the same order."""
+    parallel, tiles = {"sequence_parallel": True}, {"tiled_compute": 2, "tiled_loss": 3}
+    for reentrant, stage in ((True, 3), (False, 0), (False, 3)):
+        model, plain = make("llama")
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        engine = start(model, 2, tensor_parallel=parallel, sequence_parallel=tiles, **momentum(**zero(stage)))
+        train(engine, plain, steps=2)
+        engine.destroy()
