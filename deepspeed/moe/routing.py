@@ -86,11 +86,11 @@ def route_top1(
     lottery: Noise | None = None,
 ) -> Routes:
     """Each token to its best expert; `noise` changes which, `lottery` draws those that an expert keeps."""
-    tokens, count = logits.shape
+    count = logits.shape[1]
     gates = torch.softmax(logits, dim=1)
     chosen = torch.argmax(logits if noise is None else logits + noise(logits), dim=1)
     counts = count_of(chosen, count, used)
-    loss = torch.sum(gates.mean(0) * (counts / tokens)) * count
+    loss = torch.sum(_shares(gates, counts)) * count
     kept = torch.ones_like(chosen, dtype=torch.bool) if used is None else used.bool()
     if lottery is not None:  # drawn even where nothing is dropped, as a resumed run must draw the same
         lots = lottery(logits).gather(1, chosen.unsqueeze(1)).squeeze(1)
@@ -113,7 +113,7 @@ def route_top2(logits: Tensor, capacity: int | None, *, noise: Noise | None = No
     others = logits if noise is None else logits + noise(logits)
     second = torch.argmax(others.scatter(1, first.unsqueeze(1), float("-inf")), dim=1)
     chosen = torch.stack((first, second))
-    loss = torch.mean(gates.mean(0) * (count_of(first, count) / len(logits))) * count * count
+    loss = torch.mean(_shares(gates, count_of(first, count))) * count * count
     weights, counts = gates.gather(1, chosen.t()).t(), count_of(chosen.view(-1), count)
     if capacity is None:
         kept = torch.ones_like(chosen, dtype=torch.bool)
@@ -134,7 +134,7 @@ def route_topk(logits: Tensor, k: int, capacity: int | None, *, by_position: boo
     scores = gates.gather(1, indices)
     flat = indices.view(-1)  # token by token
     counts = count_of(flat, count)
-    loss = torch.mean(gates.mean(0) * (counts / tokens)) * count * count / k
+    loss = torch.mean(_shares(gates, counts)) * count * count / k
     kept = torch.ones_like(flat, dtype=torch.bool)
     if capacity is not None:
         if by_position:
@@ -145,6 +145,12 @@ def route_topk(logits: Tensor, k: int, capacity: int | None, *, by_position: boo
     chosen, kept = (each.view(tokens, k).t() for each in (flat, kept))
     weights = scores.t() if capacity is None else scores.t() * kept
     return Routes(loss, chosen, kept, _normalised(weights), counts, capacity, lambda: place().view(tokens, k).t())
+
+
+def _shares(gates: Tensor, counts: Tensor) -> Tensor:
+    """[experts]: an expert's mean probability × its share of the tokens; all 0 of a rank that has no token."""
+    tokens = len(gates)
+    return gates.mean(0) * (counts / tokens) if tokens else gates.sum(0)
 
 
 def _best(experts: Tensor, scores: Tensor, among: Tensor, count: int, capacity: int) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import LayoutError, UsageError
+from deepspeed.log import warn_once
 from deepspeed.moe import gates
 from deepspeed.moe.dispatch import by_slots
 from deepspeed.moe.exchange import exchange, most_of_all
@@ -37,6 +40,8 @@ __all__ = [
     "topkgating",
 ]
 
+M = TypeVar("M", bound=nn.Module)
+
 
 class TopKGate(nn.Module):
     """Chooses experts for tokens by a linear layer without bias, computed in float32."""
@@ -57,8 +62,14 @@ class TopKGate(nn.Module):
     ) -> None:
         """In training "Jitter" varies the gate's input, and "RSample" draws the expert (top-1)."""
         super().__init__()
+        if num_experts < 1:
+            raise UsageError(f"num_experts is {num_experts}; a gate chooses between 1 or more")
         if not 1 <= k <= num_experts:
             raise UsageError(f"k is {k}; with {num_experts} experts it must be 1 to {num_experts}")
+        factors = {"capacity_factor": capacity_factor, "eval_capacity_factor": eval_capacity_factor}
+        for name, value in {**factors, "min_capacity": min_capacity}.items():
+            if not 0 <= value < math.inf:  # not a number is neither
+                raise UsageError(f"{name} is {value}; an expert takes a number of tokens, so it must be 0 or more")
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.ep_group = ep_group
         self.k = k
@@ -92,6 +103,8 @@ class TopKGate(nn.Module):
 
     def route(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
         """The same choice as `forward`, as routes."""
+        if used_token is not None:
+            self._check(used_token, len(input))
         logits = self._logits(input)
         shape = (*logits.shape, self._factor * self.k, self.min_capacity)
         if self.k == 1:
@@ -107,6 +120,15 @@ class TopKGate(nn.Module):
         if self.k == 2:
             return route_top2(logits, capacity, noise=gates.gumbel if self.top2_2nd_expert_sampling else None)
         return route_topk(logits, self.k, capacity)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TopKGate:
+        return _copy(self, memo, self.ep_group)
+
+    def _check(self, used: Tensor, tokens: int) -> None:
+        if self.k > 1:
+            warn_once(f"used_token has no effect with k = {self.k}: only a gate with k = 1 leaves tokens out")
+        elif used.numel() != tokens:
+            raise UsageError(f"used_token has {used.numel()} entries, but there are {tokens} tokens; give one for each")
 
     @property
     def _factor(self) -> float:
@@ -133,7 +155,10 @@ class MOELayer(nn.Module):
         num_local_experts: int,
         use_tutel: bool = False,
     ) -> None:
-        """`use_tutel` changes nothing: tokens are moved by sorting them, as that library does."""
+        """`experts` takes and returns [ranks, local experts, rows, M].
+
+        `use_tutel` changes nothing: tokens are moved by sorting them, as that library does.
+        """
         super().__init__()
         self.gate = gate
         self.experts = experts
@@ -159,6 +184,13 @@ class MOELayer(nn.Module):
         self._slices = slices if slices is not None and slices.size > 1 else None
         self._hosts = hosts
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no part in the graph of this one's last forward."""
+        return self.__dict__ | {"l_aux": self.l_aux.detach()}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MOELayer:
+        return _copy(self, memo, self._axis, self._slices, self._hosts)
+
     @property
     def ep_group(self) -> ProcessGroup | None:
         """The ranks over which experts are spread; None before the engine, or a script, says which they are."""
@@ -182,7 +214,7 @@ class MOELayer(nn.Module):
         alone = self.ep_size == 1 and self._slices is None
         if routes.capacity is not None and not (alone and _as_one(self.experts)):
             combined = self._by_slots(tokens, routes, most_of_all(routes.capacity, self._hosts), beside)
-        elif self._slices is not None:
+        elif self._slices is not None or not isinstance(self.experts, Experts):
             combined = self._by_slots(tokens, routes, gates.common_capacity(routes, self.ep_group), beside)
         else:
             combined = through_experts(
@@ -212,14 +244,28 @@ class MOELayer(nn.Module):
             rows = exchange(rows, self._axis, beside=beside)
         elif beside is not None:
             beside()
-        by_expert = rows.view(ranks, local, part, width).transpose(0, 1).reshape(-1, width)
-        out: Tensor = self.experts(by_expert, groups=Groups(local, length=ranks * part))
-        rows = out.view(local, ranks, part, -1).transpose(0, 1).reshape(ranks * local, part, -1)
+        rows = rows.view(ranks, local, part, width)
+        if isinstance(self.experts, Experts):
+            by_expert = rows.transpose(0, 1).reshape(-1, width)
+            out: Tensor = self.experts(by_expert, groups=Groups(local, length=ranks * part))
+            rows = out.view(local, ranks, part, out.shape[-1]).transpose(0, 1)
+        else:
+            rows = self.experts(rows)
+        rows = rows.reshape(ranks * local, part, rows.shape[-1])
         if self._axis is not None:
             rows = exchange(rows, self._axis)
         if self._slices is not None:
             rows = whole_of(rows, 1, self._slices)
         return plan.combine(rows.reshape(-1, rows.shape[-1]), routes.weights)
+
+
+def _copy(module: M, memo: dict[int, Any], *shared: Any) -> M:
+    """A deep copy that shares some things with its original, such as groups of processes, which are not copied."""
+    memo.update({id(each): each for each in shared})
+    made = module.__class__.__new__(module.__class__)
+    memo[id(module)] = made
+    made.__dict__.update(copy.deepcopy(module.__getstate__(), memo))  # type: ignore[no-untyped-call]
+    return made
 
 
 def _as_one(experts: nn.Module) -> bool:

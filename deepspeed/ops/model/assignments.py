@@ -60,8 +60,8 @@ class Places:
         if choices == 1:
             return self.sources
         if self.full:
-            return self.sources % tokens
-        return torch.where(self.sources < choices * tokens, self.sources % tokens, tokens)
+            return self.sources % max(tokens, 1)
+        return torch.where(self.sources < choices * tokens, self.sources % max(tokens, 1), tokens)
 
 
 @reference("spread_rows")

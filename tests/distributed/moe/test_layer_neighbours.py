@@ -1,0 +1,73 @@
+"""Spread layers of experts where they are used unusually: a rank without tokens, copies of a model that trains."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepspeed
+from deepspeed.moe.layer import MoE
+from tests.distributed.moe.models import WIDTH, Model, StackedModel
+from tests.distributed.moe.test_auto import config
+from tests.harness import ranks
+
+
+def pair(**options):
+    """A layer over two ranks, and the same one whole."""
+    torch.manual_seed(0)
+    given = {"use_rts": False, "top2_2nd_expert_sampling": False, "min_capacity": 0, **options}
+    whole = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4, **given)
+    for param in whole.parameters():
+        nn.init.normal_(param)
+    layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), 4, ep_size=2, **given)
+    layer.set_deepspeed_parallelism()
+    first = 2 * dist.get_rank()
+    with torch.no_grad():
+        layer.deepspeed_moe.gate.wg.weight.copy_(whole.deepspeed_moe.gate.wg.weight)
+        own, all_of_them = (each.deepspeed_moe.experts.deepspeed_experts for each in (layer, whole))
+        for number, expert in enumerate(own):
+            expert.load_state_dict(all_of_them[first + number].state_dict())
+    return layer, whole, first
+
+
+@ranks(2)
+def test_a_rank_without_tokens():
+    """Others' tokens still come to its experts, and their gradients with them."""
+    for k in (1, 2, 3):
+        for drops in (True, False):
+            layer, whole, first = pair(k=k, drop_tokens=drops)
+            tokens = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(3))
+            expected, loss, _ = whole(tokens)
+            (expected.sum() + loss).backward()
+            found, own_loss, _ = layer(tokens[: 7 * (dist.get_rank() == 0)])
+            (found.sum() + own_loss).backward()
+            if dist.get_rank() == 0:
+                torch.testing.assert_close(found, expected, msg=f"k={k}, drop_tokens={drops}")
+                torch.testing.assert_close(own_loss, loss)
+            else:
+                assert found.shape == (0, WIDTH)
+                assert own_loss.item() == 0.0
+            mine, theirs = (each.deepspeed_moe.experts.deepspeed_experts for each in (layer, whole))
+            for number, expert in enumerate(mine):
+                for one, other in zip(expert.parameters(), theirs[first + number].parameters(), strict=True):
+                    torch.testing.assert_close(one.grad, other.grad, msg=f"k={k}, drop_tokens={drops}")
+
+
+@ranks(2)
+def test_copies_of_a_model_that_trains():
+    """As whoever averages weights makes them."""
+    pytest.importorskip("transformers")
+    plain = config()
+    del plain["expert_parallel"]
+    for model, given in ((Model(2, 1), plain), (StackedModel(), config())):
+        engine, *_ = deepspeed.initialize(model=model, config=given)
+        tokens = torch.randn(6, WIDTH)
+        engine.backward(engine(tokens))
+        made = copy.deepcopy(engine.module).eval()
+        with torch.no_grad():
+            torch.testing.assert_close(made(tokens), engine.eval()(tokens))
+        engine.destroy()
