@@ -25,7 +25,7 @@ __all__ = [
 E = TypeVar("E")
 
 AHEAD = "gradients, ahead of their backward"
-"""The range (`record_function`) around what a forward computes for its backward, so that it is not taken for its own."""
+"""The range (`record_function`) around what a forward computes for its backward: it is not taken for its own."""
 
 
 class Phase(str, Enum):

@@ -15,6 +15,7 @@ from deepspeed.fusion.gelu import find_gelu
 from deepspeed.fusion.head import find_head
 from deepspeed.fusion.norms import find_norm
 from deepspeed.fusion.products import Recent, find_product
+from deepspeed.fusion.residual import find_residual
 from deepspeed.fusion.rotation import find_rotation
 from deepspeed.fusion.swap import Refused, Swap
 
@@ -42,10 +43,16 @@ class Finding:
 def find(model: nn.Module, kinds: Sequence[str], exclude: Sequence[str] = ()) -> Iterator[Finding]:
     """What a model offers; names that match one of `exclude` from their start are left alone."""
     kept = _kept(exclude)
+    norms: dict[nn.Module, Swap] = {}
     for name, module in model.named_modules():
         for kind, finder in _FINDERS.items():
             if kind in kinds and kept(name) and (result := finder(module)) is not None:
                 yield Finding(kind, name, type(module).__name__, result)
+                if kind == "norm" and isinstance(result, Swap):
+                    norms[module] = result
+    for name, module in model.named_modules() if norms else ():
+        if kept(name) and (before := find_residual(module, norms)) is not None:
+            yield Finding("sum", name, type(module).__name__, before)
     if "mlp" in kinds:
         alone = _alone(model)
         for name, module in model.named_modules():

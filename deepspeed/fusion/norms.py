@@ -18,6 +18,8 @@ from deepspeed.ops.rehearsal import forth_and_back
 
 __all__ = ["find_norm"]
 
+Norm = Callable[..., tuple[Tensor, Tensor]]
+
 _WIDTH = 8
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 _OFFSETS = (0.0, 1.0)
@@ -63,8 +65,15 @@ def _rms_norm(module: nn.Module) -> Swap | Refused:
     return Refused(f"{type(module).__name__} computes something else than an RMS norm")
 
 
-def _scene(norm: Callable[..., tuple[Tensor, Tensor]], width: int, *weights: tuple[int], dtype: torch.dtype) -> None:
-    forth_and_back(lambda *inputs: norm(*inputs)[0], (TOKENS, width), *weights, dtype=dtype)
+def _scene(norm: Norm, width: int, *weights: tuple[int], dtype: torch.dtype, summed: bool = False) -> None:
+    if summed:
+
+        def behind(x: Tensor, residual: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+            return norm(x, *rest, residual=residual)
+
+        forth_and_back(behind, (TOKENS, width), (TOKENS, width), *weights, dtype=dtype)
+    else:
+        forth_and_back(lambda *inputs: norm(*inputs)[0], (TOKENS, width), *weights, dtype=dtype)
 
 
 class _RmsNorm:
@@ -73,16 +82,32 @@ class _RmsNorm:
     def __init__(self, eps: float, offset: float) -> None:
         self.eps, self.offset = eps, offset
 
-    def run(self, module: Any, hidden_states: Tensor) -> Tensor:
-        return _normalised(partial(rms_norm, eps=self.eps, offset=self.offset), hidden_states, module.weight)
+    def run(self, module: Any, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+        norm = partial(rms_norm, eps=self.eps, offset=self.offset)
+        return _summed(norm, hidden_states, residual, module.weight)
 
 
-def _run_layer_norm(self: Any, input: Tensor) -> Tensor:
-    return _normalised(partial(layer_norm, eps=self.eps), input, self.weight, self.bias)
+def _run_layer_norm(self: Any, input: Tensor, residual: Tensor | None = None) -> Any:
+    return _summed(partial(layer_norm, eps=self.eps), input, residual, self.weight, self.bias)
 
 
-def _normalised(norm: Callable[..., tuple[Tensor, Tensor]], x: Tensor, *weights: Tensor) -> Tensor:
-    result = norm(x, *weights)[0]
+def _summed(norm: Norm, x: Tensor, residual: Tensor | None, *weights: Tensor) -> Any:
+    """norm(x); with a `residual` (norm(x + residual), x + residual)."""
+    if residual is None:
+        return _normalised(norm, x, *weights)
+    if (x.shape, x.dtype, x.device) != (residual.shape, residual.dtype, residual.device):
+        total = residual + x
+        return _normalised(norm, total, *weights), total
+    result, total = norm(x, *weights, residual=residual)
+    return _computable(norm, result, total, *weights), total
+
+
+def _normalised(norm: Norm, x: Tensor, *weights: Tensor) -> Tensor:
+    return _computable(norm, norm(x, *weights)[0], x, *weights)
+
+
+def _computable(norm: Norm, result: Tensor, x: Tensor, *weights: Tensor) -> Tensor:
+    """`result`, the norm of `x`, which need not be kept."""
     if not result.requires_grad or torch.compiler.is_compiling():
         return result
     # copies, which are small: a weight that is gathered now need not be when this is computed again

@@ -268,7 +268,8 @@ def update_in_backward(parts: Parts, optimizer: Optimizer, states: States, *, st
 def _require_possible(parts: Parts, optimizer: Optimizer, *, staged: bool) -> None:
     if staged:
         raise FeatureUnavailable(
-            f"{KEY}: not part of this version yet with pipelines, which have many backward passes in a step; turn it off",
+            f"{KEY}: not part of this version yet with pipelines, which have many backward passes in a step"
+            "; turn it off",
             path=KEY,
         )
     clipped = isinstance(optimizer, FusedLamb) and any(group["max_grad_norm"] for group in optimizer.param_groups)

@@ -1,0 +1,184 @@
+"""Sums before norms, computed by the norm: which code is written again, and that it computes the same."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+
+from deepspeed.fusion.find import find, put
+from deepspeed.fusion.swap import Refused, Swap
+
+
+class Layer(nn.Module):
+    def __init__(self, norm=nn.RMSNorm):
+        super().__init__()
+        self.norm, self.first, self.second, self.drop = norm(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.0)
+
+
+class Usual(Layer):
+    def forward(self, x, scale=1.0, *, shift=0.5):
+        residual = x
+        x = torch.tanh(self.first(x)) * scale + shift
+        x = residual + x
+        residual = x
+        x = self.norm(x)
+        return residual + self.second(x)
+
+
+class Dropped(Layer):
+    """The sum the other way round, of something computed on the way."""
+
+    def forward(self, x):
+        y = self.first(x)
+        y = self.drop(y) + x
+        kept = y
+        y = self.norm(y)
+        return kept * self.second(y)
+
+
+class Inside(Layer):
+    """In a branch."""
+
+    def forward(self, x):
+        if x.sum() > -1e9:
+            y = self.first(x)
+            y = x + y
+            x = y
+            y = self.norm(y)
+        return x + self.second(y)
+
+
+class Later(Layer):
+    """The sum is not kept."""
+
+    def forward(self, x):
+        y = x + self.first(x)
+        y = self.norm(y)
+        return x + self.second(y)
+
+
+class Apart(Layer):
+    """Something lies between."""
+
+    def forward(self, x):
+        y = self.first(x)
+        y = x + y
+        x = y
+        y = y * 2
+        y = self.norm(y)
+        return x + self.second(y)
+
+
+class Minus(Layer):
+    def forward(self, x):
+        y = self.first(x)
+        y = x - y
+        x = y
+        y = self.norm(y)
+        return x + self.second(y)
+
+
+class Named(Layer):
+    """The sum is read again under its own name."""
+
+    def forward(self, x):
+        y = self.first(x)
+        y = x + y
+        x = y
+        z = self.norm(y)
+        return x + self.second(z) + y
+
+
+def sums(model):
+    return [each for each in find(model, ("norm",)) if each.kind == "sum"]
+
+
+def outcome(model, x):
+    loss = model(x).square().mean()
+    return [loss, *torch.autograd.grad(loss, [x, *model.parameters()])]
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
+@pytest.mark.parametrize("kind", [Usual, Dropped, Inside])
+def test_the_same_values_and_gradients(kind, norm):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(norm), kind(norm))
+    plain, x = copy.deepcopy(model), torch.randn(2, 3, 8, requires_grad=True)
+    findings = list(find(model, ("norm",)))
+    assert [type(each.result) for each in findings if each.kind == "sum"] == [Swap, Swap]
+    with ExitStack() as undo:
+        put(findings, undo)
+        seen = []
+        inner = model[0].norm.forward
+        model[0].norm.forward = lambda *args, **kwargs: (seen.append(set(kwargs)), inner(*args, **kwargs))[1]
+        for one, other in zip(outcome(model, x), outcome(plain, x), strict=True):
+            torch.testing.assert_close(one, other)
+        assert seen == [{"residual"}], "the norm adds"
+        model[0].norm.forward = inner
+    assert not any("forward" in module.__dict__ for module in model.modules()), "everything is put back"
+
+
+@pytest.mark.parametrize("kind", [Later, Apart, Minus, Named])
+def test_other_code_stays_as_it_is(kind):
+    assert sums(kind()) == []
+
+
+def test_arguments_and_defaults_are_those_of_the_class():
+    torch.manual_seed(0)
+    model, x = Usual(), torch.randn(3, 8)
+    expected = model(x, 2.0, shift=0.25), model(x)
+    put(list(find(model, ("norm",))), ExitStack())
+    torch.testing.assert_close(model(x, scale=2.0, shift=0.25), expected[0])
+    torch.testing.assert_close(model(x), expected[1])
+
+
+def test_a_hook_of_somebody_sees_what_it_saw():
+    torch.manual_seed(0)
+    model, x = Usual(), torch.randn(3, 8)
+    plain, seen = copy.deepcopy(model), []
+    put(list(find(model, ("norm",))), ExitStack())
+    for each in (model, plain):
+        each.norm.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+        each(x)
+    for one, other in zip(*seen, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_layer_that_somebody_wrapped_is_told():
+    model = Usual()
+    model.forward = lambda x: x
+    (found,) = sums(model)
+    assert isinstance(found.result, Refused)
+
+
+def test_numbers_of_different_kinds_are_added_as_ever():
+    """A residual in float32 beside a layer in bfloat16, as some models keep it."""
+    torch.manual_seed(0)
+
+    class Wide(Layer):
+        def forward(self, x):
+            y = self.first(x.bfloat16())
+            y = x + y
+            x = y
+            y = self.norm(y)
+            return x + y
+
+    model = Wide()
+    model.first.bfloat16()
+    x = torch.randn(3, 8)
+    expected = model(x)
+    put(list(find(model, ("norm",))), ExitStack())
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_a_compiler_sees_the_class():
+    torch.manual_seed(0)
+    model, x = Usual(), torch.randn(3, 8)
+    expected = model(x)
+    put(list(find(model, ("norm",))), ExitStack())
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(model, backend="aot_eager", fullgraph=True)(x), expected)
