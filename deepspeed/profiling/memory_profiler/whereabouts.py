@@ -103,7 +103,9 @@ class Whereabouts:
 
 
 def _differentiable(values: Any) -> Iterator[Tensor]:
+    """Tensors that a backward comes to; a wrapper that computes what it is asked for (lazy logits) is left alone."""
     if torch.is_grad_enabled():
         for leaf in tree_leaves(values):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+            plain = isinstance(leaf, Tensor) and type(leaf).__torch_dispatch__ is Tensor.__torch_dispatch__
+            if plain and leaf.requires_grad:
                 yield leaf

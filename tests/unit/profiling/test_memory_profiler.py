@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from deepspeed.errors import UsageError
+from deepspeed.fusion.lazy_logits import put_off
 from deepspeed.profiling.memory_profiler import MemoryProfiler
 
 
@@ -58,3 +59,19 @@ def test_an_exception_inside_a_module_does_not_confuse():
             net(torch.ones(2, 4))
         net[0](torch.ones(4096, 4))
     assert profiler.peak.module == "0"
+
+
+def test_logits_that_nobody_looks_at_are_not_computed_for_it():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 100)
+
+        def forward(self, x):
+            return put_off(self.head, x, 100, x.dtype), x.sum()
+
+    net, x = Model(), torch.ones(3, 4, requires_grad=True)
+    with MemoryProfiler(net):
+        logits, loss = net(x)
+        loss.backward()
+    assert not logits.computed, "the profiler has looked at them"
