@@ -25,7 +25,7 @@ from deepspeed.moe.utils import split_experts
 from deepspeed.ops.rehearsal import Rehearsal
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.current import current_layout
-from deepspeed.pipe.axes import agree_on_experts, split_stage
+from deepspeed.pipe.axes import agree_on_experts, split_stage, spread_stage
 from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.pipe.measure import over_stages
 from deepspeed.pipe.module import PipelineModule
@@ -235,11 +235,12 @@ def _split(request: Request, layout: ParallelLayout) -> SplitModel:
     """Split the layers and blocks of experts that ranks share, of the whole model or of a stage."""
     schema, module, opened = request.config.schema, request.module, Reborn(layout["dp", "sp"])
     empty = take_place(module)
-    spread_blocks(schema, module, layout, opened)
     if isinstance(module, PipelineModule):
+        spread_stage(schema, module, layout, opened)
         agree_on_experts(module, layout)
         split = split_stage(schema, module, layout, opened)
     else:
+        spread_blocks(schema, module, layout, opened)
         split = split_model(schema, module, layout["tp"], opened, request.mpu)
     fill(module, empty, {**cuts_of(module, layout["tp"].rank), **cuts_of_experts(module)})
     return split

@@ -12,13 +12,13 @@ from torch import nn
 
 from deepspeed.config.expert import ExpertParallelConfig
 from deepspeed.config.schema import Schema
-from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import log_dist
 from deepspeed.moe.shared import compute_ahead
 from deepspeed.moe.stacked import SpreadStack, Stack, computes_by_flags, count_of_stack, kind_of, spread_stack
 from deepspeed.parallel import AxisGroup, ParallelLayout
 
-__all__ = ["Found", "find_experts", "spread_blocks"]
+__all__ = ["Found", "Opened", "find_experts", "spread_blocks"]
 
 _SWITCH = "expert_parallel.enabled"
 
@@ -43,7 +43,6 @@ def spread_blocks(schema: Schema, model: nn.Module, layout: ParallelLayout, open
     if not section.enabled:
         return
     tensor = layout["tp"]
-    _require_layout(layout)
     found = find_experts(model, section)
     groups = layout.experts(
         section.autoep_size, data_first=schema.use_data_before_expert_parallelism, fold_tp=tensor.size > 1
@@ -115,15 +114,6 @@ def _require_plain(path: str, module: nn.Module, count: int) -> None:
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.dim() and len(buffer) == count:
             _refuse(path, f"its buffer {name} has an entry for each expert, which nobody would keep up to date")
-
-
-def _require_layout(layout: ParallelLayout) -> None:
-    if layout["pp"].size > 1:
-        raise FeatureUnavailable(
-            f"{_SWITCH} is true on {layout['pp'].size} pipeline ranks: blocks of a model are spread over data-, "
-            "sequence- and tensor-parallel ranks only",
-            path=_SWITCH,
-        )
 
 
 def _refuse(path: str, why: str) -> NoReturn:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from deepspeed.config.schema import Schema
-from deepspeed.errors import DeepSpeedConfigError, LayoutError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError, UsageError
+from deepspeed.moe.auto import Opened as OpenedExperts
+from deepspeed.moe.auto import spread_blocks
 from deepspeed.moe.layer import MoE
 from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.topology import PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
@@ -17,7 +19,7 @@ from deepspeed.tensor_parallel.apply import Opened
 from deepspeed.tensor_parallel.build import is_split_model
 from deepspeed.zero.agreement import Hosts
 
-__all__ = ["agree_on_experts", "fit_grid", "split_stage"]
+__all__ = ["agree_on_experts", "fit_grid", "split_stage", "spread_stage"]
 
 _NAMES = {"sp": "sequence", "tp": "model"}
 """Axis → what a topology calls it."""
@@ -85,6 +87,21 @@ def split_stage(schema: Schema, module: PipelineModule, layout: ParallelLayout, 
             "tensor_parallel.partition_config.layer_specs, or leave autotp_size out"
         )
     return split if module.first else replace(split, check=None)
+
+
+def spread_stage(schema: Schema, module: PipelineModule, layout: ParallelLayout, opened: OpenedExperts) -> None:
+    """Spread the blocks of experts of this rank's stages as the config says; what fails on one is an error on all."""
+    if not schema.expert_parallel.enabled:
+        return
+    error: UsageError | None = None
+    try:
+        spread_blocks(schema, module, layout, opened)
+    except DeepSpeedError as caught:
+        error = UsageError(
+            f"{module.describe()}: {caught}. Every stage of a pipeline needs blocks of experts: cut the model at other "
+            "places (partition_method, schedule), or use fewer stages"
+        )
+    Accord(layout).end(error is not None, error, error)
 
 
 def agree_on_experts(module: PipelineModule, layout: ParallelLayout) -> None:
