@@ -11,7 +11,7 @@ __all__ = ["KINDS", "breakdown", "kind_of", "lines"]
 # the first pattern that is found in a kernel's name tells its kind
 _PATTERNS = (
     ("attention", r"flash|fmha|sdpa|attention|cudnn_generated.*(fort|sdpa)"),
-    ("optimizer", r"adam|multi_tensor|_update\b|lion|lamb"),
+    ("optimizer", r"adam|multi_tensor|_update\b|update_kernel|trust_kernel|lion|lamb(?!da)"),
     ("loss", r"cross_entropy|nll_loss|softmax|_losses"),
     ("products", r"gemm|cutlass|nvjet|cublas|xmma|splitK|matmul|_mm_"),
     ("copies and casts", r"copy|memcpy|memset|fill|CatArray|convert"),

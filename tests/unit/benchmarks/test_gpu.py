@@ -155,6 +155,8 @@ def test_bars_are_as_long_as_their_numbers():
         ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop", "attention"),
         ("void at::native::vectorized_elementwise_kernel<8, add>", "elementwise"),
         ("Memcpy DtoD (Device -> Device)", "copies and casts"),
+        ("void at::native::elementwise_kernel<128, 4, {lambda(int)#1}>", "elementwise"),
+        ("update_kernel", "optimizer"),
     ],
 )
 def test_kernels_are_sorted_by_their_names(kernel, kind):
