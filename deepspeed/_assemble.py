@@ -103,9 +103,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     spills = parameters_leave(schema, module, precision, layout["dp", "sp"])
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)
-    experts = spread_experts(module, layout, stack, data_first=schema.use_data_before_expert_parallelism)
-    if not isinstance(module, PipelineModule):  # a stage is no model
-        export_whole(module, experts, stack)
+    experts = _experts(request, layout, stack)
     lies_on = (lambda _: layout["dp", "sp"]) if experts is None else experts.lies_on
     replicate(module, lies_on, remote=remote)
     log_dist(f"precision: {precision.describe()}")
@@ -149,6 +147,15 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     )
     _complete(parts, request, stack)
     return PipelineEngine(parts) if isinstance(module, PipelineModule) else DeepSpeedEngine(parts)
+
+
+def _experts(request: Request, layout: ParallelLayout, stack: ExitStack) -> SpreadExperts | None:
+    """The experts of the model, each where it lies; None if it has none."""
+    first = request.config.schema.use_data_before_expert_parallelism
+    experts = spread_experts(request.module, layout, stack, data_first=first)
+    if not isinstance(request.module, PipelineModule):  # a stage is no model
+        export_whole(request.module, experts, stack)
+    return experts
 
 
 def _rehearsal(device: torch.device, precision: Precision, stack: ExitStack) -> Rehearsal | None:
