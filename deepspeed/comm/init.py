@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as td
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.host import keep_heap
 from deepspeed.comm import clouds
 from deepspeed.comm.attempt import kept_by_agent, store_of_agent
 from deepspeed.comm.discover import RankFacts, discover, from_arguments, mpi_found
@@ -61,6 +62,8 @@ def init_distributed(
     """
     if config is not None:
         COMMS_LOGGER.join(config)
+    if get_accelerator().device_name() == "cpu":
+        keep_heap()
     if is_initialized():
         return
     if dist_init_required is False:

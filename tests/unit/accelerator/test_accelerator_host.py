@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
 
 from deepspeed.accelerator.host import HostEvent, HostMemory, numa_nodes_with_cores
@@ -96,3 +101,34 @@ def test_an_event_that_was_not_recorded_is_named(which):
 def test_an_event_between_processes_is_refused():
     with pytest.raises(AcceleratorError, match="interprocess"):
         HostEvent(interprocess=True)
+
+
+STEPS = """
+import resource, sys, torch
+from deepspeed.accelerator.host import keep_heap
+if sys.argv[1] == "kept":
+    keep_heap()
+def step():
+    held = [torch.zeros(1 << 20) for _ in range(8)]  # 4 MiB each
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(10):
+    step()
+print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another malloc")
+def test_memory_that_steps_take_again_is_kept():
+    def faults(how, **variables):
+        env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
+        done = subprocess.run(
+            [sys.executable, "-c", STEPS, how], env=env, capture_output=True, text=True, check=True, timeout=120
+        )
+        return int(done.stdout.split()[-1])
+
+    pages = 10 * 8 * (4 << 20) // os.sysconf("SC_PAGE_SIZE")
+    assert faults("given back") > pages // 2, "without it malloc gives memory back: nothing is tested here"
+    assert faults("kept") < pages // 20, "pages were taken from the system again"
+    assert faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > pages // 2, "what the user sets does not count"
