@@ -71,9 +71,7 @@ class Afar:
         stay = None if any(turn.before for turn in turns) else can_stream(turns, optimizer, device)
         self._staying, others = [], list(turns)
         if stay is None:
-            self.bring_home()
-            for turn in turns:
-                turn.take_gradients()  # they may have come home, too
+            self._bring_home(turns)
         else:
             self._streamer = self._streamer or Streamer(device, 0 if self._defers else stay)
             self._staying, others = self._streamer.welcome(turns)
@@ -86,11 +84,16 @@ class Afar:
         else:
             self._run(others, optimizer, factor)
 
-    def bring_home(self) -> None:
-        """The device keeps no states; nothing is on its way."""
-        if self._streamer is not None:
-            self._streamer.leave()
-            self._streamer = None
+    def _bring_home(self, turns: Sequence[Turn]) -> None:
+        """The device keeps no states from now on, and no gradients."""
+        if self._streamer is None:
+            return
+        self._streamer.leave()
+        self._streamer = None
+        if self._defers:  # it kept none, and turns have other gradients than their pieces
+            return
+        for turn in turns:
+            turn.take_gradients()
 
     def settle(self) -> None:
         """Nothing is on its way any more."""
