@@ -48,9 +48,8 @@ def test_an_existing_group_is_adopted(clean_env):
 def test_the_backend_is_the_accelerators(clean_env, monkeypatch):
     from deepspeed.comm import init
 
-    monkeypatch.setattr(
-        init, "get_accelerator", lambda: types.SimpleNamespace(communication_backend_name=lambda: "gloo")
-    )
+    made = types.SimpleNamespace(communication_backend_name=lambda: "gloo", device_name=lambda: "other")
+    monkeypatch.setattr(init, "get_accelerator", lambda: made)
     comm.init_deepspeed_backend(None, None, None)
     try:
         assert td.get_backend() == "gloo"
