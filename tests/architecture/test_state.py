@@ -34,6 +34,7 @@ PROGRAMS = ("__main__", "_bare")  # importing one runs it
 
 # folder::function → what is remembered for the rest of the process
 MEMOS = {
+    "accelerator::keep_heap": "that malloc was shown a large block",
     "checkpoint::_machine": "how a pattern of a universal checkpoint is matched",
     "checkpoint::works": "whether this torch hands over memory as it is",
     "config::_defaults": "the value of every key that is not given",
