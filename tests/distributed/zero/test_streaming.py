@@ -93,6 +93,14 @@ def values(engine):
     ]
 
 
+def without_help(device, between=lambda engine, place: None, **options):
+    """What training gives where the host updates everything."""
+    device.stay = None
+    engine = engine_of(**options)
+    train(engine, between=between)
+    return values(engine)
+
+
 def same(ours, theirs):
     assert len(ours) == len(theirs), "as many tensors"
     for one, other in zip(ours, theirs, strict=True):
@@ -112,10 +120,7 @@ def same(ours, theirs):
 @ranks(1)
 def test_numbers_do_not_depend_on_who_updates(stay, options):
     with pretended_device() as device:
-        device.stay = None
-        plain = engine_of(**options)
-        train(plain)
-        expected = values(plain)
+        expected = without_help(device, **options)
         device.stay = stay
         helped = engine_of(**options)
         train(helped)
@@ -168,10 +173,7 @@ def test_who_reads_or_writes_between_steps_sees_the_newest(stay):
                     for param in engine.module.parameters():
                         param.mul_(0.9)
 
-        device.stay = None
-        plain = engine_of()
-        train(plain, between=meddle)
-        expected = values(plain)
+        expected = without_help(device, between=meddle)
         device.stay = stay
         helped = engine_of()
         train(helped, between=meddle)
@@ -185,10 +187,7 @@ def test_a_device_that_stops_helping_gives_everything_back():
         def stop(engine, place):
             device.stay = 99 if place in (0, 1, 4) else None
 
-        device.stay = None
-        plain = engine_of()
-        train(plain)
-        expected = values(plain)
+        expected = without_help(device)
         device.stay = 99
         helped = engine_of()
         train(helped, between=stop)
