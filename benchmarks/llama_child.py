@@ -47,10 +47,12 @@ SHAPES = {
     "3b": (3072, 28, 8192, 24, 8, 32000, 4096, 8),  # 3.0B parameters, with activation checkpointing
     "8b": (4096, 32, 14336, 32, 8, 128256, 4096, 4),  # 8.0B parameters, with activation checkpointing
     "7b": (4096, 32, 12288, 32, 32, 32000, 1024, 1),  # 7.2B parameters; of gpu_scale.py
+    "20b": (6144, 50, 16384, 48, 8, 32000, 4096, 1),  # 19.9B and 32.0B parameters; of gpu_largest.py
+    "32b": (5120, 65, 27648, 40, 8, 32000, 4096, 1),
     "two-ranks": (512, 8, 1536, 8, 4, 8192, 256, 2),
     "tiny": (64, 2, 128, 4, 2, 256, 32, 2),
 }
-CHECKPOINTED = ("3b", "8b")
+CHECKPOINTED = ("3b", "8b", "20b", "32b")
 
 
 @dataclass(frozen=True)

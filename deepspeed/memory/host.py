@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import weakref
 
 import torch
@@ -15,6 +17,7 @@ __all__ = ["Slabs", "host_empty"]
 _ALIGNMENT = 64
 _PAGE = 4096
 _SLAB = 64 << 20
+_HUGE = 2 << 20  # bytes of a huge page
 
 
 def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
@@ -26,10 +29,20 @@ def host_empty(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     """
     size = numel * dtype.itemsize
     room = torch.empty(size + _PAGE, dtype=torch.uint8)
+    _advise(room)
     if pinned and numel and get_accelerator().device_name() == "cuda":
+        room.fill_(0)  # pages that threads have touched are locked several times as fast as others
         _register(room)
     start = -room.data_ptr() % _PAGE
     return room[start : start + size].view(dtype)
+
+
+def _advise(memory: Tensor) -> None:
+    """Ask for huge pages: an update goes through gigabytes in several places at once, and looks each page up."""
+    start = -(-memory.data_ptr() // _HUGE) * _HUGE
+    size = (memory.data_ptr() + memory.nbytes) // _HUGE * _HUGE - start
+    if size > 0 and hasattr(mmap, "MADV_HUGEPAGE"):  # where the system has none, nothing changes
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 def _register(memory: Tensor) -> None:

@@ -68,9 +68,6 @@ class MomentKeeper(torch.optim.Optimizer):
     moment_bits: int | None = None
     """8, 16 or 32 bits of a moment, before anything else decides; None leaves it to `state_dtype`."""
 
-    codes_anywhere: ClassVar[bool] = False
-    """Moments in 8 bits are codes on a device, too; else they are float32 there."""
-
     new_state: Callable[[Tensor, torch.dtype, str], Tensor] | None = None
     """Gives a parameter's new state tensor, by dtype and name in `state_layout`: zeros in memory of the caller's."""
 
@@ -147,9 +144,7 @@ class MomentKeeper(torch.optim.Optimizer):
 
     def _state_dtype(self, param: Tensor) -> torch.dtype:
         if self.moment_bits is not None:
-            # on a device, where an engine keeps a few, rules for host memory compute with the moments themselves
-            wide_here = self.moment_bits == 8 and not self.codes_anywhere and param.device.type != "cpu"
-            return torch.float32 if wide_here else _HELD_IN[self.moment_bits]
+            return _HELD_IN[self.moment_bits]
         if self.state_dtype is not None:
             return self.state_dtype
         return wide(param.dtype) if self.fp32_optimizer_states else param.dtype

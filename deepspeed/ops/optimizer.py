@@ -78,7 +78,7 @@ class BatchOptimizer(MomentKeeper):
 
     def takes_one_pass(self, device: torch.device) -> bool:
         """True if steps over parameters on `device` take `one_pass`; the same on all ranks, whatever each holds."""
-        return self.cpu_only and device.type == "cpu"
+        return self.cpu_only and (device.type == "cpu" or self.mixed)
 
     conditions: Conditions | None = None
     """Under which the next steps are taken; set and cleared by whoever takes them."""
@@ -157,7 +157,7 @@ class BatchOptimizer(MomentKeeper):
                     )
 
     def _check_one_pass(self, one_pass: OnePass, param: Tensor) -> None:
-        if not self.takes_one_pass(param.device) and not self.mixed:
+        if not self.takes_one_pass(param.device):
             raise UsageError(
                 f"{type(self).__name__} has a one_pass, which it does not take for parameters on {param.device}; clear "
                 "it, or use the DeepSpeedCPU class of the same name for parameters in host memory"

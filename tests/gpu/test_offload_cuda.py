@@ -81,12 +81,13 @@ class Tower(nn.Module):
         return x.float().square().mean()
 
 
-def peak_of(zero, width=2048, depth=8):
+def peak_of(zero, width=2048, depth=8, memory=None, **params):
     """Bytes per parameter at the peak of three steps."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, **params}},
+        "memory": memory or {},
         "zero_optimization": {"stage3_param_persistence_threshold": 0, "reduce_bucket_size": width * width, **zero},
     }
     torch.manual_seed(0)
@@ -109,6 +110,16 @@ def test_the_device_holds_less(monkeypatch):
     assert peak_of({"stage": 2}) > 14  # weights, gradients, masters, moments
     assert peak_of({"stage": 2, **OPTIMIZER}) < 8  # weights and a few buckets
     assert peak_of({"stage": 3, **BOTH}) < 4  # a few layers of eight
+
+
+@pytest.mark.parametrize(("bits", "each"), [(32, 14), (8, 8)])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_budgets_hold_at_the_peak(monkeypatch, stage, bits, each):
+    monkeypatch.setattr("deepspeed.zero.states.afar.can_stream", lambda *_: None)
+    width, depth = 2048, 16
+    budget = 2 + each / 2  # weights, and half of masters, moments and gradients
+    peak = peak_of({"stage": stage}, width, depth, {"device": int(budget * width**2 * depth)}, moment_bits=bits)
+    assert peak < budget + 1.2, f"{peak:.2f} bytes per parameter; planned were {budget:.2f}, beside a few buckets"
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

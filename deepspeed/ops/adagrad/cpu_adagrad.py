@@ -50,7 +50,6 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
         return self._step(closure)
 
     def _apply(self, group: Group, batch: Batch) -> None:
-        step = (
-            cpu_adagrad_ if batch.params[0].device.type == "cpu" else adagrad_
-        )  # an engine may keep some on its device
+        # an engine may keep some on its device
+        step = cpu_adagrad_ if batch.params[0].device.type == "cpu" else adagrad_
         step(batch, AdagradRule.of(group))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_reference
-from deepspeed.ops.batch_rule import BatchRule
+from deepspeed.ops.adagrad.rule import ADAGRAD, AdagradRule
 from deepspeed.ops.host_update import register
 from deepspeed.ops.optimizer import Batch
 from deepspeed.ops.registry import op
@@ -16,12 +15,4 @@ def cpu_adagrad_(batch: Batch, rule: AdagradRule) -> None:
     op("cpu_adagrad")(batch, rule)
 
 
-def _numbers(batch: Batch, rule: AdagradRule) -> tuple[float, ...]:
-    return (rule.weight_decay, rule.lr, rule.eps)
-
-
-register(
-    BatchRule(
-        "adagrad", oracle=adagrad_reference, signed=(False,), arguments=lambda batch, rule: (rule,), numbers=_numbers
-    )
-)
+register(ADAGRAD)

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.ops.batch_rule import BatchRule, update_by_torch
 from deepspeed.ops.capability import Capability, Verdict
 from deepspeed.ops.optimizer import Batch, TensorLists, contiguous, wide, widely
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["AdagradRule", "adagrad_", "adagrad_reference"]
+__all__ = ["ADAGRAD", "AdagradRule", "adagrad_", "adagrad_reference"]
 
 Tensors = list[Tensor]
 Kernel = Callable[[Tensors, Tensors, Tensors, "AdagradRule"], None]
@@ -37,8 +38,8 @@ class AdagradRule:
 
 
 def adagrad_(batch: Batch, rule: AdagradRule) -> None:
-    """Update parameters and the sums of squares (exp_avg_sq) in place."""
-    op("adagrad")(batch.params, batch.grads, *batch.moments, rule)
+    """Update parameters and the sums of squares (exp_avg_sq) in place, wherever they are."""
+    update_by_torch(ADAGRAD, batch, rule, op("adagrad"))
 
 
 @reference("adagrad")
@@ -52,6 +53,16 @@ def adagrad_reference(params: Tensors, grads: Tensors, sums: Tensors, rule: Adag
         v = v + g * g
         param.copy_(p - rule.lr * g / (v.sqrt() + rule.eps))
         total.copy_(v)
+
+
+def _numbers(batch: Batch, rule: AdagradRule) -> tuple[float, ...]:
+    return (rule.weight_decay, rule.lr, rule.eps)
+
+
+ADAGRAD = BatchRule(
+    "adagrad", oracle=adagrad_reference, signed=(False,), arguments=lambda batch, rule: (rule,), numbers=_numbers
+)
+"""Adagrad for whole batches."""
 
 
 @torch.no_grad()

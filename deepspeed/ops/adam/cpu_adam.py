@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.adam.host import cpu_adam_
-from deepspeed.ops.adam.rule import AdamRule, adam_
+from deepspeed.ops.adam.one_pass import adam_one_pass_
+from deepspeed.ops.adam.rule import AdamRule
 from deepspeed.ops.moments import moment_width
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, evaluate
 from deepspeed.ops.registry import op
@@ -128,7 +129,8 @@ class DeepSpeedCPUAdam(BatchOptimizer):
         return self.param_groups[index]
 
     def _apply(self, group: Group, batch: Batch) -> None:
-        step = cpu_adam_ if batch.params[0].device.type == "cpu" else adam_  # an engine may keep some on its device
+        # an engine may keep some on its device
+        step = cpu_adam_ if batch.params[0].device.type == "cpu" else adam_one_pass_
         step(batch, AdamRule.of(group, decoupled=self.adam_w_mode))
 
 

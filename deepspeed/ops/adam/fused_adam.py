@@ -22,7 +22,6 @@ class FusedAdam(BatchOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "set_grad_none")
-    codes_anywhere: ClassVar[bool] = True
 
     def __init__(
         self,

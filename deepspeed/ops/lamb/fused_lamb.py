@@ -25,7 +25,6 @@ class FusedLamb(BatchOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     settings: ClassVar[tuple[str, ...]] = ("eps_inside_sqrt",)
-    codes_anywhere: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from deepspeed.ops.lion.host import cpu_lion_
-from deepspeed.ops.lion.rule import LionRule, lion_
+from deepspeed.ops.lion.one_pass import lion_one_pass_
+from deepspeed.ops.lion.rule import LionRule
 from deepspeed.ops.moments import moment_width
 from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters
 from deepspeed.ops.registry import op
@@ -47,5 +48,6 @@ class DeepSpeedCPULion(BatchOptimizer):
         return self._step(closure)
 
     def _apply(self, group: Group, batch: Batch) -> None:
-        step = cpu_lion_ if batch.params[0].device.type == "cpu" else lion_  # an engine may keep some on its device
+        # an engine may keep some on its device
+        step = cpu_lion_ if batch.params[0].device.type == "cpu" else lion_one_pass_
         step(batch, LionRule.of(group))

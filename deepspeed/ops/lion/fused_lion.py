@@ -22,7 +22,6 @@ class FusedLion(BatchOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
     settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
-    codes_anywhere: ClassVar[bool] = True
 
     def __init__(
         self,

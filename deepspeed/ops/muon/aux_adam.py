@@ -36,7 +36,6 @@ class MuonWithAuxAdam(BatchOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", *_ADAM_MOMENTS)
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "_adam")
-    codes_anywhere: ClassVar[bool] = True
 
     whole: Whole | None = None
     """Set where the parameters of the Muon half are fragments of matrices."""

@@ -24,7 +24,6 @@ class SingleDeviceMuon(BatchOptimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    codes_anywhere: ClassVar[bool] = True
 
     whole: Whole | None = None
     """Set where the parameters are fragments of matrices."""

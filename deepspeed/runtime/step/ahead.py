@@ -11,7 +11,7 @@ from torch.optim import Adam, Optimizer
 from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.optimizer import BatchOptimizer
 
-__all__ = ["in_one_pass", "steps_ahead", "take_back", "under"]
+__all__ = ["in_one_pass", "reads_narrow", "steps_ahead", "take_back", "under"]
 
 
 def steps_ahead(optimizer: Optimizer, device: torch.device) -> bool:
@@ -24,7 +24,12 @@ def steps_ahead(optimizer: Optimizer, device: torch.device) -> bool:
 
 def in_one_pass(optimizer: Optimizer, device: torch.device) -> bool:
     """True if such a step reads gradients as they arrived, and writes what the model computes with."""
-    return isinstance(optimizer, BatchOptimizer) and not optimizer.cpu_only and optimizer.takes_one_pass(device)
+    return reads_narrow(optimizer, device) and not getattr(optimizer, "cpu_only", False)
+
+
+def reads_narrow(optimizer: Optimizer, device: torch.device) -> bool:
+    """The same of a step that is taken when the norm is known, also by an optimizer for host memory."""
+    return isinstance(optimizer, BatchOptimizer) and optimizer.takes_one_pass(device)
 
 
 @contextmanager

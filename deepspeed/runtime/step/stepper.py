@@ -14,7 +14,7 @@ from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.multi_tensor import scale_
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.backward import Backward, Reducer, Updates
-from deepspeed.runtime.step.ahead import in_one_pass, steps_ahead, take_back, under
+from deepspeed.runtime.step.ahead import in_one_pass, reads_narrow, steps_ahead, take_back, under
 from deepspeed.runtime.step.scalar import ScalarOnHost
 from deepspeed.zero.states.lookup import Owner
 from deepspeed.zero.states.norm import clip_coefficient
@@ -72,7 +72,9 @@ class Stepper:
             return Outcome(False, None, self.scale.value, self.scale.value, empty=True)
         device = self.states.device
         ahead = not self.states.away and steps_ahead(self.optimizer, device)
-        one_pass = ahead and in_one_pass(self.optimizer, device) and self.states.in_place
+        # where states are in several tiers, what stays on the device must not take more there than was planned
+        narrow = bool(self.states.away) and self.states.deferral is None and reads_narrow(self.optimizer, device)
+        one_pass = (narrow or (ahead and in_one_pass(self.optimizer, device))) and self.states.in_place
         self.states.take_gradients(narrow=one_pass)
         norm = self.states.measure()
         if self.backward.unit != 1.0:
@@ -84,8 +86,9 @@ class Stepper:
         known = self._known(norm)
         overflow = self.check_overflow and known is not None and not math.isfinite(known)
         if not overflow:
-            self._prepare([grad for _, grad in self.states.gradients()], norm, known)
-            self.states.update(self.optimizer, self._factor(known) if self.states.away else 1.0)
+            if not one_pass:
+                self._prepare([grad for _, grad in self.states.gradients()], norm, known)
+            self.states.update(self.optimizer, self._factor(known) if self.states.away else 1.0, one_pass=one_pass)
         return self._finished(norm, known, overflow, before)
 
     def _finished(self, norm: Tensor, known: float | None, overflow: bool, before: float) -> Outcome:

@@ -19,8 +19,8 @@ GroupOf = Callable[[Piece], ShardGroup]
 """The group that a piece belongs to."""
 
 
-def one_pass_over(pieces: Sequence[Piece], group_of: GroupOf) -> OnePass:
-    """Gradients that were not cast, and where the model reads what the optimizer writes."""
+def one_pass_over(pieces: Sequence[Piece], group_of: GroupOf, factor: float = 1.0) -> OnePass:
+    """Gradients that were not cast, times `factor`, and where the model reads what the optimizer writes."""
     grads: dict[Tensor, Tensor] = {}
     outs: dict[Tensor, Tensor] = {}
     for piece in pieces:
@@ -29,7 +29,7 @@ def one_pass_over(pieces: Sequence[Piece], group_of: GroupOf) -> OnePass:
             grads[piece.master] = grad
         if piece.separate:
             outs[piece.master] = piece.source
-    return OnePass(1.0, grads, outs)
+    return OnePass(factor, grads, outs)
 
 
 @torch.no_grad()

@@ -144,9 +144,12 @@ class States:
 
     @property
     def in_place(self) -> bool:
-        """True if who updates a master can write the model's weights beside it: both are on one device."""
-        pieces = (piece for group in self.groups for piece in group.pieces)
-        return all(piece.master.device == piece.source.device for piece in pieces)
+        """True if who updates a master at home can write the model's weights beside it: both are on one device."""
+        return all(piece.master.device == piece.source.device for piece in self._at_home())
+
+    def _at_home(self) -> Iterator[Piece]:
+        """Pieces whose states live where the parameter does."""
+        return (piece for group in self.groups for piece in group.pieces if not piece.away)
 
     @property
     def device(self) -> torch.device:
@@ -187,8 +190,8 @@ class States:
         In `one_pass` it reads narrow gradients and writes what the model computes with itself.
 
         On a device with all states at home there is one tile, unless temporary memory has to be bounded. Gradients
-        that left the device are multiplied by `factor`; those that did not have been already. Tiles that live away
-        may be updated while the caller goes on: see [Note: a step of the host].
+        that left the device are multiplied by `factor`; those that did not have been already, but in one pass. Tiles
+        that live away may be updated while the caller goes on: see [Note: a step of the host].
         """
         everything = [options["params"] for options in optimizer.param_groups]
         tiles = tile(optimizer, self.away, self._pace.tile)
@@ -196,22 +199,14 @@ class States:
         late = self._pace.late and tiles_well(optimizer) and all(self._can_wait(group) for group in self.groups)
         try:
             # without parameters it steps, too: schedules and hooks look at that
-            if one_pass:
-                everyone = [piece for group in self.groups for piece in group.pieces]
-                optimizer.one_pass = one_pass_over(everyone, self.group_of)  # type: ignore[attr-defined]
-            for each in [each for each in tiles if not each.away] or [empty_tile(optimizer)] * late:
-                choose(optimizer, each)
-                optimizer.step()
-            for group in self.groups if not one_pass else ():
-                group.round()
+            here = [each for each in tiles if not each.away] or [empty_tile(optimizer)] * late
+            self._update_here(here, optimizer, factor, one_pass=one_pass)
             turns = [Turn(each) for each in there]
             if self.deferral is not None:
                 self.deferral.direct(turns, factor)
             if turns:
                 self._afar.begin(turns, optimizer, factor, late=late)
         finally:
-            if one_pass:
-                optimizer.one_pass = None  # type: ignore[attr-defined]
             for options, chosen in zip(optimizer.param_groups, everything, strict=True):
                 options["params"] = chosen
         if late:
@@ -221,6 +216,20 @@ class States:
             self._afar.settle()
         for group in self.groups:
             group.spread()
+
+    def _update_here(self, tiles: Sequence[Tile], optimizer: Optimizer, factor: float, *, one_pass: bool) -> None:
+        """Update tiles on the device."""
+        try:
+            if one_pass:
+                optimizer.one_pass = one_pass_over(list(self._at_home()), self.group_of, factor)  # type: ignore[attr-defined]
+            for each in tiles:
+                choose(optimizer, each)
+                optimizer.step()
+        finally:
+            if one_pass:
+                optimizer.one_pass = None  # type: ignore[attr-defined]
+        for group in self.groups if not one_pass else ():
+            group.round()
 
     def group_of(self, piece: Piece) -> ShardGroup:
         """The group that a piece belongs to."""

@@ -143,6 +143,25 @@ def test_what_the_table_says_is_where_things_are(stage, tmp_path):
             assert told[tier.value, "parameters"] == count
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks(1)
+def test_a_step_takes_no_more_of_the_device_than_was_planned(stage):
+    engine = build(stage, {"device": 2 * ELEMENTS + 14 * ELEMENTS // 2})
+    optimizer, seen = engine._parts.states._optimizer, []
+    step = optimizer.step
+
+    def watched():
+        for group in engine._parts.states.groups:
+            here = [piece for piece in group.pieces if not piece.away]
+            seen.extend((piece.gradient.dtype, piece.master.grad) for piece in here if piece.gradient is not None)
+        return step()
+
+    optimizer.step = watched
+    train(engine, steps=1)
+    assert len(seen) >= LAYERS // 3, "the gradients of what stays on the device"
+    assert set(seen) == {(torch.bfloat16, None)}, "a gradient was copied to float32, for which there is no budget"
+
+
 @ranks(2)
 def test_checkpoints_cross_budgets(tmp_path):
     first = build(2, {"device": 2 * ELEMENTS + 8 * LAYER})

@@ -103,3 +103,11 @@ def test_rounding_to_nearest_would_not_do(monkeypatch):
         found.forget()
     _, wide = losses(DeepSpeedCPUAdagrad, 32, seed=1)
     assert abs(nearest - wide) > 0.01 * wide
+
+
+@pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, DeepSpeedCPULion, DeepSpeedCPUAdagrad])
+def test_codes_stay_codes_on_a_device(kind):
+    optimizer = kind([nn.Parameter(torch.zeros(4))], moment_bits=8)
+    layout = optimizer.state_layout(torch.empty(64, 64, device="meta"))
+    held = sum(dtype.itemsize * numel for _, dtype, numel in layout)
+    assert held < 1.1 * 64 * 64 * len(optimizer.moments), f"{held} bytes of {len(optimizer.moments)} moments of a byte"
