@@ -33,7 +33,7 @@ from deepspeed.zero.states.turn import Turn, Turns
 __all__ = ["Afar", "in_one_pass"]
 
 _ALIGNMENT = 64  # bytes; where the weights of a piece begin in a buffer
-_BUFFERS = 4  # through which weights return: the bus may be busy with other tiles for a while
+_BUFFERS = 8  # through which weights return: the bus may be busy with other tiles for a while
 
 
 def in_one_pass(optimizer: Optimizer) -> bool:
@@ -216,8 +216,12 @@ class Afar:
     def _send(self, turn: Turn, outs: Sequence[Tensor]) -> None:
         if self._beside is None or not turn.pieces or outs[0] is turn.pieces[0].source:
             return
+        sources = [piece.source for piece in turn.pieces]
+        if self._streamer is not None:
+            self._events[-1] = turn.sent = self._streamer.carry(sources, outs)
+            return
         with self._beside.again():
-            torch._foreach_copy_([piece.source for piece in turn.pieces], list(outs), non_blocking=True)
+            torch._foreach_copy_(sources, list(outs), non_blocking=True)
             self._events[-1] = turn.sent = self._beside.record()
 
 

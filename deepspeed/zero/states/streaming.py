@@ -115,7 +115,19 @@ class Streamer:
 
     def begin(self) -> None:
         """What is queued now may still use the parameters that are about to be written."""
-        self._works.wait_stream(get_accelerator().current_stream())
+        for stream in (self._works, self._comes):
+            stream.wait_stream(get_accelerator().current_stream())
+
+    @torch.no_grad()
+    def carry(self, sources: Sequence[Tensor], values: Sequence[Tensor]) -> Any:
+        """Queue weights that the host has updated to where they are used; returns the event behind that.
+
+        They take their turn among the tiles that come: on a stream of their own they would wait for the bus until no
+        tile comes any more, and the host for a buffer that is free.
+        """
+        with get_accelerator().stream(self._comes):
+            torch._foreach_copy_(list(sources), list(values), non_blocking=True)
+            return _event(self._comes)
 
     def ready(self) -> None:
         """Wait until another tile may be taken: the host must not take more than the bus can carry."""
