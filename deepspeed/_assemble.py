@@ -249,7 +249,7 @@ def _split(request: Request, layout: ParallelLayout) -> SplitModel:
     else:
         spread_blocks(schema, module, layout, opened)
         split = split_model(schema, module, layout["tp"], opened, request.mpu)
-    fill(module, empty, {**cuts_of(module, layout["tp"].rank), **cuts_of_experts(module)})
+    fill(module, empty, cuts_of_experts(module), cuts_of(module, layout["tp"].rank))
     return split
 
 

@@ -7,7 +7,7 @@ any others, and `fill` reads what is left of them on this rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -26,8 +26,11 @@ __all__ = ["Cuts", "Empty", "Reading", "fill", "read_parts", "take_place", "valu
 Empty = dict[nn.Parameter, list[str]]
 """Parameters that wait for values, with their names in the model."""
 
-Cuts = Mapping[str, tuple[Split, int]]
-"""Names of parameters of which this rank has a part → how they are cut, and which part it is."""
+Cut = tuple[Split, int]
+"""How a parameter is cut, and which part this rank has."""
+
+Cuts = Mapping[str, Cut]
+"""By the names of parameters."""
 
 _WAITS = "_waits_for_values"
 _INDEX, _ALONE = "model.safetensors.index.json", "model.safetensors"
@@ -78,15 +81,18 @@ def take_place(model: nn.Module) -> Empty:
     return empty
 
 
-def fill(model: nn.Module, empty: Empty, cuts: Cuts) -> None:
-    """Give parameters that wait for values, and buffers, those of the folder, as far as this rank holds them."""
+def fill(model: nn.Module, empty: Empty, *cuts: Cuts) -> None:
+    """Give parameters that wait for values, and buffers, those of the folder, as far as this rank holds them.
+
+    A parameter may have been cut several times, in the order of `cuts`.
+    """
     if empty:
-        read = read_parts(model, empty, _folders[model], cuts)
+        read = read_parts(model, empty, _folders[model], *cuts)
         log_dist(f"{_folders[model]}: {read.bytes} bytes of {len(read.tensors)} tensors were read for this rank")
 
 
 @torch.no_grad()
-def read_parts(model: nn.Module, empty: Empty, folder: Path, cuts: Cuts) -> Reading:
+def read_parts(model: nn.Module, empty: Empty, folder: Path, *cuts: Cuts) -> Reading:
     """Read this rank's part of parameters.
 
     Names are those of the model's state dict, or those that Transformers makes them of; a tied parameter is found by
@@ -97,7 +103,7 @@ def read_parts(model: nn.Module, empty: Empty, folder: Path, cuts: Cuts) -> Read
         name = next((each for each in known if each in found), None)
         if name is None:
             raise UsageError(f"{folder} has no tensor {' or '.join(known)}, which the model needs")
-        part = _part(name, found[name], cuts.get(name), param, read)
+        part = _part(name, found[name], [each[name] for each in cuts if name in each], param, read)
         param.data = torch.empty(part.shape, dtype=param.dtype).copy_(part)
         param.__dict__.pop(_WAITS, None)
     for name, buffer in model.named_buffers():
@@ -108,20 +114,21 @@ def read_parts(model: nn.Module, empty: Empty, folder: Path, cuts: Cuts) -> Read
     return read
 
 
-def _part(name: str, stored: Stored, cut: tuple[Split, int] | None, param: nn.Parameter, read: Reading) -> Tensor:
+def _part(name: str, stored: Stored, cuts: Sequence[Cut], param: nn.Parameter, read: Reading) -> Tensor:
     """This rank's part of what is stored; only that is touched where it lies apart."""
-    if cut is None:
-        _require_shape(name, stored, tuple(param.shape))
-        return read.note(stored, stored.whole())
-    split, place = cut
-    _require_shape(name, stored, split.whole_shape(param.shape))
-    if split.dim == 0 and stored.apart:
+    shape = tuple(param.shape)
+    for split, _ in reversed(cuts):
+        shape = split.whole_shape(shape)
+    _require_shape(name, stored, shape)
+    if cuts and cuts[0][0].dim == 0 and stored.apart:
+        split, place = cuts[0]
         stored = stored.only([number for start, stop in split.parts[place] for number in range(start, stop)])
-        return read.note(stored, stored.whole())
-    if stored.made:  # of several tensors, which are read to make it
-        read.note(stored, stored.whole())
-        return split.cut(stored.whole(), place)
-    return read.note(stored, split.cut(stored.whole(), place))
+        cuts = cuts[1:]
+    part = whole = stored.whole()
+    for split, place in cuts:
+        part = split.cut(part, place)
+    read.note(stored, whole if stored.made else part)  # what is made of several tensors takes all of them
+    return part
 
 
 def _require_shape(name: str, stored: Stored, expected: tuple[int, ...]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.fragments import Split
+from deepspeed.parallel.cut import cut_of
 from deepspeed.parallel.regions import Peers
 from deepspeed.tensor_parallel.attention import tell_share
 from deepspeed.tensor_parallel.changes import Change
@@ -79,8 +80,8 @@ def counted_elsewhere(model: nn.Module, rank: int) -> frozenset[int]:
     """Ids of the parameters of which this rank holds a copy, and another one counts its gradient in the norm."""
     found: set[int] = set()
     for module in model.modules():
-        share = getattr(module, "share", None)
-        if isinstance(share, Share):
+        share = cut_of(module)
+        if share is not None:
             held = {name: split for name, split in share.splits.items() if split.first_holder(rank) != rank}
             found.update(id(module._parameters[name]) for name in held)
     return frozenset(found)
@@ -134,8 +135,8 @@ def _draw_apart(module: nn.Module, plan: Plan, draws: Draws) -> None:
 
 def _named_splits(model: nn.Module) -> Iterator[tuple[str, Split]]:
     for path, module in model.named_modules():
-        share = getattr(module, "share", None)
-        if isinstance(share, Share):
+        share = cut_of(module)
+        if share is not None:
             yield from ((f"{path}.{name}" if path else name, split) for name, split in share.splits.items())
 
 

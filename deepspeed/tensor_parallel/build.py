@@ -20,6 +20,7 @@ from deepspeed.tensor_parallel.dividing import Entrances, divide_sequences
 from deepspeed.tensor_parallel.draws import same_generators
 from deepspeed.tensor_parallel.hf_plan import model_plan, of_plan
 from deepspeed.tensor_parallel.inputs import InputCheck
+from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.loss import TileLoss, split_loss
 from deepspeed.tensor_parallel.model_init import asked_size, check_asked
 from deepspeed.tensor_parallel.plan import Plan, plan, require_split
@@ -115,7 +116,7 @@ def find_rules(section: TPTrainingConfig, model: nn.Module) -> Rules:
 
 def is_split_model(model: nn.Module) -> bool:
     """Whether some layer of it is split already."""
-    return any(getattr(module, "share", None) is not None for module in model.modules())
+    return any(share_of(module) is not None for module in model.modules())
 
 
 def _tell_nodes(axis: AxisGroup) -> None:

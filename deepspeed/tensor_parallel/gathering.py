@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.fragments import Split
+from deepspeed.parallel.cut import cut_of
 from deepspeed.parallel.regions import Peers
 from deepspeed.tensor_parallel.apply import splits_of
-from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.regions import joined
 
 __all__ = ["cut_state", "whole_of", "whole_parameters"]
@@ -25,7 +25,7 @@ def whole_of(part: Tensor, split: Split, axis: Peers) -> Tensor:
 
 def whole_parameters(module: nn.Module) -> dict[int, Tensor]:
     """The whole values of a layer's own split parameters, by id; all ranks call this, empty for any other layer."""
-    share = share_of(module)
+    share = cut_of(module)
     if share is None:
         return {}
     found = {}

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepspeed.fragments import Split
-from deepspeed.parallel.regions import Peers
+from deepspeed.parallel.cut import Cut
 from deepspeed.tensor_parallel import regions
 from deepspeed.tensor_parallel.overlap import Gate, overlapped_sum
 from deepspeed.tensor_parallel.sequence import Sequence
@@ -25,12 +24,9 @@ __all__ = ["ColumnParallel", "ExpertsParallel", "RowParallel", "Share", "Vocabul
 
 
 @dataclass
-class Share:
+class Share(Cut):
     """What a split layer knows of the others."""
 
-    axis: Peers
-    splits: dict[str, Split]
-    """How each of the layer's own parameters is cut, by its name in the layer."""
     sizes: tuple[int, ...]
     """Of the split dim of the activation, by rank."""
     entrance: regions.Entrance
@@ -53,9 +49,6 @@ class Share:
         self.entrance.forget()
         if self.gate is not None:
             self.gate.forget()
-
-    def __deepcopy__(self, _: Any) -> Share:
-        return self  # groups of processes are not copied
 
 
 class _Shared(nn.Module):

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.parallel.cut import cut_of
 from deepspeed.tensor_parallel.apply import splits_of
 from deepspeed.tensor_parallel.gathering import whole_of
-from deepspeed.tensor_parallel.layers import share_of
 
 __all__ = ["GatherReplacedLayerParams", "collect_autotp_universal_checkpoint_info"]
 
@@ -27,7 +27,7 @@ class GatherReplacedLayerParams:
         wanted = {id(each) for each in ([params] if isinstance(params, Tensor) else params)}
         self._found: dict[int, tuple[Tensor, Any, Any]] = {}
         for layer in module.modules() if enabled else ():
-            share = share_of(layer)
+            share = cut_of(layer)
             for name, split in {} if share is None else share.splits.items():
                 param = layer._parameters.get(name)
                 if param is not None and id(param) in wanted:
