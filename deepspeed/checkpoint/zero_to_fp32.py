@@ -508,6 +508,8 @@ def _add_experts(
     for name, count in spread.slices.items():
         before, _, last = name.rpartition(".")
         parts = [found.tensors.pop(f"{before}.deepspeed_experts.{part}.{last}", None) for part in range(count)]
+        if exclude_frozen and all(part is None for part in parts):
+            continue
         if not parts or any(part is None or not part.shape or part.shape != parts[0].shape for part in parts):
             raise ValueError(f"{spread.folder}: {name} lies in {count} slices, of which some are not there")
         shape = torch.Size((len(parts) * parts[0].shape[0], *parts[0].shape[1:]))

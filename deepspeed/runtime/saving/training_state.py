@@ -182,7 +182,7 @@ def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> Training
         own_buffers={name: module[name] for name in buffers} if run.own_buffers else None,
         client_state=run.client_state,
         ds_config=without_secrets(parts.config.loaded.raw),
-        experts=_experts(parts),
+        experts=_experts(parts, module),
         shares=axis.rank == 0 or (schema.checkpoint.use_node_local_storage and parts.local_rank == 0),
     )
 
@@ -195,7 +195,8 @@ def splits_in_files(parts: Parts) -> dict[str, Split]:
     return {parts.name_of(name): split for name, split in both.items()}
 
 
-def _experts(parts: Parts) -> Experts | None:
+def _experts(parts: Parts, module: Mapping[str, Tensor]) -> Experts | None:
+    """The experts of the model, as far as `module` has them."""
     experts = parts.experts
     if experts is None:
         return None
@@ -204,7 +205,8 @@ def _experts(parts: Parts) -> Experts | None:
     first = experts.most.edp.rank == 0 or (tensor > 1 and parts.layout["dp", "sp"].rank == 0)
     sizes = {layer.listed: layer.groups.ep.size for layer in experts.layers}
     part = experts.most.ep.rank
-    return Experts(experts.numbers, experts.data_first, part, first, writes, experts.slices, sizes, tensor)
+    slices = {name: slice_ for name, slice_ in experts.slices.items() if name in module}
+    return Experts(experts.numbers, experts.data_first, part, first, writes, slices, sizes, tensor)
 
 
 def _groups(parts: Parts, exclude_frozen: bool) -> list[Listed]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 import deepspeed
 from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.universal.convert import convert
+from deepspeed.errors import CheckpointError
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.distributed.moe.models import EXPERTS, WIDTH, StackedModel, batches
@@ -20,8 +22,10 @@ from tests.harness import ranks
 OFF = 0
 
 
-def engine_of(size, stage, *, bf16=False, **sections):
+def engine_of(size, stage, *, bf16=False, frozen=False, **sections):
     torch.manual_seed(0)
+    model = StackedModel()
+    model.experts.requires_grad_(not frozen)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -34,7 +38,7 @@ def engine_of(size, stage, *, bf16=False, **sections):
         "expert_parallel": {"enabled": size != OFF, "autoep_size": max(size, 1)},
         **sections,
     }
-    return deepspeed.initialize(model=StackedModel(), config=config)[0]
+    return deepspeed.initialize(model=model, config=config)[0]
 
 
 def train(engine, steps, start=0):
@@ -95,6 +99,31 @@ def test_any_size_and_stage_loads():
         train(loaded, 1, start=2)
         check_equal(states(loaded), continued, rtol=1e-4, atol=1e-6)
         loaded.destroy()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+@ranks(2)
+def test_frozen_experts_may_be_left_out():
+    """As whoever trains adapters does: the files then know nothing of these experts."""
+    folder = shared_folder("frozen")
+    for stage in (0, 3):
+        engine = engine_of(2, stage, frozen=True)
+        train(engine, 1)
+        engine.save_checkpoint(folder, tag=str(stage), exclude_frozen_parameters=True)
+        engine.load_checkpoint(folder, tag=str(stage), load_module_strict=False)
+        with pytest.raises(CheckpointError, match=r"not in the checkpoint: experts\.down_proj"):
+            engine.load_checkpoint(folder, tag=str(stage))
+        assert set(get_fp32_state_dict_from_zero_checkpoint(folder, tag=str(stage))) == {"gate.weight", "gate.bias"}
+        engine.destroy()
+    engine = engine_of(2, 2, frozen=True)
+    train(engine, 1)
+    engine.save_checkpoint(folder, tag="with")
+    engine.destroy()
+    for left_out in (False, True):
+        found = get_fp32_state_dict_from_zero_checkpoint(folder, tag="with", exclude_frozen_parameters=left_out)
+        assert ("experts.down_proj" in found) != left_out, sorted(found)
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
