@@ -31,11 +31,12 @@ _MESH_NAMES = {
 class AxisGroup:
     """One axis as this rank sees it: its group, its place in it, and how to split it further."""
 
-    __slots__ = ("_group", "_layout", "_nodes", "axis", "rank", "ranks")
+    __slots__ = ("_group", "_hosts", "_layout", "_nodes", "axis", "rank", "ranks")
 
     def __init__(self, layout: ParallelLayout, axis: Axis) -> None:
         self._layout = layout
         self._group: ProcessGroup | None = None
+        self._hosts: ProcessGroup | None = None
         self._nodes: tuple[AxisGroup, AxisGroup] | None = None
         self.axis = axis
         self.ranks: Ranks = axis.group_of(layout.rank)
@@ -64,6 +65,13 @@ class AxisGroup:
         `backend` may differ: "gloo" carries messages of the hosts while devices are busy.
         """
         return self._layout.table.twin(self.axis, backend)
+
+    @property
+    def host_group(self) -> ProcessGroup:
+        """The group of the hosts of the same ranks, for whatever they say one after the other; made on first use."""
+        if self._hosts is None:
+            self._hosts = self.twin("gloo")
+        return self._hosts
 
     def split(self, *, intra_node: bool = False, size: int | None = None) -> tuple[AxisGroup, AxisGroup]:
         """(inter, intra): at the borders of nodes with `intra_node=True`, or in runs of `size` neighbours."""

@@ -47,17 +47,14 @@ class Hosts:
         self._axis = axis
         self.alone = axis.size == 1 or dist.get_backend(axis.group) == "fake"
         """Nobody answers but this process."""
-        self._made: Any = None
         self._polls: Any = None
         self.exchanges = 0
         """How many there have been: each costs `deepspeed.comm.agreement.rounds` messages one after the other."""
 
     @property
     def _group(self) -> Any:
-        """Made by the first exchange, in which all ranks are."""
-        if self._made is None:
-            self._made = self._axis.twin("gloo")
-        return self._made
+        """Made by the first exchange over this axis, in which all ranks are."""
+        return self._axis.host_group
 
     def exchange(self, words: Sequence[int], what: str) -> Tensor:
         """[ranks, words]: what every rank says, in the order of the ranks."""

@@ -24,7 +24,7 @@ class GivenAxis(AxisGroup):
     __slots__ = ()
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._group = group
+        self._group, self._hosts = group, None
         self.ranks = ranks_of(group)
         self.rank = self.ranks.index(comm.get_rank())
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError, LayoutError, PipelineError, UsageError
+from deepspeed.parallel import AxisGroup
 from deepspeed.pipe import LayerSpec, PipelineModule
 from tests.harness import ranks
 from tests.pipelines import (
@@ -33,6 +34,22 @@ from tests.pipelines import (
 
 def engine_for(module, count=2, **more):
     return deepspeed.initialize(model=module, config=config(count, **more))[0]
+
+
+@ranks(2)
+def test_hosts_have_one_group():
+    """Whoever lets all ranks agree upon something at the start or around a batch uses the same one."""
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        twin = AxisGroup.twin
+        patch.setattr(AxisGroup, "twin", lambda axis, *kind: made.append((axis.name, kind)) or twin(axis, *kind))
+        module = pipeline(2)
+        assert made == [("dp+sp+tp+pp", ("gloo",))], "all ranks could build their layers"
+        made.clear()
+        engine = engine_for(module)
+        engine.train_batch(data(0, 2))
+        engine.eval_batch(data(0, 2))
+    assert made == [("dp+sp+tp+pp", ("gloo",))]
 
 
 @ranks(2)
