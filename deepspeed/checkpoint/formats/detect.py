@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from deepspeed.checkpoint.formats.checked_files import Opener
 from deepspeed.checkpoint.formats.expert_slices import JoinedSlices
@@ -26,6 +27,12 @@ from deepspeed.fragments import Split
 from deepspeed.trust import inside
 
 __all__ = ["Share", "find_tag", "open_checkpoint"]
+
+
+class OfRank(Protocol):
+    """What a model-parallel rank wrote; `reads_order`: a reader's own groups tell the order of parameters there."""
+
+    def __call__(self, rank: int, *, reads_order: bool = True) -> DeepSpeedSource | NativeSource: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +68,7 @@ def open_checkpoint(
     if not path.is_dir():
         raise CheckpointError(f"{path} is no directory")
     if (path / INDEX).exists():
-        return _cut(_joined(NativeSource(path, opener=Opener(path, verify=verify))), splits, mp_rank)
+        return _open_native(path, Opener(path, verify=verify), mp_rank, share)
     if (path / "zero").is_dir():
         own = mp_rank if layers is None and not splits else 0  # stages and slices were put together
         return _cut(UniversalSource(path, own, opener=Opener(path, verify=verify)), splits, mp_rank)
@@ -86,17 +93,39 @@ def open_checkpoint(
         if stages == 1:  # a rank of a pipeline reads what all stages have
             place = mp_rank if layers is None else mp_rank % (_ranks_of(splits) or slices)
             return _of_ranks(of_rank, found.model_ranks, splits, place)
-        mine, place = divmod(mp_rank, _ranks_of(splits) or slices)
-
-        def of_stage(stage: int) -> Source:
-            of_slice = functools.partial(of_rank, reads_order=stage == mine)
-            return _joined(_of_ranks(lambda part: of_slice(stage * slices + part), range(slices), splits, place))
-
-        return Stages([of_stage(stage) for stage in range(stages)], mine)
+        return _of_stages(of_rank, (stages, slices), splits, mp_rank)
     raise CheckpointError(
         f"{path} holds no checkpoint; it has {', '.join(names[:5]) or 'nothing'}. Expected DeepSpeed's "
         f"*_model_states.pt, a universal checkpoint's zero/, or {INDEX}"
     )
+
+
+def _open_native(path: Path, opener: Opener, mp_rank: int, share: Share) -> Source:
+    first = NativeSource(path, opener=opener)
+    stages, slices = first.dimensions
+    if stages * slices == 1:
+        return _cut(_joined(first), share.splits, mp_rank)
+
+    def of_rank(rank: int, *, reads_order: bool = True) -> NativeSource:
+        return NativeSource(path, rank, opener=opener)
+
+    if stages == 1:
+        return _of_ranks(of_rank, range(slices), share.splits, mp_rank % (_ranks_of(share.splits) or slices))
+    return _of_stages(of_rank, (stages, slices), share.splits, mp_rank)
+
+
+def _of_stages(
+    of_rank: OfRank, dimensions: tuple[int, int], splits: Mapping[str, Split] | None, mp_rank: int
+) -> Stages:
+    """What all stages have, of which the reader may be one; each with its slices put together."""
+    stages, slices = dimensions
+    mine, place = divmod(mp_rank, _ranks_of(splits) or slices)
+
+    def of_stage(stage: int) -> Source:
+        of_slice = functools.partial(of_rank, reads_order=stage == mine)
+        return _joined(_of_ranks(lambda part: of_slice(stage * slices + part), range(slices), splits, place))
+
+    return Stages([of_stage(stage) for stage in range(stages)], mine)
 
 
 def _dimensions(found: Found, opener: Opener) -> tuple[int, int]:
@@ -134,7 +163,7 @@ def _joined(source: Source) -> Source:
 
 
 def _of_ranks(
-    of_rank: Callable[[int], DeepSpeedSource],
+    of_rank: Callable[[int], DeepSpeedSource | NativeSource],
     written: Sequence[int],
     splits: Mapping[str, Split] | None,
     mp_rank: int,
@@ -155,7 +184,7 @@ def _of_ranks(
     return Resliced([_joined(of_rank(rank)) for rank in written], saved or {}, splits or {}, mp_rank)
 
 
-def _alike(saved: Mapping[str, Split], splits: Mapping[str, Split], own: DeepSpeedSource) -> bool:
+def _alike(saved: Mapping[str, Split], splits: Mapping[str, Split], own: Source) -> bool:
     """Whether a reader cuts as the files do; of experts it names those that it has."""
     layers = {layer_of(name) for name in splits} - {None}
     elsewhere = {name for name in saved if name not in splits and layer_of(name) in layers}

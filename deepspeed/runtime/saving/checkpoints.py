@@ -138,11 +138,12 @@ class Checkpoints:
         if not isinstance(run.client_state, Mapping):
             raise UsageError(f"client_state is {type(run.client_state).__name__}, expected a dict of the caller's own")
         self._refuse_experts()
-        if self._section.format == "safetensors" and self._parts.layout["pp", "tp"].size > 1:
-            what = "slices of tensor-parallel ranks" if self._parts.layout["tp"].size > 1 else "stages of a pipeline"
+        experts, model = self._parts.experts, self._parts.layout["pp", "tp"].size
+        if self._section.format == "safetensors" and model > 1 and experts is not None and experts.wide:
             raise UsageError(
-                f'checkpoint.format is "safetensors", which has no place for the {what} yet; '
-                'use "deepspeed", from which python -m deepspeed.checkpoint convert makes safetensors of whole tensors'
+                'checkpoint.format is "safetensors", which has no place for experts that are dealt to tensor-parallel '
+                'ranks; use "deepspeed", from which python -m deepspeed.checkpoint convert makes safetensors of whole '
+                "tensors"
             )
         settle_edits(self._parts)
         return {

@@ -54,10 +54,17 @@ def test_any_split_and_stage_loads_at_any_other(name):
         saved, files = parameters(writer), {path.name for path in (target / "a").iterdir()}
         if written[1] < 3:
             assert {f"mp_rank_{rank:02d}_model_states.pt" for rank in range(written[0])} <= files
+        files = writer._checkpoints
+        files._section = files._section.model_copy(update={"format": "safetensors"})
+        writer.save_checkpoint(target, tag="b")
         # Another number of data-parallel ranks cuts the batch otherwise, so that one batch of all ranks is compared.
         reader = engine_of(name, *read)
         reader.load_checkpoint(target, tag="a")
         assert_close(parameters(reader), saved, 1e-7)
+        reader.load_checkpoint(target, tag="b")
+        assert_close(parameters(reader), saved, 1e-7)
+        source = open_checkpoint(target / "b")
+        assert_close({key: source.read(key, "master").view(source.shapes[key]) for key in saved}, saved, 1e-7)
         source = open_checkpoint(target / "a")
         found = {key: source.read(key, "master").view(source.shapes[key]) for key in saved}
         assert_close(found, saved, 1e-7)

@@ -16,14 +16,15 @@ from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.client_values import decode
 from deepspeed.checkpoint.formats.expert_slices import slices_in
 from deepspeed.checkpoint.formats.guard import guarded
-from deepspeed.checkpoint.formats.native.writer import INDEX, SMALL, VERSION, rank_file
+from deepspeed.checkpoint.formats.native.writer import VERSIONS, fragment_file, index_file, rank_file, small_file
+from deepspeed.checkpoint.formats.resliced import splits_in
 from deepspeed.checkpoint.formats.safetensors import Content
 from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.formats.zero_files.expert_files import ExpertLayers, renumbered
 from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
-from deepspeed.fragments import Block, FlatLayout, Striped
+from deepspeed.fragments import Block, FlatLayout, Split, Striped
 from deepspeed.trust import flaw_of_name
 
 __all__ = ["NativeSource"]
@@ -31,12 +32,13 @@ __all__ = ["NativeSource"]
 
 @guarded
 class NativeSource:
-    """A directory with an index and one safetensors file per rank."""
+    """What one model-parallel rank wrote: an index, and one safetensors file per data-parallel rank."""
 
-    def __init__(self, directory: Path, *, opener: Opener | None = None) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, mp_rank: int = 0, *, opener: Opener | None = None) -> None:
+        self._directory, self._mp_rank = directory, mp_rank
         self._opener = opener or Opener(directory)
-        self._index = _read_index(directory / INDEX, self._opener.text(INDEX))
+        self._path = directory / index_file(mp_rank)
+        self._index = _read_index(self._path, self._opener.text(self._path.name))
         self._pieces = Pieces({}, dict(self._index["aliases"]), str(directory))
         self._dtypes: dict[str, str | None] = {}
         self._holder: dict[str, int] = {}
@@ -64,11 +66,32 @@ class NativeSource:
         """Ranks that wrote it."""
         return int(self._index["ranks"])
 
+    @functools.cached_property
+    def dimensions(self) -> tuple[int, int]:
+        """(pipeline stages, tensor slices) of what wrote the checkpoint."""
+        ranks = rank_count(self._index.get("model_parallel_ranks", 1), self._path)
+        stages = rank_count(self._index.get("pipeline_stages", 1), self._path)
+        if ranks % stages:
+            raise CheckpointError(f"{self._path}: {ranks} model-parallel ranks do not make {stages} stages")
+        return stages, ranks // stages
+
+    @functools.cached_property
+    def splits(self) -> Mapping[str, Split] | None:
+        """How tensors are cut over the slices; None where the index does not tell."""
+        if "splits" not in self._index:
+            return None
+        found = splits_in(self._index["splits"], self._path)
+        return found if self._experts is None else self._experts.everywhere(found)
+
     @property
     def files(self) -> Sequence[str]:
-        """Every file that belongs to it."""
-        ranks = [rank_file(rank) for rank in range(self.world) if (self._directory / rank_file(rank)).exists()]
-        return (INDEX, SMALL, *self._index["files"], *ranks)
+        """Every file that belongs to the checkpoint, whichever model-parallel rank wrote it."""
+        stages, slices = self.dimensions
+        ranks = range(stages * slices)
+        shared = [name for rank in ranks for name in (index_file(rank), small_file(rank))]
+        parts = [fragment_file(part, rank) for rank in ranks for part in range(self.world)]
+        own = [rank_file(part, rank) for rank in ranks for part in range(self.world)]
+        return (*shared, *parts, *(name for name in own if (self._directory / name).exists()))
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
@@ -152,12 +175,12 @@ class NativeSource:
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """`rng` and `data` of a rank that wrote it."""
-        name = rank_file(rank)
+        name = rank_file(rank, self._mp_rank)
         return self._small_object(name) if (self._directory / name).exists() else {}
 
     @functools.cached_property
     def _small_entries(self) -> Mapping[str, Any]:
-        return self._small_object(SMALL)
+        return self._small_object(small_file(self._mp_rank))
 
     def _small_object(self, name: str) -> Mapping[str, Any]:
         opened = self._opener.torch(name)
@@ -174,7 +197,7 @@ class NativeSource:
         told = self._expert_entries
         if not told:
             return None
-        layers = {str(layer): rank_count(count, self._directory / INDEX) for layer, count in told["layers"].items()}
+        layers = {str(layer): rank_count(count, self._path) for layer, count in told["layers"].items()}
         return ExpertLayers(layers, self.world, bool(told["data_first"]))
 
     def _layout(self, group: Mapping[str, Any]) -> FlatLayout:
@@ -186,8 +209,8 @@ class NativeSource:
         return Block(numels, world, align=group["align"], gap=group["gap"])
 
     def _spread(self, ep: Any) -> ExpertLayers:
-        if self._experts is None or rank_count(ep, self._directory / INDEX) > self.world:
-            raise CheckpointError(f"{self._directory / INDEX}: experts on {ep!r:.100} of {self.world} ranks: which?")
+        if self._experts is None or rank_count(ep, self._path) > self.world:
+            raise CheckpointError(f"{self._path}: experts on {ep!r:.100} of {self.world} ranks: which?")
         return self._experts
 
     def _listed(self, group: Mapping[str, Any]) -> list[str]:
@@ -202,12 +225,12 @@ class NativeSource:
     def _enter(self, tensors: Mapping[str, Any], layout: FlatLayout | None, kinds: Sequence[str], ep: int = 0) -> None:
         """Tensors that `layout` cuts; experts that are spread over `ep` ranks as the first of them lists its own."""
         if not isinstance(kinds, list) or len(set(kinds)) != len(kinds) or not all(isinstance(k, str) for k in kinds):
-            raise CheckpointError(f"{self._directory / INDEX}: {kinds!r:.100} are no kinds of tensors")
+            raise CheckpointError(f"{self._path}: {kinds!r:.100} are no kinds of tensors")
         for part in range(max(ep, 1)):
             for number, (listed, (shape, dtype)) in enumerate(tensors.items()):
                 name = self._name(listed, ep, part)
                 if name in self._pieces.shapes:
-                    raise CheckpointError(f"{self._directory / INDEX} lists {name!r:.200} twice")
+                    raise CheckpointError(f"{self._path} lists {name!r:.200} twice")
                 size = shape_of(shape, f"{self._directory}: {name}")
                 self._pieces.shapes[name] = size
                 self._dtypes[name] = dtype
@@ -257,10 +280,10 @@ def _read_index(path: Path, text: str) -> Mapping[str, Any]:
         raise CheckpointError(f"{path} is not JSON ({error}): the checkpoint is damaged") from error
     if not isinstance(index, dict):
         raise CheckpointError(f"{path} holds {type(index).__name__}, expected an object: the checkpoint is damaged")
-    if index.get("format") != "deepspeed-fragments" or index.get("version") != VERSION:
+    if index.get("format") != "deepspeed-fragments" or index.get("version") not in VERSIONS:
         raise CheckpointError(
             f"{path}: format {index.get('format')!r}, version {index.get('version')!r}; this version reads "
-            f"'deepspeed-fragments', version {VERSION}"
+            f"'deepspeed-fragments', version {' or '.join(map(str, VERSIONS))}"
         )
     world, files = rank_count(index.get("ranks"), path), index.get("files")
     if not isinstance(files, list) or len(files) != world or any(flaw_of_name(name) for name in files):

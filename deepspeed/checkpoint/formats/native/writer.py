@@ -14,16 +14,27 @@ from deepspeed.checkpoint.formats.client_values import encode
 from deepspeed.checkpoint.formats.expert_slices import with_slices
 from deepspeed.checkpoint.formats.plain_values import plain
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
+from deepspeed.checkpoint.formats.resliced import plain_splits
 from deepspeed.checkpoint.formats.safetensors import Content
 from deepspeed.checkpoint.formats.training_state import GroupState, TrainingState
 from deepspeed.checkpoint.formats.zero_files.expert_files import ExpertLayers, layer_of
 from deepspeed.fragments import Block, FlatLayout, Striped
 
-__all__ = ["INDEX", "SMALL", "VERSION", "files", "fragment_file", "rank_file"]
+__all__ = ["INDEX", "VERSIONS", "files", "fragment_file", "index_file", "rank_file", "small_file"]
 
 INDEX = "index.json"
-SMALL = "training_state.pt"
-VERSION = 1
+VERSIONS = (1, 2)
+"""Of the index: of one model-parallel rank, and of several, each of which has one."""
+
+
+def index_file(mp_rank: int = 0) -> str:
+    """What a model-parallel rank holds, and where it lies."""
+    return f"index_{mp_rank:02d}.json" if mp_rank else INDEX
+
+
+def small_file(mp_rank: int = 0) -> str:
+    """What is no tensor, and all ranks have alike but for the groups of the optimizer."""
+    return f"training_state_{mp_rank:02d}.pt" if mp_rank else "training_state.pt"
 
 
 def fragment_file(dp_rank: int, mp_rank: int = 0) -> str:
@@ -37,7 +48,7 @@ def rank_file(dp_rank: int, mp_rank: int = 0) -> str:
 
 
 def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
-    """What this rank writes; rank 0 also the index and what all ranks share."""
+    """What this rank writes; the first of a model-parallel rank also the index and what its ranks share."""
     state = with_slices(state)
     host, result, content = Host(allocate), Files(), Content()
     scalars: dict[str, Any] = {}
@@ -59,9 +70,9 @@ def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
     own = rank_entries(state, host)
     if own is not None:
         result.objects[rank_file(state.dp_rank, state.mp_rank)] = own
-    if state.writes_shared and state.mp_rank == 0:
-        result.texts[INDEX] = json.dumps(_index(state), indent=1)
-        result.objects[SMALL] = _small(state)
+    if state.writes_shared:
+        result.texts[index_file(state.mp_rank)] = json.dumps(_index(state), indent=1)
+        result.objects[small_file(state.mp_rank)] = _small(state)
     return result
 
 
@@ -165,13 +176,15 @@ def _index(state: TrainingState) -> dict[str, Any]:
 
     return {
         "format": "deepspeed-fragments",
-        "version": VERSION,
+        "version": VERSIONS[state.mp_size > 1],
         "ds_version": __version__,
         "stage": state.stage,
         "precision": state.precision,
         "ranks": state.dp_size,
         "model_parallel_ranks": state.mp_size,
-        "files": [fragment_file(rank) for rank in range(state.dp_size)],
+        "pipeline_stages": state.pp_size,
+        **({"splits": plain_splits(state.splits)} if state.splits else {}),
+        "files": [fragment_file(rank, state.mp_rank) for rank in range(state.dp_size)],
         "aliases": dict(state.aliases),
         "buffers": {name: [list(state.module[name].shape), dtypes[name]] for name in _shared_buffers(state)},
         "frozen": tensors(dense),
