@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError, UsageError
+from deepspeed.log import log_dist
 from deepspeed.moe.auto import Opened as OpenedExperts
 from deepspeed.moe.auto import spread_blocks
 from deepspeed.moe.layer import MoE
@@ -17,6 +18,9 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel import SplitModel, split_model
 from deepspeed.tensor_parallel.apply import Opened
 from deepspeed.tensor_parallel.build import is_split_model
+from deepspeed.tensor_parallel.layers import share_of
+from deepspeed.tensor_parallel.loss import SplitLogits
+from deepspeed.tensor_parallel.piece import Piece
 from deepspeed.zero.agreement import Hosts
 
 __all__ = ["agree_on_experts", "fit_grid", "split_stage", "spread_stage"]
@@ -63,30 +67,69 @@ def split_stage(schema: Schema, module: PipelineModule, layout: ParallelLayout, 
     section = schema.tensor_parallel
     if section.autotp_size < 2:
         return SplitModel()
-    for name in ("vocab_parallel_lm_head", "sequence_parallel"):
-        if getattr(section, name):
-            raise DeepSpeedConfigError(
-                f"tensor_parallel.{name} is true, and the model is a PipelineModule, between whose stages hidden "
-                "states are whole, and whose embedding and head may share a weight. Remove the key.",
-                path=f"tensor_parallel.{name}",
-            )
-    # An embedding and a head that share a weight lie on different stages, which would decide apart: both stay whole.
-    kept = section.model_copy(update={"vocab_parallel_lm_head": False})
+    if section.sequence_parallel and module.cut is None:
+        raise DeepSpeedConfigError(
+            "tensor_parallel.sequence_parallel is true, and the PipelineModule is made of layers of its own: which of "
+            "them see other tokens than their own, and must have whole sequences, is not known. Remove the key, or "
+            "pass a model of Transformers to PipelineModule.",
+            path="tensor_parallel.sequence_parallel",
+        )
+    # What the model's plan says of an embedding and a head is not followed: they lie on different stages.
+    kept = section.model_copy(update={"vocab_parallel_lm_head": bool(section.vocab_parallel_lm_head)})
     error: UsageError | None = None
     split = SplitModel()
     chosen = schema.model_copy(update={"tensor_parallel": kept})
     try:
-        split = split_model(chosen, module, layout["tp"], opened, module.mpu(), part=True)
+        split = split_model(chosen, module, layout["tp"], opened, module.mpu(), piece=_piece(module))
+        _require_no_split_ties(module)
     except UsageError as caught:
         error = caught
     Accord(layout).end(error is not None, error, error)
-    if not Hosts(layout.world).exchange([is_split_model(module)], "layers that are split").any():
+    said = Hosts(layout.world).exchange([is_split_model(module), split.outputs], "layers that are split").any(0)
+    if not said[0]:
         raise UsageError(
             f"tensor_parallel.autotp_size is {section.autotp_size}, but no layer of any stage can be split by its own "
             "plan, by a preset or by the names of its layers. Give rules in "
             "tensor_parallel.partition_config.layer_specs, or leave autotp_size out"
         )
+    if kept.vocab_parallel_lm_head and not said[1]:
+        raise UsageError(
+            "tensor_parallel.vocab_parallel_lm_head is true, but no stage has a Linear that is the output layer by its "
+            "name. Name it in tensor_parallel.partition_config.lm_head_patterns, by the last part of its path"
+        )
+    if split.logits is not None:
+        _keep_split(module, split.logits)
     return split if module.first else replace(split, check=None)
+
+
+def _piece(module: PipelineModule) -> Piece:
+    """What of the model lies on this rank."""
+    cut = module.cut
+    if cut is None:
+        return Piece(module)
+    here = dict(module.named_parameters(remove_duplicate=False))
+    tied = {id(here[tie.name]): tie.layers for tie in cut.ties if tie.name in here}
+    return Piece(cut.model, cut.blocks(), cut.block(0), cut.block(-1), tied)
+
+
+def _require_no_split_ties(module: PipelineModule) -> None:
+    """Refuse to split what stages share by a `forward_fn`: what it does with a part of a weight is not known."""
+    for key in module.keys_with_functions():
+        if key in module.tied_modules and share_of(module.tied_modules[key]) is not None:
+            raise UsageError(
+                f"the tied layer {key!r} would be split over tensor-parallel ranks, and a forward_fn uses its "
+                "weight, of which it would see a part. Give it a rule with partition_type skip in "
+                "tensor_parallel.partition_config"
+            )
+
+
+def _keep_split(module: PipelineModule, logits: SplitLogits) -> None:
+    """On the last stage: logits stay split where the loss is the model's own."""
+    assert module.cut is not None, "whose loss takes split logits is a model"
+    if module.loss_fn == module.cut.loss:
+        module.cut.keep_split(logits)
+    else:
+        log_dist("vocab_parallel_lm_head: logits are gathered, because the PipelineModule has a loss_fn of its own")
 
 
 def spread_stage(schema: Schema, module: PipelineModule, layout: ParallelLayout, opened: OpenedExperts) -> None:

@@ -14,7 +14,7 @@ from deepspeed.errors import UsageError
 from deepspeed.pipe.ghosts import BLOCK_INPUT, Blank, Call, Ghosts, view_of
 from deepspeed.pipe.outline import Outline, TiedName, outline_of
 
-__all__ = ["ModelCut", "Part", "Sequences"]
+__all__ = ["Logits", "ModelCut", "Part", "Sequences"]
 
 Passed = tuple[Tensor, dict[str, Any], bool]
 """Hidden states, the model's inputs, and whether blocks give tuples: what goes from layer to layer."""
@@ -27,6 +27,13 @@ class Sequences(Protocol):
     def arguments(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]: ...
     def block(self, name: str) -> AbstractContextManager[None]: ...
     def loss(self, function: Callable[..., Tensor], logits: Tensor, labels: Tensor) -> Tensor: ...
+
+
+class Logits(Protocol):
+    """A loss that takes logits of which each rank has a part; see `tensor_parallel/loss`."""
+
+    def kept(self) -> AbstractContextManager[None]: ...
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor: ...
 
 
 class Part:
@@ -70,6 +77,7 @@ class ModelCut:
         self._names = tuple(model.state_dict())
         self.sequences: Sequences | None = None
         """Where ranks share sequences, how."""
+        self._logits: Logits | None = None
         self.layers = [*self._parts()]
 
     def _parts(self) -> Iterator[Part]:
@@ -119,6 +127,14 @@ class ModelCut:
         """What lies on this rank, as a model."""
         return self._model
 
+    def block(self, number: int) -> nn.Module | None:
+        """A block of the model, counted from its end if negative; None where it lies on another rank."""
+        return self._list._modules.get(str(number % self.outline.count))
+
+    def blocks(self) -> tuple[nn.Module, ...]:
+        """The blocks that lie on this rank."""
+        return tuple(self._list.children())
+
     def knows(self, name: str) -> bool:
         """Whether a tensor of the whole model has this name."""
         return name in self._names
@@ -137,9 +153,17 @@ class ModelCut:
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The model's own loss."""
         function: Callable[..., Tensor] = partial(self._loss, vocab_size=self._config.vocab_size)
-        if self.sequences is not None:
-            return self.sequences.loss(function, logits, labels)
-        return function(logits=logits, labels=labels)
+        with self._splitting():
+            if self.sequences is not None:
+                return self.sequences.loss(function, logits, labels)
+            return function(logits=logits, labels=labels)
+
+    def keep_split(self, logits: Logits) -> None:
+        """In training, let each rank compute its part of the logits only, of which the model's own loss is made."""
+        self._logits = self._loss = logits
+
+    def _splitting(self) -> AbstractContextManager[None]:
+        return self._logits.kept() if self._logits is not None and self._list.training else nullcontext()
 
     @property
     def has_loss(self) -> bool:
@@ -176,7 +200,7 @@ class ModelCut:
     def _leave(self, value: Passed) -> Any:
         hidden, inputs, tuples = value
         self._dress(hidden)
-        with self._arguments(inputs) as arguments:
+        with self._splitting(), self._arguments(inputs) as arguments:
             outputs = self._ghosts.pass_by(self._rest, arguments, hidden, tuples=tuples)
         logits = getattr(outputs, "logits", None)
         return outputs[0] if logits is None else logits

@@ -184,6 +184,10 @@ class PipelineModule(LayerFiles, nn.Module):
                         tie.ranks.append(self.owners[stage])
         yield from found.values()
 
+    def keys_with_functions(self) -> set[str]:
+        """The keys of tied layers that are called by a function somewhere."""
+        return {each.key for each in self._layer_specs if isinstance(each, TiedLayerSpec) and each.forward_fn}
+
     def _seed(self, seed: int) -> None:
         if self.seed_fn is not None:
             self.seed_fn(seed)

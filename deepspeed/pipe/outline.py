@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,8 @@ class TiedName:
     path: str
     """The module before the blocks, by whose name the parameter goes."""
     attribute: str
+    layers: tuple[str, ...] = ()
+    """The layers after the blocks that have it, too."""
 
     @property
     def name(self) -> str:
@@ -164,15 +166,18 @@ def _ties(model: nn.Module, blocks: str, before: Sequence[str], after: Sequence[
         for name, param in model.get_submodule(path).named_parameters():
             named.setdefault(id(param), TiedName(path, name))
     inside = {id(param) for param in model.get_submodule(blocks).parameters()}
-    late = {id(param) for path in after for param in model.get_submodule(path).parameters()}
+    late: dict[int, list[str]] = {}
+    for path in after:
+        for name, param in model.get_submodule(path).named_parameters():
+            late.setdefault(id(param), []).append(f"{path}.{name}".rpartition(".")[0])
     for key, tie in named.items():
         if key in inside or (key in late and not _all_tied(model, tie.path, late)):
             raise UsageError(f"{tie.name} is shared in a way that cannot be cut; untie it, or write a list of layers")
         if key in late:
-            yield tie
-    if late & inside:
+            yield replace(tie, layers=tuple(late[key]))
+    if inside.intersection(late):
         raise UsageError(f"a block of {blocks} shares a weight with what follows the blocks; that cannot be cut")
 
 
-def _all_tied(model: nn.Module, path: str, late: set[int]) -> bool:
+def _all_tied(model: nn.Module, path: str, late: Container[int]) -> bool:
     return all(id(param) in late for param in model.get_submodule(path).parameters())

@@ -21,8 +21,9 @@ from deepspeed.tensor_parallel.draws import same_generators
 from deepspeed.tensor_parallel.hf_plan import model_plan, of_plan
 from deepspeed.tensor_parallel.inputs import InputCheck
 from deepspeed.tensor_parallel.layers import share_of
-from deepspeed.tensor_parallel.loss import TileLoss, split_loss
+from deepspeed.tensor_parallel.loss import SplitLogits, TileLoss, split_logits
 from deepspeed.tensor_parallel.model_init import asked_size, check_asked
+from deepspeed.tensor_parallel.piece import Piece
 from deepspeed.tensor_parallel.plan import Plan, plan, require_split
 from deepspeed.tensor_parallel.presets import by_names, preset
 from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, of_spec
@@ -42,6 +43,10 @@ class SplitModel:
     """Ids of parameters of which another rank holds the same and counts it in the norm."""
     tile_loss: TileLoss | None = None
     """The loss of some tokens of a causal model whose logits stay split; None where logits are whole."""
+    logits: SplitLogits | None = None
+    """Of a piece with the output layer: how the loss takes split logits, which nobody keeps split yet."""
+    outputs: int = 0
+    """Output layers that were split."""
     entrances: Entrances | None = None
     """Where whole sequences are gathered of those that stay split; None where they are always whole."""
 
@@ -53,11 +58,11 @@ def split_model(
     opened: Opened,
     mpu: Any = None,
     *,
-    part: bool = False,
+    piece: Piece | None = None,
 ) -> SplitModel:
     """Split a model over the ranks of an axis, where the config or `tp_model_init` asks for it.
 
-    A `part` of a model may have nothing that can be split.
+    A `piece` of a model may have nothing that can be split.
     """
     section = schema.tensor_parallel
     size = asked_size(model, section.autotp_size)
@@ -76,26 +81,30 @@ def split_model(
             "tensor_parallel: the model is split already, by an earlier deepspeed.initialize. Build the model anew, or "
             "take the engine that you have"
         )
-    made = plan_model(section, model, axis.size)
-    if not part:
+    made = plan_model(section, model, axis.size, piece)
+    if piece is None:
         require_split(made, type(model).__name__)
     apply(made, axis, opened, overlap=section.tp_overlap_comm)
     for param in model.parameters():
         with opened([param]):
             pass  # what stays whole on all of these ranks lies on other ranks, too, from now on
-    entrances = divide_sequences(model, made, axis) if section.sequence_parallel else None
+    entrances = divide_sequences(model, made, axis, piece) if section.sequence_parallel else None
     same_generators(axis)
-    tile_loss = split_loss(model, made) if section.vocab_parallel_lm_head else None
+    owner = model if piece is None else piece.owner
+    logits = split_logits(owner, made) if section.vocab_parallel_lm_head and made.heads else None
+    tile_loss = None if logits is None or piece is not None else logits.attach()
     if made.divides:
         _tell(made)
     elsewhere = counted_elsewhere(model, axis.rank)
-    return SplitModel(InputCheck(axis), _fewest_heads(made), elsewhere, tile_loss, entrances)
+    kept = None if piece is None else logits
+    return SplitModel(InputCheck(axis), _fewest_heads(made), elsewhere, tile_loss, kept, len(made.heads), entrances)
 
 
-def plan_model(section: TPTrainingConfig, model: nn.Module, ranks: int) -> Plan:
-    """What becomes of each layer of a model on so many ranks; changes nothing."""
-    grain = section.tensor_parallel.tp_grain_size
-    return plan(model, find_rules(section, model), ranks, grain=grain, split_head=section.vocab_parallel_lm_head)
+def plan_model(section: TPTrainingConfig, model: nn.Module, ranks: int, piece: Piece | None = None) -> Plan:
+    """What becomes of each layer of a model, or of a piece of one, on so many ranks; changes nothing."""
+    grain, split_head = section.tensor_parallel.tp_grain_size, section.vocab_parallel_lm_head
+    tied = None if piece is None else piece.tied
+    return plan(model, find_rules(section, model), ranks, grain=grain, split_head=split_head, tied=tied)
 
 
 def find_rules(section: TPTrainingConfig, model: nn.Module) -> Rules:

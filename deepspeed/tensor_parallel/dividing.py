@@ -15,6 +15,7 @@ from deepspeed.parallel import AxisGroup
 from deepspeed.tensor_parallel.apply import sum_gradient
 from deepspeed.tensor_parallel.changes import Change
 from deepspeed.tensor_parallel.layers import share_of
+from deepspeed.tensor_parallel.piece import Piece
 from deepspeed.tensor_parallel.plan import Plan
 from deepspeed.tensor_parallel.rules import Kind
 from deepspeed.tensor_parallel.sequence import Sequence
@@ -47,12 +48,17 @@ class Entrances:
         return self._sequence.enter, self._sequence.axis.size
 
 
-def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup) -> Entrances:
-    """Let sequences stay split from the first block to the last; a model that is not built of blocks is an error."""
+def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup, piece: Piece | None = None) -> Entrances:
+    """Let sequences stay split from the first block to the last; a model that is not built of blocks is an error.
+
+    Of a `piece` of a model what comes from its blocks elsewhere, and what goes there, is split, too.
+    """
     sequence = Sequence(axis)
     entrances = Entrances(sequence)
     parts = _parts(model, plan)
-    blocks = _blocks(model, parts)
+    if piece is not None and not piece.blocks and not parts:
+        return entrances
+    blocks = _blocks(model, plan, parts)
     for path, layers in parts.items():
         entrances.put(model.get_submodule(path))
         for change in layers:
@@ -64,8 +70,13 @@ def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup) -> Entrances
     outside = [param for block in blocks for param in block.parameters() if id(param) not in inside]
     for param in (*outside, *(bias for bias in biases if isinstance(bias, nn.Parameter))):
         sum_gradient(param, axis, lambda: sequence.active)
-    blocks[0].register_forward_pre_hook(_Hidden(functools.partial(sequence.begin, blocks[0])), with_kwargs=True)
-    blocks[-1].register_forward_hook(_Output(sequence.end))
+    first, last = (blocks[0], blocks[-1]) if piece is None else (piece.first, piece.last)
+    for block in blocks:
+        arrive = sequence.begin if block is first else sequence.go_on
+        if piece is not None or block is first:
+            block.register_forward_pre_hook(_Hidden(functools.partial(arrive, block)), with_kwargs=True)
+    if last is not None:
+        last.register_forward_hook(_Output(sequence.end))
     return entrances
 
 
@@ -88,12 +99,21 @@ def _parts(model: nn.Module, plan: Plan) -> dict[str, list[Change]]:
     return found
 
 
-def _blocks(model: nn.Module, parts: dict[str, list[Change]]) -> list[nn.Module]:
-    """The blocks, in order: all parts lie in blocks of one list, as their own children."""
+def _blocks(model: nn.Module, plan: Plan, parts: dict[str, list[Change]]) -> list[nn.Module]:
+    """The blocks, in order: all parts lie in blocks of one list, as their own children, and each block has some."""
     lists = {path.rpartition(".")[0].rpartition(".")[0] for path in parts}
     if len(lists) != 1 or not isinstance(model.get_submodule(next(iter(lists))), nn.ModuleList):
-        raise UsageError(_unfit(next(iter(parts)), "is no child of a block in the model's one list of blocks"))
-    return list(model.get_submodule(lists.pop()).children())
+        where = next(iter(parts), type(model).__name__)
+        raise UsageError(_unfit(where, "is no child of a block in the model's one list of blocks"))
+    above = lists.pop()
+    having = {path.rpartition(".")[0] for path in parts}
+    for name, _ in model.get_submodule(above).named_children():
+        if f"{above}.{name}" not in having:
+            raise UsageError(_unfit(f"{above}.{name}", "has no layers that are split"))
+    for path in plan.untouched:
+        if path.startswith(f"{above}."):
+            raise UsageError(_unfit(path, "is an attention that stays whole"))
+    return list(model.get_submodule(above).children())
 
 
 def _unfit(path: str, why: str) -> str:

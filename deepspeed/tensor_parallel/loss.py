@@ -8,7 +8,8 @@ eval mode, it gathers them, so that generation and metrics see what they expect.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from deepspeed.tensor_parallel.cross_entropy import causal_lm_loss, masked_lm_lo
 from deepspeed.tensor_parallel.layers import Share, share_of
 from deepspeed.tensor_parallel.plan import Plan
 
-__all__ = ["TileLoss", "split_loss"]
+__all__ = ["SplitLogits", "TileLoss", "split_logits"]
 
 TileLoss = Callable[[nn.Module, Tensor, Tensor, int], Tensor]
 """(output layer, hidden states, labels, the label that does not count) → the sum of the losses of these tokens."""
@@ -27,11 +28,8 @@ TileLoss = Callable[[nn.Module, Tensor, Tensor, int], Tensor]
 _LOSSES: dict[str, Callable[..., Tensor]] = {"ForCausalLM": causal_lm_loss, "ForMaskedLM": masked_lm_loss}
 
 
-def split_loss(model: nn.Module, plan: Plan) -> TileLoss | None:
-    """Let the model's loss take split logits, where its class lets it; tells where logits are gathered instead.
-
-    What comes back computes such a loss of some tokens; it is for causal models, None for others.
-    """
+def split_logits(model: nn.Module, plan: Plan) -> SplitLogits | None:
+    """How the model's loss takes split logits, where its class lets it; tells where logits are gathered instead."""
     (change, *others) = plan.heads
     owner = _owner(model, change.module)
     share = share_of(change.module)
@@ -48,11 +46,7 @@ def split_loss(model: nn.Module, plan: Plan) -> TileLoss | None:
     if kind not in _LOSSES:
         log_dist(f"vocab_parallel_lm_head: logits are gathered, because the loss is of the type {kind!r}")
         return None
-    original = owner.loss_function
-    owner.loss_function = _Loss(share, _LOSSES[kind], original)
-    owner.register_forward_pre_hook(_Begin(share), with_kwargs=True)
-    owner.register_forward_hook(_End(share), always_call=True)
-    return _SumOfTile(share) if kind == "ForCausalLM" else None
+    return SplitLogits(owner, share, kind)
 
 
 def _owner(model: nn.Module, head: nn.Module) -> Any:
@@ -88,11 +82,30 @@ class _End:
         self.share.keep_split = False
 
 
-class _Loss:
-    """`loss_function(logits=…, labels=…, vocab_size=…, …)` of a model with split logits."""
+class SplitLogits:
+    """`loss_function(logits=…, labels=…, vocab_size=…, …)` of a model whose logits may be split."""
 
-    def __init__(self, share: Share, split: Callable[..., Tensor], whole: Callable[..., Tensor]) -> None:
-        self.share, self.split, self.whole = share, split, whole
+    def __init__(self, owner: Any, share: Share, kind: str) -> None:
+        """`owner` computes its loss by `self.loss_function`, and `share` is that of its output layer."""
+        self.owner, self.share, self.kind = owner, share, kind
+        self.split: Callable[..., Tensor] = _LOSSES[kind]
+        self.whole: Callable[..., Tensor] = owner.loss_function
+
+    def attach(self) -> TileLoss | None:
+        """Let the model's own forward keep logits split; a loss of some tokens comes back, for causal models."""
+        self.owner.loss_function = self
+        self.owner.register_forward_pre_hook(_Begin(self.share), with_kwargs=True)
+        self.owner.register_forward_hook(_End(self.share), always_call=True)
+        return _SumOfTile(self.share) if self.kind == "ForCausalLM" else None
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Logits that are computed inside stay split, and the loss takes them so."""
+        before, self.share.keep_split = self.share.keep_split, True
+        try:
+            yield
+        finally:
+            self.share.keep_split = before
 
     def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
         if not self.share.keep_split:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,8 @@ class Plan:
     attention: tuple[Attention, ...]
     heads: tuple[Change, ...]
     """Those of `changes` that are output layers."""
+    untouched: tuple[str, ...] = ()
+    """The paths of attention modules that stay whole."""
 
     @property
     def divides(self) -> bool:
@@ -36,9 +38,20 @@ class Plan:
         return any(change.kind not in (Kind.WHOLE, Kind.WHOLE_INSIDE) for change in self.changes)
 
 
-def plan(model: nn.Module, rules: Rules, ranks: int, *, grain: int = 1, split_head: bool | None = None) -> Plan:
-    """What the rules make of the model; what cannot be split is an error that names the layer and the dim."""
-    return _Planner(model, rules, ranks, grain, split_head).plan()
+def plan(
+    model: nn.Module,
+    rules: Rules,
+    ranks: int,
+    *,
+    grain: int = 1,
+    split_head: bool | None = None,
+    tied: Mapping[int, tuple[str, ...]] | None = None,
+) -> Plan:
+    """What the rules make of the model; what cannot be split is an error that names the layer and the dim.
+
+    A part of a model may be without the output layer: it says which of its weights are `tied` to layers elsewhere.
+    """
+    return _Planner(model, rules, ranks, grain, split_head, tied).plan()
 
 
 def require_split(made: Plan, what: str) -> None:
@@ -52,11 +65,19 @@ def require_split(made: Plan, what: str) -> None:
 
 
 class _Planner:
-    def __init__(self, model: nn.Module, rules: Rules, ranks: int, grain: int, split_head: bool | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rules: Rules,
+        ranks: int,
+        grain: int,
+        split_head: bool | None,
+        tied: Mapping[int, tuple[str, ...]] | None,
+    ) -> None:
         self.model, self.rules, self.ranks, self.grain, self.split_head = model, rules, ranks, grain, split_head
         self.attention = find_attention(model, ranks)
         self.type = getattr(getattr(model, "config", None), "model_type", None)
-        self.tied: dict[int, Split] = {}
+        self.tied = tied
 
     def plan(self) -> Plan:
         changes: list[Change] = []
@@ -75,7 +96,7 @@ class _Planner:
             )
         split = [change for change in changes if change.kind not in (Kind.WHOLE, Kind.WHOLE_INSIDE)]
         heads = tuple(c for c in split if self._is_head(plain_path(c.path)) and isinstance(c.module, nn.Linear))
-        if self.split_head and not heads:
+        if self.split_head and not heads and self.tied is None:
             raise UsageError(
                 "tensor_parallel.vocab_parallel_lm_head is true, but the model has no Linear whose name ends in "
                 f"{' or '.join(self.rules.heads)}. Name it in tensor_parallel.partition_config.lm_head_patterns"
@@ -85,7 +106,8 @@ class _Planner:
         found = tuple(a for path, a in self.attention.items() if path in touched)
         changes += [change for each in found for change in inside(each, self.ranks, changes)]
         self._check_ties(changes)
-        return Plan(self.ranks, tuple(changes), found, heads)
+        untouched = tuple(path for path in self.attention if path not in touched)
+        return Plan(self.ranks, tuple(changes), found, heads, untouched)
 
     # ---- rules
 
@@ -114,10 +136,9 @@ class _Planner:
         weight = getattr(module, "weight", None)
         if not isinstance(module, nn.Embedding) or weight is None:
             return None
-        tied = (
-            plain_path(path) for path, other in self.model.named_modules() if getattr(other, "weight", None) is weight
-        )
-        return next((path for path in tied if self._is_head(path)), None)
+        tied = [path for path, other in self.model.named_modules() if getattr(other, "weight", None) is weight]
+        tied += (self.tied or {}).get(id(weight), ())
+        return next((path for path in map(plain_path, tied) if self._is_head(path)), None)
 
     # ---- layers
 

@@ -40,6 +40,11 @@ class Sequence:
             )
         return regions.scatter_sequence(hidden, self.axis, self._sizes(hidden.shape[1] // self.axis.size))
 
+    def go_on(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """At a later block, which may be the first one here: what the block before it gave, as it is."""
+        self.active = block.training
+        return hidden
+
     def enter(self, hidden: Tensor) -> Tensor:
         """Into a split region, which takes the whole sequence."""
         if not self.active:

@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 
 import deepspeed
 from deepspeed.checkpoint.formats.universal.convert import convert
-from deepspeed.errors import LayoutError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, LayoutError, PipelineError, UsageError
 from deepspeed.pipe import PipelineModule
 from deepspeed.tensor_parallel import splits_of
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -43,7 +44,7 @@ def llama(tie):
 def tokens(count=2):
     generator = torch.Generator().manual_seed(4)
     for _ in range(count):
-        batch = torch.randint(23, (2, 5), generator=generator)
+        batch = torch.randint(23, (2, 6), generator=generator)
         yield {"input_ids": batch, "labels": batch}
 
 
@@ -104,6 +105,15 @@ def test_layers_of_a_stage_are_split():
         for tag in ("four", "universal"):
             engine.load_checkpoint(str(path), tag=tag)
             compare(whole_weights(engine), end)
+        engine._checkpoints._section = engine._checkpoints._section.model_copy(update={"format": "safetensors"})
+        engine.save_checkpoint(str(path), tag="native")
+        engine.load_checkpoint(str(path), tag="native")
+        compare(whole_weights(engine), end)
+        engine.destroy()
+        again = PipelineModule(llama(tie), num_stages=4)
+        engine, *_ = deepspeed.initialize(model=again, config={**CONFIG, "zero_optimization": {"stage": stage}})
+        engine.load_checkpoint(str(path), tag="native")
+        compare(whole_weights(engine), end)
         engine.destroy()
 
 
@@ -114,8 +124,105 @@ def test_what_does_not_go_together():
         deepspeed.initialize(model=plain, config={**CONFIG, "tensor_parallel": {"autotp_size": 2}})
 
 
+# (ZeRO stage, weights tied, schedule, layers that are computed again at a time)
+DIVIDED = [(0, True, "zbv", 0), (1, True, "1f1b", 1), (3, False, "zb-h1", 0)]
+BOTH = {"autotp_size": 2, "sequence_parallel": True, "vocab_parallel_lm_head": True}
+
+
+def train_whole(tie, steps):
+    """Losses and weights of one process."""
+    whole, losses = llama(tie), []
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = sum(whole(**batch).loss for batch in tokens()) / 2
+        loss.backward()
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.3)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses, whole.state_dict()
+
+
+def start(module, **section):
+    more = {"tensor_parallel": {"autotp_size": 2, **section}}
+    return deepspeed.initialize(model=module, config={**CONFIG, **more})[0]
+
+
+def cut(tie=False, **options):
+    return PipelineModule(llama(tie), num_stages=2, partition_method="uniform", **options)
+
+
 @ranks(4)
-def test_layers_of_which_none_can_be_split():
+def test_sequences_and_logits_that_stay_split():
+    for stage, tie, schedule, interval in DIVIDED:
+        expected, end = train_whole(tie, 2)
+        module = cut(tie, schedule=schedule, activation_checkpoint_interval=interval)
+        more = {"tensor_parallel": BOTH, "zero_optimization": {"stage": stage}}
+        engine, *_ = deepspeed.initialize(model=module, config={**CONFIG, **more})
+        shares = tie and (engine.is_first_stage() or engine.is_last_stage())
+        assert not shares or "model.embed_tokens.weight" in splits_of(module)
+        assert ("lm_head.weight" in splits_of(module)) == engine.is_last_stage()
+        before = dict(engine._wires.sent)
+        found = [float(engine.train_batch(tokens())) for _ in range(2)]
+        assert found == pytest.approx(expected, abs=1e-6), (stage, schedule)
+        for name, value in whole_weights(engine).items():
+            worst = float((value - end[name]).abs().max())
+            assert worst < 1e-6, f"{name} is {worst} away, with {schedule} at stage {stage}"
+        if schedule == "1f1b" and not engine.is_first_stage():
+            hidden = 2 * 2 * (2 * 3 * 16 * 4)  # steps, micro-batches; half of six tokens, in fp32
+            assert engine._wires.sent["gradient"] - before["gradient"] == hidden, "stages pass whole sequences"
+        value, logits = engine.eval_batch(tokens(), return_logits=True)
+        assert engine.module.cut._list.training, "an evaluation does not end training"
+        assert logits is None or logits.shape == (4, 6, 23), "evaluations see whole logits"
+        assert float(value) < found[-1]
+        if tie and stage:
+            check_files(engine, {"zero_optimization": {"stage": stage}}, tie)
+        else:
+            engine.destroy()
+
+
+def check_files(engine, zero, tie):
+    """What ranks and stages share lies in a checkpoint once, for any other number of them."""
+    path, end = Path(store_path()), whole_weights(engine)
+    engine.save_checkpoint(str(path), tag="t")
+    engine.destroy()
+    if deepspeed.comm.get_rank() == 0:
+        compare(end, get_fp32_state_dict_from_zero_checkpoint(str(path), "t"))
+    for stages, more in ((4, {}), (2, {"tensor_parallel": BOTH}), (2, {"tensor_parallel": {"autotp_size": 2}})):
+        again = PipelineModule(llama(tie), num_stages=stages, partition_method="uniform")
+        engine, *_ = deepspeed.initialize(model=again, config={**CONFIG, **zero, **more})
+        engine.load_checkpoint(str(path), tag="t")
+        found = whole_weights(engine)
+        compare({name: value for name, value in end.items() if name in found}, found)
+        engine.destroy()
+
+
+def own_loss(logits, labels):
+    return cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@ranks(4)
+def test_what_cannot_stay_split():
     plain = row(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(UsageError, match="autotp_size is 2, but no layer of any stage can be split"):
         deepspeed.initialize(model=plain, config={**CONFIG, "tensor_parallel": {"autotp_size": 2}})
+    with pytest.raises(DeepSpeedConfigError, match=r"sequence_parallel is true, and the PipelineModule is made of"):
+        start(row(nn.Linear(8, 8), nn.Linear(8, 8)), sequence_parallel=True)
+    with pytest.raises(UsageError, match="vocab_parallel_lm_head is true, but no stage has a Linear"):
+        start(cut(), vocab_parallel_lm_head=True, partition_config={"lm_head_patterns": ["nobody"]})
+    halves = [
+        {"patterns": [r".*\.(up|gate)_proj\.weight"], "partition_type": "column"},
+        {"patterns": [r".*\.down_proj\.weight"], "partition_type": "row"},
+    ]
+    with pytest.raises(PipelineError, match="self_attn is an attention that stays whole"):
+        start(cut(), sequence_parallel=True, partition_config={"layer_specs": halves})
+    engine = start(cut(), sequence_parallel=True)
+    odd = [{name: value[:, :5] for name, value in each.items()} for each in tokens()]
+    with pytest.raises(PipelineError, match="sequences of 5 tokens do not divide by 2 ranks"):
+        engine.train_batch(iter(odd))
+    expected, _ = train_whole(False, 1)
+    assert float(engine.train_batch(tokens())) == pytest.approx(expected[0], abs=1e-6), "the next batch trains"
+    engine.destroy()
+    engine = start(cut(loss_fn=own_loss), vocab_parallel_lm_head=True)
+    assert float(engine.train_batch(tokens())) == pytest.approx(expected[0], abs=1e-6), "a loss_fn sees whole logits"
+    engine.destroy()
