@@ -95,7 +95,8 @@ class Executor:
         self._module = module
         self._wires = wires
         self._splits = splits
-        self._passes: dict[Schedule, list[Pass]] = {}
+        self._passes: dict[int, tuple[Schedule, list[Pass]]] = {}
+        """By the id of the schedule, which is a long thing to compare."""
 
     def run(
         self,
@@ -110,20 +111,21 @@ class Executor:
         play = _Play(schedule, batches, train, compute_loss, keep_outputs)
         passes = self._of_this_rank(schedule)
         for place, each in enumerate(passes):
-            self._post(schedule, passes[place : place + _AHEAD])
-            value = self._take(play, each.action)
+            self._post(passes[place : place + _AHEAD])
+            value = self._take(play, each)
             self._announce(each)
             result = self._guarded(play, each, value)
-            self._give(play, each.action, result)
+            self._give(play, each, result)
         if train:
             self._parts.reducer.arrivals.part()
         self._wires.settle()
         return play.results
 
     def _of_this_rank(self, schedule: Schedule) -> list[Pass]:
-        if schedule not in self._passes:
-            self._passes[schedule] = passes_of(schedule.ranks[self._module.stage_id], splits=self._splits)
-        return self._passes[schedule]
+        if id(schedule) not in self._passes:
+            passes = passes_of(schedule, self._module.stage_id, splits=self._splits)
+            self._passes[id(schedule)] = schedule, passes
+        return self._passes[id(schedule)][1]
 
     def _announce(self, each: Pass) -> None:
         """Tell what gathers parameters which layers run next, and how."""
@@ -134,29 +136,29 @@ class Executor:
 
     # ---- messages
 
-    def _post(self, schedule: Schedule, passes: Sequence[Pass]) -> None:
+    def _post(self, passes: Sequence[Pass]) -> None:
         blocked = set()
         for each in passes:
-            message = schedule.received(each.action)
+            message = each.received
             if message is not None and message.channel not in blocked and not self._wires.post(message):
                 blocked.add(message.channel)
 
-    def _take(self, play: _Play, action: Action) -> Any:
+    def _take(self, play: _Play, each: Pass) -> Any:
         """What an action works on: from another rank, from another stage of this one, or nothing."""
-        message = play.schedule.received(action)
-        if message is not None:
-            return self._wires.receive(message)
+        if each.received is not None:
+            return self._wires.receive(each.received)
+        action = each.action
         kind = "activation" if action.op is Op.FORWARD else "gradient"
         return play.nearby.pop((kind, action.stage, action.micro_batch), None)
 
-    def _give(self, play: _Play, action: Action, result: Any) -> None:
-        message = play.schedule.sent(action)
-        if message is not None:
+    def _give(self, play: _Play, each: Pass, result: Any) -> None:
+        action = each.action
+        if each.sent is not None:
             try:
-                self._wires.send(message, result)
+                self._wires.send(each.sent, result)
             except PipelineError as error:
                 self._fail(play, action, error)
-                self._wires.send(message, FAILED)
+                self._wires.send(each.sent, FAILED)
         elif action.op is Op.FORWARD and action.stage + 1 < play.schedule.stages:
             play.nearby["activation", action.stage + 1, action.micro_batch] = _detached(result)
         elif action.op.passes_back and action.stage > 0:
@@ -226,8 +228,7 @@ class Executor:
         if last:
             return self._finish(play, action, inputs, outputs, first=first)
         if play.train:
-            trained = [tensor for tensor in flatten(outputs)[1] if tensor.requires_grad]
-            self._hold(play, action, [] if first else inputs, trained)
+            self._hold(play, action, [] if first else inputs, _trained(outputs))
         return outputs
 
     def _finish(self, play: _Play, action: Action, inputs: Any, outputs: Any, *, first: bool) -> None:
@@ -254,8 +255,7 @@ class Executor:
         return loss
 
     def _hold(self, play: _Play, action: Action, inputs: Any, roots: list[Tensor]) -> None:
-        leaves = [tensor for tensor in flatten(inputs)[1] if tensor.requires_grad]
-        play.held[action.stage, action.micro_batch] = _Held(leaves, roots)
+        play.held[action.stage, action.micro_batch] = _Held(_trained(inputs), roots)
 
     def _backward(self, play: _Play, action: Action, value: Any) -> list[Tensor | None]:
         held = play.held.pop((action.stage, action.micro_batch))
@@ -279,6 +279,12 @@ class Executor:
             self._module.later.collect(None)
         rest.junctions += again.junctions
         return rest
+
+
+def _trained(value: Any) -> list[Tensor]:
+    """The tensors of a structure that need a gradient, each once."""
+    tensors = [value] if isinstance(value, Tensor) else flatten(value)[1]
+    return [tensor for tensor in tensors if tensor.requires_grad]
 
 
 def _detached(value: Any) -> Any:

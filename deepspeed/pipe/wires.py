@@ -17,6 +17,7 @@ the batch. Messages of one kind between two ranks keep their order, which the va
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,7 +78,7 @@ class Wires:
         self._forms: dict[int, Form] = {}
         self._passed: dict[tuple[int, int], Form] = {}
         self._posted: dict[Message, _Posted] = {}
-        self._sending: list[tuple[Any, Tensor]] = []
+        self._sending: deque[tuple[Any, Tensor]] = deque()
         self.sent = {"activation": 0, "gradient": 0, "form": 0}
         """Bytes since the beginning, by kind."""
 
@@ -107,7 +108,8 @@ class Wires:
         if tensors is not None:
             for tensor in tensors:
                 self._isend(tensor, message, message.kind)
-        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
 
     def _to_send(self, message: Message, value: Any) -> Sequence[Tensor] | None:
         if message.kind == "gradient":
