@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable, UsageError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist
 from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.lamb import FusedLamb
@@ -267,9 +267,10 @@ def update_in_backward(parts: Parts, optimizer: Optimizer, states: States, *, st
 
 def _require_possible(parts: Parts, optimizer: Optimizer, *, staged: bool) -> None:
     if staged:
-        raise FeatureUnavailable(
-            f"{KEY}: not part of this version yet with pipelines, which have many backward passes in a step"
-            "; turn it off",
+        raise DeepSpeedConfigError(
+            f"{KEY}: not for pipelines. A stage adds up the gradients of all micro-batches before its last backward, "
+            "so that none would be freed early; and the last stages would be updated while an earlier one can still "
+            "fail, after which nothing must have been. Turn it off",
             path=KEY,
         )
     clipped = isinstance(optimizer, FusedLamb) and any(group["max_grad_norm"] for group in optimizer.param_groups)
