@@ -83,6 +83,12 @@ def find_attention(model: nn.Module, ranks: int) -> dict[str, Attention]:
         heads = _heads(module, leaf, getattr(module, "config", None) or getattr(model, "config", None))
         if heads is None:
             continue
+        if heads.query % heads.key_value:
+            raise UsageError(
+                f"tensor_parallel: {path}.{leaf} is of an attention with {heads.query} query heads and "
+                f"{heads.key_value} key-value heads (of {heads.dim} rows of dim 0 each); the former must be a multiple "
+                "of the latter. Correct num_attention_heads or num_key_value_heads in the model's config"
+            )
         if heads.query < ranks or any(start == stop for start, stop in heads.queries_of(ranks)):
             raise UsageError(_too_few(f"{path}.{leaf}", "query heads", heads.query, ranks))
         found[plain_path(path)] = Attention(path, module, heads)
@@ -98,13 +104,11 @@ def _heads(module: nn.Module, leaf: str, config: Any) -> Heads | None:
     if dim is None:
         dim = width // queries if leaf in _QUERY else _number(_WIDTHS, module, config or module) // queries  # type: ignore[operator]
     keys = _number(_KEY_COUNTS, module)
-    key_layer = next(
-        (getattr(module, name) for name in _KEYS if isinstance(getattr(module, name, None), nn.Module)), None
-    )
+    key_leaf = next((name for name in _KEYS if isinstance(getattr(module, name, None), nn.Module)), None)
     if getattr(module, "multi_query", False) and not getattr(module, "new_decoder_architecture", False):
         keys = 1
-    elif key_layer is not None and leaf in _QUERY and (wide := _outputs(key_layer)) is not None and wide % dim == 0:
-        keys = keys or min(wide // dim, queries)
+    elif key_leaf is not None and leaf in _QUERY and (wide := _outputs(getattr(module, key_leaf))) and wide % dim == 0:
+        keys = keys or (queries if key_leaf == "kv_b_proj" else wide // dim)
     elif keys is None:
         keys = _number(_KEY_COUNTS, config) if leaf == "qkv_proj" else None
     return Heads(queries, keys or queries, dim)

@@ -58,7 +58,7 @@ def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup, piece: Piece
     parts = _parts(model, plan)
     if piece is not None and not piece.blocks and not parts:
         return entrances
-    blocks = _blocks(model, plan, parts)
+    owner, blocks = _blocks(model, plan, parts)
     for path, layers in parts.items():
         entrances.put(model.get_submodule(path))
         for change in layers:
@@ -77,6 +77,8 @@ def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup, piece: Piece
             block.register_forward_pre_hook(_Hidden(functools.partial(arrive, block)), with_kwargs=True)
     if last is not None:
         last.register_forward_hook(_Output(sequence.end))
+    if piece is None:  # every block of a piece says so itself
+        owner.register_forward_hook(sequence.remember)
     return entrances
 
 
@@ -99,8 +101,11 @@ def _parts(model: nn.Module, plan: Plan) -> dict[str, list[Change]]:
     return found
 
 
-def _blocks(model: nn.Module, plan: Plan, parts: dict[str, list[Change]]) -> list[nn.Module]:
-    """The blocks, in order: all parts lie in blocks of one list, as their own children, and each block has some."""
+def _blocks(model: nn.Module, plan: Plan, parts: dict[str, list[Change]]) -> tuple[nn.Module, list[nn.Module]]:
+    """The module that has the blocks, and these in order.
+
+    All parts lie in blocks of one list, as their own children, and each block has some.
+    """
     lists = {path.rpartition(".")[0].rpartition(".")[0] for path in parts}
     if len(lists) != 1 or not isinstance(model.get_submodule(next(iter(lists))), nn.ModuleList):
         where = next(iter(parts), type(model).__name__)
@@ -113,7 +118,7 @@ def _blocks(model: nn.Module, plan: Plan, parts: dict[str, list[Change]]) -> lis
     for path in plan.untouched:
         if path.startswith(f"{above}."):
             raise UsageError(_unfit(path, "is an attention that stays whole"))
-    return list(model.get_submodule(above).children())
+    return model.get_submodule(above.rpartition(".")[0]), list(model.get_submodule(above).children())
 
 
 def _unfit(path: str, why: str) -> str:

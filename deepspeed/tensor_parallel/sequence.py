@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
@@ -23,14 +25,15 @@ class Sequence:
 
     axis: AxisGroup
     active: bool = False
-    """Whether the pass that goes on now has split sequences; the first block decides."""
+    """Whether the pass that goes on now has split sequences; the first block decides, in backward what it decided."""
 
     def __deepcopy__(self, _: Any) -> Sequence:
         return self
 
     def begin(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """At the first block: this rank's part of the sequence."""
-        self.active = block.training
+        if torch._C._current_graph_task_id() == -1:  # no backward computes it again
+            self.active = block.training
         if not self.active:
             return hidden
         if hidden.shape[1] % self.axis.size:
@@ -62,6 +65,20 @@ class Sequence:
         if not self.active:
             return hidden
         return regions.join_sequence(hidden, self.axis, self._sizes(hidden.shape[1]))
+
+    def remember(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Behind all blocks: their backward, which may compute them again, goes as this pass went.
+
+        Another pass may lie between both, such as one of an evaluation.
+        """
+        active = self.active
+
+        def resume(_grad: Tensor) -> None:
+            self.active = active
+
+        for each in tree_leaves(output):
+            if type(each) is Tensor and each.requires_grad:  # what is computed only if looked at stays that
+                each.register_hook(resume)
 
     def _sizes(self, part: int) -> list[int]:
         return [part] * self.axis.size

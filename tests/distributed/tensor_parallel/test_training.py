@@ -13,7 +13,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import UsageError
 from deepspeed.tensor_parallel import build, splits_of
-from tests.distributed.tensor_parallel.families import assert_close, make, parameters, start, tokens
+from tests.distributed.tensor_parallel.families import assert_close, make, parameters, start, tokens, whole
 from tests.distributed.tensor_parallel.training import momentum, train, zero
 from tests.harness import ranks
 
@@ -60,6 +60,31 @@ def test_split_sequences():
         engine.destroy()
     with pytest.raises(UsageError, match=r"sequence_parallel: model\.decoder\.layers\.0\S* is no child of a block"):
         start(make("opt")[0], 2, tensor_parallel={"sequence_parallel": True})
+
+
+@ranks(2, timeout=300)
+def test_a_pass_between_forward_and_backward_changes_nothing():
+    """An evaluation sees whole sequences; blocks that are computed again, and sums of gradients, split ones."""
+    for reentrant in (None, False, True):
+        model, plain = make("llama")
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        engine = start(model, 2, tensor_parallel={"sequence_parallel": True})
+        engine.train()
+        loss = engine(input_ids=tokens(), labels=tokens()).loss
+        engine.eval()
+        aside = engine(input_ids=tokens(), labels=tokens()).loss  # with a backward of its own
+        engine.backward(loss)
+        plain(input_ids=tokens(), labels=tokens()).loss.backward()
+        expected = {name: param.grad for name, param in plain.named_parameters()}
+        assert_close(whole(engine, {name: param.grad for name, param in model.named_parameters()}), expected)
+        engine.train()
+        with torch.no_grad():
+            engine(input_ids=tokens(), labels=tokens())
+        engine.zero_grad()
+        aside.backward()
+        assert_close(whole(engine, {name: param.grad for name, param in model.named_parameters()}), expected)
+        engine.destroy()
 
 
 @ranks(2, timeout=300)
@@ -223,6 +248,12 @@ def test_what_cannot_be_split_is_an_error_on_all_ranks():
         start(Blocks(7), 2, tensor_parallel=uneven)
     with pytest.raises(UsageError, match="strict_mode: no rule matches 1 layers: last"):
         start(Blocks(), 2, tensor_parallel={"partition_config": {"layer_specs": RULES[:2], "strict_mode": True}})
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "intermediate_size": 48, "vocab_size": 50}
+    more = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=4))
+    with pytest.raises(
+        UsageError, match=r"self_attn\.q_proj is of an attention with 2 query heads and 4 key-value heads"
+    ):
+        start(more, 2)
     with pytest.raises(UsageError, match="no layer of Blocks can be split"):
         start(Blocks(), 2)
     engine = start(Blocks(), 2, tensor_parallel=uneven)
