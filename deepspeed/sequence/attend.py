@@ -14,6 +14,7 @@ from deepspeed.parallel import AxisGroup
 from deepspeed.sequence.core import Core, is_causal
 from deepspeed.sequence.exchange import gather_heads, scatter_queries_keys_values
 from deepspeed.sequence.heads import head_plan
+from deepspeed.sequence.key_bias import KeyBias
 from deepspeed.sequence.order import TokenOrder
 from deepspeed.sequence.ring import Ring, ring_attention
 from deepspeed.sequence.whole import Whole
@@ -45,9 +46,19 @@ def core_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def attend(
-    module: nn.Module, tensors: tuple[Tensor, Tensor, Tensor], core: Core, ways: Ways, whole: Whole, **options: Any
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    core: Core,
+    ways: Ways,
+    whole: Whole,
+    *,
+    key_bias: KeyBias | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Any]:
-    """([batch, part, heads, width], weights or None) of query, key and value, each [batch, heads, part, width]."""
+    """([batch, part, heads, width], weights or None) of query, key and value, each [batch, heads, part, width].
+
+    With a `key_bias`, `scaling` must be told.
+    """
     query, key, value = tensors
     options = core_options(options)
     if options.get("sliding_window") is not None and not is_causal(module, options):
@@ -65,11 +76,16 @@ def attend(
         parts = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         exchanged = scatter_queries_keys_values(parts, plan, ways.ulysses)
         query, key, value = (tensor.transpose(1, 2) for tensor in exchanged)
-    weights = None
+        key_bias = None if key_bias is None else key_bias.of_heads(plan.queries, ways.ulysses.rank())
+    weights, width = None, value.shape[-1]
+    if key_bias is not None:
+        here = key_bias if ways.ring is None else key_bias.on_ring(ways.order, ways.ring.rank)
+        query, key, value = here.widen(query, key, value)
     if ways.ring is not None:
         out = ring_attention(query, key, value, _ring(module, query, ways, whole, options)).transpose(1, 2)
     else:
         out, weights = core(module, query, key, value, whole, **options)
+    out = out[..., :width]
     if plan is not None and ways.ulysses is not None:
         out = gather_heads(out, plan.queries, ways.ulysses)
     return out, weights

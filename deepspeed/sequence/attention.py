@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.sequence.attend import Ways, attend, core_options
 from deepspeed.sequence.core import Core
+from deepspeed.sequence.key_bias import KeyBias
+from deepspeed.sequence.own_attention import knows, teach
 from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, models_in
 from deepspeed.sequence.whole import Whole
 
@@ -35,6 +37,10 @@ class SequenceAttention:
         self._masks.stands_for(mask, self.current if self.current is not None else Whole(0))
         return mask
 
+    def whole(self, mask: Tensor | None) -> Whole | None:
+        """What a mask stands for."""
+        return self._masks.whole(mask)
+
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Any]:
@@ -53,31 +59,46 @@ class SequenceAttention:
     def _alone(
         self, module: nn.Module, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Any]:
-        length = tensors[1].shape[2]
+        length, width = tensors[1].shape[2], tensors[2].shape[-1]
+        bias: KeyBias | None = options.pop("key_bias", None)
+        if bias is not None:
+            tensors = bias.widen(*tensors)
         positions = options.get("position_ids")
         if positions is not None and (positions.dim() != 2 or positions.shape[1] != length):
             positions = None
         rows = tensors[1].shape[0]
         whole = Whole.of(length, None if positions is None else positions.expand(rows, length), mask)
-        return self._core(module, *tensors, whole, **core_options(options))
+        found, weights = self._core(module, *tensors, whole, **core_options(options))
+        return found[..., :width], weights
 
     @classmethod
     def install(cls, module: nn.Module, ways: Ways, stack: ExitStack) -> SequenceAttention:
         """Let every model of Transformers in a module use it, until the stack is closed."""
         models = models_in(module)
         for model in models:
-            if not model._supports_attention_backend:
+            if not (model._supports_attention_backend or knows(model)):
                 raise UsageError(
                     f"{type(model).__name__} computes attention by itself instead of by Transformers' attention "
                     "functions, so that it cannot be shared out. Leave sequence_parallel.attention out."
                 )
-        attention = cls(core_of(models[0].config._attn_implementation), ways)
+        used = models[0].config._attn_implementation
+        attention = cls(core_of("sdpa" if used == "eager" and knows(models[0]) else used), ways)
         name = _free_name()
         stack.callback(hang(name, attention, attention.mask))
-        for config in {id(model.config): model.config for model in models}.values():
+        for config in _configs(module):
             stack.callback(_set(config, config._attn_implementation))
             config._attn_implementation = name
+        if knows(models[0]):
+            teach(models[0], attention, attention.whole, stack)
         return attention
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    """Those that say which attention is used: the models', and those of attention modules that have their own."""
+    from transformers import PreTrainedConfig
+
+    configs = [getattr(each, "config", None) for each in module.modules()]
+    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
 
 
 def _set(config: Any, name: str) -> Callable[[], None]:

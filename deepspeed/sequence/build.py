@@ -126,6 +126,10 @@ def _heads(module: nn.Module) -> tuple[int, int]:
             f"sequence_parallel.attention needs a model of Transformers; {type(module).__name__} has no config that "
             "tells its attention heads. Leave it out and use deepspeed.sequence.layer.DistributedAttention."
         )
+    if getattr(text, "new_decoder_architecture", False):  # Falcon's groups
+        return queries, text.num_kv_heads
+    if getattr(text, "multi_query", False):
+        return queries, 1
     return queries, getattr(text, "num_key_value_heads", None) or queries
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.sequence.labels import shifted
 from deepspeed.sequence.order import TokenOrder
+from deepspeed.sequence.own_attention import knows
 from deepspeed.sequence.transformers_hooks import models_in
 from deepspeed.sequence.whole import Whole
 
@@ -52,7 +53,9 @@ class Inputs:
         self._any = any(each.kind is each.VAR_KEYWORD for each in self._takes.values())
         self._order, self._rank = order, rank
         self._counts_by = _counts_positions_by(inner)
-        if "position_ids" not in self._takes:
+        self._by_bias = "position_ids" not in self._takes and knows(inner)
+        """Positions are biases of attention, which sees whole sequences."""
+        if "position_ids" not in self._takes and not self._by_bias:
             raise UsageError(
                 f"{self._name}.forward takes no position_ids, so that a rank cannot tell it which part of a sequence "
                 "it has. Leave sequence_parallel.attention out and share sequences out in the model."
@@ -73,13 +76,19 @@ class Inputs:
         if positions is None:
             self._require_plain_positions(given.get("attention_mask"))
             positions = torch.arange(length, device=tokens.device)[None]
-        given["position_ids"] = positions
+        if not self._by_bias:
+            given["position_ids"] = positions
         shift = given.pop("shift_labels", None)
         if labels is not None or shift is not None:
             labels = self._label(given, labels, shift)
         mask = given.get("attention_mask")
         told = positions.expand(rows, length) if positions.dim() == 2 else positions
         whole = Whole.of(length, told, None if mask is None else mask.bool())
+        if self._by_bias and whole.documents is not None:
+            raise UsageError(
+                f"{self._name} is called with position_ids that begin again, but takes none: packed sequences would "
+                "see each other without sequence parallelism. Leave position_ids out, or give each sequence a row."
+            )
         if "use_cache" in self._takes:
             given["use_cache"] = False
         cut = {name: self._cut(name, value, length, mine) for name, value in given.items()}

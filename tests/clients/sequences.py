@@ -39,11 +39,19 @@ def family(kind: str, **options: Any) -> Any:
     import transformers as t
 
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma2"}
-    name = names.get(kind) or {"bloom": "Bloom", "gpt2": "GPT2", "bert": "Bert", "gpt_neox": "GPTNeoX"}[kind]
+    names |= {
+        "gptj": "GPTJ",
+        "falcon": "Falcon",
+        "bloom": "Bloom",
+        "gpt2": "GPT2",
+        "bert": "Bert",
+        "gpt_neox": "GPTNeoX",
+    }
+    name = names[kind]
     given = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
     given |= {"num_attention_heads": 4, "max_position_embeddings": 64, "use_cache": False}
-    given["attn_implementation"] = "sdpa"
-    if kind not in ("gpt2", "gpt_neox", "bert", "bloom"):
+    given["attn_implementation"] = "eager" if kind == "bloom" else "sdpa"
+    if kind not in ("gpt2", "gpt_neox", "bert", "bloom", "falcon"):
         given |= {"num_key_value_heads": 2, "head_dim": 8}
     quiet = ("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout_prob")
     given |= dict.fromkeys((*quiet, "attention_probs_dropout_prob"), 0.0) | options

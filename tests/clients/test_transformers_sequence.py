@@ -13,6 +13,7 @@ from tests.clients.sequences import LENGTH, Case, batches, build, family, plain_
 from tests.closeness import Training, assert_same_training
 from tests.harness import ranks
 
+GROUPS = {"new_decoder_architecture": True, "num_attention_heads": 8, "num_kv_heads": 2}
 TWO = [
     Case("llama", 0, "ulysses"),
     Case("llama", 3, "auto", data="packed"),
@@ -24,12 +25,20 @@ TWO = [
     Case("qwen3", 3, "ulysses", data="padded", checkpoints=True),
     Case("llama", 0, "ring", data="half", checkpoints=True, rows=1),
     Case("llama", 1, "ulysses", dtype="bf16"),
+    Case("bloom", 1, "ulysses", data="padded", checkpoints=True),
+    Case("bloom", 0, "ring", options={"num_attention_heads": 8}, rows=1),
+    Case("falcon", 3, "ulysses", options={"num_attention_heads": 8}),
+    Case("falcon", 0, "ring", options=GROUPS, data="padded", clip=0.3),
+    Case("falcon", 1, "ring", options={"alibi": True, "bias": True}, checkpoints=True),
+    Case("falcon", 2, "ulysses", options={"alibi": True, "multi_query": False}, data="padded"),
 ]
 FOUR = [
     Case("llama", 3, "auto", options={"num_attention_heads": 4, "num_key_value_heads": 2}),
     Case("mistral", 1, "ring", options={"sliding_window": 5}, data="packed"),
     Case("qwen2", 0, "ulysses", options={"num_attention_heads": 6, "num_key_value_heads": 2}, data="half"),
     Case("llama", 3, "ulysses", sp=2, clip=0.3, accumulation=2),
+    Case("bloom", 0, "auto", data="padded", tiles={"ulysses_size": 2}),
+    Case("falcon", 1, "auto", options=GROUPS),
 ]
 
 
@@ -211,7 +220,13 @@ def test_what_the_engine_refuses_and_allows():
         ("llama", "ring", {"attention_dropout": 0.1}, UsageError, "ring attention has no dropout"),
         ("llama", "ulysses", {"num_attention_heads": 1, "num_key_value_heads": 1}, LayoutError, "1 attention heads"),
         ("llama", "ulysses", {"attn_implementation": "eager"}, UsageError, "'eager' cannot be used"),
-        ("bloom", "ulysses", {"attn_implementation": "eager"}, UsageError, "BloomForCausalLM"),
+        (
+            "gptj",
+            "ulysses",
+            {"attn_implementation": "eager", "rotary_dim": 4},
+            UsageError,
+            "GPTJForCausalLM computes at",
+        ),
     ):
         with pytest.raises(error, match=message):
             build(Case(kind, 0, attention, options=options))(**whole)
@@ -219,6 +234,31 @@ def test_what_the_engine_refuses_and_allows():
         build(case, model=torch.nn.Linear(2, 2))
     script = build(Case("llama", 0, None))
     assert script(**whole).logits.shape[1] == LENGTH, "without the section the script shares sequences out"
+
+
+@ranks(2, timeout=400)
+def test_attention_that_models_compute_themselves():
+    """Bloom's and Falcon's: the bare module generates as ever, nothing stays behind, what cannot be is refused."""
+    for kind, attention, options in (
+        ("bloom", "ulysses", {}),
+        ("falcon", "ring", {"alibi": True}),
+        ("falcon", "auto", {}),
+    ):
+        case = Case(kind, 0, attention, options=options)
+        engine, plain = build(case).eval(), family(kind, **options).eval()
+        whole = batches(Case(kind, 0, None, data="padded"))[0]
+        prompt = {name: whole[name][:, 8:13].flip(1) for name in ("input_ids", "attention_mask")}  # padded on the left
+        settings = {"max_new_tokens": 3, "do_sample": False, "use_cache": True}
+        assert torch.equal(engine.module.generate(**prompt, **settings), plain.generate(**prompt, **settings)), case
+        with torch.no_grad():
+            torch.testing.assert_close(engine(**whole).loss, plain(**whole).loss)
+        if kind == "bloom":
+            packed = batches(Case(kind, 0, None, data="packed"))[0]
+            with pytest.raises(UsageError, match="position_ids that begin again, but takes none"):
+                engine(**packed)
+        engine.destroy()
+        assert not any("forward" in vars(module) for module in engine.module.modules()), case
+        torch.testing.assert_close(engine.module(**whole).logits, plain(**whole).logits)
 
 
 @ranks(2, timeout=400)

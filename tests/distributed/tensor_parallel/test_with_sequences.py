@@ -27,6 +27,9 @@ CASES = [
     ("uneven", "ulysses", 1, 2, {"tp_overlap_comm": True}),
     ("qwen3", "ring", 3, 1, {"vocab_parallel_lm_head": True}),
     ("one key", "auto", 2, 2, {"sequence_parallel": True}),
+    ("phi3", "ulysses", 0, 1, {}),  # its attention modules have configs of their own
+    ("bloom", "ring", 1, 1, {}),
+    ("falcon with alibi", "ulysses", 3, 1, {}),
 ]
 
 
