@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-
-from deepspeed.errors import CommError, UsageError
 from deepspeed.moe.ep_tp_dispatch import (
     RoutedAssignmentPayload,
     assert_tp_payload_consistent,
@@ -15,6 +13,8 @@ from deepspeed.moe.ep_tp_dispatch import (
     partition_assignments,
     restore_combined,
 )
+
+from deepspeed.errors import CommError, UsageError
 from tests.harness import ranks
 
 
