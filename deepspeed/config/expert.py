@@ -20,7 +20,7 @@ class ExpertParallelConfig(Section):
         1, description="Number of ranks that share the experts of a layer; must divide their number."
     )
     expert_tensor_parallel_size: PositiveCount = Field(
-        1, description="Number of ranks that share one expert; only 1 exists."
+        1, description="Number of ranks that share one expert: 1, or all tensor-parallel ranks."
     )
 
     # How the layers are recognised
@@ -128,8 +128,6 @@ class ExpertParallelConfig(Section):
 
     def _size_problems(self) -> list[str]:
         problems = []
-        if self.expert_tensor_parallel_size != 1:
-            problems.append(f"expert_tensor_parallel_size must be 1, found {self.expert_tensor_parallel_size}")
         if self.load_balance_coeff is not None:
             problems.append(f"load_balance_coeff is not supported and must be null, found {self.load_balance_coeff!r}")
         groups, limited = self.num_expert_groups, self.num_limited_groups

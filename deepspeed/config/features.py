@@ -99,7 +99,7 @@ UNBUILT: tuple[Feature, ...] = (
         for key in (
             *("top_k", "score_func", "score_apply", "route_norm", "route_scale", "routed_scaling_factor"),
             *("num_expert_groups", "num_limited_groups", "expert_activation"),
-            *("expert_tensor_parallel_size", "load_balance_coeff"),
+            "load_balance_coeff",
         )
     ),
     Feature("compile.deepcompile", "DeepCompile", lambda c: c.compile.deepcompile),

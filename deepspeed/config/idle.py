@@ -156,9 +156,13 @@ IDLE: tuple[Idle, ...] = (
             (("combine_impl", "row_weighting_impl"), "outputs are always weighted and summed in float32 by one pass"),
             (("comm_num_sm", "comm_qp_margin", "comm_max_tokens_per_rank"), "they belong to comm_backend deepep"),
             (("async_split_plan",), "numbers of tokens travel as soon as the router has chosen"),
-            (("validate_folding_routing",), "experts are not spread over tensor-parallel ranks"),
         )
         for key in keys
+    ),
+    Idle(
+        "expert_parallel.validate_folding_routing",
+        "tensor_parallel.autotp_size is 1, so that no two ranks have the same tokens",
+        lambda c: c.axis_sizes["tp"] == 1,
     ),
     Idle(
         "fused_kernels",

@@ -213,8 +213,8 @@ def expert_and_tensor_presets_agree(config: Keys) -> None:
 
 def experts_with_tensor_parallel(config: Keys) -> None:
     expert, zero = config.expert_parallel, config.zero_optimization
-    if not expert.enabled or config.tensor_parallel.autotp_size < 2:
-        return
+    if not expert.enabled or config.tensor_parallel.autotp_size < 2 or expert.expert_tensor_parallel_size > 1:
+        return  # experts that ranks share lie as the rest of the model does
     others = {
         f"autoep_size {expert.autoep_size} (needs more than 1)": expert.autoep_size < 2,
         "zero_optimization.offload_optimizer": zero.offloads_optimizer,

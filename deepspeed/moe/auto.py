@@ -14,6 +14,7 @@ from deepspeed.config.expert import ExpertParallelConfig
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import log_dist
+from deepspeed.moe.inner import KEY
 from deepspeed.moe.shared import compute_ahead
 from deepspeed.moe.stacked import SpreadStack, Stack, computes_by_flags, count_of_stack, kind_of, spread_stack
 from deepspeed.parallel import AxisGroup, ParallelLayout
@@ -42,16 +43,18 @@ def spread_blocks(schema: Schema, model: nn.Module, layout: ParallelLayout, open
     section = schema.expert_parallel
     if not section.enabled:
         return
-    tensor = layout["tp"]
+    tensor, share = layout["tp"], _sharing(section, layout)
     found = find_experts(model, section)
-    groups = layout.experts(
-        section.autoep_size, data_first=schema.use_data_before_expert_parallelism, fold_tp=tensor.size > 1
-    )
+    folds = tensor.size > 1 and share is None
+    groups = layout.experts(section.autoep_size, data_first=schema.use_data_before_expert_parallelism, fold_tp=folds)
+    senders = tensor if folds else layout.alone
     done: set[int] = set()
     for each in found:
         grouped = section.use_grouped_mm and computes_by_flags(each.module)
         with opened(each.module.parameters(recurse=False), groups.edp):
-            spread_stack(each.module, Stack(each.path, each.experts, groups, grouped, each.arguments, tensor), done)
+            made = Stack(each.path, each.experts, groups, grouped, each.arguments, senders)
+            made.peers = tensor if section.validate_folding_routing and tensor.size > 1 else None
+            spread_stack(each.module, made, done, share)
         if groups.ep.size > 1:
             block, _, name = each.path.rpartition(".")
             each.module.beside = compute_ahead(model.get_submodule(block), name)  # type: ignore[assignment]
@@ -59,8 +62,21 @@ def spread_blocks(schema: Schema, model: nn.Module, layout: ParallelLayout, open
     log_dist(
         f"expert parallelism over {groups.ep.size} ranks: the experts of {len(found)} blocks, "
         f"{found[0].experts // groups.ep.size} of {found[0].experts} on each rank"
+        + (f", each of which {share.size} tensor-parallel ranks share" if share is not None else "")
         + (f"; {own} blocks compute by their own code" if own else "")
     )
+
+
+def _sharing(section: ExpertParallelConfig, layout: ParallelLayout) -> AxisGroup | None:
+    """The ranks that share every expert; None if each expert is one rank's."""
+    size, tensor = section.expert_tensor_parallel_size, layout["tp"]
+    if size not in (1, tensor.size):
+        raise DeepSpeedConfigError(
+            f"{KEY} is {size}, but there are {tensor.size} tensor-parallel ranks (tensor_parallel.autotp_size). Either "
+            f"all of these share every expert ({tensor.size}), or experts are dealt to them (1)",
+            path=KEY,
+        )
+    return tensor if size > 1 else None
 
 
 def find_experts(model: nn.Module, section: ExpertParallelConfig) -> list[Found]:

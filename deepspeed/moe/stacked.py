@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.fragments import deal
+from deepspeed.moe.alike import require_alike
 from deepspeed.moe.exchange import exchange, exchange_counts
+from deepspeed.moe.inner import inner_splits, tell_width
 from deepspeed.moe.listening import Listener
 from deepspeed.moe.routing import count_of
 from deepspeed.moe.travel import through_experts
@@ -26,7 +28,8 @@ from deepspeed.ops.grouped import Groups, grouped_linear
 from deepspeed.ops.model.device import takes
 from deepspeed.ops.model.gated import ACTIVATIONS, halves, halves_reference
 from deepspeed.parallel import AxisGroup, ExpertGroups
-from deepspeed.parallel.regions import Way, between, joined, own
+from deepspeed.parallel.cut import Cut
+from deepspeed.parallel.regions import Way, between, enter, joined, leave, own
 
 __all__ = ["SpreadStack", "Stack", "computes_by_flags", "count_of_stack", "kind_of", "spread_stack"]
 
@@ -47,9 +50,11 @@ class Stack:
     arguments: tuple[str, ...]
     """What the module's own code calls them."""
     tensor: AxisGroup
-    """Tensor-parallel ranks, which have equal tokens: each sends a part of them."""
+    """Tensor-parallel ranks, which have equal tokens: each sends a part of them, unless they share every expert."""
     gate: str | None = None
     """What its gate is, if it is one that there is a kernel for."""
+    peers: AxisGroup | None = None
+    """Ranks that are asked whether they chose alike; None: nobody is."""
 
     @property
     def local(self) -> int:
@@ -104,15 +109,26 @@ def computes_by_flags(module: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def spread_stack(module: nn.Module, stack: Stack, done: set[int]) -> None:
-    """Let a module keep this rank's slice of its experts; parameters keep their identity, by which optimizers go."""
+def spread_stack(module: nn.Module, stack: Stack, done: set[int], share: AxisGroup | None = None) -> None:
+    """Let a module keep this rank's slice of its experts; parameters keep their identity, by which optimizers go.
+
+    The ranks of `share` have parts of every expert.
+    """
     first = stack.groups.ep.rank * stack.local
-    for param in module.parameters(recurse=False):
+    splits = {} if share is None else inner_splits(stack.path, module, share.size, grouped=stack.grouped)
+    for name, param in module.named_parameters(recurse=False):
         if id(param) not in done:
             done.add(id(param))
-            param.data = param.detach()[first : first + stack.local].clone()
+            part = param.detach()[first : first + stack.local]
+            if share is not None and name in splits:
+                part = splits[name].cut(part, share.rank)
+                param.tensor_model_parallel = True  # type: ignore[attr-defined]  # as Megatron marks them
+            param.data = part.clone()
             param.allreduce = False  # type: ignore[attr-defined]  # as parameters of experts are marked
             param.group_name = stack.group_name  # type: ignore[attr-defined]
+    if share is not None:
+        module.share = Cut(share, splits)  # type: ignore[assignment]
+        tell_width(module, splits["down_proj"].total, splits["down_proj"].size(share.rank))
     stack.gate = _kind_of_gate(module) if stack.grouped and module.has_gate else None
     module.__class__ = _class_of(type(module))  # type: ignore[arg-type]
     module.num_experts = stack.local  # type: ignore[assignment]  # what its own code computes with
@@ -144,6 +160,8 @@ class SpreadStack(nn.Module):
     listener: Listener | None = None
     beside: Callable[[], None] | None = None
     """What is done while tokens travel."""
+    share: Cut | None = None
+    """How ranks that have equal tokens share every expert; None: they do not."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """As the module's own; every rank of the experts calls it."""
@@ -170,7 +188,11 @@ class SpreadStack(nn.Module):
             )
         if self.listener is not None and self.training:
             self.listener(count_of(chosen.reshape(-1), stack.experts))
+        if stack.peers is not None:
+            require_alike(chosen, stack.peers, stack.path)
         compute = self._grouped if stack.grouped else self._own
+        if self.share is not None:  # of tokens and weights every rank has a summand of the gradient
+            flat, weights = (enter(each, self.share.axis) for each in (flat, weights))
         total, flat, chosen, weights = len(flat), *(stack.taken(each, 0) for each in (flat, chosen, weights))
         out = through_experts(
             flat,
@@ -182,6 +204,7 @@ class SpreadStack(nn.Module):
             beside=self.beside,
         )
         out = stack.given(out, 0, total)
+        out = out if self.share is None else leave(out, self.share.axis)
         return out.view(*tokens.shape[:-1], out.shape[-1])
 
     def _grouped(self, rows: Tensor, groups: Groups) -> Tensor:
@@ -200,6 +223,8 @@ class SpreadStack(nn.Module):
     def _product(self, rows: Tensor, groups: Groups, name: str) -> Tensor:
         weight: Tensor = getattr(self, name)
         bias = getattr(self, f"{name}_bias") if self.has_bias else None
+        if bias is not None and self.share is not None and f"{name}_bias" not in self.share.splits:
+            bias = enter(bias, self.share.axis) / self.share.axis.size  # outputs of ranks are summed
         return grouped_linear(rows, weight.transpose(1, 2) if self.is_transposed else weight, groups, bias)
 
     def _own(self, rows: Tensor, groups: Groups) -> Tensor:
@@ -212,9 +237,19 @@ class SpreadStack(nn.Module):
 
     def _every(self, rows: Tensor) -> Tensor:
         """[experts × S, M]: every expert computes a row for every token, which ranks may have different numbers of."""
+        stack = self.stack
+        if stack.peers is not None or (self.listener is not None and self.training):
+            taken = rows.detach().view(stack.experts, -1, rows.shape[-1]).any(-1)  # others have rows of 0
+            if self.listener is not None and self.training:
+                self.listener(taken.sum(1))
+            if stack.peers is not None:
+                require_alike(taken, stack.peers, stack.path)
+        if self.share is None:
+            return self._travelled(rows)
+        return leave(self._travelled(enter(rows, self.share.axis)), self.share.axis)
+
+    def _travelled(self, rows: Tensor) -> Tensor:
         axis, local = self.stack.groups.ep, self.stack.local
-        if self.listener is not None and self.training:  # whom the router did not choose has rows of 0
-            self.listener(rows.detach().view(self.stack.experts, -1, rows.shape[-1]).any(-1).sum(1))
         if axis.size == 1 and self.stack.tensor.size == 1:
             alone: Tensor = super().forward(rows)
             return alone
