@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from deepspeed._watch import watch, watch_hangs
 from deepspeed.checkpoint.pretrained import fill, take_place
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
 from deepspeed.log import log_dist, set_log_level_from_string
@@ -51,7 +52,7 @@ from deepspeed.sequence.build import share_sequences
 from deepspeed.sequence.tiles import tile_model
 from deepspeed.tensor_parallel import SplitModel, cuts_of, split_model
 from deepspeed.tensor_parallel.inputs import InputCheck
-from deepspeed.zero.agreement import Hosts
+from deepspeed.zero.agreement import Hosts, digest
 from deepspeed.zero.birth.site import rank_device
 from deepspeed.zero.budgeting import budget, parameters_leave
 from deepspeed.zero.build import Sharded, hold_whole, house, quarters_of, shard
@@ -286,6 +287,8 @@ def _states(
     if isinstance(module, PipelineModule):
         measure = over_stages(measure, module, layout)
     hosts = Hosts(layout["dp", "sp", "tp"] if experts is not None and experts.wide else axis)
+    if experts is not None and zero.stage > 0:
+        _require_alike(experts, module, hosts)
     quarters = quarters_of(schema, budget(schema, module, precision, basic, axis, hosts), hosts, stack)
     spreads = axis.size > 1 and (zero.stage == 3 or (zero.stage > 0 and basic is not None))
     if spreads or quarters.remotes is not None:
@@ -299,6 +302,19 @@ def _states(
         return sharded.states, sharded.reducer, sharded
     states = None if basic is None else hold_whole(module, precision, basic, measure, layout.alone)
     return states, build_reducer(schema, module, measure, precision, states), None
+
+
+def _require_alike(experts: SpreadExperts, module: nn.Module, hosts: Hosts) -> None:
+    """Refuse ranks that train other parameters of their experts than others do: ranks number them alike."""
+    frozen = experts.frozen(module)
+    told = hosts.exchange([digest(frozen)], "experts that are trained")[:, 0].tolist()
+    other = next((rank for rank, word in enumerate(told) if word != told[0]), None)
+    if other is not None:
+        raise UsageError(
+            f"some ranks train other parameters of their experts than rank 0 does (the first is rank {other} of those "
+            f"that share data); frozen on this one: {', '.join(frozen[:4]) or 'none'}{', …' * (len(frozen) > 4)}. From "
+            "zero_optimization.stage 1 on, freeze the same parameters of all experts of a layer, or use stage 0"
+        )
 
 
 def _around(

@@ -83,6 +83,8 @@ def find_experts(model: nn.Module, section: ExpertParallelConfig) -> list[Found]
     """Every module of experts, by its structure; what has experts and cannot be spread is an error that names it."""
     found = []
     for path, module in _candidates(model, section):
+        if not path:
+            _refuse(type(module).__name__, "it is the whole model; put it into a block, with the router that calls it")
         if isinstance(module, SpreadStack):
             _refuse(path, "it is spread already, by an earlier deepspeed.initialize; build the model anew")
         count, arguments = count_of_stack(module), kind_of(module)

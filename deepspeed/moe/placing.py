@@ -81,6 +81,11 @@ class SpreadExperts:
             )
         return self._groups[name].edp
 
+    def frozen(self, module: nn.Module) -> list[str]:
+        """This rank's parameters of experts that are not trained, by their names here."""
+        named = module.named_parameters()
+        return [name for name, param in named if is_moe_param(param) and not param.requires_grad]
+
     def size_of(self, param: Tensor) -> int:
         """Over how many ranks the expert of a parameter is spread; 0 for one that is of no expert."""
         return self._groups[param.group_name].ep.size if is_moe_param(param) else 0  # type: ignore[attr-defined]

@@ -133,6 +133,7 @@ def test_what_cannot_be_spread_is_an_error_that_names_the_module():
         return str(found.value)
 
     assert "0.experts cannot be spread: it keeps its experts in no way" in refused(nn.Sequential(Listed()))
+    assert "StackedExperts cannot be spread: it is the whole model" in refused(StackedExperts())
     assert "0 cannot be spread: Strange.forward takes neither" in refused(nn.Sequential(Strange()))
     assert "its 3 experts cannot be dealt to 2 ranks" in refused(StackedModel(3))
     assert "Linear has no module of experts: one with num_experts" in refused(nn.Linear(2, 2))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.errors import UsageError
 from deepspeed.moe.layer import MoE
 from tests.distributed.moe.models import WIDTH, Model, StackedModel
 from tests.distributed.moe.test_auto import config
@@ -55,6 +56,34 @@ def test_a_rank_without_tokens():
             for number, expert in enumerate(mine):
                 for one, other in zip(expert.parameters(), theirs[first + number].parameters(), strict=True):
                     torch.testing.assert_close(one.grad, other.grad, msg=f"k={k}, drop_tokens={drops}")
+
+
+@ranks(2)
+def test_an_expert_that_one_rank_alone_has_frozen():
+    """Without ZeRO it stays as it is; from stage 1 on ranks would count other parameters, and say so."""
+    for stage in (0, 1, 3):
+        model = Model(2, 1)
+        kept = model.first.deepspeed_moe.experts.deepspeed_experts[1]
+        kept.requires_grad_(dist.get_rank() != 0)
+        before = copy.deepcopy(kept.state_dict())
+        given = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW"},
+            "zero_optimization": {"stage": stage},
+        }
+        if stage:
+            with pytest.raises(UsageError, match="freeze the same parameters of all experts") as found:
+                deepspeed.initialize(model=model, config=given)
+            assert ("first.deepspeed_moe.experts.deepspeed_experts.1.0.weight" in str(found.value)) == (
+                dist.get_rank() == 0
+            )
+            continue
+        engine, *_ = deepspeed.initialize(model=model, config=given)
+        engine.backward(engine(torch.randn(6, WIDTH)))
+        engine.step()
+        same = all(torch.equal(value, before[name]) for name, value in kept.state_dict().items())
+        assert same == (dist.get_rank() == 0)
+        engine.destroy()
 
 
 @ranks(2)
