@@ -259,8 +259,13 @@ class PipelineEngine(DeepSpeedEngine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per optimizer step by changing the number of micro-batches."""
+        before = self.train_batch_size()
         super().set_train_batch_size(train_batch_size)
-        self._plan(self.gradient_accumulation_steps())
+        try:
+            self._plan(self.gradient_accumulation_steps())
+        except UsageError:
+            super().set_train_batch_size(before)
+            raise
 
     # ---- where this rank is
 
