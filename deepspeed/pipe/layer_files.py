@@ -18,6 +18,9 @@ from deepspeed.pipe.specs import Layer, LayerSpec, TiedLayerSpec
 
 __all__ = ["LayerFiles"]
 
+_LOSS = "loss_fn"
+"""The loss of a pipeline, where it is a module of the model."""
+
 
 class LayerFiles:
     """Methods of `PipelineModule`."""
@@ -36,6 +39,7 @@ class LayerFiles:
             files = list(enumerate(self.cut.files()))
             here = {file: prefix for file, (number, prefix) in files if number in self._calls}
             tied = {f"{tie.path}." for tie in self.cut.ties} if len(self._layer_specs) - 1 in self._calls else set()
+            here |= self._loss_file(len(files))
             return Layers(here, {file: prefix for file, (_, prefix) in files if file not in here and prefix in tied})
         owned = {number: f"tied_modules.{key}." for key, number in _files_of_ties(self._layer_specs).items()}
         here = {}
@@ -45,11 +49,18 @@ class LayerFiles:
                 here[number] = owned[number]
             elif isinstance(layer, (LayerSpec, nn.Module)) and not isinstance(layer, TiedLayerSpec):
                 here[number] = f"{number}."
+        here |= self._loss_file(len(self._layer_specs))
         prefixes = tuple(f"tied_modules.{key}." for key in self.tied_modules)
         return Layers(here, {n: p for n, p in owned.items() if n not in here and p in prefixes})
 
+    def _loss_file(self, number: int) -> dict[int, str]:
+        """The file behind those of the layers, where the loss has weights."""
+        return {number: f"{_LOSS}."} if _LOSS in self._modules else {}
+
     def holds(self, name: str) -> bool:
         """Whether a tensor of the whole model lies on this rank; what no rank can have does, to be refused there."""
+        if name.startswith(f"{_LOSS}."):
+            return _LOSS in self._modules
         if self.cut is not None:
             return not self.cut.knows(name) or name.startswith(tuple(self.layer_names().known.values()))
         first, _, rest = name.partition(".")
@@ -104,7 +115,10 @@ class LayerFiles:
         if self.cut is not None:
             return [(file, self._under(prefix)) for file, prefix in self.layer_names().here.items()]
         found = []
-        for number in self.layer_names().here:
+        for number, prefix in self.layer_names().here.items():
+            if prefix == f"{_LOSS}.":
+                found.append((number, self._under(prefix)))
+                continue
             layer = self._layer_specs[number]
             module = self.tied_modules[layer.key] if isinstance(layer, TiedLayerSpec) else self._modules[str(number)]
             assert module is not None, "a layer with a file is a module"

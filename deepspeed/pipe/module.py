@@ -71,7 +71,6 @@ class PipelineModule(LayerFiles, nn.Module):
             self.config = self.cut.config
         self._layer_specs: list[Layer] = list(cast("Iterable[Layer]", layers) if self.cut is None else self.cut.layers)
         _require_layers(self._layer_specs)
-        self.loss_fn = loss_fn if self.cut is None or loss_fn is not None else self.cut.loss
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.set_checkpoint_interval(activation_checkpoint_interval)
         self.activation_checkpoint_func = activation_checkpoint_func
@@ -99,6 +98,7 @@ class PipelineModule(LayerFiles, nn.Module):
         known = example_input is not None and is_pretended()
         self.foretold = foretell(self._layer_specs, self.parts, self.stages, example_input) if known else {}
         """Among pretended ranks: stage → the form of what comes into it."""
+        self._take_loss(loss_fn if self.cut is None or loss_fn is not None else self.cut.loss)
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs: list[Callable[..., Any]] = []
         self.fwd_map: dict[str, int] = {}
@@ -107,10 +107,19 @@ class PipelineModule(LayerFiles, nn.Module):
         self._let_go()
         device = torch.device(get_accelerator().current_device_name())
         self.to(device)
+        if self.last and isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.to(device)
         self.ties = Ties(self._find_ties(), self._grid, self._tied_module)
         self.ties.share()
 
     # ---- building
+
+    def _take_loss(self, loss_fn: Callable[[Any, Any], Any] | None) -> None:
+        """A loss that is a module is a part of the model where it has weights to train, on the last stage only."""
+        if isinstance(loss_fn, nn.Module) and self.last and next(loss_fn.parameters(), None) is not None:
+            self.loss_fn = loss_fn
+        else:
+            self.__dict__["loss_fn"] = loss_fn
 
     def _build_all(self) -> None:
         """Build the layers of this rank's stages; what fails on one rank is an error on all, and no group is left."""
