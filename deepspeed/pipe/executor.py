@@ -12,6 +12,7 @@ from torch import Tensor
 
 from deepspeed.errors import CommError, PipelineError
 from deepspeed.events import Phase
+from deepspeed.pipe.entering import cut_off, entered
 from deepspeed.pipe.forms import flatten, map_tensors
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.passes import Pass, passes_of
@@ -160,7 +161,8 @@ class Executor:
                 self._fail(play, action, error)
                 self._wires.send(each.sent, FAILED)
         elif action.op is Op.FORWARD and action.stage + 1 < play.schedule.stages:
-            play.nearby["activation", action.stage + 1, action.micro_batch] = _detached(result)
+            cut = result if result is FAILED else cut_off(result)
+            play.nearby["activation", action.stage + 1, action.micro_batch] = cut
         elif action.op.passes_back and action.stage > 0:
             play.nearby["gradient", action.stage - 1, action.micro_batch] = result
 
@@ -221,17 +223,20 @@ class Executor:
             rest.run(None if coordinator is None else coordinator.before_weights)
 
     def _forward(self, play: _Play, action: Action, value: Any) -> Any:
-        first, last = action.stage == 0, action.stage == play.schedule.stages - 1
         device = self._parts.device
-        inputs = map_tensors(play.batches[action.micro_batch][0], lambda t: t.to(device)) if first else value
+        leaves: list[Tensor] = []
+        if action.stage == 0:
+            inputs = map_tensors(play.batches[action.micro_batch][0], lambda t: t.to(device))
+        else:
+            inputs, leaves = entered(value) if play.train else (value, leaves)
         outputs = self._parts.forward(inputs, stage=action.stage)
-        if last:
-            return self._finish(play, action, inputs, outputs, first=first)
+        if action.stage == play.schedule.stages - 1:
+            return self._finish(play, action, leaves, outputs)
         if play.train:
-            self._hold(play, action, [] if first else inputs, _trained(outputs))
+            play.held[action.stage, action.micro_batch] = _Held(leaves, _trained(outputs))
         return outputs
 
-    def _finish(self, play: _Play, action: Action, inputs: Any, outputs: Any, *, first: bool) -> None:
+    def _finish(self, play: _Play, action: Action, leaves: list[Tensor], outputs: Any) -> None:
         """The end of a forward: the loss, and what else was asked for."""
         if play.keep_outputs:
             play.results.outputs.append(map_tensors(outputs, Tensor.detach))
@@ -243,7 +248,7 @@ class Executor:
         if extra:
             play.results.extra.append(extra)
         if play.train:
-            self._hold(play, action, [] if first else inputs, [loss])
+            play.held[action.stage, action.micro_batch] = _Held(leaves, [loss])
 
     def _loss(self, outputs: Any, labels: Any) -> Tensor:
         loss_fn, device = self._module.loss_fn, self._parts.device
@@ -253,9 +258,6 @@ class Executor:
             source = "the last layer's output, which is the loss without loss_fn," if loss_fn is None else "loss_fn"
             raise PipelineError(f"{source} must give one number; found {found}")
         return loss
-
-    def _hold(self, play: _Play, action: Action, inputs: Any, roots: list[Tensor]) -> None:
-        play.held[action.stage, action.micro_batch] = _Held(_trained(inputs), roots)
 
     def _backward(self, play: _Play, action: Action, value: Any) -> list[Tensor | None]:
         held = play.held.pop((action.stage, action.micro_batch))
@@ -285,12 +287,3 @@ def _trained(value: Any) -> list[Tensor]:
     """The tensors of a structure that need a gradient, each once."""
     tensors = [value] if isinstance(value, Tensor) else flatten(value)[1]
     return [tensor for tensor in tensors if tensor.requires_grad]
-
-
-def _detached(value: Any) -> Any:
-    """What one stage of a rank hands to the next: no graph, but a gradient comes back."""
-    return value if value is FAILED else map_tensors(value, _leaf)
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
