@@ -116,16 +116,18 @@ class PipelineEngine(DeepSpeedEngine):
         """The mean loss of the next batch without training on it; with `return_logits` (loss, outputs).
 
         Outputs are those of the last stage, None elsewhere; the loss is there only, too, without `bcast_loss`. Without
-        `compute_loss` the outputs take its place. `reduce_output=None` gives a list, with one for each micro-batch.
+        `compute_loss` the mean of the outputs takes its place. `reduce_output=None` gives a list in place of a mean,
+        with one for each micro-batch.
         """
         if reduce_output not in ("avg", None):
             raise UsageError(f"reduce_output is 'avg' or None; found {reduce_output!r}")
         results = self._evaluate(data_iter, num_micro_batches, compute_loss, keep=return_logits or not compute_loss)
+        value: Any
         if not compute_loss:
-            return _averaged(results.outputs) if reduce_output == "avg" else results.outputs or None
-        value: Any = self._mean(results.losses, tell=bcast_loss)
-        if reduce_output is None:
-            value = results.losses or None
+            value = _averaged(results.outputs) if reduce_output == "avg" else results.outputs or None
+        else:
+            value = self._mean(results.losses, tell=bcast_loss)
+            value = value if reduce_output == "avg" else results.losses or None
         return (value, _joined(results.outputs)) if return_logits else value
 
     def inference_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> list[Any] | None:
@@ -365,6 +367,12 @@ def _averaged(outputs: list[Any]) -> Any:
     if not outputs:
         return None
     if isinstance(outputs[0], Tensor):
+        shapes = sorted({tuple(each.shape) for each in outputs})
+        if len(shapes) > 1:
+            raise UsageError(
+                f"the outputs of micro-batches have the shapes {shapes}, of which there is no mean: pass "
+                "eval_batch(..., reduce_output=None) for a list of them"
+            )
         return torch.stack([each.float() for each in outputs]).mean(0)
     if isinstance(outputs[0], (tuple, list)):
         return type(outputs[0])(_averaged([each[place] for each in outputs]) for place in range(len(outputs[0])))
@@ -372,9 +380,10 @@ def _averaged(outputs: list[Any]) -> Any:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """The outputs of all micro-batches along their first dim where they are tensors, else a list; None without any."""
+    """The outputs of all micro-batches along their first dim where they fit together, else a list; None without any."""
     if not outputs:
         return None
-    if all(isinstance(each, Tensor) and each.dim() > 0 for each in outputs):
-        return torch.cat(outputs)
+    rows = [each for each in outputs if isinstance(each, Tensor) and each.dim() > 0]
+    if len(rows) == len(outputs) and len({each.shape[1:] for each in rows}) == 1:
+        return torch.cat(rows)
     return outputs

@@ -128,11 +128,14 @@ class Wires:
                 return None
             self._forms[message.stage] = told
         elif form != known:
+            assert form is not None, "it was flattened just now"
+            found, expected = (str(form), str(known)) if str(form) != str(known) else (form.text(), known.text())
             raise PipelineError(
-                f"stage {message.stage - 1} gives {form} of micro-batch {message.micro_batch} to stage "
-                f"{message.stage}, where {known} was expected, the shapes of the first micro-batch. Give all "
-                "micro-batches one shape, pass PipelineModule(..., dynamic_shape=True), or call "
-                "engine.reset_activation_shape() before a batch of another shape."
+                f"stage {message.stage - 1} gives {found} of micro-batch {message.micro_batch} to stage "
+                f"{message.stage}, where {expected} was expected, as of the first micro-batch. Give all micro-batches "
+                "one shape (dataloader_drop_last does so at the end of the data), pass "
+                "PipelineModule(..., dynamic_shape=True), or call engine.reset_activation_shape() before a batch of "
+                "another shape."
             )
         assert form is not None, "known, or just flattened"
         self._passed[message.stage, message.micro_batch] = form

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import deepspeed
-from deepspeed.errors import UsageError
+from deepspeed.errors import PipelineError, UsageError
 from deepspeed.pipe import LayerSpec, PipelineModule
 from tests.harness import ranks, store_path
 from tests.pipelines import config
@@ -41,6 +41,14 @@ class Twice(Linear):
             assert (empty.shape, mask.dtype) == ((0, 3), torch.bool)
             hidden = super().forward(value["first"] + 0.5 * value["second"]) + flipped.t() * mask
         return {"first": hidden, "second": hidden, "beside": beside}
+
+
+class Counts(Linear):
+    """Gives a number that changes from micro-batch to micro-batch."""
+
+    def forward(self, value):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(value), self.calls
 
 
 class Last(Linear):
@@ -84,6 +92,26 @@ def test_layers_that_change_their_input_and_tensors_at_two_places():
             found = [float(engine.train_batch(source)) for _ in range(STEPS)]
             assert found == pytest.approx(wanted, abs=1e-6), f"{make.__name__} with {schedule}"
             engine.destroy()
+
+
+class First(Linear):
+    def forward(self, value):
+        return super().forward(value[0])
+
+
+@ranks(2)
+def test_numbers_that_change_are_shown():
+    """Their tensors are of the same shapes, which would say nothing."""
+    for dynamic in (False, True):
+        layers = [Counts(0), First(1)]
+        module = PipelineModule(layers, num_stages=2, loss_fn=mse_loss, dynamic_shape=dynamic)
+        engine, *_ = deepspeed.initialize(model=module, config=config(2))
+        if dynamic:
+            assert float(engine.train_batch(batches(2))) > 0
+            continue
+        with pytest.raises(PipelineError, match=r'gives .*\["int", 2\].*micro-batch 1 .*\["int", 1\].* was expected'):
+            engine.train_batch(batches(2))
+        engine.destroy()
 
 
 class Learned(nn.Module):

@@ -217,6 +217,13 @@ def test_shapes_that_change():
         with torch.no_grad():
             mean = sum(float(expected(*batch)) for batch in shaped([3, 5, 1])) / 3
         assert float(dynamic.train_batch(shaped([3, 5, 1]))) == pytest.approx(mean, abs=1e-6)
+        _, outputs = dynamic.eval_batch(shaped([3, 5, 1]), return_logits=True)
+        if dynamic.is_last_stage():
+            assert [each.shape[1] for each in outputs] == [3, 5, 1]
+            with pytest.raises(UsageError, match=r"shapes .*, of which there is no mean: .*reduce_output=None"):
+                dynamic.eval_batch(shaped([3, 5, 1]), compute_loss=False)
+        else:
+            dynamic.eval_batch(shaped([3, 5, 1]), compute_loss=False)
         dynamic.destroy()
 
 
