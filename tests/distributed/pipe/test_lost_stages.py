@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import deepspeed
@@ -44,5 +45,5 @@ def stay_away(rank):
 def test_a_stage_that_never_comes():
     said = play(stay_away, forever=[1])
     for rank in (0, 2):
-        assert said[rank].error.startswith("rank 1 never entered gather_words 4 of `begin of train_batch()`")
+        assert re.match(r"rank 1 never entered gather_words \d+ of `begin of train_batch\(\)`", said[rank].error)
         assert "stage 1 on rank 1" in said[rank].error.splitlines()[0]
