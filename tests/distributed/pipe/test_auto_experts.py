@@ -13,6 +13,7 @@ from deepspeed.pipe import PipelineModule
 from tests.harness import ranks, store_path
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("with_transformers")
 
 COUNT = 2
 

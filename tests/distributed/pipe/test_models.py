@@ -19,6 +19,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.harness import ranks, store_path
 
+pytestmark = pytest.mark.usefixtures("with_transformers")
+
 SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 23}
 GATED = {**SIZES, "intermediate_size": 24, "max_position_embeddings": 16, "num_key_value_heads": 1}
 GPT2 = {"n_embd": 16, "n_layer": 3, "n_head": 2, "vocab_size": 23, "n_positions": 16}

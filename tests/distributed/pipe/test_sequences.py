@@ -16,6 +16,8 @@ from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups
 from tests.harness import ranks, store_path
 
+pytestmark = pytest.mark.usefixtures("with_transformers")
+
 SIZES = {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
 VOCABULARY, LENGTH, COUNT = 23, 8, 2
 CONFIG = {

@@ -15,6 +15,8 @@ from deepspeed.tensor_parallel import splits_of
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from tests.harness import ranks, store_path
 
+pytestmark = pytest.mark.usefixtures("with_transformers")
+
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
