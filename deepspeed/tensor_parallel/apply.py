@@ -27,7 +27,7 @@ from deepspeed.tensor_parallel.layers import (
 )
 from deepspeed.tensor_parallel.overlap import Gate
 from deepspeed.tensor_parallel.plan import Plan
-from deepspeed.tensor_parallel.regions import Entrance, summed
+from deepspeed.tensor_parallel.regions import Entrance, enter, summed
 from deepspeed.tensor_parallel.rules import Kind
 
 __all__ = ["Opened", "apply", "counted_elsewhere", "cuts_of", "splits_of", "sum_gradient"]
@@ -47,6 +47,9 @@ def apply(plan: Plan, axis: Peers, opened: Opened, *, overlap: bool = False) -> 
         if change.kind is Kind.WHOLE_INSIDE:
             for param in change.module.parameters():
                 sum_gradient(param, axis)
+            continue
+        if change.kind is Kind.WHOLE_AND_INTO_HEADS:
+            change.module.register_forward_hook(_IntoHeads(axis, change.sizes[0]))
             continue
         with opened(change.module.parameters(recurse=False)):
             _cut(change, axis, cut)
@@ -103,6 +106,21 @@ class _Sum:
         return summed(grad, self.axis) if self.needed is None or self.needed() else grad
 
     def __deepcopy__(self, _: Any) -> _Sum:
+        return self
+
+
+@dataclass
+class _IntoHeads:
+    """Lets the last outputs of a layer, of which all ranks have the whole, into the region of a rank's heads."""
+
+    axis: Peers
+    last: int
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
+        others, last = output.split([output.shape[-1] - self.last, self.last], -1)
+        return torch.cat([others, enter(last, self.axis)], -1)
+
+    def __deepcopy__(self, _: Any) -> _IntoHeads:
         return self
 
 

@@ -16,13 +16,15 @@ from deepspeed.tensor_parallel.rules import plain_path
 
 __all__ = ["Attention", "find_attention", "tell_share"]
 
-_QUERY = ("q_proj", "query", "q_lin", "q_b_proj")
-_KEYS = ("k_proj", "v_proj", "key", "value", "k_lin", "v_lin", "kv_b_proj")
+_LATENT = "kv_b_proj"
+"""Keys without their rotated part, and values, of all heads, of one latent vector."""
+_QUERY = ("q_proj", "query", "q_lin", "q_b_proj", "q", "Wq")
+_KEYS = ("k_proj", "v_proj", "key", "value", "k_lin", "v_lin", _LATENT, "k", "v", "Wk", "Wv")
 _FUSED = ("query_key_value", "qkv_proj", "Wqkv", "c_attn")
 _COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 _DIMS = ("head_dim", "attention_head_size", "head_size")
-_WIDTHS = ("embed_dim", "hidden_size", "split_size", "all_head_size", "dim")
+_WIDTHS = ("embed_dim", "hidden_size", "split_size", "all_head_size", "dim", "inner_dim")
 """Attributes that hold heads × head size, where the module uses them to shape what it computes."""
 _PER_HEAD = ("alibi", "attention_mask", "position_bias")
 
@@ -35,9 +37,21 @@ class Attention:
     module: nn.Module
     heads: Heads
 
-    def cuts(self, leaf: str, ranks: int) -> tuple[list[list[tuple[int, int]]], bool]:
+    @property
+    def latent(self) -> bool:
+        """Keys and values are made of a latent vector, and their heads have sizes of their own."""
+        return isinstance(getattr(self.module, _LATENT, None), nn.Module)
+
+    def by_heads(self, ranks: int, total: int) -> list[tuple[int, int]]:
+        """Where each rank's elements lie of `total`, of which every query head has equally many."""
+        each = total // self.heads.query
+        return [(start * each, stop * each) for start, stop in self.heads.queries_of(ranks)]
+
+    def cuts(self, leaf: str, ranks: int, outputs: int) -> tuple[list[list[tuple[int, int]]], bool]:
         """Where each rank's outputs of a projection lie, by fused part, and whether ranks share some."""
         heads = self.heads
+        if leaf == _LATENT:
+            return [self.by_heads(ranks, outputs)], False
         queries = [heads.elements(part) for part in heads.queries_of(ranks)]
         keys = [heads.elements(part) for part in heads.keys_of(ranks)]
         shares = heads.shares_keys(ranks)
@@ -108,7 +122,7 @@ def _heads(module: nn.Module, leaf: str, config: Any) -> Heads | None:
     if getattr(module, "multi_query", False) and not getattr(module, "new_decoder_architecture", False):
         keys = 1
     elif key_leaf is not None and leaf in _QUERY and (wide := _outputs(getattr(module, key_leaf))) and wide % dim == 0:
-        keys = keys or (queries if key_leaf == "kv_b_proj" else wide // dim)
+        keys = keys or (queries if key_leaf == _LATENT else wide // dim)
     elif keys is None:
         keys = _number(_KEY_COUNTS, config) if leaf == "qkv_proj" else None
     return Heads(queries, keys or queries, dim)
@@ -140,15 +154,15 @@ class _Biases:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         named = {name: self._own(kwargs[name]) for name in _PER_HEAD if name in kwargs}
-        return (*args[:1], *map(self._own, args[1:])), {**kwargs, **named}
+        return (*args[:1], *(self._own(arg, flat=False) for arg in args[1:])), {**kwargs, **named}
 
-    def _own(self, value: Any) -> Any:
-        """[batch × heads, 1, keys] as Bloom has it, or [batch, heads, queries, keys]; anything else stays."""
+    def _own(self, value: Any, *, flat: bool = True) -> Any:
+        """[batch, heads, queries, keys], or `flat` as Bloom has it, [batch × heads, 1, keys]; anything else stays."""
         if not isinstance(value, Tensor) or self.heads == 1:
             return value
         if value.dim() == 4 and value.shape[1] == self.heads:
             return value[:, self.first : self.last]
-        if value.dim() == 3 and value.shape[1] == 1 and value.shape[0] % self.heads == 0:
+        if flat and value.dim() == 3 and value.shape[1] == 1 and value.shape[0] % self.heads == 0:
             return value.view(-1, self.heads, *value.shape[1:])[:, self.first : self.last].flatten(0, 1)
         return value
 

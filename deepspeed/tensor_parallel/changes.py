@@ -17,6 +17,7 @@ from deepspeed.tensor_parallel.rules import Kind, Rule
 __all__ = ["Change", "check_pairs", "inside"]
 
 _BY_HEADS = Rule(re.compile(""), Kind.HEADS, source="the heads of its attention", known=True)
+_LATENT_PROJECTION = "kv_a_proj_with_mqa"
 _INSIDE = Rule(re.compile(""), Kind.WHOLE_INSIDE, source="the heads of its attention", known=True)
 
 
@@ -45,6 +46,9 @@ def inside(attention: Attention, ranks: int, changes: Sequence[Change]) -> Itera
     """
     if not _projects_heads(attention, changes):
         return
+    rotated = _rotated_keys(attention)
+    if rotated is not None:
+        yield rotated
     known = {id(module) for change in changes for module in change.module.modules()}
     for name, module in attention.module.named_modules():
         if id(module) in known or (name and _before_heads(name)):
@@ -55,12 +59,30 @@ def inside(attention: Attention, ranks: int, changes: Sequence[Change]) -> Itera
             cuts = _of_heads(attention, f"{name}.{own}", param, ranks)
             if cuts is not None:
                 splits[own] = Split.of(0, [cuts])
+            elif name == "relative_attention_bias" and _shape(param)[-1] == attention.heads.query:
+                splits[own] = Split.of(1, [attention.heads.queries_of(ranks)])  # [buckets, heads]
             elif "norm" in type(module).__name__.lower() and _shape(param) == (attention.heads.dim,):
                 _check_lone(path, attention)
                 yield Change(path, module, Kind.WHOLE_INSIDE, _INSIDE)
                 break
         if splits:
             yield Change(path, module, Kind.HEADS, _BY_HEADS, splits)
+
+
+def _rotated_keys(attention: Attention) -> Change | None:
+    """Of latent attention: the projection whose last outputs are keys that all heads share, past `kv_b_proj`."""
+    layer = getattr(attention.module, _LATENT_PROJECTION, None)
+    width = getattr(attention.module, "qk_rope_head_dim", None)
+    if not isinstance(layer, nn.Module):
+        return None
+    path = f"{attention.path}.{_LATENT_PROJECTION}"
+    if not isinstance(width, int):
+        raise UsageError(
+            f"tensor_parallel: how many of the last outputs (dim 0) of {path} are rotated keys is not known, because "
+            f"{type(attention.module).__name__} has no qk_rope_head_dim. Give the layers of this attention rules with "
+            "partition_type skip"
+        )
+    return Change(path, layer, Kind.WHOLE_AND_INTO_HEADS, _INSIDE, sizes=(width,))
 
 
 def check_pairs(changes: Sequence[Change]) -> None:

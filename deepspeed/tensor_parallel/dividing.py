@@ -86,6 +86,8 @@ def _parts(model: nn.Module, plan: Plan) -> dict[str, list[Change]]:
     """The modules that hold a split region from its first layers to its last, by path."""
     found: dict[str, list[Change]] = {}
     for change in plan.changes:
+        if change.kind is Kind.WHOLE_AND_INTO_HEADS:
+            raise UsageError(_unfit(change.path, "stays whole among layers that are split"))
         if change in plan.heads or change.kind is Kind.VOCABULARY:
             continue
         parent = change.path.rpartition(".")[0]

@@ -22,6 +22,8 @@ _STYLES: dict[str, dict[str, Any]] = {
     "rowwise_split_input": {"kind": Kind.ROW, "split_input": True},
     "rowwise_rep": {"kind": Kind.ROW, "split_input": True},
     "embedding_rowwise": {"kind": Kind.VOCABULARY},
+    "replicate": {"kind": Kind.WHOLE},
+    "mla_kv_a_proj": {"kind": Kind.WHOLE},  # what becomes of its outputs follows from its attention
     "replicated_with_grad_allreduce": {"kind": Kind.WHOLE_INSIDE},
     "packed_colwise": {"kind": Kind.COLUMN, "parts": 2},
     "packed_rowwise": {"kind": Kind.ROW, "parts": 2},

@@ -161,7 +161,7 @@ class _Planner:
         parent, leaf = name.rsplit(".", 1) if "." in name else ("", name)
         attention = self._near(parent)
         if attention is not None and attention.splits(leaf):
-            cuts, shared = attention.cuts(leaf, self.ranks)
+            cuts, shared = attention.cuts(leaf, self.ranks, outputs)
             covered = sum(stop - start for start, stop in {part for cut in cuts for part in cut})
             if covered != outputs:
                 raise UsageError(
@@ -202,6 +202,8 @@ class _Planner:
         attention = self._near(parent) if "att" in parent.lower() else None
         if attention is not None and attention.heads.query * attention.heads.dim == inputs:
             cuts = [[attention.heads.elements(part) for part in attention.heads.queries_of(self.ranks)]]
+        elif attention is not None and attention.latent and inputs % attention.heads.query == 0:
+            cuts = [attention.by_heads(self.ranks, inputs)]
         else:
             cuts = self._parts(path, rule, inputs, 1)
         splits = {"weight": Split.of(0 if transposed else 1, cuts)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from deepspeed.tensor_parallel.rules import Kind, Rule
 
@@ -46,11 +47,21 @@ _PRESETS: dict[str, tuple[tuple[str, ...], ...]] = {
 # Last parts of paths. Attention and feed-forward layers of the models that have no plan of their own.
 _NAMES = (
     ("column", r"(q_proj|k_proj|v_proj|query|key|value|q_lin|k_lin|v_lin|query_key_value|c_attn|qkv_proj|Wqkv)"),
+    ("column", r"(SelfAttention|EncDecAttention)\.[qkv]"),
+    ("row", r"(SelfAttention|EncDecAttention)\.o"),
+    ("column", r"DenseReluDense\.(wi|wi_0|wi_1)"),
+    ("row", r"DenseReluDense\.wo"),
     ("row", r"(o_proj|out_proj|out_lin|Wo)"),
     ("row", r"(self_attention|self_attn|attention|attn|attention\.output)\.(dense|c_proj|proj)"),
     ("column", r"(gate_proj|up_proj|gate_up_proj|dense_h_to_4h|fc1|fc_in|c_fc|lin1|intermediate\.dense)"),
     ("row", r"(down_proj|dense_4h_to_h|fc2|fc_out|lin2|mlp\.c_proj)"),
     ("row", r"layer\.\d+\.output\.dense"),
+)
+_CTRL = (
+    ("column", r"multi_head_attention\.W[qkv]"),
+    ("row", r"multi_head_attention\.dense"),
+    ("column", r"ffn\.0"),
+    ("row", r"ffn\.2"),
 )
 _FUSED = {"c_attn": 3, "qkv_proj": 3, "Wqkv": 3, "gate_up_proj": 2, "Wi": 2}
 """Last parts of paths whose output is that many parts side by side."""
@@ -68,7 +79,9 @@ def by_names() -> list[Rule]:
         for leaf, parts in _FUSED.items()
     ]
     rows = [(kind, rf"\d+\.(?:.*\.)?{pattern}") for kind, pattern in _NAMES[:-1]]
-    return [*fused, *(_rule(row, "the names of its layers") for row in (*rows, _NAMES[-1]))]
+    named = [_rule(row, "the names of its layers") for row in (*rows, _NAMES[-1])]
+    ctrl = [replace(_rule(row, "the names of its layers"), model_types=("ctrl",)) for row in _CTRL]
+    return [*ctrl, *fused, *named]
 
 
 def _rule(row: tuple[str, ...], source: str) -> Rule:

@@ -25,6 +25,8 @@ class Kind(Enum):
     """Every rank has all of it and applies it to its own heads, so that gradients are summed."""
     HEADS = "heads"
     """Something of an attention module that has a row for each head; each rank has those of its heads."""
+    WHOLE_AND_INTO_HEADS = "skip, some outputs go to heads"
+    """Every rank has all of it; its last outputs go to this rank's heads, so that their gradients are summed."""
     VOCABULARY = "vocabulary"
     """An embedding or output layer, split by tokens."""
 

@@ -136,7 +136,7 @@ class fused_LinearLayer(SubParamColumnParallel):
             leaf = next((name for name, child in attention.module.named_children() if child is module), None)
             if leaf is None or not attention.splits(leaf):
                 continue
-            cuts, shared = attention.cuts(leaf, self.tp_world_size)
+            cuts, shared = attention.cuts(leaf, self.tp_world_size, total)
             if shared:
                 raise UsageError(
                     f"fused_LinearLayer: {leaf} has {attention.heads.key_value} key-value heads (dim 0 of its weight), "

@@ -19,6 +19,11 @@ _BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True
 _GPT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": VOCABULARY, "n_positions": 32}
 _GPT |= {"attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}
 _FALCON = {**_SIZES, "bias": True}
+_LATENT = {**_GATED, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "kv_lora_rank": 12}
+_LATENT |= {"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8, "num_experts_per_tok": 2, "topk_group": 1}
+_LATENT |= {"first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 4}
+_T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+_T5 |= {"dropout_rate": 0.0, "decoder_start_token_id": 0}
 
 FAMILIES = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_GROUPED)),
@@ -62,6 +67,20 @@ FAMILIES = {
     "bigcode with many keys": lambda: hf.GPTBigCodeForCausalLM(hf.GPTBigCodeConfig(**_GPT, multi_query=False)),
     "modernbert": lambda: hf.ModernBertForMaskedLM(
         hf.ModernBertConfig(**_GATED, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2)
+    ),
+    "deepseek": lambda: hf.DeepseekV2ForCausalLM(hf.DeepseekV2Config(**_LATENT, q_lora_rank=16)),
+    "deepseek with five heads": lambda: hf.DeepseekV2ForCausalLM(
+        hf.DeepseekV2Config(
+            **{**_LATENT, "hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5}, q_lora_rank=None
+        )
+    ),
+    "deepseek-v3": lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**_LATENT, q_lora_rank=16, n_group=2)),
+    "ctrl": lambda: hf.CTRLLMHeadModel(
+        hf.CTRLConfig(**{name: value for name, value in _GPT.items() if name != "attn_pdrop"}, dff=48)
+    ),
+    "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5)),
+    "t5 with gates": lambda: hf.T5ForConditionalGeneration(
+        hf.T5Config(**{**_T5, "num_heads": 5}, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     ),
     "bert": lambda: hf.BertForMaskedLM(
         hf.BertConfig(**_GATED, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
