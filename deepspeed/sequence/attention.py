@@ -14,7 +14,7 @@ from deepspeed.sequence.attend import Ways, attend, core_options
 from deepspeed.sequence.core import Core
 from deepspeed.sequence.key_bias import KeyBias
 from deepspeed.sequence.own_attention import knows, teach
-from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, models_in
+from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, models_in, require_functions
 from deepspeed.sequence.whole import Whole
 
 __all__ = ["SequenceAttention"]
@@ -76,11 +76,8 @@ class SequenceAttention:
         """Let every model of Transformers in a module use it, until the stack is closed."""
         models = models_in(module)
         for model in models:
-            if not (model._supports_attention_backend or knows(model)):
-                raise UsageError(
-                    f"{type(model).__name__} computes attention by itself instead of by Transformers' attention "
-                    "functions, so that it cannot be shared out. Leave sequence_parallel.attention out."
-                )
+            if not knows(model):
+                require_functions(type(model), "Leave sequence_parallel.attention out.")
         used = models[0].config._attn_implementation
         attention = cls(core_of("sdpa" if used == "eager" and knows(models[0]) else used), ways)
         name = _free_name()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from deepspeed.sequence.heads import head_plan
 from deepspeed.sequence.inputs import Inputs
 from deepspeed.sequence.labels import mean_over_tokens, sum_over_ranks
 from deepspeed.sequence.order import TokenOrder
+from deepspeed.tensor_parallel.draws import numbers_of_its_own
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
@@ -50,7 +51,7 @@ def share_sequences(
 ) -> Forward:
     """`forward` with whole sequences as arguments, of which each rank computes a part; itself where none is asked."""
     sharing = sharing_of(schema, module, layout, stack, heads)
-    return forward if sharing is None else _SharedForward(forward, sharing)
+    return forward if sharing is None else _SharedForward(forward, sharing, module)
 
 
 def sharing_of(
@@ -136,8 +137,9 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 class _SharedForward:
     """Calls the model with this rank's part, and makes the loss that of all parts."""
 
-    def __init__(self, forward: Forward, sharing: Sharing) -> None:
+    def __init__(self, forward: Forward, sharing: Sharing, module: nn.Module) -> None:
         self._forward, self._inputs, self._attention = forward, sharing.inputs, sharing.attention
+        self._module = module
         self._axis, self._worth = sharing.axis, sharing.worth
         self._compared = False
 
@@ -149,7 +151,9 @@ class _SharedForward:
         self._attention.current = part.whole
         before = self._attention.calls
         try:
-            outputs = self._forward(**part.arguments)
+            # Tokens and heads of ranks are different ones: what is dropped of them must be, too.
+            with numbers_of_its_own(self._axis) if self._module.training else nullcontext():
+                outputs = self._forward(**part.arguments)
         finally:
             self._attention.current = None
         if self._attention.calls == before:

@@ -78,8 +78,21 @@ class Core:
         done = []
         for row, runs in enumerate(rows):
             parts = [[t[row : row + 1, :, run.begin : run.end] for t in tensors] for run in runs]
-            done.append(torch.cat([self.function(module, *part, None, **options)[0] for part in parts], 1))
+            found = [
+                _nothing(*part) if run.padding else self.function(module, *part, None, **options)[0]
+                for run, part in zip(runs, parts, strict=True)
+            ]
+            done.append(torch.cat(found, 1))
         return torch.cat(done), None
+
+
+def _nothing(query: Tensor, _key: Tensor, value: Tensor) -> Tensor:
+    """What attention gives that sees nothing, as a mask over everything would: zeros, with a gradient of zeros.
+
+    The last token of padding on the left has a label: the first token of the row.
+    """
+    batch, heads, length = query.shape[:3]
+    return query.new_zeros(batch, length, heads, value.shape[-1]) + 0 * query[:1, :1, :1, :1]
 
 
 def is_causal(module: nn.Module, options: dict[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from deepspeed.errors import UsageError
 from deepspeed.sequence.core import Core
 from deepspeed.sequence.whole import Whole
 
-__all__ = ["Masks", "core_of", "hang", "models_in"]
+__all__ = ["Masks", "core_of", "hang", "models_in", "require_functions"]
 
 _UNFIT = ("eager", "flex_attention")  # the first is each model's own, the second takes masks of its own kind
 
@@ -64,6 +64,15 @@ def models_in(module: nn.Module) -> list[Any]:
     from transformers import PreTrainedModel
 
     return [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+
+
+def require_functions(kind: Any, advice: str) -> None:
+    """Refuse a class of models whose attention modules call no function of Transformers: ours would not be called."""
+    if not getattr(kind, "_supports_attention_backend", True):
+        raise UsageError(
+            f"{kind.__name__} computes attention by itself instead of by Transformers' attention functions, so that "
+            f"it cannot be shared out. {advice}"
+        )
 
 
 def core_of(name: str) -> Core:

@@ -18,7 +18,7 @@ from deepspeed.sequence.attend import Ways, attend, core_options
 from deepspeed.sequence.core import Core
 from deepspeed.sequence.heads import head_plan
 from deepspeed.sequence.order import TokenOrder
-from deepspeed.sequence.transformers_hooks import Masks, core_of, hang
+from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, require_functions
 from deepspeed.sequence.whole import Whole
 
 __all__ = ["UlyssesSPAttentionHF"]
@@ -177,8 +177,12 @@ def _config_of(model: Any, implementation: str) -> Any:
     if isinstance(model, str) or hasattr(model, "__fspath__"):
         from transformers import AutoConfig
 
-        return AutoConfig.from_pretrained(model).get_text_config()
+        model = AutoConfig.from_pretrained(model)
     config = getattr(model, "config", model).get_text_config()
+    kind = type(model) if isinstance(model, nn.Module) else _class_of(config)
+    require_functions(
+        kind, 'For Bloom and Falcon, use the config instead: "sequence_parallel": {"attention": "ulysses"}.'
+    )
     used = config._attn_implementation
     if isinstance(model, nn.Module) and used != implementation:
         raise UsageError(
@@ -186,3 +190,11 @@ def _config_of(model: Any, implementation: str) -> Any:
             f"model with attn_implementation={implementation!r}."
         )
     return config
+
+
+def _class_of(config: Any) -> Any:
+    """The class of models that Transformers makes of a config; None if it knows none."""
+    from transformers import MODEL_MAPPING
+
+    found = MODEL_MAPPING.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found

@@ -20,6 +20,8 @@ class Run:
 
     begin: int
     end: int
+    padding: bool = False
+    """They are none, and nobody looks at what they see."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +77,8 @@ class Whole:
                 return None
             changes = torch.stack([key[row, 1:] != key[row, :-1] for key in keys]).any(0)
             borders = [0, *(changes.nonzero().flatten() + 1).tolist(), self.length]
-            rows.append([Run(begin, end) for begin, end in itertools.pairwise(borders)])
+            empty = [False] * self.length if present is None else (~present).tolist()
+            rows.append([Run(begin, end, empty[begin]) for begin, end in itertools.pairwise(borders)])
         return rows
 
 

@@ -74,6 +74,10 @@ def batches(case: Case, replicas: int = 1) -> list[dict[str, torch.Tensor]]:
             ends = torch.tensor([LENGTH - 5, LENGTH - 1]).repeat(case.rows)[: len(ids), None]
             batch["attention_mask"] = (torch.arange(LENGTH) < ends).long()
             batch["labels"][batch["attention_mask"] == 0] = -100
+        elif case.data == "left":  # the label of the first token is that of the last one of padding
+            begins = torch.tensor([LENGTH // 2 + 1, 3]).repeat(case.rows)[: len(ids), None]
+            batch["attention_mask"] = (torch.arange(LENGTH) >= begins).long()
+            batch["labels"][batch["attention_mask"] == 0] = -100
         elif case.data == "packed":
             positions = torch.cat([torch.arange(7), torch.arange(LENGTH - 7)])
             batch["position_ids"] = positions.expand(len(ids), LENGTH).clone()

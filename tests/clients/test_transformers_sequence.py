@@ -9,6 +9,7 @@ import torch.distributed.nn.functional
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 
 from deepspeed.errors import LayoutError, UsageError
+from deepspeed.sequence.auto_sp import auto_wrap_model_for_sp
 from tests.clients.sequences import LENGTH, Case, batches, build, family, plain_training, training, values
 from tests.closeness import Training, assert_same_training
 from tests.harness import ranks
@@ -25,6 +26,8 @@ TWO = [
     Case("qwen3", 3, "ulysses", data="padded", checkpoints=True),
     Case("llama", 0, "ring", data="half", checkpoints=True, rows=1),
     Case("llama", 1, "ulysses", dtype="bf16"),
+    Case("qwen2", 0, "ulysses", data="left"),
+    Case("qwen2", 1, "ring", data="left"),
     Case("bloom", 1, "ulysses", data="padded", checkpoints=True),
     Case("bloom", 0, "ring", options={"num_attention_heads": 8}, rows=1),
     Case("falcon", 3, "ulysses", options={"num_attention_heads": 8}),
@@ -256,9 +259,36 @@ def test_attention_that_models_compute_themselves():
             packed = batches(Case(kind, 0, None, data="packed"))[0]
             with pytest.raises(UsageError, match="position_ids that begin again, but takes none"):
                 engine(**packed)
+        with pytest.raises(UsageError, match="computes attention by itself"):
+            registered(plain, 2, core_attn_implementation=plain.config._attn_implementation)
+        with pytest.raises(UsageError, match="computes attention by itself"):
+            registered(plain.config, 2)
+        with pytest.raises(UsageError, match="computes attention by itself"):
+            auto_wrap_model_for_sp(plain, dist.group.WORLD) if kind == "falcon" else registered(plain.config, 2)
         engine.destroy()
         assert not any("forward" in vars(module) for module in engine.module.modules()), case
         torch.testing.assert_close(engine.module(**whole).logits, plain(**whole).logits)
+
+
+@ranks(2, timeout=400)
+def test_parts_drop_different_tokens():
+    """Ranks with equal generators drop different elements of their parts, the same ones again in a recomputation."""
+    torch.manual_seed(5)
+    engine = build(Case("gpt2", 0, "ulysses", options={"resid_pdrop": 0.5}, checkpoints=True)).train()
+    torch.manual_seed(5)
+    seen = []
+    dropout = engine.module.transformer.h[0].attn.resid_dropout
+    dropout.register_forward_hook(lambda _, args, out: seen.append((out == 0) & (args[0] != 0)))
+    engine.backward(engine(**batches(Case("gpt2", 0, None))[0]).loss)
+    assert len(seen) == 2, "forward, and once more in backward"
+    assert torch.equal(*seen)
+    both = [torch.empty_like(seen[0]) for _ in range(2)]
+    dist.all_gather(both, seen[0])
+    assert not torch.equal(*both), "parts drop alike"
+    state = torch.get_rng_state()
+    both = [torch.empty_like(state) for _ in range(2)]
+    dist.all_gather(both, state)
+    assert torch.equal(*both), "what ranks draw outside of the model is still the same"
 
 
 @ranks(2, timeout=400)

@@ -87,9 +87,9 @@ def test_documents_and_padding():
     assert Whole.of(LENGTH, positions[1:], None).plain
     present = (AT < 9)[None].expand(2, LENGTH)
     padded = Whole.of(LENGTH, positions, present)
-    assert padded.runs == [[Run(0, 3), Run(3, 7), Run(7, 9), Run(9, 12)], [Run(0, 9), Run(9, 12)]]
+    assert padded.runs == [[Run(0, 3), Run(3, 7), Run(7, 9), Run(9, 12, True)], [Run(0, 9), Run(9, 12, True)]]
     left = Whole.of(LENGTH, None, ~(AT < 2)[None])
-    assert left.runs == [[Run(0, 2), Run(2, 12)]]
+    assert left.runs == [[Run(0, 2, True), Run(2, 12)]]
     holes = Whole.of(LENGTH, None, (AT != 5)[None])
     assert holes.runs is None, "tokens on both sides of a hole see each other"
     seen = allowed(packed, AT, AT, causal=True, window=2)
@@ -100,7 +100,7 @@ def test_documents_and_padding():
     assert torch.equal(seen[0, 0], expected)
 
 
-@pytest.mark.parametrize("kind", ["packed", "padded", "holes", "window", "whole"])
+@pytest.mark.parametrize("kind", ["packed", "padded", "left", "holes", "window", "whole"])
 def test_the_core_over_runs_and_masks(kind):
     """What sees what is as a mask over everything would say, however it is computed."""
 
@@ -113,6 +113,7 @@ def test_the_core_over_runs_and_masks(kind):
     whole = {
         "packed": Whole.of(LENGTH, positions, None),
         "padded": Whole.of(LENGTH, None, (AT < 9).expand(2, LENGTH)),
+        "left": Whole.of(LENGTH, None, (AT >= 4).expand(2, LENGTH)),
         "holes": Whole.of(LENGTH, None, (AT != 5).expand(2, LENGTH)),
     }.get(kind, Whole(LENGTH))
     window = 4 if kind == "window" else None
