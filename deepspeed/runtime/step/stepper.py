@@ -19,6 +19,7 @@ from deepspeed.runtime.step.scalar import ScalarOnHost
 from deepspeed.zero.states.lookup import Owner
 from deepspeed.zero.states.norm import clip_coefficient
 from deepspeed.zero.states.states import States
+from deepspeed.zero.states.tiles import tiles_well
 
 __all__ = ["Outcome", "Stepper"]
 
@@ -72,9 +73,8 @@ class Stepper:
             return Outcome(False, None, self.scale.value, self.scale.value, empty=True)
         device = self.states.device
         ahead = not self.states.away and steps_ahead(self.optimizer, device)
-        # where states are in several tiers, what stays on the device must not take more there than was planned
-        narrow = bool(self.states.away) and self.states.deferral is None and reads_narrow(self.optimizer, device)
-        one_pass = (narrow or (ahead and in_one_pass(self.optimizer, device))) and self.states.in_place
+        one_pass = (ahead and in_one_pass(self.optimizer, device)) or self._narrow_at_home(device)
+        one_pass = one_pass and self.states.in_place
         self.states.take_gradients(narrow=one_pass)
         norm = self.states.measure()
         if self.backward.unit != 1.0:
@@ -90,6 +90,15 @@ class Stepper:
                 self._prepare([grad for _, grad in self.states.gradients()], norm, known)
             self.states.update(self.optimizer, self._factor(known) if self.states.away else 1.0, one_pass=one_pass)
         return self._finished(norm, known, overflow, before)
+
+    def _narrow_at_home(self, device: torch.device) -> bool:
+        """Whether what stays on the device, where not all does, is updated from gradients as they came.
+
+        So it takes no more there than was planned. Tiles that hold both kinds are updated in the host's way.
+        """
+        if not self.states.away or self.states.deferral is not None or not tiles_well(self.optimizer):
+            return False
+        return reads_narrow(self.optimizer, device)
 
     def _finished(self, norm: Tensor, known: float | None, overflow: bool, before: float) -> Outcome:
         self.zero_grad()

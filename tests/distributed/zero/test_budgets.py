@@ -45,7 +45,7 @@ def build(stage, memory, *, bf16=True, model=None, client=None, **config):
         config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
     return deepspeed.initialize(
         model=Net() if model is None else model,
-        optimizer=client,
+        optimizer=client or None,
         config={
             "train_micro_batch_size_per_gpu": 2,
             "bf16": {"enabled": bf16},
@@ -160,6 +160,21 @@ def test_a_step_takes_no_more_of_the_device_than_was_planned(stage):
     train(engine, steps=1)
     assert len(seen) >= LAYERS // 3, "the gradients of what stays on the device"
     assert set(seen) == {(torch.bfloat16, None)}, "a gradient was copied to float32, for which there is no budget"
+
+
+@ranks(1)
+def test_a_step_that_is_one_for_all_tiers_updates_what_stays_on_the_device():
+    found = []
+    for narrow in (False, True):  # as on a GPU, where Muon reads gradients as they came
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("deepspeed.runtime.step.stepper.reads_narrow", lambda *_, narrow=narrow: narrow)
+            muon = {"type": "Muon", "params": {"lr": 1e-2}}
+            engine = build(2, {"device": 2 * ELEMENTS + 10 * ELEMENTS // 2}, client=False, optimizer=muon)
+            assert set(tiers(engine)) == {Tier.DEVICE, Tier.HOST}
+            found.append(train(engine))
+            engine.destroy()
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0, atol=0, msg=name)
 
 
 @ranks(2)
