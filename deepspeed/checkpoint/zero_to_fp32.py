@@ -328,6 +328,8 @@ def _read_rank(
         _add_trained(found, groups, optimizers, reader, spread)
     elif not optimizers:
         _untie(found, module)
+    if spread is not None and not exclude_frozen:
+        _add_frozen_experts(found, (model.get("ds_extra") or {}).get("experts") or {}, models, spread, reader)
     if spread is not None:
         _add_experts(found, experts, spread, reader, exclude_frozen=exclude_frozen and bool(groups))
     order = {name: place for place, name in enumerate(module)}
@@ -494,6 +496,22 @@ def _spread(
             layers[found[1]] = max(layers.get(found[1], 0), int(found[2]) + 1)
     config = model.get("ds_config") or {}
     return _Spread(layers, bool(config.get("use_data_before_expert_parallelism")), None, {}, folder)
+
+
+def _add_frozen_experts(
+    found: Checkpoint, told: Mapping[str, Any], models: Sequence[Path], spread: _Spread, reader: _Reader
+) -> None:
+    """Stage 3: experts that are not trained, of which the model files of some ranks have parts."""
+    for name, (size, count) in (told.get("frozen") or {}).items():
+        shape = _shape(size, name)
+        for part in range(int(count)):
+            names = [
+                re.search(r"zero_pp_rank_\d+_mp_rank_\d+", path.name) for path in spread.files(models, count, part)
+            ]
+            files = [models[0].with_name(f"{each[0]}_model_states.pt") for each in names if each is not None]
+            whole = spread.name(name, int(count), part)
+            parts = _striped(files, ("frozen_param_fragments", whole), 0, shape.numel())
+            found.tensors[whole] = Lazy(shape, torch.float32, parts, reader)
 
 
 def _add_experts(

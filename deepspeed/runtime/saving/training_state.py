@@ -300,6 +300,6 @@ def _module(
 
 def _value(param: nn.Parameter, stage: int) -> Tensor:
     shard = shard_of(param)
-    if shard is not None and not shard.alone:
+    if shard is not None and not (shard.alone and shard.whole):
         return shard.local
     return param.detach().reshape(-1) if stage == 3 else param.detach()

@@ -105,8 +105,8 @@ def test_any_size_and_stage_loads():
 
 
 @ranks(2)
-def test_frozen_experts_may_be_left_out():
-    """As whoever trains adapters does: the files then know nothing of these experts."""
+def test_frozen_experts_are_kept_or_left_out():
+    """Whoever trains adapters leaves them out: the files then know nothing of these experts."""
     folder = shared_folder("frozen")
     for stage in (0, 3):
         engine = engine_of(2, stage, frozen=True)
@@ -117,13 +117,26 @@ def test_frozen_experts_may_be_left_out():
             engine.load_checkpoint(folder, tag=str(stage))
         assert set(get_fp32_state_dict_from_zero_checkpoint(folder, tag=str(stage))) == {"gate.weight", "gate.bias"}
         engine.destroy()
-    engine = engine_of(2, 2, frozen=True)
-    train(engine, 1)
-    engine.save_checkpoint(folder, tag="with")
-    engine.destroy()
-    for left_out in (False, True):
-        found = get_fp32_state_dict_from_zero_checkpoint(folder, tag="with", exclude_frozen_parameters=left_out)
-        assert ("experts.down_proj" in found) != left_out, sorted(found)
+    rounds = [(2, 2, 3, "deepspeed"), (2, 3, 2, "deepspeed"), (1, 3, 2, "deepspeed"), (2, 3, 0, "safetensors")]
+    for size, stage, other, format in rounds:
+        engine = engine_of(size, stage, frozen=True, checkpoint={"format": format})
+        train(engine, 1)
+        engine.save_checkpoint(folder, tag=f"with{stage}")
+        whole = engine.module_state_dict()
+        engine.destroy()
+        for left_out in (False, True) if format == "deepspeed" else ():
+            found = get_fp32_state_dict_from_zero_checkpoint(
+                folder, tag=f"with{stage}", exclude_frozen_parameters=left_out
+            )
+            assert ("experts.down_proj" in found) != left_out, sorted(found)
+            wrong = [name for name, value in found.items() if not torch.equal(value, whole[name])]
+            assert wrong == [], f"stage {stage}"
+        loaded = engine_of(OFF, other, frozen=True)
+        loaded.load_module_state_dict({name: value + 1 for name, value in whole.items()})
+        loaded.load_checkpoint(folder, tag=f"with{stage}")
+        for name, value in loaded.module_state_dict().items():
+            assert torch.equal(value, whole[name]), f"{name} of stage {stage}"
+        loaded.destroy()
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)

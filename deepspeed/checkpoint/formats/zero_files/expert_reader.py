@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.formats.bounds import rank_count
+from deepspeed.checkpoint.formats.bounds import rank_count, shapes_of
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.expert_slices import slices_in
 from deepspeed.checkpoint.formats.source import Piece, Pieces
@@ -63,6 +64,20 @@ class ExpertReader:
             pieces.shapes[name] = tensor.shape
             load = functools.partial(_loaded, tensor, opened)
             pieces.add(name, "param", Piece((0, tensor.numel()), load, 0, f"the file of the expert of {name}"))
+
+    def frozen(self) -> Iterator[tuple[str, torch.Size, list[tuple[int, int]]]]:
+        """Stage 3: (name, shape, ranks that have a part) of the experts that are not trained."""
+        told = (self._extra.get("experts") or {}).get("frozen") or {}
+        where = self._opener.directory
+        if self.spread is None or not isinstance(told, Mapping):
+            return
+        layers = self.spread.layers
+        for listed, (size, ep) in told.items():
+            shape = shapes_of([{listed: torch.Size(size)}], where)[0][listed]
+            grid = layers.grid(rank_count(ep, where))
+            for part in range(grid.ep):
+                (name,) = layers.names([listed], grid.ep, part)
+                yield name, shape, [self.place(grid.rank(part, copy)) for copy in range(grid.edp)]
 
     def number(self, dp_rank: int) -> int:
         """A rank of these files as `Open` numbers it."""

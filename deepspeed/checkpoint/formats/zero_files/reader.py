@@ -298,17 +298,23 @@ class DeepSpeedSource:
                 + (f": rank {missing[0]}'s is missing" if missing else "")
             )
         for name, shape in shapes_of([self._model.get("frozen_param_shapes") or {}], self._directory)[0].items():
-            numel = shape.numel()
-            chunk = -(-numel // world)
-            self._pieces.shapes[name] = shape
-            for rank in range(world):
-                interval = min(rank * chunk, numel), min((rank + 1) * chunk, numel)
-                load = functools.partial(self._frozen_part, rank, name)
-                file = self._found.sharded_models.get((rank, self._mp_rank), f"the model file of rank {rank}")
-                self._pieces.add(name, "param", Piece(interval, load, 0, file))
+            self._stripe(name, shape, [(rank, self._mp_rank) for rank in range(world)])
+        for name, shape, holders in self._experts.frozen():
+            self._stripe(name, shape, holders)
 
-    def _frozen_part(self, rank: int, name: str) -> tuple[Tensor, Opened]:
-        opened = self._open(self._found.sharded_models, rank, self._mp_rank, "model")
+    def _stripe(self, name: str, shape: torch.Size, holders: Sequence[tuple[int, int]]) -> None:
+        """Enter a parameter of which each of these ranks has a part."""
+        numel = shape.numel()
+        chunk = -(-numel // len(holders))
+        self._pieces.shapes[name] = shape
+        for place, (rank, mp_rank) in enumerate(holders):
+            interval = min(place * chunk, numel), min((place + 1) * chunk, numel)
+            load = functools.partial(self._frozen_part, rank, mp_rank, name)
+            file = self._found.sharded_models.get((rank, mp_rank), f"the model file of rank {rank}")
+            self._pieces.add(name, "param", Piece(interval, load, 0, file))
+
+    def _frozen_part(self, rank: int, mp_rank: int, name: str) -> tuple[Tensor, Opened]:
+        opened = self._open(self._found.sharded_models, rank, mp_rank, "model")
         fragments = opened.state.get("frozen_param_fragments") or {}
         if name not in fragments:
             raise CheckpointError(f"{self._directory}: the model file of rank {rank} has no part of frozen {name}")

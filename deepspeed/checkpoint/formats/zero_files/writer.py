@@ -34,7 +34,6 @@ from deepspeed.checkpoint.formats.zero_files.flat_writer import (
     whole,
 )
 from deepspeed.checkpoint.formats.zero_files.layer_files import layer_files
-from deepspeed.errors import UsageError
 
 __all__ = ["EXTRA", "RESERVED", "files"]
 
@@ -170,7 +169,9 @@ def _experts(state: TrainingState) -> dict[str, Any]:
     found = {"layers": dict(state.experts.layers), "data_first": state.experts.data_first, "sizes": sizes}
     slices = {name: count for name, (_, count) in state.experts.slices.items()}
     dealt = {"tensor": state.experts.tensor} if state.experts.tensor > 1 else {}
-    return {"experts": {**found, **({"slices": slices} if slices else {}), **dealt}}
+    frozen = {name: [list(shape), ep] for name, (shape, ep) in _frozen_experts(state).items()}
+    kept = {"frozen": frozen} if frozen else {}
+    return {"experts": {**found, **({"slices": slices} if slices else {}), **dealt, **kept}}
 
 
 def _universal_info(state: TrainingState) -> dict[str, Any]:
@@ -222,13 +223,18 @@ def _frozen(state: TrainingState) -> dict[str, torch.Size]:
         for name, shape in zip(group.names, group.shapes, strict=True)
         if not shape.numel()
     }
-    found = {name: shape for name, shape in state.frozen.items() if not _apart(state, name)}
-    if len(found) < len(state.frozen) and state.stage == 3:
-        raise UsageError(
-            "experts that are not trained cannot be saved at zero_optimization.stage 3: the files have no place for "
-            "their shards. Train them, or use stage 2"
-        )
-    return {**found, **empty}
+    return {**{name: shape for name, shape in state.frozen.items() if not _apart(state, name)}, **empty}
+
+
+def _frozen_experts(state: TrainingState) -> dict[str, tuple[torch.Size, int]]:
+    """Stage 3: this rank's experts that are not trained, each with the ranks over which those of its layer are spread.
+
+    Files of experts have them at other stages.
+    """
+    if state.experts is None or state.stage != 3:
+        return {}
+    here = {name: shape for name, shape in state.frozen.items() if _apart(state, name)}
+    return {name: (shape, state.experts.sizes[str(layer_of(name))]) for name, shape in here.items()}
 
 
 def _frozen_fragments(state: TrainingState, host: Host) -> OrderedDict[str, Tensor]:
@@ -240,6 +246,10 @@ def _frozen_fragments(state: TrainingState, host: Host) -> OrderedDict[str, Tens
         else:
             chunk = -(-shape.numel() // state.dp_size)
             result[name] = host.flat([(0, tensor[:chunk])], chunk, tensor.dtype)
+    for name, (shape, ep) in _frozen_experts(state).items():
+        assert state.experts is not None, "only a model with experts has some that are frozen"
+        chunk = -(-shape.numel() * ep // (state.dp_size * state.experts.tensor))
+        result[name] = host.flat([(0, state.module[name][:chunk])], chunk, state.module[name].dtype)
     return result
 
 
