@@ -74,7 +74,7 @@ class PipelineEngine(DeepSpeedEngine):
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch() needs gradients, and they are switched off; use eval_batch()")
         if data_iter is not None:
-            self.set_dataiterator(data_iter)
+            self._feed.use_iterator(data_iter, again=True)
         with naming_stages(self.module.topology()):
             return self._train()
 
@@ -238,7 +238,7 @@ class PipelineEngine(DeepSpeedEngine):
     # ---- data
 
     def set_dataloader(self, loader: Any) -> None:
-        """Take training batches from a loader, which begins anew at its end."""
+        """Take training batches from the beginning of a loader; at its end train_batch() raises StopIteration."""
         self.training_dataloader = loader if self._feed.needed else None
         self._feed.use_loader(loader)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from deepspeed.errors import UsageError
 from deepspeed.pipe.executor import Batch
@@ -20,6 +20,7 @@ class Feed:
         self.batch_fn: Callable[[Any], Any] | None = None
         self._source: Iterable[Any] | None = None
         self._iterator: Iterator[Any] | None = None
+        self._again = False
         if loader is not None:
             self.use_loader(RepeatingLoader(loader))
 
@@ -27,9 +28,12 @@ class Feed:
         """Take batches from the beginning of a loader from now on."""
         self.use_iterator(loader)
 
-    def use_iterator(self, iterator: Iterator[Any] | Iterable[Any] | None) -> None:
-        """Take batches from an iterator from now on; what is none is an error when they are taken, on all ranks."""
-        self._source, self._iterator = iterator if self.needed else None, None
+    def use_iterator(self, iterator: Iterator[Any] | Iterable[Any] | None, *, again: bool = False) -> None:
+        """Take batches from an iterator from now on; what is none is an error when they are taken, on all ranks.
+
+        A source that is given `again` with every batch must be an iterator: a loader would begin anew each time.
+        """
+        self._source, self._iterator, self._again = iterator if self.needed else None, None, again
 
     def take(self, count: int) -> list[Batch]:
         """So many micro-batches, or fewer at the end of the data; nothing where they are not needed."""
@@ -41,7 +45,14 @@ class Feed:
                 "ranks of the first and of the last stage need it"
             )
         if self._iterator is None:
-            self._iterator = iter(self._source)
+            goes_on = hasattr(self._source, "__next__")
+            if self._again and not goes_on:
+                raise UsageError(
+                    f"train_batch(data_iter=...) takes an iterator, which iter(loader) makes once for many batches; "
+                    f"found a {type(self._source).__name__}, of which every batch would be the first. Or let the "
+                    "engine keep it: engine.set_dataloader(loader), and train_batch()"
+                )
+            self._iterator = cast("Iterator[Any]", self._source) if goes_on else iter(self._source)
         batches: list[Batch] = []
         while len(batches) < count:
             try:

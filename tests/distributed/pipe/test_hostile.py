@@ -49,8 +49,11 @@ def test_arguments_of_a_batch():
         engine.eval_batch(iter(batches), reduce_output="sum")
     with pytest.raises(PipelineError, match="rank 0 could not take its data: UsageError: there is no data"):
         engine.eval_batch(None)
+    for wrong, kind in ((3, "int"), (batches, "list")):  # a list would begin anew with every batch
+        with pytest.raises(PipelineError, match=rf"rank 0 could not take its data: UsageError: .*found a {kind}, of"):
+            engine.train_batch(wrong)
     with pytest.raises(PipelineError, match="rank 0 could not take its data: TypeError"):
-        engine.train_batch(3)
+        engine.eval_batch(3)
     with pytest.raises(PipelineError, match="rank 0 could not take its data: UsageError: a pipeline's batch is a pair"):
         engine.train_batch(iter([batches[0][0]] * 3))
     if dist.get_rank() == 2:
