@@ -11,11 +11,12 @@ from tests.harness import ranks
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
-# (sequence, slices, ZeRO stage, schedule, attention, kind of batch, weights tied) on 2 stages of 4 ranks
+# (sequence, slices, ZeRO stage, schedule, attention, batch, weights tied, what stays split) on 2 stages of 4 ranks
 CASES = [
     (2, 2, 0, "1f1b", "ulysses", "padded", True),
     (2, 2, 1, "zb-h1", "ring", "plain", False),
     (2, 2, 3, "zbv", "ulysses", "packed", True),
+    (2, 2, 2, "1f1b", "ring", "padded", True, {"sequence_parallel": True, "vocab_parallel_lm_head": True}),
     (2, 1, 0, "zbv", "ring", "padded", False),
     (2, 1, 1, "1f1b", "ulysses", "packed", True),
     (2, 1, 2, "zb-h1", "ring", "plain", True),
@@ -30,7 +31,7 @@ def of_replica(kind, replica):
         yield {**each, "input_ids": tokens, "labels": torch.where(each["labels"] < 0, each["labels"], tokens)}
 
 
-def check(sequence, slices, stage, schedule, attention, kind, tie):
+def check(sequence, slices, stage, schedule, attention, kind, tie, split=None):
     replicas = 4 // (sequence * slices)
 
     def losses(model):
@@ -45,7 +46,7 @@ def check(sequence, slices, stage, schedule, attention, kind, tie):
         "sequence_parallel_size": sequence,
         "sequence_parallel": {"attention": attention},
         "zero_optimization": {"stage": stage},
-        **({"tensor_parallel": {"autotp_size": slices}} if slices > 1 else {}),
+        **({"tensor_parallel": {"autotp_size": slices, **(split or {})}} if slices > 1 else {}),
     }
     engine, *_ = deepspeed.initialize(model=module, config={**CONFIG, **more})
     layout = engine._parts.layout
