@@ -81,7 +81,8 @@ def core_of(name: str) -> Core:
 
     known = AttentionInterface._global_mapping
     if name in _UNFIT or name.startswith("paged") or name not in known:
-        usable = ", ".join(sorted(each for each in known if each not in _UNFIT and not each.startswith("paged")))
+        others = ("paged", "deepspeed_")  # the latter are ours, of other engines
+        usable = ", ".join(sorted(each for each in known if each not in _UNFIT and not each.startswith(others)))
         raise UsageError(
             f"the attention {name!r} cannot be used under sequence parallelism; load the model with "
             f"attn_implementation set to one of {usable}."
