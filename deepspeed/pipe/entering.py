@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from deepspeed.pipe.forms import map_tensors
 
@@ -36,7 +37,10 @@ def entered(value: Any) -> tuple[Any, list[Tensor]]:
         if not tensor.requires_grad:
             return tensor
         leaves.append(tensor)
-        entering: Tensor = _Enter.apply(tensor, tensor.detach())  # type: ignore[no-untyped-call]
+        value = tensor.detach()
+        # Nothing was changed yet: on one rank the stage before may need the same memory in its backward.
+        with _unsafe_preserve_version_counter(value):
+            entering: Tensor = _Enter.apply(tensor, value)  # type: ignore[no-untyped-call]
         return entering
 
     return (enter(value) if isinstance(value, Tensor) else map_tensors(value, _once(enter))), leaves

@@ -61,6 +61,11 @@ def in_place():
     return [Linear(0), relu, Linear(1), Linear(2), relu, Linear(3), relu, Linear(4)]
 
 
+def saving():
+    """Every stage ends with a layer whose backward needs what it gave, which the next one may not spoil."""
+    return [layer for number in range(4) for layer in (Linear(number), nn.Tanh())]
+
+
 def twice():
     return [Twice(1), Twice(2), Twice(3), Last(4)]
 
@@ -81,7 +86,7 @@ def expected(layers):
 @ranks(2)
 def test_layers_that_change_their_input_and_tensors_at_two_places():
     """The second stage begins with a ReLU in place; between two stages of a rank, too, a tensor stays one."""
-    for make in (in_place, twice):
+    for make in (in_place, saving, twice):
         wanted = expected(make())
         for schedule in ("1f1b", "zb-h1", "zbv", "interleaved"):
             module = PipelineModule(
