@@ -3,8 +3,9 @@
     python -m benchmarks.pipeline --ranks 4 --micro-batches 8
 
 Layers that sleep need no cores, so that the order of passes and the messages are all that is measured. DeepSpeed itself
-is measured where `--deepspeed` names a Python that has it. Each line ends with what it shows: whether the measured step
-is within a tenth of the simulated one, and no slower than that of each other library.
+is measured where `--deepspeed` names a Python that has it. Libraries take turns, `--rounds` times. Each line ends with
+what it shows: whether the measured step is within a tenth of the simulated one, and its ratio to that of each other
+library, the median over the rounds with half of their spread.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import random
 import statistics
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from deepspeed.pipe.schedule import SCHEDULES, Costs, make, simulate
@@ -61,11 +63,20 @@ def run(python: str, case: dict, *, ours: bool) -> float | None:
     return statistics.median(json.loads(told[0].removeprefix("SECONDS"))) if told else None
 
 
-def verdict(here: float, simulated: float, others: dict[str, float | None]) -> str:
+def verdict(here: Sequence[float], simulated: float, others: Mapping[str, Sequence[float]]) -> str:
     """What a line shows; a step that was not measured shows that nothing holds."""
-    words = [f"within 10 %: {_word(here <= 1.1 * simulated)}"]
-    words += [f"no slower than {name}: {_word(here <= each)}" for name, each in others.items() if each is not None]
+    words = [f"within 10 %: {_word(bool(here) and statistics.median(here) <= 1.1 * simulated)}"]
+    words += [f"÷ {name} {compared(here, each)}" for name, each in others.items() if each]
     return ", ".join(words)
+
+
+def compared(here: Sequence[float], there: Sequence[float]) -> str:
+    """The ratio of two libraries that took turns, and whether the first is no slower as far as rounds can tell."""
+    ratios = [mine / theirs for mine, theirs in zip(here, there, strict=False)]
+    if not ratios:
+        return "unknown, no slower: NO"
+    ratio, spread = statistics.median(ratios), (max(ratios) - min(ratios)) / 2
+    return f"{ratio:.3f} ± {spread:.3f}, no slower: {_word(ratio - spread <= 1)}"
 
 
 def _word(holds: bool) -> str:
@@ -78,6 +89,7 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--milliseconds", type=float, default=40.0, help="of a rank's F, of its I and of its W")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--deepspeed", help="a Python that has DeepSpeed itself")
     parser.add_argument("--schedules", nargs="*", default=list(SCHEDULES))
     given = parser.parse_args()
@@ -97,16 +109,22 @@ def main() -> None:
             "layers": [(4, part, part, part)] * (2 * given.ranks),
         }
         simulated = simulate(make(name, given.ranks, given.micro_batches), Costs(seconds, seconds, seconds)).length
-        measured = run(sys.executable, {**case, "library": "here"}, ours=True)
-        others = [run(sys.executable, {**case, "library": "torch"}, ours=False) if name != "zb-h1" else None]
-        real = given.deepspeed if name == "1f1b" else None
-        others.append(run(real, {**case, "library": "deepspeed"}, ours=False) if real else None)
-        shown = [f"{1000 * each:.0f}" if each is not None else "-" for each in others]
-        here = float("nan") if measured is None else measured
-        steps[name] = here
+        pythons = {"here": sys.executable}
+        if name != "zb-h1":
+            pythons["torch"] = sys.executable
+        if given.deepspeed and name == "1f1b":
+            pythons["DeepSpeed"] = given.deepspeed
+        found: dict[str, list[float]] = {library: [] for library in pythons}
+        for _ in range(given.rounds):
+            for library, python in pythons.items():
+                step = run(python, {**case, "library": library.lower()}, ours=library == "here")
+                found[library] += [] if step is None else [step]
+        here = found.pop("here")
+        steps[name] = statistics.median(here) if here else float("nan")
+        shown = [f"{1000 * statistics.median(found[each]):.0f}" if found.get(each) else "-" for each in OTHERS]
         print(
-            f"{name:12} {1000 * simulated:10.0f} {1000 * here:10.0f} {here / simulated:6.3f} "
-            f"{shown[0]:>8} {shown[1]:>10}   {verdict(here, simulated, dict(zip(OTHERS, others, strict=True)))}",
+            f"{name:12} {1000 * simulated:10.0f} {1000 * steps[name]:10.0f} {steps[name] / simulated:6.3f} "
+            f"{shown[0]:>8} {shown[1]:>10}   {verdict(here, simulated, found)}",
             flush=True,
         )
     if "1f1b" in steps:
