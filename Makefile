@@ -33,7 +33,7 @@ demo: venv ## install, then train a small GPT on two processes (a few minutes)
 	@echo "==> 3/3 training at stage 3: deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json"
 	@DS_ACCELERATOR=cpu $(BIN)/deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json
 
-test: lint types unit ## lint, type check, import contract and every test (15 to 20 minutes on two cores)
+test: lint types unit ## lint, type check, import contract and every test (half an hour on two cores)
 
 # The loader's 10,000 mutations and what is marked slow are left to `make test`.
 quick: lint types ## what to run after every change: lint, types, and the tests of one process (2 minutes)

@@ -137,8 +137,10 @@ def average_gradient_over_tp(tensor: Tensor, tp_group: ProcessGroup | None, tp_s
     """The tensor as it is; its gradient is the mean over tensor-parallel ranks."""
     if tp_size == 1 or tp_group is None:
         return tensor
-    averaged: Tensor = _Mean.apply(tensor, Members(tp_group))  # type: ignore[no-untyped-call]
-    return averaged
+    entered = enter(tensor, Members(tp_group))  # its gradient is the sum
+    if entered.requires_grad:
+        entered.register_hook(lambda grad: grad / tp_size)
+    return entered
 
 
 def dispatch_counters(ctx: RestoreContext) -> dict[str, int]:
@@ -178,14 +180,3 @@ def _digest(values: Tensor) -> str:
     plain = values.detach().cpu().contiguous()
     content = hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()
     return f"{tuple(plain.shape)} {plain.dtype} {content}"
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: Members) -> Tensor:
-        ctx.ranks = ranks
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return summed(grads[0], ctx.ranks) / ctx.ranks.size, None
