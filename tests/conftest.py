@@ -1,4 +1,4 @@
-"""What every test may rely on: a quiet logger, examples without a deadline, and no world that another test left."""
+"""What every test may rely on: a quiet logger, the same draws, examples without a deadline, and no world that another test left."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ def pytest_collection_finish():
 def pytest_unconfigure():
     """Some libraries complain of what is never collected."""
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def _same_draws():
+    """Whatever ran before, and in whichever process: a test that fails does so again."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

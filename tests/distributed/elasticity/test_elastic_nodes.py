@@ -12,7 +12,7 @@ from deepspeed.elasticity import agent, meeting
 from deepspeed.launcher import runner
 from deepspeed.launcher.ports import free_port
 from tests.distributed.elasticity.elastic_job import ElasticJob, assert_continues, in_order, reference
-from tests.distributed.launcher.launched import Launched, Mailbox, gone, script
+from tests.distributed.launcher.launched import Launched, Mailbox, fails, gone, script
 from tests.harness import ranks
 from tests.hosts import wait_for
 from tests.warm_python import Warm
@@ -79,8 +79,8 @@ def join_and_die(job, nodes):
 @pytest.mark.slow
 @ranks(1, init=False, timeout=500)
 def test_the_limit_of_one_node_ends_all_with_its_code(tmp_path):
-    box = Mailbox(tmp_path)
-    path = script(tmp_path, "tell(rank)\nsys.exit(7) if rank == 1 else wait_forever()")
+    box, _turn = Mailbox(tmp_path), Mailbox(tmp_path, "turn")
+    path = script(tmp_path, fails("rank", 7))
     nodes = Nodes(tmp_path, (1, 1))
     with hurried():
         launched = [nodes.start(at, [path], "--max_elastic_restarts=1", "--min_elastic_nodes=2") for at in (0, 1)]

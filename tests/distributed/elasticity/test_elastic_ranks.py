@@ -11,7 +11,7 @@ import pytest
 
 from deepspeed.launcher import runner
 from tests.distributed.elasticity.elastic_job import SAVED, STEPS, ElasticJob, assert_continues, reference
-from tests.distributed.launcher.launched import Launched, Mailbox, gone, local, script
+from tests.distributed.launcher.launched import Launched, Mailbox, fails, gone, local, script
 from tests.harness import ranks
 from tests.warm_python import Warm
 
@@ -45,8 +45,8 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp
 @pytest.mark.slow
 @ranks(1, init=False)
 def test_the_limit_of_restarts_ends_the_job_with_the_code_of_the_rank(tmp_path):
-    box = Mailbox(tmp_path)
-    script(tmp_path, "tell(os.environ['TORCHELASTIC_RESTART_COUNT'])\nsys.exit(5) if rank == 1 else wait_forever()")
+    box, _turn = Mailbox(tmp_path), Mailbox(tmp_path, "turn")
+    script(tmp_path, fails("os.environ['TORCHELASTIC_RESTART_COUNT']", 5))
     with Launched(elastic(2, "--max_elastic_restarts=2", "script.py"), tmp_path) as job:
         assert box.lines(6) == ["0", "0", "1", "1", "2", "2"]
         assert job.wait() == 5

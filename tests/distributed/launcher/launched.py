@@ -110,10 +110,10 @@ class Launched:
 
 
 class Mailbox:
-    """A named pipe through which scripts of ranks tell the test something, one line each."""
+    """A named pipe through which scripts of ranks tell the test something, or each other, one line each."""
 
-    def __init__(self, folder):
-        self.path = Path(folder) / "mailbox"
+    def __init__(self, folder, name="mailbox"):
+        self.path = Path(folder) / name
         os.mkfifo(self.path)
         self.descriptor = os.open(self.path, os.O_RDWR)
         self.rest = b""
@@ -147,7 +147,7 @@ def gone(pidfd, patience=TIMEOUT):
 
 
 def script(folder, text, name="script.py"):
-    """A script for ranks, with `tell(line)` that writes to the mailbox."""
+    """A script for ranks: `tell(line)` writes to a mailbox, `hear(name)` waits for a line there of two bytes."""
     path = Path(folder) / name
     path.write_text(PREAMBLE.format(folder=str(folder)) + text)
     return path
@@ -156,14 +156,32 @@ def script(folder, text, name="script.py"):
 PREAMBLE = """
 import json, os, signal, subprocess, sys, time
 rank = int(os.environ["RANK"])
-def tell(line):
-    pipe = os.open({folder!r} + "/mailbox", os.O_WRONLY)
+def tell(line, name="mailbox"):
+    pipe = os.open({folder!r} + "/" + name, os.O_WRONLY)
     os.write(pipe, str(line).encode() + b"\\n")
     os.close(pipe)
+def hear(name):
+    pipe = os.open({folder!r} + "/" + name, os.O_RDONLY)
+    line = os.read(pipe, 2)
+    os.close(pipe)
+    return line.decode().strip()
 def wait_forever():
     while True:
         signal.pause()
 """
+
+
+def fails(what, code):
+    """Text of a script: all ranks tell `what`, then rank 1 fails; it needs a mailbox "turn".
+
+    Not before rank 0 has told its part, since the launcher ends rank 0 then.
+    """
+    lines = [
+        f"tell({what})",
+        "tell(0, 'turn') if rank == 0 else hear('turn')",
+        f"sys.exit({code}) if rank == 1 else wait_forever()",
+    ]
+    return "\n".join(lines)
 
 
 def world(*counts):
