@@ -8,6 +8,7 @@ that 1,024 ranks need 5 rounds and 16,384 need 7.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch import Tensor
 
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.operations import Operation
-from deepspeed.comm.pending import AllOf
+from deepspeed.comm.pending import AllOf, Pending
 
-__all__ = ["RADIX", "Message", "gather_words", "rounds", "schedule", "unite"]
+__all__ = ["RADIX", "Message", "begin_to_gather_words", "gather_words", "rounds", "schedule", "unite"]
 
 RADIX = 4
 
@@ -26,6 +27,7 @@ Message = tuple[int, int]
 """(distance, rows): the rank that is so far behind gets the first so many rows, the one ahead sends as many."""
 
 _run = DEFAULT.run
+_LOG = (False, "gather_words", None)
 
 
 def schedule(size: int) -> Iterator[list[Message]]:
@@ -41,15 +43,39 @@ def rounds(size: int) -> int:
     return sum(1 for _ in schedule(size))
 
 
-def _gather(rows: Tensor, group: Any) -> None:
-    size, rank = group.size(), group.rank()
-    for number, messages in enumerate(schedule(size)):
-        works = []
-        for place, (distance, count) in enumerate(messages):
+class _Gathering:
+    """The messages of the first round are under way; those of the others are sent by `wait`."""
+
+    def __init__(self, rows: Tensor, group: Any) -> None:
+        self._rows = rows
+        self._group = group
+        self._rounds = list(schedule(group.size()))
+        self._works = self._begin(0)
+
+    def _begin(self, number: int) -> AllOf:
+        size, rank, rows, works = self._group.size(), self._group.rank(), self._rows, []
+        for place, (distance, count) in enumerate(self._rounds[number]):
             tag = number * RADIX + place
-            works.append(group.recv([rows[distance : distance + count]], (rank + distance) % size, tag))
-            works.append(group.send([rows[:count]], (rank - distance) % size, tag))
-        AllOf(works, DEFAULT.limit).wait()
+            works.append(self._group.recv([rows[distance : distance + count]], (rank + distance) % size, tag))
+            works.append(self._group.send([rows[:count]], (rank - distance) % size, tag))
+        return AllOf(works, DEFAULT.limit)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._works.wait(timeout)
+        for number in range(1, len(self._rounds)):
+            self._begin(number).wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return len(self._rounds) == 1 and self._works.is_completed()
+
+
+def _gather(rows: Tensor, group: Any, async_op: bool) -> _Gathering | None:
+    gathering = _Gathering(rows, group)
+    if async_op:
+        return gathering
+    gathering.wait()
+    return None
 
 
 def _unite(mask: Tensor, group: Any) -> None:
@@ -70,13 +96,26 @@ _UNITE = Operation("unite", _unite)
 def gather_words(words: Tensor, group: Any = None) -> Tensor:
     """[ranks, words]: the int64 `words` of every rank, in the order of the ranks; all ranks of the group call it."""
     real: Any = td.group.WORLD if group is None else group
-    size, rank = real.size(), real.rank()
-    if size == 1:
-        return words.view(1, -1)
-    rows = words.new_empty(size, words.numel())
+    rows = _from_here_on(words, real)
+    if real.size() > 1:
+        _run(_GATHER, (rows, real, False), words, group, False, _LOG)
+    return rows.roll(real.rank(), 0)
+
+
+def begin_to_gather_words(words: Tensor, group: Any = None) -> Pending[Tensor]:
+    """As `gather_words`, without waiting yet; until then ranks gather nothing else in this group."""
+    real: Any = td.group.WORLD if group is None else group
+    rows, work = _from_here_on(words, real), None
+    if real.size() > 1:
+        work = _run(_GATHER, (rows, real, True), words, group, True, _LOG)
+    return Pending(rows, work, lambda rows: rows.roll(real.rank(), 0))
+
+
+def _from_here_on(words: Tensor, group: Any) -> Tensor:
+    """Space for the words of all ranks, from this one on."""
+    rows = words.new_empty(group.size(), words.numel())
     rows[0] = words
-    _run(_GATHER, (rows, real), words, group, False, (False, "gather_words", None))
-    return rows.roll(rank, 0)
+    return rows
 
 
 def unite(mask: Tensor, group: Any = None) -> Tensor:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from torch import Tensor
+
 from deepspeed.errors import PipelineError
 from deepspeed.log import warn_once
 from deepspeed.parallel import ParallelLayout
@@ -20,14 +24,20 @@ class Accord:
         self._layout = layout
         self._hosts = Hosts(layout.world)
 
-    def begin(self, what: str, count: int, taken: int | None, error: Exception | None) -> None:
+    def begin(self, what: str, count: int, taken: int | None, error: Exception | None) -> Callable[[], None]:
         """All ranks begin the same batch with all of its micro-batches; StopIteration on all where the data ends.
 
-        `taken` is None on a rank that needs no data.
+        That is looked at by what is returned, which is to be called before any message of the batch. `taken` is None
+        on a rank that needs no data.
         """
         mine = [_FINE if error is None else _FAILED, sum(what.encode()), count]
         text = b"" if error is None else f"{type(error).__name__}: {error}".encode()
-        said = self._hosts.exchange([*mine, _NO_DATA_NEEDED if taken is None else taken, len(text)], f"begin of {what}")
+        words = [*mine, _NO_DATA_NEEDED if taken is None else taken, len(text)]
+        saying = self._hosts.begin_exchange(words, f"begin of {what}")
+        return lambda: self._all_begin(saying.wait(), mine, what, text, error)
+
+    def _all_begin(self, said: Tensor, mine: list[int], what: str, text: bytes, error: Exception | None) -> None:
+        count = mine[2]
         self._raise_first(said[:, 0].tolist(), said[:, 4].tolist(), text, error, "could not take its data")
         kinds = {tuple(row) for row in said[:, 1:3].tolist()}
         if len(kinds) > 1:

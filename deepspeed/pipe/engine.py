@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.comm import Pending
 from deepspeed.errors import DeepSpeedConfigError, PipelineError, UsageError
 from deepspeed.events import Phase, PhaseFailed, StepFinished
 from deepspeed.log import log_dist, logger, warn_once
@@ -84,17 +85,16 @@ class PipelineEngine(DeepSpeedEngine):
             self._must_be_here("engine.train_batch()", trains=True, steps=True)
         self.train()
         self._look_for_unfrozen()
-        batches = self._load(self._feed, "train_batch()", count)
-        results = self._play(self._plan(count), batches)
+        results = self._play(self._plan(count), *self._load(self._feed, "train_batch()", count))
         self.module.ties.reduce(self._parts.reducer.change_unreduced)
         loss = self._mean(results.losses)
         assert loss is not None, "the loss of a training batch is told to all ranks"
-        self.agg_train_loss = loss
         self._additional = self._mean_extra(results)
         if self.events.wants(StepFinished):
-            self.loss_of_step = loss
+            self.loss_of_step = loss.wait()
         self._take_batch_step(count)
-        return loss
+        self.agg_train_loss = loss.wait()
+        return self.agg_train_loss
 
     def _take_batch_step(self, count: int) -> None:
         self._parts.accumulation.micro_steps += count - 1
@@ -126,7 +126,8 @@ class PipelineEngine(DeepSpeedEngine):
         if not compute_loss:
             value = _averaged(results.outputs) if reduce_output == "avg" else results.outputs or None
         else:
-            value = self._mean(results.losses, tell=bcast_loss)
+            mean = self._mean(results.losses, tell=bcast_loss)
+            value = None if mean is None else mean.wait()
             value = value if reduce_output == "avg" else results.losses or None
         return (value, _joined(results.outputs)) if return_logits else value
 
@@ -140,28 +141,32 @@ class PipelineEngine(DeepSpeedEngine):
             raise UsageError(f"num_micro_batches is {count!r}; expected a whole number of at least 1")
         feed, training = self._feed.lend(data_iter), self.module.training
         with naming_stages(self.module.topology()):
-            batches = self._load(feed, "eval_batch()", count)
+            loaded = self._load(feed, "eval_batch()", count)
             self.module.eval()
             try:
                 with torch.no_grad(), self._wires.other_forms():
-                    return self._play(self._forward_plan(count), batches, compute_loss=compute_loss, keep_outputs=keep)
+                    return self._play(self._forward_plan(count), *loaded, compute_loss=compute_loss, keep_outputs=keep)
             finally:
                 self.module.train(training)
 
-    def _load(self, feed: Feed, what: str, count: int) -> list[Batch]:
-        """The micro-batches of a batch, once all ranks have theirs."""
+    def _load(self, feed: Feed, what: str, count: int) -> tuple[list[Batch], Callable[[], None]]:
+        """The micro-batches of a batch that this rank has, and what asks whether all ranks have theirs."""
         error: Exception | None = None
         batches: list[Batch] = []
         try:
             batches = feed.take(count)
         except Exception as caught:  # noqa: BLE001 - the data is the script's; the error is raised on all ranks
             error = caught
-        self._accord.begin(what, count, len(batches) if feed.needed else None, error)
-        return batches
+        return batches, self._accord.begin(what, count, len(batches) if feed.needed else None, error)
 
-    def _play(self, schedule: Schedule, batches: list[Batch], **options: Any) -> Results:
+    def _play(self, schedule: Schedule, batches: list[Batch], ask: Any, **options: Any) -> Results:
+        layout, wanted = self._parts.layout, schedule.micro_batches * self._feed.needed
         try:
-            results = self._executor.run(schedule, batches, **options)
+            # A rank that has its data computes before it asks, if no replica could wait for it inside of layers.
+            if len(batches) < wanted or layout["pp"].size < layout.world.size:
+                ask()
+                ask = None
+            results = self._executor.run(schedule, batches, ask=ask, **options)
         except BaseException:
             self._wires.abandon()
             self.zero_grad()
@@ -181,7 +186,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     # ---- what ranks tell each other
 
-    def _mean(self, losses: list[Tensor], *, tell: bool = True) -> Tensor | None:
+    def _mean(self, losses: list[Tensor], *, tell: bool = True) -> Pending[Tensor] | None:
         """The mean over micro-batches and replicas, on all ranks if it is told to them, else on the last stage."""
         layout, module = self._parts.layout, self.module
         mean = torch.zeros((), device=self._parts.device)
@@ -193,9 +198,11 @@ class PipelineEngine(DeepSpeedEngine):
                 mean /= replicas.size
         elif not tell:
             return None
+        work = None
         if tell and layout["pp"].size > 1:
-            comm.broadcast(mean, src=layout["pp"].ranks[module.last_owner], group=layout["pp"].group)
-        return mean
+            source = layout["pp"].ranks[module.last_owner]
+            work = comm.broadcast(mean, src=source, group=layout["pp"].group, async_op=True)
+        return Pending(mean, work)
 
     def _mean_extra(self, results: Results) -> dict[str, Tensor] | None:
         """Further losses of this rank's last stage, averaged over its micro-batches."""

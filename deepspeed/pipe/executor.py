@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,18 +104,30 @@ class Executor:
         schedule: Schedule,
         batches: Sequence[Batch],
         *,
+        ask: Callable[[], None] | None = None,
         compute_loss: bool = True,
         keep_outputs: bool = False,
     ) -> Results:
-        """Play a schedule; a failure of this rank is part of the results, and its messages are sent all the same."""
+        """Play a schedule; a failure of this rank is part of the results, and its messages are sent all the same.
+
+        `ask` is called before the first message, and raises if there must not be any; a stage to which nothing comes
+        computes before.
+        """
         train = not schedule.forward_only
         play = _Play(schedule, batches, train, compute_loss, keep_outputs)
         passes = self._of_this_rank(schedule)
         for place, each in enumerate(passes):
-            self._post(passes[place : place + _AHEAD])
+            ahead = passes[place : place + _AHEAD]
+            if ask is not None and any(one.received is not None for one in ahead):
+                ask()
+                ask = None
+            self._post(ahead)
             value = self._take(play, each)
             self._announce(each)
             result = self._guarded(play, each, value)
+            if ask is not None:
+                ask()
+                ask = None
             self._give(play, each, result)
         if train:
             self._parts.reducer.arrivals.part()

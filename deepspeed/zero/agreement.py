@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import Pending
-from deepspeed.comm.agreement import gather_words, unite
+from deepspeed.comm.agreement import begin_to_gather_words, gather_words, unite
 from deepspeed.errors import CommError, FileError
 from deepspeed.parallel import AxisGroup
 
@@ -64,6 +64,15 @@ class Hosts:
             return mine.view(1, -1)
         with comm.labelled(what):
             return gather_words(mine, self._group)
+
+    def begin_exchange(self, words: Sequence[int], what: str) -> Pending[Tensor]:
+        """As `exchange`, without waiting yet; until then these ranks exchange nothing else."""
+        self.exchanges += 1
+        mine = torch.tensor(words, dtype=torch.int64)
+        if self.alone:
+            return Pending(mine.view(1, -1))
+        with comm.labelled(what):
+            return begin_to_gather_words(mine, self._group)
 
     def open_polls(self) -> None:
         """Make ready for `poll`; all ranks together."""

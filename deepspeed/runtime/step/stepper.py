@@ -76,20 +76,34 @@ class Stepper:
         one_pass = (ahead and in_one_pass(self.optimizer, device)) or self._narrow_at_home(device)
         one_pass = one_pass and self.states.in_place
         self.states.take_gradients(narrow=one_pass)
-        norm = self.states.measure()
-        if self.backward.unit != 1.0:
-            norm = norm * self.backward.unit
         before = self.scale.value
         if ahead:
+            norm = self._norm()
             known, overflow = self._step_ahead(norm, one_pass=one_pass)
-            return self._finished(norm, known, overflow, before)
-        known = self._known(norm)
+        else:
+            norm, known, overflow = self._step_behind(one_pass=one_pass)
+        return self._finished(norm, known, overflow, before)
+
+    def _norm(self) -> Tensor:
+        """Of the gradients, without the loss scale."""
+        norm, unit = self.states.measure(), self.backward.unit
+        return norm if unit == 1.0 else norm * unit
+
+    def _step_behind(self, *, one_pass: bool) -> tuple[Tensor, float | None, bool]:
+        """Update once the norm is known, if anything depends on it; else while ranks still tell their parts of it."""
+        norm = known = None
+        if self.check_overflow or self.clipping > 0 or self.states.away:
+            norm = self._norm()
+            known = self._known(norm)
         overflow = self.check_overflow and known is not None and not math.isfinite(known)
         if not overflow:
             if not one_pass:
                 self._prepare([grad for _, grad in self.states.gradients()], norm, known)
             self.states.update(self.optimizer, self._factor(known) if self.states.away else 1.0, one_pass=one_pass)
-        return self._finished(norm, known, overflow, before)
+        if norm is None:
+            norm = self._norm()
+            known = self._known(norm)
+        return norm, known, overflow
 
     def _narrow_at_home(self, device: torch.device) -> bool:
         """Whether what stays on the device, where not all does, is updated from gradients as they came.
@@ -151,7 +165,7 @@ class Stepper:
             return unit
         return float(clip_coefficient(torch.tensor(known), self.clipping)) * unit
 
-    def _prepare(self, gradients: list[Tensor], norm: Tensor, known: float | None) -> None:
+    def _prepare(self, gradients: list[Tensor], norm: Tensor | None, known: float | None) -> None:
         """Bring gradients to their true size and clip them, in one multiplication."""
         unit = self.backward.unit
         if self.clipping <= 0:
@@ -159,6 +173,7 @@ class Stepper:
                 scale_(gradients, unit)
             return
         if known is None:
+            assert norm is not None, "gradients are clipped by their norm"
             coefficient = clip_coefficient(norm, self.clipping)
             scale_(gradients, coefficient if unit == 1.0 else coefficient * unit)
             return

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
+from deepspeed.comm import Pending
 from deepspeed.ops.multi_tensor import global_norm, sum_of_squares
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.placement import LiesOn, Placement
@@ -67,18 +68,18 @@ class Line:
     """Of parameters of which each rank of the model group has a part."""
 
 
-def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) -> Tensor:
+def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) -> Pending[Tensor]:
     """The L2 norm of all gradients: one small all-reduce of squares, for which the host does not wait.
 
     In float64, so that it hardly depends on how gradients are cut; on a single rank as torch computes it.
     """
     if measure.axis.size == 1 and measure.alone:
-        return global_norm(_dense([tensor for line in lines for tensor in line.shared])).to(device)
+        return Pending(global_norm(_dense([tensor for line in lines for tensor in line.shared])).to(device))
     found = [(line.placement, (_squares(line.shared), _squares(line.split))) for line in lines]
     return joint_norm(found, measure, device)
 
 
-def joint_norm(found: Sequence[tuple[Placement, Squares]], measure: Measure, device: torch.device) -> Tensor:
+def joint_norm(found: Sequence[tuple[Placement, Squares]], measure: Measure, device: torch.device) -> Pending[Tensor]:
     """As `total_norm`, of what was summed before for each placement."""
     alike = all(_everywhere(placement, measure.axis) for placement, _ in found)
     squares = torch.zeros(2, dtype=torch.float64, device=device)
@@ -93,10 +94,11 @@ def joint_norm(found: Sequence[tuple[Placement, Squares]], measure: Measure, dev
             comm.all_reduce(squares, group=measure.axis.group)
     if measure.model_group is not None:
         comm.all_reduce(squares[1:], group=measure.model_group)
+    work = None
     if measure.stages is not None:
         with comm.labelled("gradient norm over stages"):
-            comm.all_reduce(squares, group=measure.stages)
-    return squares.sum().sqrt().float()
+            work = comm.all_reduce(squares, group=measure.stages, async_op=True)
+    return Pending(squares, work, lambda summed: summed.sum().sqrt().float())
 
 
 def _squares(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed.comm import Pending
 from deepspeed.errors import UsageError
 from deepspeed.memory.store import AtHome, Store
 from deepspeed.ops.moments import MomentKeeper
@@ -61,7 +62,7 @@ class States:
         self._waits = waits
         self._waiting: list[tuple[dict[str, Any], nn.Parameter]] = []
         self._taken = 0
-        self._norm: Tensor | None = None
+        self._norm: Pending[Tensor] | None = None
         self.groups: list[ShardGroup] = []
         self._places: dict[int, tuple[ShardGroup, int]] = {}
         self.away: dict[int, Piece] = {}
@@ -162,16 +163,16 @@ class States:
         return self._measure.stages is not None
 
     def measure(self) -> Tensor:
-        """The norm of all gradients of the whole model, as `take_gradients` found it."""
+        """The norm of all gradients of the whole model, which `take_gradients` began to find."""
         if self._norm is None:
             raise UsageError("the gradient norm was asked for before the gradients were taken")
-        return self._norm
+        return self._norm.wait()
 
     def norm_of(self, squares: Mapping[tuple[Placement, int], Tensor]) -> Tensor:
         """The same of gradients that are not there any more: `squares` are their sums on this rank, by `kind_of`."""
         placements = dict.fromkeys(group.placement for group in self.groups)
         found = [(each, (squares.get((each, 0)), squares.get((each, 1)))) for each in placements]
-        return joint_norm(found, self._measure, self.device)
+        return joint_norm(found, self._measure, self.device).wait()
 
     def kind_of(self, param: nn.Parameter) -> int | None:
         """0 if all ranks of a model have a parameter alike, 1 if each has a part of it; None: others count it."""
