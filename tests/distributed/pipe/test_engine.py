@@ -233,6 +233,12 @@ def test_ranks_that_call_different_methods_are_told():
     call = engine.train_batch if engine.is_first_stage() else engine.eval_batch
     with pytest.raises(PipelineError, match=r"something else.*same methods in the same order"):
         call(data(0, 2))
+    short = list(data(0, 2))[: 1 + engine.is_first_stage()]  # the first stage has computed before it hears of it
+    with pytest.raises(StopIteration):
+        engine.train_batch(iter(short))
+    alike = engine_for(pipeline(2), 2)
+    for _ in range(2):
+        assert float(engine.train_batch(data(0, 2))) == float(alike.train_batch(data(0, 2))), "something was left behind"
 
 
 class Noted(PipelineModule):
