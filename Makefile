@@ -5,6 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 DOCS   := $(VENV)/.stamp-docs
+# Else every process that a test starts compiles the whole package again.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help venv demo test quick lint types unit format bench docs clean
 
