@@ -1,4 +1,4 @@
-"""What every test may rely on: a quiet logger, the same draws, examples without a deadline, and no world that another test left."""
+"""What every test may rely on: a quiet logger, the same draws, no deadlines, and no world that another test left."""
 
 from __future__ import annotations
 
