@@ -4,6 +4,9 @@
 that hands its arguments, environment, working directory and standard streams to a process which forks the script, and
 then stands for it: it passes signals on, and ends as the script ends. When it is killed, so is the script. Whoever
 watches pids below the launcher sees those of these programs, so that tests of the launcher itself do not use it.
+
+The script is on the host on which the program was started (its namespaces of networks and names), and what it starts
+by its own `sys.executable` is warm, too: so is every process of a job that a launcher starts over ssh.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import traceback
 from typing import Any
 
 VARIABLE = "WARM_PYTHON"  # the socket at which the process waits
+NAMESPACES = ("net", "uts")
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _LENGTH = 8
 
@@ -34,7 +38,8 @@ def stand_for(words: list[str]) -> None:
     line = socket.socket(socket.AF_UNIX)
     line.connect(os.environ[VARIABLE])
     told = json.dumps({"words": words, "environ": dict(os.environ), "folder": os.getcwd()}).encode()
-    socket.send_fds(line, [len(told).to_bytes(_LENGTH, "little")], [0, 1, 2])
+    spaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
+    socket.send_fds(line, [len(told).to_bytes(_LENGTH, "little")], [0, 1, 2, *spaces])
     line.sendall(told)
     for number in PASSED_ON:
         signal.signal(number, lambda number, _: line.sendall(bytes([number])))
@@ -57,7 +62,10 @@ class Warm:
 
     def __enter__(self) -> Warm:
         with open(self.path, "w") as file:
-            file.write(f'#!/bin/sh\nexec {sys.executable} -I -S {os.path.abspath(__file__)} "$@"\n')
+            file.write(
+                f"#!/bin/sh\nexport {VARIABLE}={self.socket}\n"
+                f'exec {sys.executable} -I -S {os.path.abspath(__file__)} "$@"\n'
+            )
         os.chmod(self.path, 0o755)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(self.socket)
@@ -97,15 +105,15 @@ class _Server:
                     self._pass_on(*self.scripts[lines[descriptor]])
 
     def _begin(self, line: socket.socket) -> None:
-        head, streams, _, _ = socket.recv_fds(line, _LENGTH, 3)
+        head, descriptors, _, _ = socket.recv_fds(line, _LENGTH, 3 + len(NAMESPACES))
         rest, told = int.from_bytes(head, "little"), b""
         while len(told) < rest:
             told += line.recv(rest - len(told))
         pid = os.fork()
         if pid == 0:
-            _become(json.loads(told), streams)
-        for stream in streams:
-            os.close(stream)
+            _become(json.loads(told), descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
         self.scripts[os.pidfd_open(pid)] = pid, line
 
     def _tell_end(self, pidfd: int) -> None:
@@ -129,13 +137,23 @@ def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def _become(job: dict[str, Any], streams: list[int]) -> None:
+def _enter(space: int, name: str) -> None:
+    """Only where it is another than ours: to enter one is a right of root."""
+    if os.fstat(space).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(space, 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the {name} namespace of the script's host")
+
+
+def _become(job: dict[str, Any], descriptors: list[int]) -> None:
     """The life of a script, as that of one which an interpreter runs; never returns."""
     status = 1
     try:
         _end_with_parent()
-        for target, stream in enumerate(streams):
+        for target, stream in enumerate(descriptors[:3]):
             os.dup2(stream, target)
+        for space, name in zip(descriptors[3:], NAMESPACES, strict=True):
+            _enter(space, name)
         os.closerange(3, 256)
         sys.stdout = io.TextIOWrapper(os.fdopen(1, "wb", 0, closefd=False), write_through=True)
         sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", 0, closefd=False), write_through=True)
@@ -144,11 +162,13 @@ def _become(job: dict[str, Any], streams: list[int]) -> None:
         os.chdir(job["folder"])
         os.environ.clear()
         os.environ.update(job["environ"])
+        sys.executable = os.path.join(os.path.dirname(os.environ[VARIABLE]), "python")
         module = job["words"][0] == "-m"
         sys.argv = job["words"][module:]
         sys.path.insert(0, os.getcwd() if module else os.path.dirname(os.path.abspath(sys.argv[0])))
         try:
             if module:
+                sys.modules.pop(sys.argv[0], None)  # as no interpreter has it that begins
                 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
             else:
                 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -7,16 +7,16 @@ import signal
 import subprocess
 import sys
 
-from tests import warm_python
 from tests.distributed.launcher.launched import Mailbox, gone, script
 from tests.harness import ranks
+from tests.hosts import Hosts, need
 from tests.warm_python import Warm
 
 TIMEOUT = 60.0  # only ever reached by a test that fails
 
 
 def start(python, folder, *words):
-    environ = {**os.environ, warm_python.VARIABLE: python.socket, "GIVEN": "a b"}
+    environ = {**os.environ, "GIVEN": "a b"}
     return subprocess.Popen(
         [python.path, *words], cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -50,6 +50,23 @@ sys.exit(int(how))
         assert job.returncode == 5
         job = start(python, tmp_path, "-c", "import sys; print(sys.executable, 'torch' in sys.modules)")
         assert job.communicate(timeout=TIMEOUT)[0].decode() == f"{sys.executable} False\n"
+
+
+@ranks(1, init=False)
+def test_what_a_script_starts_is_warm_and_on_the_same_host(tmp_path):
+    need()
+    text = """
+import socket
+print(socket.gethostname(), sorted(name for _, name in socket.if_nameindex()), "torch" in sys.modules, flush=True)
+if len(sys.argv) == 1:
+    sys.exit(subprocess.run([sys.executable, "-u", __file__, "again"]).returncode)
+"""
+    path = script(tmp_path, text)
+    with Warm() as python, Hosts(tmp_path, count=1) as hosts:
+        job = hosts[0].start(python.path, "-u", str(path), stdout=subprocess.PIPE)
+        lines = job.communicate(timeout=TIMEOUT)[0].decode().splitlines()
+    assert job.returncode == 0
+    assert lines == ["node1 ['eth0', 'lo'] True"] * 2
 
 
 @ranks(1, init=False)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.launcher import runner
-from tests.distributed.elasticity.elastic_job import ElasticJob, assert_continues, in_order, reference
+from tests.distributed.elasticity.elastic_job import ElasticJob, assert_continues, hurried, in_order, reference
 from tests.distributed.launcher.launched import Launched
 from tests.harness import ranks
 from tests.hosts import Hosts, need, wait_for
+from tests.warm_python import Warm
 
 PATIENCE = 240.0  # seconds, only ever reached by a test that fails
 
@@ -22,9 +23,10 @@ def test_a_host_loses_power_and_comes_back_while_the_job_trains(tmp_path):
     wanted = reference(tmp_path / "plain")
     job = ElasticJob(tmp_path)
     first, second = job.hold(4), job.hold(8)
-    with Hosts(tmp_path) as hosts:
+    with hurried(), Warm() as python, Hosts(tmp_path) as hosts:  # launchers of hosts are forks, too
         words = [f"--hostfile={hosts.hostfile(1, 2)}", "--elastic_training", *job.words()]
-        with Launched(words, tmp_path, main=runner.main, environ=hosts.environment()) as run:
+        given = {"main": runner.main, "environ": hosts.environment(), "python": python}
+        with Launched(words, tmp_path, **given) as run:
             wait_for(lambda: job.reached(4, 3), "the life of both hosts")
             hosts.power_off(hosts[0])
             first.unlink()

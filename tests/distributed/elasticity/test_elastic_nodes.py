@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from contextlib import contextmanager
 
 import pytest
 
-from deepspeed.elasticity import agent, meeting
 from deepspeed.launcher import runner
 from deepspeed.launcher.ports import free_port
-from tests.distributed.elasticity.elastic_job import ElasticJob, assert_continues, in_order, reference
+from tests.distributed.elasticity.elastic_job import ElasticJob, assert_continues, hurried, in_order, reference
 from tests.distributed.launcher.launched import Launched, Mailbox, fails, gone, script
 from tests.harness import ranks
 from tests.hosts import wait_for
@@ -36,15 +34,6 @@ class Nodes:
         given = [f"--hostfile={self.folder}/hosts", "--no_ssh", f"--node_rank={number}", "--master_addr=127.0.0.1"]
         given += [f"--master_port={self.port}", "--elastic_training", *options, *words]
         return Launched(given, own, main=runner.main, python=self.python)
-
-
-@contextmanager
-def hurried():
-    """Losses are noticed sooner than a busy cluster would like; for launchers that are forked meanwhile."""
-    before = meeting._LAST_CALL, meeting._BEATS, agent.SILENCE
-    meeting._LAST_CALL, meeting._BEATS, agent.SILENCE = 2, (1, 6), 8.0
-    yield
-    meeting._LAST_CALL, meeting._BEATS, agent.SILENCE = before
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from deepspeed.launcher import launch
 from deepspeed.launcher.resources import encode_world_info
-from tests import warm_python
 
 TIMEOUT = 40.0  # only ever reached by a test that fails
 # What the ranks of the harness have in their environment; a launcher is not started by one.
@@ -38,9 +37,7 @@ class Launched:
         """`python`: a `Warm` one for the ranks."""
         self.folder = Path(folder)
         self.environ = {"DS_ACCELERATOR": "cpu", **(environ or {})}
-        self.python = sys.executable
-        if python is not None:
-            self.python, self.environ[warm_python.VARIABLE] = python.path, python.socket
+        self.python = sys.executable if python is None else python.path
         self.out = out
         ready, self.ready = os.pipe()
         self.pid = os.fork()

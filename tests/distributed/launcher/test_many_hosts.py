@@ -18,6 +18,7 @@ from tests.distributed.launcher.launched import Launched
 from tests.harness import ROOT, ranks
 from tests.hosts import Hosts, need, wait_for
 from tests.slurm import PROGRAMS, Slurm
+from tests.warm_python import Warm
 
 EXAMPLE = ROOT / "examples" / "hosts" / "train.py"
 LOSS = "loss 1.6831 after 20 steps"  # of the example on one rank
@@ -49,7 +50,8 @@ class Site:
         self.hosts, self.launcher = hosts, launcher
         self.environment = {**hosts.environment(), **environment}
 
-    def launch(self, slots, *words):
+    def launch(self, slots, *words, python=None):
+        """`python`: a `Warm` one for everything on the hosts, where the question is not how processes end."""
         # mpirun has to find the hosts by their addresses, since only our ssh knows their names.
         hostfile = self.hosts.hostfile(*slots, addresses=self.launcher in ("openmpi", "mpich"))
         given = {
@@ -57,7 +59,8 @@ class Site:
             "slurm": [f"--master_addr={self.hosts[0].address}"],
         }.get(self.launcher, [])
         options = [f"--hostfile={hostfile}", f"--launcher={self.launcher}", *given]
-        return Launched([*options, *words], self.hosts.folder, main=runner.main, environ=self.environment)
+        given = {"main": runner.main, "environ": self.environment, "python": python}
+        return Launched([*options, *words], self.hosts.folder, **given)
 
     def script(self, text, name="script.py"):
         path = self.hosts.folder / name
@@ -83,7 +86,8 @@ def site(folder, launcher):
 @ranks(1, init=False, timeout=240)
 def test_the_example_trains_across_hosts(tmp_path, launcher, slots):
     world = sum(slots)
-    with site(tmp_path, launcher) as here, here.launch(slots, "--output=fold", EXAMPLE, "--backend=gloo") as job:
+    words = "--output=fold", EXAMPLE, "--backend=gloo"
+    with Warm() as python, site(tmp_path, launcher) as here, here.launch(slots, *words, python=python) as job:
         assert job.wait(PATIENCE) == 0, job.errors()
         lines = job.output().splitlines()
         rank = 0
@@ -130,9 +134,9 @@ def test_everything_arrives_as_written_and_a_failing_rank_ends_the_job(tmp_path,
 @pytest.mark.parametrize("launcher", ["ssh", "openmpi", "slurm"])
 @ranks(1, init=False, timeout=240)
 def test_preflight_looks_at_the_hosts_that_the_job_would_have(tmp_path, launcher):
-    with site(tmp_path, launcher) as here:
+    with Warm() as python, site(tmp_path, launcher) as here:
         script = here.script("raise SystemExit('the script ran')")
-        with here.launch((1, 2), "--preflight", script) as job:
+        with here.launch((1, 2), "--preflight", script, python=python) as job:
             assert job.wait(PATIENCE) == 0, job.output() + job.errors()
         assert "3 ranks on 2 hosts" in job.output()
         assert "READY" in job.output()
