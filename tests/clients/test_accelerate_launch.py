@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 
 from tests.clients.server import environment
-from tests.harness import ROOT
+from tests.distributed.launcher.launched import Launched
+from tests.harness import ROOT, ranks
+from tests.warm_python import Warm
+
+PATIENCE = 180.0  # seconds, only ever reached by a test that fails
 
 DEEPSPEED = """
 compute_environment: LOCAL_MACHINE
@@ -33,20 +36,23 @@ use_cpu: false
 """
 
 
+def launch(words):
+    """The `accelerate` command."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    os.chdir(ROOT)
+    launch_command(launch_command_parser().parse_args(words))
+
+
+@ranks(1, init=False, timeout=300)
 def test_a_config_file(tmp_path):
     file, result = tmp_path / "config.yaml", tmp_path / "result.json"
     file.write_text(DEEPSPEED)
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
-    ran = subprocess.run(
-        [*launcher, "--config_file", str(file), "-m", "tests.clients.accelerate_script", str(result)],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    output = ran.stdout + ran.stderr
-    assert ran.returncode == 0, output
+    words = ["--main_process_port", "0", "--config_file", file, "-m", "tests.clients.accelerate_script", result]
+    with Warm() as python, Launched(words, tmp_path, main=launch, environ=environment(), python=python) as job:
+        code = job.wait(PATIENCE)
+    output = job.output() + job.errors()
+    assert code == 0, output
     told = json.loads(result.read_text())
     assert (told["type"], told["ranks"], told["stage"], told["clip"]) == ("DeepSpeedEngine", 2, 3, 1.0)
     assert (len(told["losses"]), told["steps"]) == (4, 2)

@@ -177,12 +177,12 @@ def test_preflight(command, tmp_path):
     """What it says of this machine is not known; it says something, and does not run the script."""
     folder = Path(tmp_path)
     prepare_folder(folder)
-    if command.words[0] == "deepspeed":
-        with Launched(command.words[1:], folder, main=runner.main) as job:
+    if command.words[0] in ("deepspeed", "torchrun"):
+        main, environ = (runner.main, {}) if command.words[0] == "deepspeed" else (torchrun, alone())
+        with Warm() as python, Launched(command.words[1:], folder, main=main, environ=environ, python=python) as job:
             status, output = job.wait(120), job.output()
     else:
-        module = ["-m", "torch.distributed.run"] if command.words[0] == "torchrun" else []
-        words = [sys.executable, *module, *command.words[1:]]
+        words = [sys.executable, *command.words[1:]]
         ran = subprocess.run(words, env=alone(), capture_output=True, text=True, timeout=120, check=False)
         status, output = ran.returncode, ran.stdout
     assert status in (0, 1), output
@@ -196,7 +196,8 @@ def test_bench(command, tmp_path):
     if "--plot" in command.words:
         pytest.importorskip("matplotlib")
     short = ["--min-size", "1K", "--max-size", "2K", "--trials", "1", "--warmups", "1"]
-    with Launched([*command.words[1:], *short], tmp_path, main=ds_bench.main) as job:
+    words = [*command.words[1:], *short]
+    with Warm() as python, Launched(words, tmp_path, main=ds_bench.main, python=python) as job:
         assert job.wait(120) == 0, job.errors()
     assert "all_reduce" in job.output()
 

@@ -10,6 +10,7 @@ from tests.closeness import Training, assert_same_training
 from tests.harness import ranks
 from tests.user_models import whole
 
+pytestmark = pytest.mark.usefixtures("with_transformers")
 CASES = [
     *((stage, checkpoints, tied, "llama") for stage, checkpoints, tied in (
         (0, False, False), (1, True, False), (2, False, True), (3, False, False), (3, True, True),

@@ -135,7 +135,9 @@ class Mailbox:
 def as_program(arguments):
     """A `main` for `Launched`: a script with its arguments, as an interpreter would run it that has torch loaded."""
     sys.argv = list(arguments)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(arguments[0])))
     runpy.run_path(arguments[0], run_name="__main__")
+    sys.stdout.flush()
 
 
 def gone(pidfd, patience=TIMEOUT):

@@ -16,6 +16,7 @@ from tests.distributed.moe.models import WIDTH, Model, StackedModel
 from tests.distributed.moe.test_auto import config
 from tests.harness import ranks
 
+pytestmark = pytest.mark.usefixtures("with_transformers")
 
 def pair(**options):
     """A layer over two ranks, and the same one whole."""

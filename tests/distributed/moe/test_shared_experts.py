@@ -255,6 +255,7 @@ def test_what_the_source_tells():
         assert called_before(block, "experts") == (), block.__name__
 
 
+@pytest.mark.usefixtures("with_transformers")
 def test_what_the_source_of_transformers_tells():
     modeling = pytest.importorskip("transformers.models.qwen2_moe.modeling_qwen2_moe")
     assert called_before(modeling.Qwen2MoeSparseMoeBlock, "experts") == ("shared_expert",)

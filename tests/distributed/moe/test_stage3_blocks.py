@@ -109,6 +109,7 @@ def test_experts_that_a_rank_alone_holds_need_no_asking():
         engine.destroy()
 
 
+@pytest.mark.usefixtures("with_transformers")
 @ranks(2)
 def test_a_mixtral_of_transformers():
     transformers = pytest.importorskip("transformers")

@@ -18,6 +18,7 @@ from deepspeed.preflight import run as preflight_run
 from deepspeed.preflight.checks import CHECKS, bandwidth, compute, folder
 from tests.distributed.launcher.launched import Launched
 from tests.harness import ranks
+from tests.warm_python import Warm
 
 PATIENCE = 120.0
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
@@ -234,7 +235,7 @@ def test_the_launcher_starts_it_in_the_place_of_the_script(tmp_path, style):
         f"--skip {SPEEDS} --write-size 64K",
     ]
     words += ["train.py", "--deepspeed_config=ds.json"]
-    with Launched(words, job.of(0), main=runner.main) as launched:
+    with Warm() as python, Launched(words, job.of(0), main=runner.main, python=python) as launched:
         assert launched.wait(PATIENCE) == 0, launched.errors()
     output = launched.output()
     assert "training" not in output
@@ -245,7 +246,8 @@ def test_the_launcher_starts_it_in_the_place_of_the_script(tmp_path, style):
 @ranks(1, init=False)
 def test_the_launcher_ends_with_the_verdict(tmp_path):
     job = Job(tmp_path, 1)
-    with Launched(["--num_gpus", "2", "--preflight", "nothing.py"], job.of(0), main=runner.main) as launched:
+    words = ["--num_gpus", "2", "--preflight", "nothing.py"]
+    with Warm() as python, Launched(words, job.of(0), main=runner.main, python=python) as launched:
         assert launched.wait(PATIENCE) == 1
     assert "there is no script nothing.py for ranks 0-1" in launched.output()
     assert "rank 0 failed first" in launched.errors()

@@ -146,6 +146,7 @@ def test_gradients_through_a_fusion():
     close([grads[0], *summed(list(grads[1:]))], [expected[0][:, rank * 2 : rank * 2 + 2], *expected[1:]])
 
 
+@pytest.mark.usefixtures("with_transformers")
 @ranks(2, timeout=400)
 def test_models_of_transformers():
     """A Llama and an encoder of CLIP as they come: losses and gradients are those of the whole on one rank."""
@@ -196,6 +197,7 @@ def called(name, **members):
     return type(name, (nn.Module,), members)()
 
 
+@pytest.mark.usefixtures("with_transformers")
 @ranks(1)
 def test_what_is_found():
     outer = called("ViTAttention")

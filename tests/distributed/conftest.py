@@ -1,4 +1,4 @@
-"""Ranks of the files that use Transformers are forked with it loaded: a rank would load it for seconds."""
+"""Ranks of tests that use Transformers are forked with it loaded: a rank would load it for seconds."""
 
 from __future__ import annotations
 
