@@ -18,6 +18,7 @@ from tests.harness import ranks
 
 pytestmark = pytest.mark.usefixtures("with_transformers")
 
+
 def pair(**options):
     """A layer over two ranks, and the same one whole."""
     torch.manual_seed(0)
