@@ -25,7 +25,8 @@ class Sequences(Protocol):
 
     def part(self, inputs: dict[str, Any]) -> dict[str, Any]: ...
     def arguments(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]: ...
-    def block(self, name: str) -> AbstractContextManager[None]: ...
+    def numbers(self, layer: nn.Module) -> AbstractContextManager[None]: ...
+    def block(self, block: nn.Module) -> AbstractContextManager[None]: ...
     def loss(self, function: Callable[..., Tensor], logits: Tensor, labels: Tensor) -> Tensor: ...
 
 
@@ -183,7 +184,7 @@ class ModelCut:
         inputs = _named(value) if self.sequences is None else self.sequences.part(_named(value))
         for container in self.outline.containers:
             self._whole.get_submodule(container).training = self._list.training
-        with self._arguments(inputs) as arguments:
+        with self._arguments(inputs) as arguments, self._numbers():
             hidden, _ = self._ghosts.until(0, self._whole, arguments, tuples=False)
         return hidden, inputs, False
 
@@ -191,7 +192,7 @@ class ModelCut:
         hidden, inputs, tuples = value
         block = self._list.get_submodule(str(number))
         call = self._call_of(number, hidden, inputs, tuples)
-        with nullcontext() if self.sequences is None else self.sequences.block(type(block).__name__):
+        with nullcontext() if self.sequences is None else self.sequences.block(block):
             result = call.run(block, hidden)
         if isinstance(result, tuple):
             return result[0], inputs, True
@@ -200,7 +201,7 @@ class ModelCut:
     def _leave(self, value: Passed) -> Any:
         hidden, inputs, tuples = value
         self._dress(hidden)
-        with self._splitting(), self._arguments(inputs) as arguments:
+        with self._splitting(), self._arguments(inputs) as arguments, self._numbers():
             outputs = self._ghosts.pass_by(self._rest, arguments, hidden, tuples=tuples)
         logits = getattr(outputs, "logits", None)
         return outputs[0] if logits is None else logits
@@ -219,6 +220,10 @@ class ModelCut:
     def _arguments(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]:
         """What the model is called with, while it makes its masks."""
         return nullcontext(inputs) if self.sequences is None else self.sequences.arguments(inputs)
+
+    def _numbers(self) -> AbstractContextManager[None]:
+        """Random numbers of what lies around the blocks."""
+        return nullcontext() if self.sequences is None else self.sequences.numbers(self._list)
 
     def _dress(self, hidden: Tensor) -> None:
         for blank in self._blanks.values():

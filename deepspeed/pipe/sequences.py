@@ -7,10 +7,10 @@ in backward, after other micro-batches, finds it there, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, UsageError
@@ -19,6 +19,7 @@ from deepspeed.pipe.module import PipelineModule
 from deepspeed.sequence.build import Sharing, require_same, sharing_of
 from deepspeed.sequence.labels import mean_over_tokens
 from deepspeed.sequence.whole import Whole
+from deepspeed.tensor_parallel.draws import numbers_of_its_own
 from deepspeed.zero.agreement import Hosts
 
 __all__ = ["StageSequences", "share_stage_sequences"]
@@ -56,15 +57,20 @@ class StageSequences:
         finally:
             attention.current = None
 
+    def numbers(self, layer: nn.Module) -> AbstractContextManager[None]:
+        """A layer runs inside: tokens and heads of ranks are different ones, so that what it drops must be, too."""
+        return numbers_of_its_own(self._sharing.axis) if layer.training else nullcontext()
+
     @contextmanager
-    def block(self, name: str) -> Iterator[None]:
+    def block(self, block: nn.Module) -> Iterator[None]:
         """A block runs inside, which must see the parts of other ranks."""
         before = self._sharing.attention.calls
-        yield
+        with self.numbers(block):
+            yield
         if self._sharing.attention.calls == before:
             raise UsageError(
-                f"{name} computed no attention over the sequence-parallel ranks, so that their parts of a sequence do "
-                "not see each other. Train this model without sequence_parallel_size."
+                f"{type(block).__name__} computed no attention over the sequence-parallel ranks, so that their parts "
+                "of a sequence do not see each other. Train this model without sequence_parallel_size."
             )
 
     def loss(self, function: Callable[..., Tensor], logits: Tensor, labels: Tensor) -> Tensor:

@@ -138,6 +138,58 @@ def refuse_models():
         start(PipelineModule(llama(), num_stages=2), sequence_parallel={"attention": "ulysses"}).train_batch(own)
 
 
+def gpt2():
+    import transformers as hf
+
+    torch.manual_seed(0)
+    sizes = {"n_embd": 16, "n_head": 4, "n_layer": 2, "n_positions": LENGTH, "vocab_size": VOCABULARY}
+    return hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, embd_pdrop=0.5, resid_pdrop=0.5, attn_pdrop=0.1))
+
+
+def of_all(axis, value):
+    """What each rank of an axis has."""
+    parts = [torch.empty_like(value) for _ in range(axis.size)]
+    dist.all_gather(parts, value.contiguous(), group=axis.group)
+    return parts
+
+
+@ranks(4, timeout=400)
+def test_ranks_drop_different_elements_of_their_parts():
+    """With equal generators; the same ones again where a layer is recomputed, and on ranks that share a layer."""
+    again = {"activation_checkpoint_interval": 1}
+    cases = [
+        (2, 1, "1f1b", again),
+        (2, 1, "zb-h1", again),
+        (2, 1, "zb-h1", {}),
+        (1, 2, "1f1b", again | {"use_reentrant": False}),
+    ]
+    for stages, slices, schedule, pipeline in cases:
+        module = PipelineModule(gpt2(), num_stages=stages, partition_method="uniform", schedule=schedule)
+        split = {"tensor_parallel": {"autotp_size": slices}} if slices > 1 else {}
+        engine = start(module, sequence_parallel={"attention": "ulysses"}, pipeline=pipeline, **split)
+        layers = {name: each for name, each in module.named_modules() if isinstance(each, nn.Dropout)}
+        seen = {name: [] for name in layers if name.endswith(("drop", "resid_dropout"))}
+        for name, found in seen.items():
+            layers[name].register_forward_hook(lambda _, args, out, found=found: found.append(out.detach()))
+        layout = engine._parts.layout
+        torch.manual_seed(5 + layout["pp"].rank)
+        engine.train_batch(batches("plain"))
+        assert any(seen.values()), "no dropout ran on this rank"
+        for name, found in seen.items():
+            if pipeline and name.endswith("resid_dropout"):  # each forward and its recomputation
+                assert len(found) == 2 * COUNT, f"{name} ran {len(found)} times"
+                pairs = sum(torch.equal(a, b) for at, a in enumerate(found) for b in found[at + 1 :])
+                assert pairs == COUNT, f"{name} drops other elements when it is recomputed ({schedule})"
+            for mine in found:
+                parts = of_all(layout["sp"], mine == 0)
+                assert not torch.equal(*parts), f"{name} drops the same elements of both parts ({schedule})"
+                alike = of_all(layout["tp"], mine)
+                assert all(torch.equal(mine, each) for each in alike), f"{name} differs between slices"
+        states = of_all(layout["sp"], torch.get_rng_state())
+        assert torch.equal(*states), "what ranks draw outside of the layers is not the same any more"
+        engine.destroy()
+
+
 class Block(nn.Module):
     """Attention over parts of sequences, or over whole ones without a group."""
 
