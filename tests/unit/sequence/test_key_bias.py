@@ -26,9 +26,7 @@ def test_attention_and_gradients(dtype, near, width):
         scale=scale,
         enable_gqa=True,
     )
-    for factor, bias in ((1 / scale, values), (1.0, values / scale)):
-        if factor == 1.0 and dtype == torch.bfloat16:
-            continue  # its values are other ones
+    for factor, bias in ((1 / scale, values), (1.0, values.float() / scale)):
         query, key, value = KeyBias(bias, factor).widen(*tensors)
         assert query.shape[-1] == key.shape[-1] == value.shape[-1]
         assert query.shape[-1] % 8 == 0
@@ -42,7 +40,18 @@ def test_attention_and_gradients(dtype, near, width):
             torch.testing.assert_close(mine, theirs.to(dtype), atol=10 * near, rtol=10 * near)
 
 
+def test_sixteen_bits_hold_biases_far_from_the_begin():
+    """Neighbours' biases of 1,000 and 1,000.5 are the same number of 16 bits; the product tells them apart."""
+    for dtype in (torch.bfloat16, torch.float16):
+        values = 0.5 * torch.arange(1 << 15, 1 << 15 | 9).float()[None, None] / 7
+        for times in (1.0, 128**0.5):
+            query, key, _ = KeyBias(values, times).widen(*[torch.zeros(1, 1, 9, 4, dtype=dtype)] * 3)
+            found = (query.double() @ key.double().transpose(2, 3))[0, 0]
+            torch.testing.assert_close(found, (values * times).double()[0].expand(9, 9), rtol=1e-6, atol=0)
+
+
 def test_parts():
     bias = KeyBias(torch.arange(3 * 16).view(1, 3, 16))
     assert bias.of_heads((2, 1), 1).values[0, :, 0].tolist() == [32]
+    assert bias.last(2).values[0, :, 0].tolist() == [14, 30, 46]
     assert bias.on_ring(TokenOrder(1, 2), 1).values[0, 0].tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
