@@ -62,7 +62,7 @@ class SequenceAttention:
         length, width = tensors[1].shape[2], tensors[2].shape[-1]
         bias: KeyBias | None = options.pop("key_bias", None)
         if bias is not None:
-            tensors = bias.widen(*tensors)
+            tensors = bias.last(length).widen(*tensors)
         positions = options.get("position_ids")
         if positions is not None and (positions.dim() != 2 or positions.shape[1] != length):
             positions = None
@@ -77,7 +77,7 @@ class SequenceAttention:
         models = models_in(module)
         for model in models:
             if not knows(model):
-                require_functions(type(model), "Leave sequence_parallel.attention out.")
+                require_functions(type(model), "Remove sequence_parallel.attention for this model.")
         used = models[0].config._attn_implementation
         attention = cls(core_of("sdpa" if used == "eager" and knows(models[0]) else used), ways)
         name = _free_name()

@@ -18,6 +18,7 @@ from deepspeed.sequence.attend import Ways, attend, core_options
 from deepspeed.sequence.core import Core
 from deepspeed.sequence.heads import head_plan
 from deepspeed.sequence.order import TokenOrder
+from deepspeed.sequence.own_forwards import FAMILIES
 from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, require_functions
 from deepspeed.sequence.whole import Whole
 
@@ -180,9 +181,10 @@ def _config_of(model: Any, implementation: str) -> Any:
         model = AutoConfig.from_pretrained(model)
     config = getattr(model, "config", model).get_text_config()
     kind = type(model) if isinstance(model, nn.Module) else _class_of(config)
-    require_functions(
-        kind, 'For Bloom and Falcon, use the config instead: "sequence_parallel": {"attention": "ulysses"}.'
-    )
+    advice = "Use a model that does, or deepspeed.sequence.layer.DistributedAttention inside of this one."
+    if getattr(config, "model_type", None) in FAMILIES:
+        advice = 'For this family use the config instead: "sequence_parallel": {"attention": "ulysses"}.'
+    require_functions(kind, advice)
     used = config._attn_implementation
     if isinstance(model, nn.Module) and used != implementation:
         raise UsageError(

@@ -41,6 +41,8 @@ def family(kind: str, **options: Any) -> Any:
     names = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "mistral": "Mistral", "gemma2": "Gemma2"}
     names |= {
         "gptj": "GPTJ",
+        "codegen": "CodeGen",
+        "mpt": "Mpt",
         "falcon": "Falcon",
         "bloom": "Bloom",
         "gpt2": "GPT2",
@@ -50,13 +52,16 @@ def family(kind: str, **options: Any) -> Any:
     name = names[kind]
     given = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
     given |= {"num_attention_heads": 4, "max_position_embeddings": 64, "use_cache": False}
-    given["attn_implementation"] = "eager" if kind == "bloom" else "sdpa"
-    if kind not in ("gpt2", "gpt_neox", "bert", "bloom", "falcon"):
+    given["attn_implementation"] = "eager" if kind in ("bloom", "codegen", "gptj", "mpt") else "sdpa"
+    if kind not in ("gpt2", "gpt_neox", "gptj", "codegen", "mpt", "bert", "bloom", "falcon"):
         given |= {"num_key_value_heads": 2, "head_dim": 8}
     quiet = ("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout_prob")
     given |= dict.fromkeys((*quiet, "attention_probs_dropout_prob"), 0.0) | options
     if kind == "gpt2":
         given.update(n_embd=32, n_layer=2, n_head=4)
+    if kind == "mpt":
+        given = {name: value for name, value in given.items() if not name.endswith(("pdrop", "position_embeddings"))}
+        given.update(max_seq_len=32)
     suffix = {"gpt2": "LMHeadModel", "bert": "ForMaskedLM"}.get(kind, "ForCausalLM")
     torch.manual_seed(0)
     return getattr(t, name + suffix)(getattr(t, f"{name}Config")(**given))

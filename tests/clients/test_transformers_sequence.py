@@ -15,6 +15,7 @@ from tests.closeness import Training, assert_same_training
 from tests.harness import ranks
 
 GROUPS = {"new_decoder_architecture": True, "num_attention_heads": 8, "num_kv_heads": 2}
+SIX = {"num_attention_heads": 6, "hidden_size": 36}  # slopes of heads that are no power of two
 TWO = [
     Case("llama", 0, "ulysses"),
     Case("llama", 3, "auto", data="packed"),
@@ -34,6 +35,12 @@ TWO = [
     Case("falcon", 0, "ring", options=GROUPS, data="padded", clip=0.3),
     Case("falcon", 1, "ring", options={"alibi": True, "bias": True}, checkpoints=True),
     Case("falcon", 2, "ulysses", options={"alibi": True, "multi_query": False}, data="padded"),
+    Case("gptj", 1, "ulysses", options={"rotary_dim": 4}, data="packed"),
+    Case("gptj", 3, "ring", options={"rotary_dim": 4}, data="padded", checkpoints=True),
+    Case("codegen", 2, "ulysses", options={"rotary_dim": 4}, data="padded", clip=0.3),
+    Case("codegen", 0, "ring", options={"rotary_dim": 8}, data="packed", checkpoints=True),
+    Case("mpt", 1, "ulysses", data="padded", checkpoints=True),
+    Case("mpt", 0, "ring", options={"attn_config": {"clip_qkv": 0.2, "softmax_scale": 0.3}}, rows=1),
 ]
 FOUR = [
     Case("llama", 3, "auto", options={"num_attention_heads": 4, "num_key_value_heads": 2}),
@@ -42,6 +49,7 @@ FOUR = [
     Case("llama", 3, "ulysses", sp=2, clip=0.3, accumulation=2),
     Case("bloom", 0, "auto", data="padded", tiles={"ulysses_size": 2}),
     Case("falcon", 1, "auto", options=GROUPS),
+    Case("mpt", 3, "auto", options=SIX, data="padded", tiles={"ulysses_size": 2}),
 ]
 
 
@@ -223,13 +231,6 @@ def test_what_the_engine_refuses_and_allows():
         ("llama", "ring", {"attention_dropout": 0.1}, UsageError, "ring attention has no dropout"),
         ("llama", "ulysses", {"num_attention_heads": 1, "num_key_value_heads": 1}, LayoutError, "1 attention heads"),
         ("llama", "ulysses", {"attn_implementation": "eager"}, UsageError, "'eager' cannot be used"),
-        (
-            "gptj",
-            "ulysses",
-            {"attn_implementation": "eager", "rotary_dim": 4},
-            UsageError,
-            "GPTJForCausalLM computes at",
-        ),
     ):
         with pytest.raises(error, match=message):
             build(Case(kind, 0, attention, options=options))(**whole)
@@ -246,6 +247,9 @@ def test_attention_that_models_compute_themselves():
         ("bloom", "ulysses", {}),
         ("falcon", "ring", {"alibi": True}),
         ("falcon", "auto", {}),
+        ("mpt", "auto", {}),
+        ("gptj", "ring", {"rotary_dim": 4}),
+        ("codegen", "ulysses", {"rotary_dim": 4}),
     ):
         case = Case(kind, 0, attention, options=options)
         engine, plain = build(case).eval(), family(kind, **options).eval()
@@ -255,13 +259,13 @@ def test_attention_that_models_compute_themselves():
         assert torch.equal(engine.module.generate(**prompt, **settings), plain.generate(**prompt, **settings)), case
         with torch.no_grad():
             torch.testing.assert_close(engine(**whole).loss, plain(**whole).loss)
-        if kind == "bloom":
+        if kind in ("bloom", "mpt"):
             packed = batches(Case(kind, 0, None, data="packed"))[0]
             with pytest.raises(UsageError, match="position_ids that begin again, but takes none"):
                 engine(**packed)
         with pytest.raises(UsageError, match="computes attention by itself"):
             registered(plain, 2, core_attn_implementation=plain.config._attn_implementation)
-        with pytest.raises(UsageError, match="computes attention by itself"):
+        with pytest.raises(UsageError, match=r"by itself.* For this family use the config instead"):
             registered(plain.config, 2)
         with pytest.raises(UsageError, match="computes attention by itself"):
             auto_wrap_model_for_sp(plain, dist.group.WORLD) if kind == "falcon" else registered(plain.config, 2)

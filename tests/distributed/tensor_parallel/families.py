@@ -63,6 +63,10 @@ FAMILIES = {
     "codegen": lambda: hf.CodeGenForCausalLM(
         hf.CodeGenConfig(**{**_GPT, "n_embd": 64, "n_head": 16}, rotary_dim=4)  # four runs of heads on four ranks
     ),
+    "gpt-j": lambda: hf.GPTJForCausalLM(hf.GPTJConfig(**_GPT, rotary_dim=4)),
+    "mpt": lambda: hf.MptForCausalLM(
+        hf.MptConfig(d_model=32, n_layers=2, n_heads=4, vocab_size=VOCABULARY, max_seq_len=32)
+    ),
     "bigcode": lambda: hf.GPTBigCodeForCausalLM(hf.GPTBigCodeConfig(**_GPT)),
     "bigcode with many keys": lambda: hf.GPTBigCodeForCausalLM(hf.GPTBigCodeConfig(**_GPT, multi_query=False)),
     "modernbert": lambda: hf.ModernBertForMaskedLM(

@@ -30,6 +30,9 @@ CASES = [
     ("phi3", "ulysses", 0, 1, {}),  # its attention modules have configs of their own
     ("bloom", "ring", 1, 1, {}),
     ("falcon with alibi", "ulysses", 3, 1, {}),
+    ("mpt", "ulysses", 1, 1, {}),
+    ("gpt-j", "ring", 0, 1, {}),
+    ("codegen", "ulysses", 0, 1, {}),
 ]
 
 
