@@ -238,7 +238,7 @@ def test_ranks_that_call_different_methods_are_told():
         engine.train_batch(iter(short))
     alike = engine_for(pipeline(2), 2)
     for _ in range(2):
-        assert float(engine.train_batch(data(0, 2))) == float(alike.train_batch(data(0, 2))), "something was left behind"
+        assert float(engine.train_batch(data(0, 2))) == float(alike.train_batch(data(0, 2))), "something was left"
 
 
 class Noted(PipelineModule):
