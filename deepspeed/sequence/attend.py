@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.sequence.core import Core, is_causal
+from deepspeed.sequence.distance_bias import DistanceBias
 from deepspeed.sequence.exchange import gather_heads, scatter_queries_keys_values
 from deepspeed.sequence.heads import head_plan
 from deepspeed.sequence.key_bias import KeyBias
@@ -52,12 +53,14 @@ def attend(
     ways: Ways,
     whole: Whole,
     *,
-    key_bias: KeyBias | None = None,
+    bias: KeyBias | DistanceBias | None = None,
+    queries: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, Any]:
     """([batch, part, heads, width], weights or None) of query, key and value, each [batch, heads, part, width].
 
-    With a `key_bias`, `scaling` must be told.
+    With a bias of keys, `scaling` must be told. `whole` are the sequences of keys; where queries belong to others,
+    `queries` is the length of these.
     """
     query, key, value = tensors
     options = core_options(options)
@@ -66,7 +69,7 @@ def attend(
             f"attention with a window of {options['sliding_window']} in both directions cannot be shared out over "
             "sequence-parallel ranks. Train this model without sequence_parallel_size."
         )
-    if query.shape[2] != key.shape[2]:
+    if query.shape[2] != key.shape[2] and queries is None:
         raise UsageError(
             f"attention of {query.shape[2]} queries to {key.shape[2]} keys was asked for: a cache of keys cannot be "
             "used while a sequence is shared out over ranks. Pass use_cache=False, or generate with the bare module."
@@ -76,15 +79,19 @@ def attend(
         parts = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
         exchanged = scatter_queries_keys_values(parts, plan, ways.ulysses)
         query, key, value = (tensor.transpose(1, 2) for tensor in exchanged)
-        key_bias = None if key_bias is None else key_bias.of_heads(plan.queries, ways.ulysses.rank())
+        bias = None if bias is None else bias.of_heads(plan.queries, ways.ulysses.rank())
     weights, width = None, value.shape[-1]
-    if key_bias is not None:
-        here = key_bias if ways.ring is None else key_bias.on_ring(ways.order, ways.ring.rank)
+    if isinstance(bias, KeyBias):
+        here = bias if ways.ring is None else bias.on_ring(ways.order, ways.ring.rank)
         query, key, value = here.widen(query, key, value)
+    by_distance = bias if isinstance(bias, DistanceBias) else None
     if ways.ring is not None:
-        out = ring_attention(query, key, value, _ring(module, query, ways, whole, options)).transpose(1, 2)
+        ring = replace(_ring(module, query, ways, whole, options), queries=queries)
+        out = ring_attention(query, key, value, ring, by_distance).transpose(1, 2)
     else:
-        out, weights = core(module, query, key, value, whole, **options)
+        if by_distance is not None:
+            options["position_bias"] = by_distance.whole()
+        out, weights = core(module, query, key, value, whole, crossing=queries is not None, **options)
     out = out[..., :width]
     if plan is not None and ways.ulysses is not None:
         out = gather_heads(out, plan.queries, ways.ulysses)

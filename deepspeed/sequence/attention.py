@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.sequence.attend import Ways, attend, core_options
 from deepspeed.sequence.core import Core
+from deepspeed.sequence.distance_bias import DistanceBias, is_crossing
 from deepspeed.sequence.key_bias import KeyBias
 from deepspeed.sequence.own_attention import knows, teach
 from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, models_in, require_functions
@@ -54,13 +55,20 @@ class SequenceAttention:
         if whole is None or whole.length == 0:  # the bare module is called, or a part of it that has no mask
             return self._alone(module, (query, key, value), attention_mask, kwargs)
         self.calls += 1
+        if whole.target is not None and is_crossing(module):
+            kwargs.update(queries=whole.target.length, position_bias=None)  # of other sequences no distance is known
+        elif whole.target is not None and getattr(module, "is_decoder", False):
+            whole = whole.target
+        table = kwargs.get("position_bias")
+        if isinstance(table, Tensor) and table.dim() == 2:
+            kwargs.update(bias=DistanceBias(table), position_bias=None)
         return attend(module, (query, key, value), self._core, self._ways, whole, **kwargs)
 
     def _alone(
         self, module: nn.Module, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Any]:
         length, width = tensors[1].shape[2], tensors[2].shape[-1]
-        bias: KeyBias | None = options.pop("key_bias", None)
+        bias: KeyBias | None = options.pop("bias", None)
         if bias is not None:
             tensors = bias.last(length).widen(*tensors)
         positions = options.get("position_ids")
@@ -68,7 +76,10 @@ class SequenceAttention:
             positions = None
         rows = tensors[1].shape[0]
         whole = Whole.of(length, None if positions is None else positions.expand(rows, length), mask)
-        found, weights = self._core(module, *tensors, whole, **core_options(options))
+        pairs = options.pop("position_bias", None)
+        options = core_options(options) | ({} if pairs is None else {"position_bias": pairs})
+        crossing = pairs is not None and is_crossing(module)
+        found, weights = self._core(module, *tensors, whole, crossing=crossing, **options)
         return found[..., :width], weights
 
     @classmethod
@@ -76,16 +87,16 @@ class SequenceAttention:
         """Let every model of Transformers in a module use it, until the stack is closed."""
         models = models_in(module)
         for model in models:
-            if not knows(model):
+            if not knows(model.config):
                 require_functions(type(model), "Remove sequence_parallel.attention for this model.")
         used = models[0].config._attn_implementation
-        attention = cls(core_of("sdpa" if used == "eager" and knows(models[0]) else used), ways)
+        attention = cls(core_of("sdpa" if used == "eager" and knows(models[0].config) else used), ways)
         name = _free_name()
         stack.callback(hang(name, attention, attention.mask))
         for config in _configs(module):
             stack.callback(_set(config, config._attn_implementation))
             config._attn_implementation = name
-        if knows(models[0]):
+        if knows(models[0].config):
             teach(models[0], attention, attention.whole, stack)
         return attention
 

@@ -13,10 +13,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Block", "backward", "forward", "merge", "seen_anything"]
+__all__ = ["Block", "Distances", "backward", "forward", "merge", "seen_anything"]
 
 _ROWS = 1024  # queries for which scores exist at once in the torch implementation
 _aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Distances:
+    """What is added to scores by distance."""
+
+    table: Tensor
+    """[distances, heads]."""
+    index: Callable[[slice], Tensor]
+    """Of some rows of queries, where their pairs with keys lie in the table: [rows, keys]."""
+    grad: Tensor | None = None
+    """As the table, in float32: the backward of a block adds to it."""
+
+    def values(self, rows: slice) -> Tensor:
+        """[heads, rows, keys]."""
+        return self.table.float()[self.index(rows)].permute(2, 0, 1)
+
+    def add(self, rows: slice, change: Tensor) -> None:
+        """Take the gradient of scores, [batch, heads, rows, keys]."""
+        assert self.grad is not None, "there is a place for gradients in backward"
+        self.grad.index_add_(0, self.index(rows).flatten(), change.sum(0).permute(1, 2, 0).flatten(0, 1))
 
 
 @dataclass(frozen=True)
@@ -28,17 +49,23 @@ class Block:
     """Query i sees the keys up to i; there are as many of one as of the other."""
     mask: Callable[[slice], Tensor] | None = None
     """Of some rows of queries, True where one sees a key: [batch or 1, 1, rows, keys]."""
+    distances: Distances | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether kernels without masks compute it."""
+        return self.mask is None and self.distances is None
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     """(result, log-sum-exp [batch, heads, queries]), the latter in float32."""
     key, value = _spread(key, query), _spread(value, query)
-    if block.mask is None and _flash_on_cuda(query, value):
+    if block.plain and _flash_on_cuda(query, value):
         out, lse = _aten._scaled_dot_product_flash_attention(query, key, value, 0.0, block.causal, scale=block.scale)[
             :2
         ]
         return out, lse[..., : query.shape[2]]
-    if block.mask is None and _flash_on_cpu(query, value):
+    if block.plain and _flash_on_cpu(query, value):
         return _aten._scaled_dot_product_flash_attention_for_cpu(  # type: ignore[no-any-return]
             query, key, value, 0.0, block.causal, scale=block.scale
         )
@@ -51,13 +78,13 @@ def backward(
     """Gradients of (query, key, value), of which `saved` are the values; `out` and `lse` are the merged ones."""
     query, key, value = saved[0], _spread(saved[1], saved[0]), _spread(saved[2], saved[0])
     arguments = (grad, query, key, value, out, lse.contiguous())  # torch's kernels read it as if it were dense
-    if block.mask is None and _flash_on_cuda(query, value):
+    if block.plain and _flash_on_cuda(query, value):
         lengths = query.shape[2], key.shape[2]
         dice = [torch.zeros(shape, dtype=torch.uint64, device=query.device) for shape in ((2,), ())]  # of no dropout
         found = _aten._scaled_dot_product_flash_attention_backward(
             *arguments, None, None, *lengths, 0.0, block.causal, *dice, scale=block.scale
         )
-    elif block.mask is None and _flash_on_cpu(query, value):
+    elif block.plain and _flash_on_cpu(query, value):
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             *arguments, 0.0, block.causal, scale=block.scale
         )
@@ -114,15 +141,17 @@ def _parts(query: Tensor, keys: int, block: Block) -> list[tuple[slice, Tensor |
     return parts
 
 
-def _scores(query: Tensor, key: Tensor, seen: Tensor | None, scale: float) -> Tensor:
-    scores = query.float() @ key.float().transpose(2, 3) * scale
+def _scores(query: Tensor, key: Tensor, seen: Tensor | None, block: Block, rows: slice) -> Tensor:
+    scores = query.float() @ key.float().transpose(2, 3) * block.scale
+    if block.distances is not None:
+        scores = scores + block.distances.values(rows)
     return scores if seen is None else scores.masked_fill(~seen, -torch.inf)
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor]:
     outs, sums = [], []
     for rows, seen in _parts(query, key.shape[2], block):
-        scores = _scores(query[:, :, rows], key, seen, block.scale)
+        scores = _scores(query[:, :, rows], key, seen, block, rows)
         lse = scores.logsumexp(-1)
         weights = (scores - torch.where(seen_anything(lse), lse, 0.0)[..., None]).exp()
         outs.append((weights @ value.float()).to(query.dtype))
@@ -138,11 +167,14 @@ def _backward(
     keys, values = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
     for rows, seen in _parts(query, key.shape[2], block):
         part, flow, total = query[:, :, rows], grad[:, :, rows].float(), lse[:, :, rows]
-        scores = _scores(part, key, seen, block.scale)
+        scores = _scores(part, key, seen, block, rows)
         weights = (scores - torch.where(seen_anything(total), total, torch.inf)[..., None]).exp()
         values += weights.transpose(2, 3) @ flow
         drift = (flow * out[:, :, rows].float()).sum(-1, keepdim=True)
-        change = weights * (flow @ value.float().transpose(2, 3) - drift) * block.scale
+        change = weights * (flow @ value.float().transpose(2, 3) - drift)
+        if block.distances is not None:
+            block.distances.add(rows, change)
+        change = change * block.scale
         queries.append((change @ key.float()).to(query.dtype))
         keys += change.transpose(2, 3) @ part.float()
     return torch.cat(queries, 2), keys.to(key.dtype), values.to(value.dtype)

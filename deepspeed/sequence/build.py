@@ -168,7 +168,7 @@ class _SharedForward:
     def _with_loss(self, outputs: Any, labels: Tensor, items: Any) -> Any:
         loss = outputs[0] if isinstance(outputs, tuple) else outputs["loss"]
         group = self._axis.group
-        if items is None:
+        if items is None or self._inputs.averages:
             total = mean_over_tokens(loss, labels, group, self._worth)
         else:
             total = sum_over_ranks(loss, group, self._worth)

@@ -35,9 +35,20 @@ class Core:
         self.function = function
 
     def __call__(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, whole: Whole, **options: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        whole: Whole,
+        *,
+        crossing: bool = False,
+        **options: Any,
     ) -> tuple[Tensor, Any]:
-        """([batch, length, heads, width], what the function returns besides)."""
+        """([batch, length, heads, width], what the function returns besides).
+
+        `whole` are the sequences of keys; queries that are `crossing` belong to others.
+        """
         shared = _Shared(module, query.shape[1] // key.shape[1])
         tensors = (query, key, value)
         if "flash" in self.name:
@@ -46,13 +57,15 @@ class Core:
         causal = is_causal(module, options)
         if window is not None and (not causal or window >= whole.length):
             window = None
-        runs = whole.runs if window is None and query.shape[2] == key.shape[2] else None
+        apart = not crossing and options.get("position_bias") is None
+        runs = whole.runs if apart and window is None and query.shape[2] == key.shape[2] else None
         if runs is not None:
             return self._in_runs(shared, tensors, runs, options)
         mask = None
         if not whole.plain or window is not None or (causal and 1 < query.shape[2] < key.shape[2]):
             keys = torch.arange(key.shape[2], device=key.device)
-            mask = allowed(whole, keys[-query.shape[2] :], keys, causal=causal, window=window)
+            queries = torch.arange(query.shape[2], device=key.device) if crossing else keys[-query.shape[2] :]
+            mask = allowed(whole, queries, keys, causal=causal, window=window)
         return self.function(shared, *tensors, mask, **options)
 
     def _flash(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ _PER_TOKEN = (
     "labels",
     "shift_labels",
 )
+_OF_TARGET = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "labels")
 _SHIFTS, _KEEPS = ("ForCausalLM", "LMHeadModel"), ("ForMaskedLM", "ForTokenClassification")
 
 
@@ -52,9 +53,12 @@ class Inputs:
         self._takes = inspect.signature(inner.forward).parameters
         self._any = any(each.kind is each.VAR_KEYWORD for each in self._takes.values())
         self._order, self._rank = order, rank
+        self._model = inner if knows(inner.config) and inner.config.is_encoder_decoder else None
+        """Of an encoder and a decoder."""
         self._counts_by = _counts_positions_by(inner)
-        self._by_bias = "position_ids" not in self._takes and knows(inner)
+        self._by_bias = "position_ids" not in self._takes and knows(inner.config)
         """Positions are biases of attention, which sees whole sequences."""
+        self._per_token = _PER_TOKEN if self._model is None else (*_PER_TOKEN[:3], *_OF_TARGET)
         if "position_ids" not in self._takes and not self._by_bias:
             raise UsageError(
                 f"{self._name}.forward takes no position_ids, so that a rank cannot tell it which part of a sequence "
@@ -64,6 +68,8 @@ class Inputs:
     def part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
         """This rank's part of a call."""
         given = self._named(args, kwargs)
+        if self._model is not None:
+            return self._part_of_both(given)
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise UsageError(
@@ -93,6 +99,38 @@ class Inputs:
             given["use_cache"] = False
         cut = {name: self._cut(name, value, length, mine) for name, value in given.items()}
         return Part(cut, whole, None if labels is None else labels[:, mine])
+
+    @property
+    def averages(self) -> bool:
+        """Whether the model's loss is a mean over its labels whatever it is told of their number."""
+        return self._model is not None
+
+    def _part_of_both(self, given: dict[str, Any]) -> Part:
+        """This rank's part of what an encoder reads, and of what a decoder writes."""
+        assert self._model is not None, "asked for where there are both"
+        labels = given.get("labels")
+        if labels is not None and not any(name in given for name in _OF_TARGET[:2]):
+            given["decoder_input_ids"] = self._model.prepare_decoder_input_ids_from_labels(labels)
+        source = given.get("input_ids", given.get("inputs_embeds"))
+        target = given.get("decoder_input_ids", given.get("decoder_inputs_embeds"))
+        if not isinstance(source, Tensor) or not isinstance(target, Tensor) or "encoder_outputs" in given:
+            raise UsageError(
+                f"{self._name} is called with {sorted(given)}; sequences that ranks share need input_ids, and labels "
+                "or decoder_input_ids, each [batch, length] and the same on all ranks, without encoder_outputs."
+            )
+        given["use_cache"] = False
+        lengths = source.shape[1], target.shape[1]
+        mine = [self._order.of_rank(length, self._rank).to(source.device) for length in lengths]
+        cut = {}
+        for name, value in given.items():
+            side = int(name in _OF_TARGET)
+            cut[name] = self._cut(name, value, lengths[side], mine[side])
+        masks = [given.get(name) for name in ("attention_mask", "decoder_attention_mask")]
+        wholes = [
+            Whole.of(length, None, None if mask is None else mask.bool())
+            for length, mask in zip(lengths, masks, strict=True)
+        ]
+        return Part(cut, replace(wholes[0], target=wholes[1]), cut.get("labels"))
 
     def part_of_labels(self, labels: Tensor) -> Tensor:
         """For every token of this rank's part the label of the token after it, of whole [batch, length]."""
@@ -145,14 +183,14 @@ class Inputs:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         if (
-            name not in _PER_TOKEN
+            name not in self._per_token
             or value.dim() < 2
             or value.shape[1] != length
             or (name[-4:] == "mask" and value.dim() > 2)
         ):
             raise UsageError(
                 f"{self._name} is called with {name} of shape {tuple(value.shape)}, which cannot be shared out over "
-                f"sequence-parallel ranks: expected {', '.join(_PER_TOKEN)}, each [batch, {length}, …], the mask "
+                f"sequence-parallel ranks: expected {', '.join(self._per_token)}, each [batch, {length}, …], the mask "
                 "without further dims."
             )
         return value.index_select(1, mine)

@@ -6,7 +6,6 @@ belong to keys of whole sequences, so that these are made anew, by the model's o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,23 +13,30 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 
 from deepspeed.fusion.swap import put_forward
+from deepspeed.sequence.distance_bias import Find, Tables
 from deepspeed.sequence.own_forwards import FAMILIES, Attention, Family
 from deepspeed.sequence.whole import Whole
 
 __all__ = ["knows", "teach"]
 
-Find = Callable[[Tensor | None], Whole | None]
-"""What a mask stands for."""
+_BY_DISTANCE = {"t5": ("T5Attention",), "mt5": ("MT5Attention",)}
+"""Families that call Transformers' functions with biases of pairs, and the classes that learn these."""
 
 
-def knows(model: Any) -> bool:
-    """Whether a model's attention modules can be taught."""
-    return getattr(model.config, "model_type", None) in FAMILIES
+def knows(config: Any) -> bool:
+    """Whether attention modules of models with such a config can be taught."""
+    return getattr(config, "model_type", None) in {*FAMILIES, *_BY_DISTANCE}
 
 
 def teach(model: Any, attention: Attention, find: Find, stack: ExitStack) -> None:
     """Let the attention modules of a model use an attention function, until the stack is closed."""
-    family = FAMILIES[model.config.model_type]
+    family = FAMILIES.get(model.config.model_type)
+    if family is None:
+        tables = Tables(find)
+        for module in model.modules():
+            if type(module).__name__ in _BY_DISTANCE[model.config.model_type]:
+                stack.callback(module.register_forward_pre_hook(tables, with_kwargs=True, prepend=True).remove)
+        return
     forward = family.forward(attention)
     biases = _Biases(family, model.config.num_attention_heads, find)
     for module in model.modules():

@@ -20,7 +20,7 @@ from deepspeed.sequence.whole import Whole
 __all__ = ["FAMILIES", "Attention", "Family"]
 
 Attention = Callable[..., tuple[Tensor, Any]]
-"""Called as Transformers' attention functions are, with a `key_bias` besides."""
+"""Called as Transformers' attention functions are, with a `bias` of keys besides."""
 
 
 def _no_bias(_whole: Whole, _heads: int, like: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def _bloom(attention: Attention) -> Callable[..., Any]:
             attention_mask,
             scaling=self.inv_norm_factor,
             dropout=self.attention_dropout.p if self.training else 0.0,
-            key_bias=bias,
+            bias=bias,
         )
         mixed = self.dense(found.flatten(2))
         return residual + functional.dropout(mixed, self.hidden_dropout, self.training), None
@@ -93,7 +93,7 @@ def _falcon(attention: Attention) -> Callable[..., Any]:
             dropout = self.attention_dropout.p if self.training else 0.0
         if layer_past is not None:
             key, value = layer_past.update(key, value, self.layer_idx)
-        options = {"scaling": self.inv_norm_factor, "dropout": dropout, "key_bias": bias}
+        options = {"scaling": self.inv_norm_factor, "dropout": dropout, "bias": bias}
         found, _weights = attention(self, query, key, value, attention_mask, **options)
         return self.dense(found.flatten(2)), None
 
@@ -136,7 +136,7 @@ def _mpt(attention: Attention) -> Callable[..., Any]:
             attention_mask,
             scaling=self.softmax_scale,
             dropout=self.attn_dropout_p if self.training else 0.0,
-            key_bias=KeyBias(position_bias[None, :, 0], 1 / self.softmax_scale),
+            bias=KeyBias(position_bias[None, :, 0], 1 / self.softmax_scale),
         )
         return self.out_proj(found.flatten(2)), None
 

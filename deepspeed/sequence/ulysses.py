@@ -18,7 +18,7 @@ from deepspeed.sequence.attend import Ways, attend, core_options
 from deepspeed.sequence.core import Core
 from deepspeed.sequence.heads import head_plan
 from deepspeed.sequence.order import TokenOrder
-from deepspeed.sequence.own_forwards import FAMILIES
+from deepspeed.sequence.own_attention import knows
 from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, require_functions
 from deepspeed.sequence.whole import Whole
 
@@ -182,7 +182,7 @@ def _config_of(model: Any, implementation: str) -> Any:
     config = getattr(model, "config", model).get_text_config()
     kind = type(model) if isinstance(model, nn.Module) else _class_of(config)
     advice = "Use a model that does, or deepspeed.sequence.layer.DistributedAttention inside of this one."
-    if getattr(config, "model_type", None) in FAMILIES:
+    if knows(config):
         advice = 'For this family use the config instead: "sequence_parallel": {"attention": "ulysses"}.'
     require_functions(kind, advice)
     used = config._attn_implementation

@@ -33,6 +33,8 @@ class Whole:
     """The number of the document of each token, [batch, length]; None where a row is one document."""
     present: Tensor | None = None
     """False for padding, [batch, length]; None where there is none."""
+    target: Whole | None = None
+    """What a decoder makes of these, where a model has one beside its encoder."""
 
     @classmethod
     def of(cls, length: int, positions: Tensor | None, present: Tensor | None) -> Whole:

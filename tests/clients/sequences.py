@@ -43,6 +43,8 @@ def family(kind: str, **options: Any) -> Any:
         "gptj": "GPTJ",
         "codegen": "CodeGen",
         "mpt": "Mpt",
+        "t5": "T5",
+        "mt5": "MT5",
         "falcon": "Falcon",
         "bloom": "Bloom",
         "gpt2": "GPT2",
@@ -62,7 +64,15 @@ def family(kind: str, **options: Any) -> Any:
     if kind == "mpt":
         given = {name: value for name, value in given.items() if not name.endswith(("pdrop", "position_embeddings"))}
         given.update(max_seq_len=32)
-    suffix = {"gpt2": "LMHeadModel", "bert": "ForMaskedLM"}.get(kind, "ForCausalLM")
+    if kind.endswith("t5"):
+        given = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+        given |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12, "dropout_rate": 0.0}
+        given |= {"decoder_start_token_id": 0, "attn_implementation": "sdpa", **options}
+    suffix = {
+        "gpt2": "LMHeadModel",
+        "bert": "ForMaskedLM",
+        **dict.fromkeys(("t5", "mt5"), "ForConditionalGeneration"),
+    }.get(kind, "ForCausalLM")
     torch.manual_seed(0)
     return getattr(t, name + suffix)(getattr(t, f"{name}Config")(**given))
 
@@ -89,6 +99,8 @@ def batches(case: Case, replicas: int = 1) -> list[dict[str, torch.Tensor]]:
             batch["position_ids"][0] = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)])
         elif case.data == "half":  # all labels are with some of the ranks
             batch["labels"][:, : LENGTH // 2] = -100
+        if case.kind.endswith("t5"):  # a decoder that writes fewer tokens than its encoder reads
+            batch["labels"] = batch["labels"][:, LENGTH // 2 :].contiguous()
         made.append(batch)
     return made
 

@@ -33,6 +33,8 @@ CASES = [
     ("mpt", "ulysses", 1, 1, {}),
     ("gpt-j", "ring", 0, 1, {}),
     ("codegen", "ulysses", 0, 1, {}),
+    ("t5 with gates", "ulysses", 1, 1, {}),
+    ("t5", "ring", 0, 1, {}),
 ]
 
 

@@ -7,8 +7,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from deepspeed.sequence import blocks
-from deepspeed.sequence.blocks import Block
+from deepspeed.sequence.blocks import Block, Distances
 from deepspeed.sequence.core import Core
+from deepspeed.sequence.distance_bias import DistanceBias
 from deepspeed.sequence.whole import Run, Whole, allowed
 
 WIDTH, LENGTH = 8, 12
@@ -53,6 +54,37 @@ def test_merged_blocks_are_attention(kv_heads, masked, monkeypatch):
     torch.testing.assert_close(out, expected.detach(), atol=1e-5, rtol=1e-5)
     for mine, theirs in zip(found, gradients, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_biases_by_distance(monkeypatch):
+    """Blocks of queries and keys that lie anywhere: the gradient of the table is the sum of those of all blocks."""
+    monkeypatch.setattr(blocks, "_ROWS", 5)
+    query, key, value = tensors()
+    bias = DistanceBias(torch.randn(2 * LENGTH - 1, 4, requires_grad=True))
+    causal = AT[:, None] >= AT[None]
+    scores = torch.where(causal, bias.whole(), -torch.inf)
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=scores, enable_gqa=True)
+    grad = torch.randn_like(expected)
+    (wanted,) = torch.autograd.grad(expected, bias.table, grad)
+    found, total = torch.zeros_like(wanted), 0
+    order = torch.cat([AT[3:], AT[:3]])
+    with torch.no_grad():
+        for keys in (order[:7], order[7:]):
+            distances = Distances(bias.table, lambda rows, keys=keys: bias.rows(order[rows], keys), found)
+            mask = lambda rows, keys=keys: causal[order[rows]][:, keys][None, None]  # noqa: E731
+            block = Block(WIDTH**-0.5, mask=mask, distances=distances)
+            saved = (query[:, :, order], key[:, :, keys], value[:, :, keys])
+            lse = (scaled(query, key) + scores).logsumexp(-1)[:, :, order]
+            out, own = blocks.forward(*saved, block)
+            total = total + out * (own - lse).exp()[..., None]
+            blocks.backward(grad[:, :, order], saved, expected[:, :, order], lse, block)
+    torch.testing.assert_close(total, expected[:, :, order].detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    assert torch.equal(bias.of_heads((3, 1), 1).table, bias.table[:, 3:]), "the heads of the second rank"
+
+
+def scaled(query, key):
+    return query @ key.repeat_interleave(2, 1).transpose(2, 3) * WIDTH**-0.5
 
 
 def test_a_query_that_sees_nothing():
