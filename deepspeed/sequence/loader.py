@@ -76,6 +76,11 @@ class UlyssesSPDataLoaderAdapter:
             whole["position_ids"] = torch.arange(length).expand(rows, length)
         if "labels" in whole:
             labels = whole.pop("labels")
+            if not isinstance(labels, Tensor) or labels.shape[:2] != ids.shape:
+                raise UsageError(
+                    f"a batch has input_ids of shape {tuple(ids.shape)} and labels of shape "
+                    f"{tuple(getattr(labels, 'shape', ()))}; sequences that ranks share need a label for each token."
+                )
             whole.setdefault("shift_labels", shifted(labels))
         mine = order.of_rank(length, self.sp_rank)
         return {key: self._cut(value, length, mine) for key, value in whole.items()}

@@ -118,7 +118,8 @@ class _TiledLoss:
         self._takes = inspect.signature(model.forward)
         self._head: Any = model.get_output_embeddings()
         self._tile_loss = tile_loss or _whole_vocabulary
-        if self._head is None or not known:
+        both = model.config.is_encoder_decoder  # T5's has such a loss function, which it does not call
+        if self._head is None or not known or both:
             raise _error(
                 "tiled_loss",
                 f"{self._name} is no causal model with a head and Transformers' loss for it. Leave it out, and use "

@@ -196,6 +196,15 @@ def test_loaders_end_together_and_keep_what_is_not_a_tensor():
         assert torch.equal(found[0]["position_ids"], torch.arange(LENGTH).expand(2, LENGTH)[:, mine])
         assert found[0]["name"] == "x"
         assert found[0]["weight"].shape == (2,)
+    # the last batch of one of them is shorter, in rows and in tokens
+    rows, length = (2, LENGTH) if dist.get_rank() == 0 else (1, 8)
+    short = {"input_ids": ids[:rows, :length], "labels": ids[:rows, :length]}
+    found = list(adapted([batch, short], mpu))
+    assert [tuple(each["input_ids"].shape) for each in found] == [(2, 8), (2, 8), (2, 8), (1, 4)]
+    assert torch.equal(found[3]["input_ids"], ids[:1, dist.get_rank() * 4 :][:, :4])
+    assert model(**found[3]).logits.shape[:2] == (1, 4)
+    with pytest.raises(UsageError, match=r"input_ids of shape \(2, 16\) and labels of shape \(2,\)"):
+        next(iter(adapted([{"input_ids": ids, "labels": torch.ones(2).long()}], mpu)))
 
 
 @ranks(2, timeout=400)

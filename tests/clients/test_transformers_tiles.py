@@ -84,6 +84,8 @@ def test_what_cannot_be_tiled_is_told():
         alone(family("bloom", attn_implementation="eager"), tiled_compute=2)
     with pytest.raises(DeepSpeedConfigError, match=r"tiled_loss is given, but BertForMaskedLM is no causal model"):
         alone(family("bert"), tiled_loss=2)
+    with pytest.raises(DeepSpeedConfigError, match=r"tiled_loss is given, but T5ForConditionalGeneration is no causal"):
+        alone(family("t5"), tiled_loss=2)
     (batch, *_) = batches(Case("llama", 0, None))
     capped = family("gemma2", final_logit_softcapping=30.0, attn_implementation="eager")
     engine = alone(capped, tiled_loss=2)
