@@ -214,18 +214,18 @@ class PipelineModule(LayerFiles, nn.Module):
         value = forward_input[0] if isinstance(forward_input, tuple) and len(forward_input) == 1 else forward_input
         interval = self.activation_checkpoint_interval
         if interval == 0 or not torch.is_grad_enabled():
-            return self._run(first, last, value)
+            return self._run(first, last, self.micro_offset, value)
         for begin in range(first, last, interval):
             end = min(begin + interval, last)
-            run = partial(self._run, begin, end)
+            run = partial(self._run, begin, end, self.micro_offset)  # which one it is, also when it runs again
             value = self._checkpointed(run, value) if self._is_checkpointable(begin, end) else run(value)
         return value
 
-    def _run(self, first: int, last: int, value: Any, *more: Any) -> Any:
+    def _run(self, first: int, last: int, offset: int, value: Any, *more: Any) -> Any:
         value = (value, *more) if more else value
         for number in range(first, last):
             if self.seed_layers:
-                self._seed(self.base_seed * self.micro_offset + number)
+                self._seed(self.base_seed * offset + number)
             value = self._calls[number](value)
         return value
 

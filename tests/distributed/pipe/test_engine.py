@@ -303,3 +303,18 @@ def test_partition_methods():
     for method, words in (("type:nothing", "matches none"), ("type:(", "no regular"), ("best", "not known")):
         with pytest.raises(UsageError, match=words):
             PipelineModule(blocks, num_stages=2, partition_method=method)
+
+
+@ranks(1)
+def test_seeded_layers_draw_the_same_when_they_run_again():
+    """Other micro-batches have passed in between, as they have in 1f1b."""
+    for reentrant in (True, False):
+        drop, seen = nn.Dropout(0.5), []
+        options = {"seed_layers": True, "activation_checkpoint_interval": 3}
+        module = PipelineModule([nn.Linear(8, 8), drop, nn.Linear(8, 8)], num_stages=1, loss_fn=loss_of, **options)
+        module.use_reentrant = reentrant
+        drop.register_forward_hook(lambda _, args, out, seen=seen: seen.append(out.detach() == 0))
+        for out in [module(torch.ones(2, 8, requires_grad=True)) for _ in range(2)]:
+            out.sum().backward()
+        assert not torch.equal(seen[0], seen[1]), "two micro-batches drop the same elements"
+        assert all(torch.equal(a, b) for a, b in zip(seen[:2], seen[2:], strict=True)), f"reentrant: {reentrant}"
