@@ -250,10 +250,19 @@ def test_what_the_engine_refuses_and_allows():
     ):
         with pytest.raises(error, match=message):
             build(Case(kind, 0, attention, options=options))(**whole)
+    with pytest.raises(UsageError, match=r"GPTNeoForCausalLM computes attention by itself .* Remove sequence_parallel"):
+        build(case, model=gpt_neo())
     with pytest.raises(UsageError, match="needs a model of Transformers; Linear"):
         build(case, model=torch.nn.Linear(2, 2))
     script = build(Case("llama", 0, None))
     assert script(**whole).logits.shape[1] == LENGTH, "without the section the script shares sequences out"
+
+
+def gpt_neo():
+    import transformers as t
+
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_heads": 2, "num_layers": 1, "max_position_embeddings": 16}
+    return t.GPTNeoForCausalLM(t.GPTNeoConfig(**sizes, attention_types=[[["global"], 1]]))
 
 
 @ranks(2, timeout=400)

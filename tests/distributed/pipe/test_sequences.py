@@ -138,6 +138,29 @@ def refuse_models():
         start(PipelineModule(llama(), num_stages=2), sequence_parallel={"attention": "ulysses"}).train_batch(own)
 
 
+def mpt():
+    import transformers as hf
+
+    torch.manual_seed(0)
+    config = hf.MptConfig(d_model=16, n_heads=4, n_layers=2, max_seq_len=LENGTH, vocab_size=VOCABULARY)
+    return hf.MptForCausalLM(config)
+
+
+@ranks(4, timeout=400)
+def test_attention_that_a_model_computes_itself():
+    """Its biases by distance are those of whole sequences on every stage, also where a layer is recomputed."""
+    losses = partial(whole_losses, "padded")
+    loss, end = trained(mpt(), losses)
+    for attention, interval in (("ring", 1), ("ulysses", 0)):
+        module = PipelineModule(mpt(), num_stages=2, partition_method="uniform")
+        pipeline = {"activation_checkpoint_interval": interval}
+        engine = start(module, sequence_parallel={"attention": attention}, pipeline=pipeline)
+        found = [float(engine.train_batch(batches())) for _ in range(2)]
+        assert found[1] == pytest.approx(loss, abs=1e-6), attention
+        compare(engine, end)
+        engine.destroy()
+
+
 def gpt2():
     import transformers as hf
 
