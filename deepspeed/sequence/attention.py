@@ -15,7 +15,7 @@ from deepspeed.sequence.core import Core
 from deepspeed.sequence.distance_bias import DistanceBias, is_crossing
 from deepspeed.sequence.key_bias import KeyBias
 from deepspeed.sequence.own_attention import knows, teach
-from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, models_in, require_functions
+from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, models_in, require_attention, require_functions
 from deepspeed.sequence.whole import Whole
 
 __all__ = ["SequenceAttention"]
@@ -86,6 +86,7 @@ class SequenceAttention:
     def install(cls, module: nn.Module, ways: Ways, stack: ExitStack) -> SequenceAttention:
         """Let every model of Transformers in a module use it, until the stack is closed."""
         models = models_in(module)
+        require_attention(type(models[0]).__name__, models[0].config)
         for model in models:
             if not knows(model.config):
                 require_functions(type(model), "Remove sequence_parallel.attention for this model.")

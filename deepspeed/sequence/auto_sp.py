@@ -13,7 +13,7 @@ from deepspeed.errors import UsageError
 from deepspeed.sequence.autosp_detector import SPModelInfo, detect_model_sp_info
 from deepspeed.sequence.autosp_vit import UlyssesSPViTAttention
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.sequence.transformers_hooks import core_of, hang, models_in, require_functions
+from deepspeed.sequence.transformers_hooks import core_of, hang, models_in, require_attention, require_functions
 from deepspeed.sequence.ulysses import UlyssesSPAttentionHF
 
 __all__ = ["auto_wrap_model_for_sp"]
@@ -40,6 +40,7 @@ def auto_wrap_model_for_sp(model: nn.Module, process_group: ProcessGroup) -> nn.
     for inner in models_in(model) if shared else ():
         if any(id(module) in inside for module in inner.modules()):
             require_functions(type(inner), "Wrap its attention by deepspeed.sequence.layer.DistributedAttention.")
+            require_attention(type(inner).__name__, inner.config)
     for path, module in wrapped:
         _check_takes_three(path, module)
     _share_text([module for _, module in shared], process_group)

@@ -13,9 +13,13 @@ from deepspeed.errors import UsageError
 from deepspeed.sequence.core import Core
 from deepspeed.sequence.whole import Whole
 
-__all__ = ["Masks", "core_of", "hang", "models_in", "require_functions"]
+__all__ = ["Masks", "core_of", "hang", "models_in", "require_attention", "require_functions"]
 
 _UNFIT = ("eager", "flex_attention")  # the first is each model's own, the second takes masks of its own kind
+
+_LAYER_KINDS = ("layer_types", "layers_block_type", "block_types")
+"""Where configs tell the kind of each layer."""
+_WITH_ATTENTION = {"attention", "full_attention", "sliding_attention", "chunked_attention", "dense", "sparse", "moe"}
 
 
 class Masks:
@@ -64,6 +68,19 @@ def models_in(module: nn.Module) -> list[Any]:
     from transformers import PreTrainedModel
 
     return [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+
+
+def require_attention(name: str, config: Any) -> None:
+    """Refuse a model in which tokens meet in other layers than attention: parts of a sequence would not, silently."""
+    text = config.get_text_config()
+    named = [each for key in _LAYER_KINDS for each in getattr(text, key, None) or ()]
+    other = sorted({str(each) for each in named} - _WITH_ATTENTION)
+    if other:
+        raise UsageError(
+            f"{name} has layers of the type {other[0]!r}, by which tokens see each other without attention: ranks that "
+            f"share a sequence know only attention ({', '.join(sorted(_WITH_ATTENTION))}). Train this model without "
+            "sequence parallelism."
+        )
 
 
 def require_functions(kind: Any, advice: str) -> None:

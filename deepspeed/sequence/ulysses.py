@@ -19,7 +19,7 @@ from deepspeed.sequence.core import Core
 from deepspeed.sequence.heads import head_plan
 from deepspeed.sequence.order import TokenOrder
 from deepspeed.sequence.own_attention import knows
-from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, require_functions
+from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, require_attention, require_functions
 from deepspeed.sequence.whole import Whole
 
 __all__ = ["UlyssesSPAttentionHF"]
@@ -185,6 +185,7 @@ def _config_of(model: Any, implementation: str) -> Any:
     if knows(config):
         advice = 'For this family use the config instead: "sequence_parallel": {"attention": "ulysses"}.'
     require_functions(kind, advice)
+    require_attention(type(config).__name__ if kind is None else kind.__name__, config)
     used = config._attn_implementation
     if isinstance(model, nn.Module) and used != implementation:
         raise UsageError(

@@ -252,10 +252,26 @@ def test_what_the_engine_refuses_and_allows():
             build(Case(kind, 0, attention, options=options))(**whole)
     with pytest.raises(UsageError, match=r"GPTNeoForCausalLM computes attention by itself .* Remove sequence_parallel"):
         build(case, model=gpt_neo())
+    for model, message in mixed():
+        with pytest.raises(UsageError, match=message):
+            build(case, model=model)
+        with pytest.raises(UsageError, match=message):
+            registered(model, 2)
     with pytest.raises(UsageError, match="needs a model of Transformers; Linear"):
         build(case, model=torch.nn.Linear(2, 2))
     script = build(Case("llama", 0, None))
     assert script(**whole).logits.shape[1] == LENGTH, "without the section the script shares sequences out"
+
+
+def mixed():
+    """Models whose tokens meet in convolutions and recurrences, too."""
+    import transformers as t
+
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
+    yield t.Lfm2ForCausalLM(t.Lfm2Config(**sizes, layer_types=["conv", "full_attention"])), "layers of the type 'conv'"
+    recurrent = t.RecurrentGemmaConfig(**sizes, lru_width=32, block_types=["recurrent", "attention"])
+    yield t.RecurrentGemmaForCausalLM(recurrent), "layers of the type 'recurrent'"
 
 
 def gpt_neo():
