@@ -83,11 +83,11 @@ def _is_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def too_large(path: Path) -> Iterator[tuple[str, str]]:
     """What in a file is above a limit, and how large it is."""
-    lines = len(path.read_text(encoding="utf-8").splitlines())
+    file, lines = name(path), len(path.read_text(encoding="utf-8").splitlines())
     if lines > FILE_LINES:
-        yield name(path), f"{lines} lines"
+        yield file, f"{lines} lines"
     for node in ast.walk(tree(path)):
-        place = f"{name(path)}::{getattr(node, 'name', '')}"
+        place = f"{file}::{getattr(node, 'name', '')}"
         if isinstance(node, FUNCTIONS):
             length = (node.end_lineno or node.lineno) - node.lineno + 1
             if length > FUNCTION_LINES:

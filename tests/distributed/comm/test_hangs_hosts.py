@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 
-from tests.harness import ROOT
+from tests.harness import ROOT, ranks
 from tests.hosts import TIMEOUT, Hosts, need, run, wait_for
+from tests.warm_python import Warm
 
 JOB = """
 import sys
@@ -24,9 +24,12 @@ dist.all_reduce(torch.ones(8))
 """
 
 
+@ranks(1, init=False, timeout=300)
 def test_the_network_of_a_host_is_cut(tmp_path):
     need()
-    with Hosts(tmp_path) as hosts:
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    with Warm() as python, Hosts(tmp_path) as hosts:
         places = [hosts[0], hosts[0], hosts[1]]
         outputs = [tmp_path / f"out{rank}" for rank in range(3)]
         jobs = []
@@ -41,7 +44,7 @@ def test_the_network_of_a_host_is_cut(tmp_path):
                 "MASTER_PORT": "29500",
             }
             with outputs[rank].open("wb") as output:
-                words = (sys.executable, "-c", JOB)
+                words = (python.path, "-u", str(script))
                 options = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT, "cwd": ROOT}
                 jobs.append(host.start(*words, env=environment, **options))
         wait_for(lambda: all("ready" in output.read_text() for output in outputs), "a rank")
