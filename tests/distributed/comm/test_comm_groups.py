@@ -39,7 +39,7 @@ def test_ranks_and_groups():
 
 @ranks(2)
 def test_torch_keywords_of_new_group():
-    group = dist.new_group(ranks=[0, 1], timeout=timedelta(seconds=5), backend="gloo", group_desc="mine")
+    group = dist.new_group(ranks=[0, 1], timeout=timedelta(seconds=50), backend="gloo", group_desc="mine")
     assert group.group_desc == "mine"
     assert dist.new_group((0, 1)) is not None
     assert dist.get_world_size(dist.new_group()) == 2

@@ -96,12 +96,19 @@ def test_a_node_that_waits_for_others_can_be_stopped(tmp_path):
 @ranks(1, init=False, timeout=500)
 def test_a_node_that_is_stopped_leaves_the_others_to_go_on(tmp_path):
     box = Mailbox(tmp_path)
-    path = script(tmp_path, "tell(os.environ['WORLD_SIZE'])\nwait_forever() if os.environ['WORLD_SIZE'] == '2' else 0")
+    # One that begins alone waits for the other, too: only after they were two is one enough.
+    text = """
+world, both = os.environ["WORLD_SIZE"], os.path.dirname(__file__) + "/both"
+if world == "2": open(both, "w").close()
+tell(world)
+if world == "2" or not os.path.exists(both): wait_forever()
+"""
+    path = script(tmp_path, text)
     nodes = Nodes(tmp_path, (1, 1))
     with hurried():
         launched = [nodes.start(at, [path], *(["--min_elastic_nodes=1"])) for at in (0, 1)]
     with launched[0] as one, launched[1] as two:
-        while box.lines(1) != ["2"]:  # one node may have begun alone
+        while box.lines(1) != ["2"]:  # a node has begun alone
             pass
         box.lines(1)
         two.send(signal.SIGTERM)

@@ -134,7 +134,10 @@ def test_signals_end_every_program(tmp_path, number):
 @pytest.mark.slow
 @ranks(1, init=False)
 def test_lines_of_ranks_are_folded(tmp_path):
-    script(tmp_path, "print('same'); print('own', rank); time.sleep(0.3)\nif rank == 1: sys.exit(6)")
+    _turn = Mailbox(tmp_path, "turn")
+    # The failure of rank 1 ends the others, which must have spoken before.
+    ends = "if rank == 1: hear('turn'), hear('turn'), sys.exit(6)\ntell(0, 'turn')"
+    script(tmp_path, f"print('same'); print('own', rank)\n{ends}")
     with Launched(["--num_gpus=3", "--output=fold", "script.py"], tmp_path, main=runner.main) as job:
         assert job.wait() == 6, job.errors()
     lines = job.output().splitlines()
