@@ -12,6 +12,8 @@ import torch.distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from deepspeed.config.__main__ import main as look_at_config
+from tests import harness
+from tests.clients.server import SERVER as CLIENT_SERVER
 from tests.docs.pages import PAGES, PROGRAMS, blocks, inline, of_language, prose
 from tests.docs.scene import namespace, prepare_folder
 from tests.harness import ROOT, ranks
@@ -25,7 +27,15 @@ def run(block, names):
     exec(code, names)
 
 
+@pytest.fixture
+def _loaded(page, monkeypatch):
+    """Snippets that need Transformers find it loaded."""
+    if any("transformers" in block.text for block in of_language("python") if block.page == page):
+        monkeypatch.setattr(harness, "SERVER", CLIENT_SERVER)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.page == page for b in of_language("python"))])
+@pytest.mark.usefixtures("_loaded")
 @ranks(2)
 def test_python(page, tmp_path):
     """The snippets of a page, one after the other in one namespace, on two ranks."""
