@@ -168,6 +168,12 @@ def test_config(command, tmp_path, monkeypatch, capsys):
     assert command.output in said.out + said.err
 
 
+def by_python(command, python):
+    """The words of a command that an interpreter runs, here a warm one."""
+    module = ["-m", "torch.distributed.run"] if command.words[0] == "torchrun" else []
+    return [python.path, "-u", *module, *command.words[1:]]
+
+
 PREFLIGHTS = [each for each in TOOLS if {"--preflight", "deepspeed.preflight"} & {*each.words}]
 
 
@@ -177,14 +183,14 @@ def test_preflight(command, tmp_path):
     """What it says of this machine is not known; it says something, and does not run the script."""
     folder = Path(tmp_path)
     prepare_folder(folder)
-    if command.words[0] in ("deepspeed", "torchrun"):
-        main, environ = (runner.main, {}) if command.words[0] == "deepspeed" else (torchrun, alone())
-        with Warm() as python, Launched(command.words[1:], folder, main=main, environ=environ, python=python) as job:
-            status, output = job.wait(120), job.output()
-    else:
-        words = [sys.executable, *command.words[1:]]
-        ran = subprocess.run(words, env=alone(), capture_output=True, text=True, timeout=120, check=False)
-        status, output = ran.returncode, ran.stdout
+    with Warm() as python:
+        if command.words[0] == "deepspeed":
+            with Launched(command.words[1:], folder, main=runner.main, python=python) as job:
+                status, output = job.wait(120), job.output()
+        else:
+            words = by_python(command, python)
+            ran = subprocess.run(words, env=alone(), capture_output=True, text=True, timeout=120, check=False)
+            status, output = ran.returncode, ran.stdout
     assert status in (0, 1), output
     assert any(word in output for word in (["usage"] if "--help" in command.words else ["READY", '"ready"']))
     assert not list(folder.glob("ran.*"))
@@ -209,9 +215,9 @@ def test_launch(command, tmp_path):
     folder = Path(tmp_path)
     prepare_folder(folder)
     if command.words[0] != "deepspeed":
-        module = ["-m", "torch.distributed.run"] if command.words[0] == "torchrun" else []
-        subprocess.run([sys.executable, *module, *command.words[1:]], env=alone(), check=True)
-        assert (folder / ("ran.0" if module else "ran.alone")).exists()
+        with Warm() as python:
+            subprocess.run(by_python(command, python), env=alone(), check=True)
+        assert (folder / ("ran.0" if command.words[0] == "torchrun" else "ran.alone")).exists()
         return
     with Launched(command.words[1:], folder, main=runner.main, environ={"LOCAL_SIZE": "4"}) as job:
         assert job.wait() == 0, job.errors()

@@ -8,7 +8,7 @@ import re
 import signal
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -85,9 +85,13 @@ def site(folder, launcher):
 @pytest.mark.parametrize(("launcher", "slots"), [("ssh", (2, 1)), *((name, (1, 1)) for name in list(NEEDED)[1:])])
 @ranks(1, init=False, timeout=240)
 def test_the_example_trains_across_hosts(tmp_path, launcher, slots):
+    """With ssh by interpreters as users have them, else by warm ones."""
     world = sum(slots)
     words = "--output=fold", EXAMPLE, "--backend=gloo"
-    with Warm() as python, site(tmp_path, launcher) as here, here.launch(slots, *words, python=python) as job:
+    with ExitStack() as stack:
+        python = None if launcher == "ssh" else stack.enter_context(Warm())
+        here = stack.enter_context(site(tmp_path, launcher))
+        job = stack.enter_context(here.launch(slots, *words, python=python))
         assert job.wait(PATIENCE) == 0, job.errors()
         lines = job.output().splitlines()
         rank = 0
@@ -116,7 +120,7 @@ while True:
 @ranks(1, init=False, timeout=240)
 def test_everything_arrives_as_written_and_a_failing_rank_ends_the_job(tmp_path, launcher):
     with site(tmp_path, launcher) as here:
-        script = here.script(PROBE.format(folder=str(tmp_path), names=[*TORTURE, "HF_TOKEN"]))
+        script = here.script(PROBE.format(folder=str(tmp_path), names=[*TORTURE, "HF_TOKEN", "PYTHONPATH"]))
         lines = [f"{key}={value}" for key, value in TORTURE.items()]
         (tmp_path / ".deepspeed_env").write_text("\n".join([*lines, "HF_TOKEN=hf_abcdefghijkl", ""]))
         with here.launch((1, 2), "--no_local_rank", script, *WORDS) as job:
@@ -127,6 +131,7 @@ def test_everything_arrives_as_written_and_a_failing_rank_ends_the_job(tmp_path,
     arguments, found, folder, local_rank = json.loads((tmp_path / "shown2").read_text())
     assert (arguments, folder, local_rank) == (WORDS, str(tmp_path), "1")
     assert found.pop("HF_TOKEN") == (None if launcher == "pdsh" else "hf_abcdefghijkl")
+    assert str(ROOT) in found.pop("PYTHONPATH").split(":"), "ranks would not find the package"
     assert found == TORTURE
 
 
