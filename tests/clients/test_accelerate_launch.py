@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 
 from tests.clients.server import environment
 from tests.distributed.launcher.launched import Launched
@@ -57,5 +59,17 @@ def test_a_config_file(tmp_path):
     assert (told["type"], told["ranks"], told["stage"], told["clip"]) == ("DeepSpeedEngine", 2, 3, 1.0)
     assert (len(told["losses"]), told["steps"]) == (4, 2)
     assert told["losses"][-1] < told["losses"][0]
+    assert_quiet(output)
+
+
+def assert_quiet(output):
     assert "warn" not in output.lower(), output
     assert "deprecated" not in output, output
+
+
+def test_what_such_a_job_imports_is_quiet():
+    """In an interpreter that has nothing loaded yet, as the processes of the test above have."""
+    code = "import accelerate.commands.launch, accelerate.utils.deepspeed, deepspeed; deepspeed.initialize"
+    ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert_quiet(ran.stdout + ran.stderr)
