@@ -22,10 +22,15 @@ from tests.harness import ranks
 BEGIN = "first.deepspeed_moe.experts.deepspeed_experts."
 
 
+@functools.cache
+def in_one_piece():
+    """The model whose values and names all others have."""
+    return scrambled(Model(k=2))
+
+
 def engine_of(layout, stage, *, bf16=False, data_first=False, **sections):
-    whole = scrambled(Model(k=2))
     model = Model(*layout, k=2)
-    adopt(model, whole, data_first=data_first)
+    adopt(model, in_one_piece(), data_first=data_first)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
@@ -42,12 +47,6 @@ def train(engine, steps, start=0):
         given = batches(step, 0)[dist.get_rank()]
         engine.backward(engine(given.to(next(engine.module.parameters()).dtype)))
         engine.step()
-
-
-@functools.cache
-def in_one_piece():
-    """For the names of its parameters."""
-    return Model(k=2)
 
 
 def states(engine, data_first=False):
