@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.launcher import runner
-from tests.distributed.elasticity.elastic_job import ElasticJob, assert_continues, hurried, in_order, reference
+from tests.distributed.elasticity.elastic_job import ElasticJob, assert_continues, in_order, reference
 from tests.distributed.launcher.launched import Launched
 from tests.harness import ranks
 from tests.hosts import Hosts, need, wait_for
@@ -23,7 +23,7 @@ def test_a_host_loses_power_and_comes_back_while_the_job_trains(tmp_path):
     wanted = reference(tmp_path / "plain")
     job = ElasticJob(tmp_path)
     first, second = job.hold(4), job.hold(8)
-    with hurried(), Warm() as python, Hosts(tmp_path) as hosts:  # launchers of hosts are forks, too
+    with Warm() as python, Hosts(tmp_path) as hosts:
         words = [f"--hostfile={hosts.hostfile(1, 2)}", "--elastic_training", *job.words()]
         given = {"main": runner.main, "environ": hosts.environment(), "python": python}
         with Launched(words, tmp_path, **given) as run:
