@@ -92,8 +92,10 @@ class PipelineEngine(DeepSpeedEngine):
         self._additional = self._mean_extra(results)
         if self.events.wants(StepFinished):
             self.loss_of_step = loss.wait()
-        self._take_batch_step(count)
-        self.agg_train_loss = loss.wait()
+        try:
+            self._take_batch_step(count)
+        finally:  # also for whoever looks why the step failed
+            self.agg_train_loss = loss.wait()
         return self.agg_train_loss
 
     def _take_batch_step(self, count: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import deepspeed
-from deepspeed.errors import DeepSpeedConfigError, LayoutError, PipelineError, UsageError
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError, PipelineError, UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.pipe import LayerSpec, PipelineModule
 from tests.harness import ranks
@@ -239,6 +239,20 @@ def test_ranks_that_call_different_methods_are_told():
     alike = engine_for(pipeline(2), 2)
     for _ in range(2):
         assert float(engine.train_batch(data(0, 2))) == float(alike.train_batch(data(0, 2))), "something was left"
+
+
+@ranks(2)
+def test_the_loss_of_a_step_that_fails_is_told():
+    """Whoever looks for the cause must not see that of the step before."""
+    engine = engine_for(pipeline(2), 2, nonfinite_gradients="stop")
+    engine.train_batch(data(0, 2))
+    with torch.no_grad():
+        for param in engine.module.parameters():
+            param.fill_(float("nan"))
+    with pytest.raises(DeepSpeedError, match="nonfinite_gradients is 'stop'"):
+        engine.train_batch(data(0, 2))
+    assert engine.agg_train_loss.isnan(), f"the loss of the step is {engine.agg_train_loss}"
+    assert engine.global_steps == 1
 
 
 class Noted(PipelineModule):

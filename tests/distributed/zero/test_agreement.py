@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.agreement import gather_words, unite
+from deepspeed.comm.agreement import begin_to_gather_words, gather_words, unite
 from deepspeed.comm.direct_gather import gather_parts
 from deepspeed.errors import CommError
 from deepspeed.parallel import ParallelLayout
@@ -23,6 +23,8 @@ def test_words_and_unions():
     for turn in range(3):
         words = gather_words(torch.tensor([rank + turn, rank * rank]))
         assert words.tolist() == [[each + turn, each * each] for each in range(world)]
+        later = begin_to_gather_words(torch.tensor([rank - turn]))
+        assert later.wait().tolist() == [[each - turn] for each in range(world)], "of what was waited for later"
         mask = torch.zeros(2 * world, dtype=torch.uint8)
         mask[rank] = 1
         assert unite(mask).tolist() == [1] * world + [0] * world
