@@ -143,8 +143,12 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
             torch.cuda.synchronize()
         losses.append(float(loss.detach()))
         seconds.append(time.monotonic() - began)
+        peaks = memory(options.device)
         say(f"step {number + 1}: {seconds[-1]:.1f} s, {tokens / seconds[-1]:,.0f} tokens/s, loss {losses[-1]:.4f}")
-    peaks = memory(options.device)
+        say(
+            f"peaks so far: device {peaks['allocated_gib']:.1f} GiB ({peaks['reserved_gib']:.1f} reserved), host "
+            f"{host_peak_gib():.1f} GiB"
+        )
     found = {
         "shape": options.shape,
         "parameters": count,
@@ -156,10 +160,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         "host_gib": host_peak_gib(),
         **peaks,
     }
-    say(
-        f"peaks: device {peaks['allocated_gib']:.1f} GiB ({peaks['reserved_gib']:.1f} reserved), host "
-        f"{found['host_gib']:.1f} GiB; {found['tflops']:.0f} TFLOP/s in the fastest step"
-    )
+    say(f"{found['tflops']:.0f} TFLOP/s in the fastest step")
     return found
 
 
