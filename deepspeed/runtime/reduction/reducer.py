@@ -127,6 +127,8 @@ class GradientReducer:
         self._flags: tuple[bool, ...] = ()
         self._banks = any(slot.banked for slot in slots)
         self._reduced = False
+        self._flying: list[_Bucket] = []
+        """Those on their way as copies in another dtype, in the order in which they left."""
         self._kept: frozenset[int] = frozenset()
         self.refresh()
 
@@ -250,7 +252,9 @@ class GradientReducer:
             return
         self.arrivals.settle()
         for bucket in self._buckets:
-            self._land(bucket)
+            if bucket.sent:
+                self._land(bucket)
+        self._flying.clear()
         self._reduce_sparse()
         self._reduced = True
 
@@ -272,6 +276,7 @@ class GradientReducer:
         self.arrivals.forget()
         self.arrivals.inside = False
         self._reduced = False
+        self._flying.clear()
 
     def close(self) -> None:
         """Remove every hook."""
@@ -281,6 +286,7 @@ class GradientReducer:
     @torch.no_grad()
     def _launch(self, place: int) -> None:
         """Pack and start one bucket; runs inside backward or after it."""
+        self._land_what_came()
         bucket = self._buckets[place]
         before = self._weights.before
         had = [holder.grad is not None for holder in bucket.holders]
@@ -299,6 +305,21 @@ class GradientReducer:
                 bucket.works = [comm.all_reduce(tensor, group=group, async_op=True) for tensor in bucket.sent]
         if not bucket.narrowed:
             bucket.hand_back()  # the rest of backward uses the memory of what was packed
+            return
+        for holder in bucket.holders:
+            holder.grad = None
+        self._flying.append(bucket)
+
+    def _land_what_came(self) -> None:
+        """Let go of copies whose sums are there.
+
+        It never waits: a rank that is ahead must not, inside of backward, since the others may need it to go on. For
+        the numbers of [Note: absent gradients] the host would wait.
+        """
+        while self._flying and all(work.is_completed() for work in self._flying[0].works):
+            bucket = self._flying.pop(0)
+            if bucket.complete:
+                self._land(bucket)
 
     @torch.no_grad()
     def _land(self, bucket: _Bucket) -> None:
