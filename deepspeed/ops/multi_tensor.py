@@ -17,6 +17,9 @@ from deepspeed.ops.registry import implementation, op, reference
 
 __all__ = ["axpby_", "global_norm", "scale_", "sum_of_squares"]
 
+PART = 1 << 16
+"""Elements of host memory that are summed at a time."""
+
 T = TypeVar("T")
 
 
@@ -35,7 +38,7 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
 
     So wide that, rounded to float32, it does not depend on how the elements are cut into tensors.
     """
-    filled = [tensor for tensor in tensors if tensor.numel()]
+    filled = [part for tensor in tensors if tensor.numel() for part in _parts(tensor)]
     if not filled:
         return torch.zeros((), dtype=torch.float64)
     home = filled[0].device
@@ -44,6 +47,13 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
         for group in _grouped(filled, lambda each: (each.device, each.dtype))
     ]
     return torch.cat(norms).square().sum()
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """A large tensor of host memory in parts: torch makes a copy in float64 of what it sums there, best in a cache."""
+    if tensor.device.type != "cpu" or tensor.numel() <= PART or not tensor.is_contiguous():
+        return (tensor,)
+    return tuple(tensor.view(-1).split(PART))
 
 
 def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:

@@ -16,6 +16,7 @@ from deepspeed.ops.multi_tensor import (
     global_norm_reference,
     scale_,
     scale_reference,
+    sum_of_squares,
 )
 from deepspeed.ops.registry import operations
 
@@ -126,6 +127,27 @@ def test_axpby_is_its_formula(given, a, b):
     axpby_(a, xs, b, ys)
     for y, wanted in zip(ys, expected, strict=True):
         torch.testing.assert_close(y.double(), wanted, rtol=PRECISION[y.dtype], atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_squares_are_summed_in_float64(dtype):
+    """Small and large tensors, those with gaps and empty ones; cut elsewhere, the sum rounds to the same float32."""
+    torch.manual_seed(0)
+    large = torch.randn(3 * 65_536 + 17).to(dtype)
+    given = [large, torch.ones(3, dtype=dtype), torch.empty(0, dtype=dtype), torch.randn(300, 700).to(dtype).t()]
+    expected = sum(each.double().square().sum() for each in given)
+    found = sum_of_squares(given)
+    assert found.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
+    assert sum_of_squares([*large.split(999), *given[1:]]).float() == found.float()
+
+
+def test_squares_of_a_large_tensor_make_no_large_copy():
+    given = torch.ones(1 << 20)
+    with torch.profiler.profile(profile_memory=True) as found:
+        sum_of_squares([given])
+    largest = max(event.cpu_memory_usage for event in found.events())
+    assert 0 < largest <= given.nbytes // 4
 
 
 def test_empty_lists():
