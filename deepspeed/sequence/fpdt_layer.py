@@ -7,6 +7,7 @@ i-th chunk, with some heads each, and chunks can be computed and put aside in th
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from deepspeed.sequence.chunked import ChunkedAttention
 from deepspeed.sequence.chunks import SequenceChunk
 from deepspeed.sequence.exchange import gather_heads, of_all_ranks, scatter_queries_keys_values
 from deepspeed.sequence.heads import head_plan
+from deepspeed.sequence.joined import joined
 from deepspeed.sequence.layer import apply_rotary_pos_emb
 
 __all__ = [
@@ -102,16 +104,22 @@ class FPDT_Attention(nn.Module):
         offload = self.enable_offloading and cpu_offloading
         chunks = ChunkedAttention(self.width**-0.5, layernorm_output.device, offload=offload)
         part = _part_of(layernorm_output.shape[0], self.spg.size(), self.chunk_size)
-        outputs, begin = [], 0
-        for hidden in layernorm_output.split(part):
-            end = begin + hidden.shape[0] * self.spg.size()
-            turns = None if rotary_pos_emb is None else tuple(each[begin:end] for each in rotary_pos_emb)
-            outputs.append(self._chunk(hidden, turns, chunks))
-            begin = end
-        out = torch.cat(outputs)
+        results = self._results(layernorm_output.split(part), rotary_pos_emb, chunks)
+        out = joined(results, layernorm_output.shape[0])
         if self.return_bias:
             return out, self.qkv_dense_bias
         return out if self.qkv_dense_bias is None else out + self.qkv_dense_bias
+
+    def _results(
+        self, parts: Iterable[Tensor], rotary_pos_emb: tuple[Tensor, Tensor] | None, chunks: ChunkedAttention
+    ) -> Iterator[Tensor]:
+        """Of one chunk after the other."""
+        begin = 0
+        for hidden in parts:
+            end = begin + hidden.shape[0] * self.spg.size()
+            turns = None if rotary_pos_emb is None else tuple(each[begin:end] for each in rotary_pos_emb)
+            yield self._chunk(hidden, turns, chunks)
+            begin = end
 
     def _chunk(self, hidden: Tensor, turns: tuple[Tensor, ...] | None, chunks: ChunkedAttention) -> Tensor:
         """One chunk, [part of it, batch, hidden]."""
@@ -145,8 +153,8 @@ class FPDT_FFN:
         def inside(part: Tensor) -> Tensor:
             return F.linear(bias_gelu(F.linear(part, w1, b1)), w2, b2 if add_bias else None)
 
-        parts = [checkpoint(inside, part, use_reentrant=False) for part in x.split(max(1, chunk_size))]
-        return torch.cat(parts), None if add_bias else b2
+        parts = (checkpoint(inside, part, use_reentrant=False) for part in x.split(max(1, chunk_size)))
+        return joined(parts, x.shape[0]), None if add_bias else b2
 
 
 class FPDT_LogitsLoss:
