@@ -19,6 +19,7 @@ from deepspeed.pipe.feed import Feed
 from deepspeed.pipe.gathering import whole_state
 from deepspeed.pipe.lost import naming_stages
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.pipe.outputs import averaged, joined, number
 from deepspeed.pipe.schedule.actions import Schedule
 from deepspeed.pipe.schedule.generators import forward_only
 from deepspeed.pipe.schedule.names import kind_of, make
@@ -126,12 +127,12 @@ class PipelineEngine(DeepSpeedEngine):
         results = self._evaluate(data_iter, num_micro_batches, compute_loss, keep=return_logits or not compute_loss)
         value: Any
         if not compute_loss:
-            value = _averaged(results.outputs) if reduce_output == "avg" else results.outputs or None
+            value = averaged(results.outputs) if reduce_output == "avg" else results.outputs or None
         else:
             mean = self._mean(results.losses, tell=bcast_loss)
             value = None if mean is None else mean.wait()
             value = value if reduce_output == "avg" else results.losses or None
-        return (value, _joined(results.outputs)) if return_logits else value
+        return (value, joined(results.outputs)) if return_logits else value
 
     def inference_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> list[Any] | None:
         """The outputs of the last stage for each micro-batch of the next batch; None on other stages."""
@@ -211,7 +212,7 @@ class PipelineEngine(DeepSpeedEngine):
         if not results.extra:
             return None
         names = results.extra[0]
-        return {name: torch.stack([_number(extra[name]) for extra in results.extra]).mean() for name in names}
+        return {name: torch.stack([number(extra[name]) for extra in results.extra]).mean() for name in names}
 
     # ---- schedules
 
@@ -365,34 +366,3 @@ def _require(parts: Parts, module: PipelineModule, accord: Accord) -> None:
             "partition_method"
         )
     accord.end(error is not None, error, error)
-
-
-def _number(value: Any) -> Tensor:
-    return value.detach().float() if isinstance(value, Tensor) else torch.tensor(float(value))
-
-
-def _averaged(outputs: list[Any]) -> Any:
-    """The mean over micro-batches, tensor by tensor; None without outputs."""
-    if not outputs:
-        return None
-    if isinstance(outputs[0], Tensor):
-        shapes = sorted({tuple(each.shape) for each in outputs})
-        if len(shapes) > 1:
-            raise UsageError(
-                f"the outputs of micro-batches have the shapes {shapes}, of which there is no mean: pass "
-                "eval_batch(..., reduce_output=None) for a list of them"
-            )
-        return torch.stack([each.float() for each in outputs]).mean(0)
-    if isinstance(outputs[0], (tuple, list)):
-        return type(outputs[0])(_averaged([each[place] for each in outputs]) for place in range(len(outputs[0])))
-    return outputs[0]
-
-
-def _joined(outputs: list[Any]) -> Any:
-    """The outputs of all micro-batches along their first dim where they fit together, else a list; None without any."""
-    if not outputs:
-        return None
-    rows = [each for each in outputs if isinstance(each, Tensor) and each.dim() > 0]
-    if len(rows) == len(outputs) and len({each.shape[1:] for each in rows}) == 1:
-        return torch.cat(rows)
-    return outputs
