@@ -185,6 +185,7 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
     schema = parts.config.schema
     basic, states = parts.basic_optimizer, parts.states
     if basic is not None and states is not None:
+        stack.callback(states.end_norm)
         owner = open_access(parts, basic, states, stack)
         parts.stepper = Stepper(
             optimizer=basic,

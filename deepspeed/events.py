@@ -98,10 +98,19 @@ class StepFinished:
     """Per parameter group: betas or momentum, where the optimizer has them."""
     loss_scale: float | None
     """None where the loss is not scaled."""
-    grad_norm: Any
-    """Global norm before clipping: a number, a tensor that is still being computed, or None."""
-    loss: Any
-    """This rank's losses of the step's micro batches: a tensor that is still being computed, or None."""
+    find_grad_norm: Callable[[], Any]
+    find_loss: Callable[[], Any]
+    """Both may wait for other ranks, so that only who reads what they find waits."""
+
+    @property
+    def grad_norm(self) -> Any:
+        """Global norm before clipping: a number, a tensor that is still being computed, or None."""
+        return self.find_grad_norm()
+
+    @property
+    def loss(self) -> Any:
+        """This rank's losses of the step's micro batches: a tensor that is still being computed, or None."""
+        return self.find_loss()
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.comm import Pending
 from deepspeed.errors import DeepSpeedConfigError, PipelineError, UsageError
-from deepspeed.events import Phase, PhaseFailed, StepFinished
+from deepspeed.events import Phase, PhaseFailed
 from deepspeed.log import log_dist, logger, warn_once
 from deepspeed.pipe.accord import Accord
 from deepspeed.pipe.executor import Batch, Executor, Results
@@ -91,8 +91,7 @@ class PipelineEngine(DeepSpeedEngine):
         loss = self._mean(results.losses)
         assert loss is not None, "the loss of a training batch is told to all ranks"
         self._additional = self._mean_extra(results)
-        if self.events.wants(StepFinished):
-            self.loss_of_step = loss.wait()
+        self.loss_of_step = loss
         try:
             self._take_batch_step(count)
         finally:  # also for whoever looks why the step failed
@@ -296,6 +295,11 @@ class PipelineEngine(DeepSpeedEngine):
     def is_gradient_accumulation_boundary(self) -> bool:
         """True while the optimizer steps: a batch is one accumulation."""
         return self._at_boundary
+
+    def get_global_grad_norm(self) -> float | None:
+        """As of any engine; a stage that was lost while it was being found is named."""
+        with naming_stages(self.module.topology()):
+            return super().get_global_grad_norm()
 
     def get_additional_losses(self) -> dict[str, Tensor] | None:
         """The module's further losses in the last training batch, averaged; on the last stage."""

@@ -73,7 +73,7 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
         self._stepper = stepper
         self._scale = scale
         self._backward = backward
-        self._global_grad_norm: Tensor | float | None = None
+        self._outcome: Outcome | None = None
 
     def __getattr__(self, name: str) -> Any:
         # A schedule-free optimizer has two modes; others have no such methods, and then there are none here.
@@ -143,10 +143,14 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
 
     def take_step(self) -> Outcome:
         """As `step`, and says what became of it."""
-        outcome = self._stepper.step()
+        outcome = self._outcome = self._stepper.step()
         self.overflow = not outcome.applied
-        self._global_grad_norm = outcome.grad_norm
         return outcome
+
+    @property
+    def _global_grad_norm(self) -> Tensor | float | None:
+        """Of the last step, which clients know by this name; waited for if nobody has yet."""
+        return None if self._outcome is None else self._outcome.grad_norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient; `set_to_none=False` has no other meaning here."""

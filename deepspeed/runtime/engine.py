@@ -59,7 +59,7 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         self._outcome: Outcome | None = None
         self._applied = False
         self.skipped_in_a_row = 0
-        self.loss_of_step: Tensor | None = None
+        self.loss_of_step: Any = None
         self._batch = parts.config.batch
         self.training = parts.module.training
         self._checkpoints = Checkpoints(parts)
@@ -237,9 +237,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last optimizer step's gradients before clipping; None before the first."""
-        if self._outcome is None or self._outcome.grad_norm is None:
-            return None
-        return float(self._outcome.grad_norm)
+        norm = None if self._outcome is None else self._outcome.grad_norm
+        return None if norm is None else float(norm)
 
     def get_lr(self) -> list[Any]:
         """The learning rate of each parameter group."""

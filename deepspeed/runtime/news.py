@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deepspeed.comm import Pending
 from deepspeed.events import OverflowFound, StepFinished
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ def finished(
     engine: DeepSpeedEngine, outcome: Outcome, lr: tuple[float, ...], momentum: tuple[Any, ...]
 ) -> StepFinished:
     """A step is over; `lr` and `momentum` are those it was taken with."""
+    loss = engine.loss_of_step
     return StepFinished(
         step=engine.global_steps,
         samples=engine.global_samples,
@@ -36,8 +38,8 @@ def finished(
         lr=lr,
         momentum=momentum,
         loss_scale=outcome.scale_before if _scaled(engine, outcome) else None,
-        grad_norm=outcome.grad_norm,
-        loss=engine.loss_of_step,
+        find_grad_norm=outcome.norm.wait,
+        find_loss=loss.wait if isinstance(loss, Pending) else lambda: loss,
     )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from deepspeed.comm import Pending
 from deepspeed.errors import DeepSpeedError
 from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.multi_tensor import scale_
@@ -21,7 +22,10 @@ from deepspeed.zero.states.norm import clip_coefficient
 from deepspeed.zero.states.states import States
 from deepspeed.zero.states.tiles import tiles_well
 
-__all__ = ["Outcome", "Stepper"]
+__all__ = ["Norm", "Outcome", "Stepper"]
+
+Norm = Tensor | float | None
+"""A tensor where a device still computes it; None where it is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +33,17 @@ class Outcome:
     """What became of an optimizer step."""
 
     applied: bool
-    grad_norm: Tensor | float | None
-    """Before clipping, without the loss scale."""
+    norm: Pending[Norm]
+    """Who waits for it first waits for other ranks, if nothing in the step depended on it."""
     scale_before: float
     scale_after: float
     empty: bool = False
     """There was no gradient on any rank: nothing happened."""
+
+    @property
+    def grad_norm(self) -> Norm:
+        """The norm, before clipping and without the loss scale; waited for if nobody has yet."""
+        return self.norm.wait()
 
 
 @dataclass(frozen=True)
@@ -66,33 +75,46 @@ class Stepper:
             found = self.in_backward.complete(self.backward.unit)
             self.zero_grad()
             shown = found if found is None or found.device.type != "cpu" else float(found)
+            norm = self._reported(Pending(shown))
             value = self.scale.value
-            return Outcome(found is not None, shown if self.report_norm else None, value, value, empty=found is None)
+            return Outcome(found is not None, norm, value, value, empty=found is None)
         if self.reducer.empty and not self.states.staged:  # else all stages measure and count the step
             self.zero_grad()
-            return Outcome(False, None, self.scale.value, self.scale.value, empty=True)
+            return Outcome(False, Pending(None), self.scale.value, self.scale.value, empty=True)
         device = self.states.device
         ahead = not self.states.away and steps_ahead(self.optimizer, device)
         one_pass = (ahead and in_one_pass(self.optimizer, device)) or self._narrow_at_home(device)
         one_pass = one_pass and self.states.in_place
         self.states.take_gradients(narrow=one_pass)
         before = self.scale.value
-        if ahead:
-            norm = self._norm()
-            known, overflow = self._step_ahead(norm, one_pass=one_pass)
-        else:
-            norm, known, overflow = self._step_behind(one_pass=one_pass)
-        return self._finished(norm, known, overflow, before)
+        take = self._step_ahead if ahead else self._step_behind
+        norm, overflow = take(one_pass=one_pass)
+        return self._finished(norm, overflow, before)
+
+    @property
+    def _judges(self) -> bool:
+        """Whether it depends on the norm what an update does."""
+        return self.check_overflow or self.clipping > 0
 
     def _norm(self) -> Tensor:
         """Of the gradients, without the loss scale."""
-        norm, unit = self.states.measure(), self.backward.unit
-        return norm if unit == 1.0 else norm * unit
+        return _times(self.states.norm.wait(), self.backward.unit)
 
-    def _step_behind(self, *, one_pass: bool) -> tuple[Tensor, float | None, bool]:
+    def _norm_later(self) -> Pending[Norm]:
+        """The same where nothing depends on it, after the update.
+
+        The host goes on without it. The stream of a device waits for it here, which keeps nobody: so streams that are
+        ordered behind the step see it.
+        """
+        begun, unit = self.states.norm, self.backward.unit
+        if self.states.device.type != "cpu":
+            return Pending(_times(begun.wait(), unit))
+        return Pending(None, begun, lambda _: float(_times(begun.wait(), unit)))
+
+    def _step_behind(self, *, one_pass: bool) -> tuple[Pending[Norm], bool]:
         """Update once the norm is known, if anything depends on it; else while ranks still tell their parts of it."""
         norm = known = None
-        if self.check_overflow or self.clipping > 0 or self.states.away:
+        if self._judges or self.states.away:
             norm = self._norm()
             known = self._known(norm)
         overflow = self.check_overflow and known is not None and not math.isfinite(known)
@@ -101,9 +123,8 @@ class Stepper:
                 self._prepare([grad for _, grad in self.states.gradients()], norm, known)
             self.states.update(self.optimizer, self._factor(known) if self.states.away else 1.0, one_pass=one_pass)
         if norm is None:
-            norm = self._norm()
-            known = self._known(norm)
-        return norm, known, overflow
+            return self._norm_later(), overflow
+        return Pending(norm if known is None else known), overflow
 
     def _narrow_at_home(self, device: torch.device) -> bool:
         """Whether what stays on the device, where not all does, is updated from gradients as they came.
@@ -114,38 +135,45 @@ class Stepper:
             return False
         return reads_narrow(self.optimizer, device)
 
-    def _finished(self, norm: Tensor, known: float | None, overflow: bool, before: float) -> Outcome:
+    def _finished(self, norm: Pending[Norm], overflow: bool, before: float) -> Outcome:
         self.zero_grad()
         if overflow and self.stop and not self.scale.dynamic:
             raise DeepSpeedError(
-                f"nonfinite_gradients is 'stop', and the norm of the gradients of this step is {known}: some gradient "
-                "is inf or NaN. Weights and optimizer states are those of the step before. Look at the loss and the "
-                "data of this step; torch.autograd.set_detect_anomaly(True) finds the operation."
+                f"nonfinite_gradients is 'stop', and the norm of the gradients of this step is {norm.wait()}: some "
+                "gradient is inf or NaN. Weights and optimizer states are those of the step before. Look at the loss "
+                "and the data of this step; torch.autograd.set_detect_anomaly(True) finds the operation."
             )
         self.scale.update(overflow)
-        measured = norm if known is None else known
-        return Outcome(not overflow, measured if self.report_norm else None, before, self.scale.value)
+        return Outcome(not overflow, self._reported(norm), before, self.scale.value)
+
+    def _reported(self, norm: Pending[Norm]) -> Pending[Norm]:
+        return norm if self.report_norm else Pending(None)
 
     @torch.no_grad()
-    def _step_ahead(self, norm: Tensor, *, one_pass: bool) -> tuple[float | None, bool]:
+    def _step_ahead(self, *, one_pass: bool) -> tuple[Pending[Norm], bool]:
         """Queue the whole step before the norm is known: the device unscales, clips, and skips where it must.
 
         The host learns the norm while the device updates, so that the device never waits for the host.
         """
-        factor = torch.full_like(norm, self.backward.unit)
-        if self.clipping > 0:
+        norm = self._norm() if self._judges else None
+        factor = torch.full((), self.backward.unit, dtype=torch.float32, device=self.states.device)
+        skip = torch.zeros_like(factor)
+        if norm is not None and self.clipping > 0:
             factor = clip_coefficient(norm, self.clipping) * factor
-        skip = (~torch.isfinite(norm)).float() if self.check_overflow else torch.zeros_like(norm)
-        told = ScalarOnHost(norm) if self.check_overflow else None
+        if norm is not None and self.check_overflow:
+            skip = (~torch.isfinite(norm)).float()
+        told = ScalarOnHost(norm) if norm is not None and self.check_overflow else None
         with under(self.optimizer, Conditions(factor.reciprocal(), skip)):
             self.states.update(self.optimizer, one_pass=one_pass)
+        if norm is None:
+            return self._norm_later(), False
         if told is None:
-            return None, False
+            return Pending(norm), False
         known = told.value()
         overflow = not math.isfinite(known)
         if overflow:
             take_back(self.optimizer)
-        return known, overflow
+        return Pending(known), overflow
 
     def zero_grad(self) -> None:
         """Drop every gradient."""
@@ -181,3 +209,7 @@ class Stepper:
         if factor != 1.0:
             with torch.no_grad():
                 scale_(gradients, factor)
+
+
+def _times(norm: Tensor, unit: float) -> Tensor:
+    return norm if unit == 1.0 else norm * unit

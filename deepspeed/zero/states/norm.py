@@ -69,7 +69,7 @@ class Line:
 
 
 def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) -> Pending[Tensor]:
-    """The L2 norm of all gradients: one small all-reduce of squares, for which the host does not wait.
+    """The L2 norm of all gradients: a small all-reduce of squares, which whoever asks for the norm waits for.
 
     In float64, so that it hardly depends on how gradients are cut; on a single rank as torch computes it.
     """
@@ -89,15 +89,17 @@ def joint_norm(found: Sequence[tuple[Placement, Squares]], measure: Measure, dev
             if summed is None:
                 continue
             squares[kind].add_(summed.to(device), alpha=weight)
-    if not alike:
-        with comm.labelled("gradient norm"):
-            comm.all_reduce(squares, group=measure.axis.group)
+    sums: list[tuple[str, Tensor, Any]] = [] if alike else [("gradient norm", squares, measure.axis.group)]
     if measure.model_group is not None:
-        comm.all_reduce(squares[1:], group=measure.model_group)
-    work = None
+        sums.append(("gradient norm of split parameters", squares[1:], measure.model_group))
     if measure.stages is not None:
-        with comm.labelled("gradient norm over stages"):
-            work = comm.all_reduce(squares, group=measure.stages, async_op=True)
+        sums.append(("gradient norm over stages", squares, measure.stages))
+    work = None
+    for label, part, group in sums:
+        if work is not None:  # each sums what the one before has summed
+            work.wait()
+        with comm.labelled(label):
+            work = comm.all_reduce(part, group=group, async_op=True)
     return Pending(squares, work, lambda summed: summed.sum().sqrt().float())
 
 

@@ -27,6 +27,7 @@ from deepspeed.zero.states.partly import one_pass_over
 from deepspeed.zero.states.piece import Piece
 from deepspeed.zero.states.tiles import Tile, choose, empty_tile, tile, tiles_well
 from deepspeed.zero.states.turn import Turn
+from deepspeed.zero.states.unasked import Unasked
 
 __all__ = ["States"]
 
@@ -62,7 +63,7 @@ class States:
         self._waits = waits
         self._waiting: list[tuple[dict[str, Any], nn.Parameter]] = []
         self._taken = 0
-        self._norm: Pending[Tensor] | None = None
+        self._norms = Unasked()
         self.groups: list[ShardGroup] = []
         self._places: dict[int, tuple[ShardGroup, int]] = {}
         self.away: dict[int, Piece] = {}
@@ -131,6 +132,7 @@ class States:
 
         `narrow`: the optimizer will update in one pass, and reads gradients in the dtype they have.
         """
+        self._norms.complete()
         self._finish()
         self._adopt_edits()
         placements = {id(group.placement): group.placement for group in self.groups}
@@ -141,7 +143,7 @@ class States:
                 group.hand_over(lines, narrow=narrow)
             filled.append((placement, list(lines.values())))
         self.drop_absent()
-        self._norm = total_norm([self._line(*each) for each in filled], self._measure, self.device)
+        self._norms.begun(total_norm([self._line(*each) for each in filled], self._measure, self.device))
 
     @property
     def in_place(self) -> bool:
@@ -162,11 +164,17 @@ class States:
         """True if other stages have parameters of their own, which may have gradients where these have none."""
         return self._measure.stages is not None
 
-    def measure(self) -> Tensor:
-        """The norm of all gradients of the whole model, which `take_gradients` began to find."""
-        if self._norm is None:
+    @property
+    def norm(self) -> Pending[Tensor]:
+        """Of all gradients of the whole model, which `take_gradients` began to find."""
+        found = self._norms.last
+        if found is None:
             raise UsageError("the gradient norm was asked for before the gradients were taken")
-        return self._norm.wait()
+        return found
+
+    def end_norm(self) -> None:
+        """The last norm is found, if nobody has asked for it, or its failure logged; there is no other one."""
+        self._norms.close()
 
     def norm_of(self, squares: Mapping[tuple[Placement, int], Tensor]) -> Tensor:
         """The same of gradients that are not there any more: `squares` are their sums on this rank, by `kind_of`."""

@@ -62,10 +62,10 @@ def finished():
             "lr": (0.001,),
             "momentum": (),
             "loss_scale": None,
-            "grad_norm": None,
-            "loss": None,
         }
-        return StepFinished(**{**facts, **changes})
+        norm, loss = changes.pop("grad_norm", None), changes.pop("loss", None)
+        found = {"find_grad_norm": lambda: norm, "find_loss": lambda: loss}
+        return StepFinished(**{**facts, **found, **changes})
 
     return make
 
