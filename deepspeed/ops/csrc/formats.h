@@ -14,6 +14,9 @@ namespace formats {
 
 enum Format : int32_t { none = 0, f32 = 1, bf16 = 2, f16 = 3, code8 = 4 };  // as host_kernels.py numbers them
 
+// Bytes of a number.
+inline int64_t size(Format format) { return format == f32 ? 4 : format == code8 ? 1 : 2; }
+
 inline uint32_t bits(float value) {
     uint32_t word;
     std::memcpy(&word, &value, sizeof word);

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "codes.h"
 #include "formats.h"
 #include "pool.h"
@@ -14,6 +15,9 @@
 #include "adam_neon.h"
 #endif
 
+// A rule's loop becomes part of the loop over lines, with its number of elements known.
+#define ALWAYS_INLINE __attribute__((always_inline)) inline
+
 using formats::Format;
 
 namespace {
@@ -21,6 +25,7 @@ namespace {
 constexpr int tile = 1024;
 constexpr int64_t share = 32;  // tiles for which another thread is worth its while
 constexpr int64_t most = 256;  // tiles that a thread takes at a time: long runs, for what processors fetch ahead
+constexpr int64_t soon = 256;  // elements after which float32 is needed that is fetched now
 
 static_assert(tile % codes::block == 0, "a tile has whole blocks");
 
@@ -81,8 +86,8 @@ struct Adam {
         if (whole < n) kernel.run_rest(p + whole, g + whole, m + whole, v + whole, n - whole);
     }
 #else
-    void operator()(float* __restrict p, const float* __restrict g, float* __restrict m, float* __restrict v,
-                    float factor, int n) const {
+    ALWAYS_INLINE void operator()(float* __restrict p, const float* __restrict g, float* __restrict m,
+                                  float* __restrict v, float factor, int n) const {
         for (int i = 0; i < n; i++) {
             const float gradient = fma_(l2, p[i], g[i] * factor);
             m[i] = fma_(weight1, gradient, beta1 * m[i]);
@@ -100,8 +105,8 @@ struct Lion {
 
     explicit Lion(const float* x) : keep(x[0]), weight1(x[1]), weight2(x[2]), rate(x[3]) {}
 
-    void operator()(float* __restrict p, const float* __restrict g, float* __restrict m, float*, float factor,
-                    int n) const {
+    ALWAYS_INLINE void operator()(float* __restrict p, const float* __restrict g, float* __restrict m, float*,
+                                  float factor, int n) const {
         for (int i = 0; i < n; i++) {
             const float gradient = g[i] * factor, mixed = lerp(m[i], gradient, weight1);
             p[i] = p[i] * keep - rate * float((mixed > 0) - (mixed < 0));
@@ -117,8 +122,8 @@ struct Adagrad {
 
     explicit Adagrad(const float* x) : l2(x[0]), rate(x[1]), eps(x[2]) {}
 
-    void operator()(float* __restrict p, const float* __restrict g, float* __restrict v, float*, float factor,
-                    int n) const {
+    ALWAYS_INLINE void operator()(float* __restrict p, const float* __restrict g, float* __restrict v, float*,
+                                  float factor, int n) const {
         for (int i = 0; i < n; i++) {
             const float gradient = fma_(l2, p[i], g[i] * factor);
             v[i] = fma_(gradient, gradient, v[i]);
@@ -171,7 +176,7 @@ class Update final : public pool::Job {
             else
                 moments[i] = formats::read(moment, base, begin, n, room[2 + i]);
         }
-        rule_(p, g, moments[0], moments[1], call_.factor, n);
+        apply(tensor, begin, p, g, moments[0], moments[1], n);
         if (moment == formats::code8) codes::make_noise(noise, uint32_t(begin), call_.step, n);
         for (int i = 0; i < Rule::moments; i++) {
             if (moment == formats::code8)
@@ -185,6 +190,39 @@ class Update final : public pool::Job {
         p = formats::read(param, call_.params[tensor], begin, n, room[0]);
         formats::write(Format(call_.out_format), call_.outs[tensor], begin, n, p);
     }
+
+#if defined(__aarch64__)
+    void apply(int64_t, int64_t, float* p, const float* g, float* m, float* v, int n) const {
+        rule_(p, g, m, v, call_.factor, n);
+    }
+#else
+    void apply(int64_t tensor, int64_t begin, float* p, const float* g, float* m, float* v, int n) const {
+        const ahead::Streams streams = next_streams(tensor, begin);
+        const Rule rule = rule_;
+        const float factor = call_.factor;
+        int i = 0;
+        for (; i + ahead::line <= n; i += ahead::line) {
+            streams.fetch(i);
+            rule(p + i, g + i, m + i, v + i, factor, ahead::line);
+        }
+        if (i < n) rule(p + i, g + i, m + i, v + i, factor, n - i);
+    }
+
+    // Where the elements lie that are needed after these. What is widened is needed a tile at a time.
+    ahead::Streams next_streams(int64_t tensor, int64_t begin) const {
+        ahead::Streams streams;
+        const auto add = [&](int32_t format, const void* base) {
+            const int64_t bytes = formats::size(Format(format));
+            const int64_t first = begin + (format == formats::f32 ? soon : tile);
+            streams.add(static_cast<const char*>(base) + first * bytes, bytes);
+        };
+        add(call_.param_format, call_.params[tensor]);
+        add(call_.grad_format, call_.grads[tensor]);
+        for (int i = 0; i < Rule::moments; i++) add(call_.moment_format, call_.moments[i][tensor]);
+        if (call_.out_format != formats::none) add(call_.out_format, call_.outs[tensor]);
+        return streams;
+    }
+#endif
 
     void decode(int place, int64_t tensor, int64_t begin, int n, float* values) const {
         const uint8_t* codes = static_cast<const uint8_t*>(call_.moments[place][tensor]) + begin;
