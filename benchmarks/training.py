@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 CLIPPING = 1.0
+RATE, DECAY = 1e-4, 0.01
 SMALL = {"layers": 6, "width": 384, "heads": 6, "vocabulary": 8192, "length": 64}  # 14M parameters
 
 Batch = tuple[Tensor, ...]
@@ -156,7 +157,7 @@ def median_ratio(mine: list[float], plain: list[float]) -> float:
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
 
 
 def decayed_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -213,7 +214,10 @@ def fully_sharded(model: nn.Module, make_optimizer: MakeOptimizer = _optimizer) 
 
 
 class Engine(Loop):
-    """The loop of the documentation, with the same optimizer; `zero` are keys of `zero_optimization`."""
+    """The loop of the documentation, with the same optimizer; `zero` are keys of `zero_optimization`.
+
+    Where states are offloaded the config names the same rule, so that each library takes its own for the host.
+    """
 
     def __init__(
         self,
@@ -235,7 +239,11 @@ class Engine(Loop):
             "zero_optimization": {"stage": 0, **zero},
         }
         super().__init__(model, model, make_optimizer)
-        self.engine, *_ = deepspeed.initialize(model=model, optimizer=self.optimizer, config=config)
+        given: dict[str, Any] = {"optimizer": self.optimizer}
+        if "offload_optimizer" in zero:
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": DECAY}}
+            given = {"model_parameters": model.parameters()}
+        self.engine, *_ = deepspeed.initialize(model=model, config=config, **given)
 
     def forward(self, batch: Batch) -> Tensor:
         loss: Tensor = self.engine(*batch)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import deepspeed
 from benchmarks.case import Job, Setting, Target
 from benchmarks.cases import discover, zero_memory, zero_stages
 from benchmarks.states import live_bytes, zero_formula
@@ -29,14 +30,35 @@ def targets(name: str, parameters: dict[str, object], ranks_: int) -> set[tuple[
 
 def test_stages_are_compared_with_deepspeed_and_the_third_with_fsdp2_too():
     assert zero_stages.CASE.ranks == (2,)
-    assert [dict(given) for given in zero_stages.CASE.parameters] == [{"stage": 1}, {"stage": 2}, {"stage": 3}, SHARDED]
+    plain = [dict(given) for given in zero_stages.CASE.parameters if "offload" not in given]
+    assert plain == [{"stage": 1}, {"stage": 2}, {"stage": 3}, SHARDED]
     theirs = (1.0, "deepspeed")
     assert targets("zero_stages", {"stage": 1}, 2) == {theirs}
     assert targets("zero_stages", SHARDED, 2) == {theirs, (1.0, "torch:fsdp2")}
 
 
-def test_fsdp2_takes_no_part_where_parameters_are_whole():
-    job = Job("torch", "fsdp2", 0, 2, {"stage": 2}, "")
+def test_offloaded_states_are_compared_with_deepspeed():
+    found = [dict(given) for given in zero_stages.CASE.parameters if "offload" in given]
+    assert {given["offload"] for given in found} == {"cpu", "cpu+param", "nvme"}
+    assert {given["stage"] for given in found if given["offload"] == "cpu"} == {1, 2, 3}
+    assert all((1.0, "deepspeed") in targets("zero_stages", given, 2) for given in found)
+
+
+@pytest.mark.parametrize(
+    ("offload", "keys"),
+    [
+        ("cpu", {"offload_optimizer": {"device": "cpu"}}),
+        ("cpu+param", {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+        ("nvme", {"offload_optimizer": {"device": "nvme", "nvme_path": "here"}}),
+    ],
+)
+def test_what_an_offload_is_in_the_config(offload, keys):
+    assert zero_stages.offloaded(offload, "here") == keys
+
+
+@pytest.mark.parametrize("parameters", [{"stage": 2}, {"stage": 3, "offload": "cpu"}])
+def test_fsdp2_takes_no_part_where_parameters_are_whole_or_states_elsewhere(parameters):
+    job = Job("torch", "fsdp2", 0, 2, parameters, "")
     assert zero_stages.measure(job) == {}
 
 
@@ -111,3 +133,19 @@ def test_fsdp2_does_the_same_work():
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         # The gradient of a key's bias is zero but for rounding, which Adam enlarges to a visible step.
         torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@ranks(2)
+@pytest.mark.parametrize("offload", ["cpu", "cpu+param"])
+def test_an_engine_with_offloaded_states_does_the_same_work(offload):
+    torch.manual_seed(0)
+    model = GPT(layers=1, width=16, heads=2, vocabulary=11, length=8)
+    twin = copy.deepcopy(model)
+    torch.manual_seed(1 + dist.get_rank())
+    batch = (torch.randint(11, (2, 8)), torch.randint(11, (2, 8)))
+    zero = {"stage": 3, **zero_stages.offloaded(offload, "")}
+    job = Job("ours", "", dist.get_rank(), 2, zero, "")
+    alternate(*steps(job, model, twin, 2), batch, pairs=2, warm_up=0)
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([mine]):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
