@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed.log import print_dist
 
-__all__ = ["Compilations", "follow_compilation"]
+__all__ = ["Compilations", "follow_compilation", "tell_compiled"]
 
 EVERY_S = 1.0
 """So much is compiled before a line tells of it."""
@@ -40,21 +40,32 @@ class Compilations:
         if self._before is not None:
             self._before(src=src, metadata=metadata, metadata_group=metadata_group, times=times, cache_hit=cache_hit)
         home = str(getattr(getattr(src, "fn", None), "__module__", ""))
-        if cache_hit or not home.startswith("deepspeed."):
-            return
+        if not cache_hit and home.startswith("deepspeed."):
+            self.add(src.name, home, times.total / 1e6)
+
+    def add(self, name: str, home: str, took: float) -> None:
+        """Count a kernel of this library that took so many seconds until now, here or in another process."""
         with self._lock:
             self.count += 1
             now = self._clock()
-            self.seconds += max(0.0, now - max(now - times.total / 1e6, self._until))
+            self.seconds += max(0.0, now - max(now - took, self._until))
             self._until = now
             told = self.seconds - self._told >= EVERY_S
             self._told = self.seconds if told else self._told
         if told:
             print_dist(
-                f"Triton has compiled {self.count} kernels in {self.seconds:.1f} s, the latest {src.name} of {home}; "
+                f"Triton has compiled {self.count} kernels in {self.seconds:.1f} s, the latest {name} of {home}; "
                 "later starts find them in its cache",
                 ranks=[0],
             )
+
+
+def tell_compiled(kernel: Any, took: float) -> None:
+    """Tell of a kernel of this library that another process has compiled for this one."""
+    from triton import knobs
+
+    if isinstance(knobs.compilation.listener, Compilations):
+        knobs.compilation.listener.add(kernel.__name__, kernel.__module__, took)
 
 
 def follow_compilation() -> None:

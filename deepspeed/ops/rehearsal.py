@@ -2,18 +2,21 @@
 
 [Note: rehearsals] A launch tells what Triton compiles: dtypes, constants that follow from shapes, which numbers are
 multiples of 16. So that there is no second list of this, the code that launches is run ahead with tensors that have no
-memory (device "meta"); launches then only note what they would launch, and threads compile it. A launch that comes in
-the meantime waits for its kernel instead of compiling it once more. A guess that was wrong has cost a thread some time.
+memory (device "meta"); launches then only note what they would launch. What Triton's cache has of it is loaded, the
+rest is compiled by processes beside this one where there are cores for that, otherwise by threads, which take turns at
+Python's lock with the main thread. A launch that comes in the meantime waits for its kernel instead of compiling it
+once more. A guess that was wrong has cost somebody else some time.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,15 +24,16 @@ from torch import Tensor
 
 from deepspeed.log import logger
 from deepspeed.ops.capability import has_triton, on_cuda
+from deepspeed.ops.compilation import tell_compiled
+from deepspeed.ops.compile_away import cached_only, compile_away, workers
+from deepspeed.ops.triton_loading import load_triton
 
-__all__ = ["Call", "Rehearsal", "Scene", "calls_of", "forth_and_back", "launch", "on_stage"]
+__all__ = ["Call", "Rehearsal", "Scene", "calls_of", "compiles", "forth_and_back", "launch", "on_stage"]
 
 Scene = Callable[[], Any]
 """Code that launches kernels, on tensors of the device "meta"."""
 
 _THREADS = 8
-_KEYS = ("triton.runtime.cache", "triton.compiler.compiler")
-"""Where Triton's hash of itself is, by version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,8 @@ class _Board:
     """What is being compiled, for those who launch."""
 
     def __init__(self) -> None:
+        self.quiet = threading.Lock()
+        """Held by a thread that is in Triton's compiler, while processes are forked; see [Note: forked workers]."""
         self.open: set[Future[Any]] = set()
         self._kernels: dict[int, list[Future[Any]]] = {}
 
@@ -116,25 +122,26 @@ def forth_and_back(compute: Callable[..., Any], *shapes: Sequence[int], dtype: t
 
 
 class Rehearsal:
-    """The threads that compile for one engine; whatever fails in them is told, and then happens where it is needed."""
+    """What compiles ahead for one engine; whatever fails in it is told, and then happens where it is needed."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, processes: Callable[[], int] = workers) -> None:
         self._device = device
+        self._processes = processes
         self._pool: ThreadPoolExecutor | None = None
         self._known: set[tuple[Any, ...]] = set()
-        self._loaded: Future[Any] | None = None
+        self._loaded: Future[None] | None = None
+        self._stopped = threading.Event()
 
     @classmethod
     def on(cls, device: torch.device) -> Rehearsal | None:
         """For a device; None where Triton compiles nothing."""
-        interprets = os.environ.get("TRITON_INTERPRET") == "1"
-        return cls(device) if device.type == "cuda" and has_triton and on_cuda and not interprets else None
+        return cls(device) if device.type == "cuda" and compiles() else None
 
     def begin(self) -> None:
-        """Let a thread load Triton's compiler."""
+        """Let threads load Triton's compiler."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="deepspeed-compile")
-            self._loaded = self._pool.submit(self._load)
+            self._loaded = load_triton()
 
     def add(self, scenes: Iterable[Scene]) -> None:
         """Compile what these launch; returns at once."""
@@ -143,60 +150,107 @@ class Rehearsal:
         _BOARD.put(self._pool.submit(self._collect, list(scenes)))
 
     def close(self) -> None:
-        """Begin nothing more; what is being compiled is left to its thread."""
+        """Begin nothing more; what is being compiled is left to its thread, and processes are ended."""
+        self._stopped.set()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self) -> None:
-        """Triton hashes itself, hundreds of megabytes, and compiles its driver: at once, and before any kernel."""
-        assert self._pool is not None, "begun"
-        driver = self._pool.submit(self._open_driver)
-        for name in _KEYS:
-            found = getattr(importlib.import_module(name), "triton_key", None)
-            if found is not None:
-                found()
-                break
-        driver.result()
-
-    def _open_driver(self) -> None:
-        runtime = importlib.import_module("triton.runtime")
-        self._enter()
-        runtime.driver.active.get_current_target()
-
-    def _enter(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
-
     def _collect(self, scenes: Sequence[Scene]) -> None:
-        """Note what scenes launch, and begin to compile it: a kernel's first call before its others."""
-        calls: dict[int, list[Call]] = {}
-        for scene in scenes:
-            for call in self._tried(calls_of, scene) or ():
-                if call.key not in self._known:
-                    self._known.add(call.key)
-                    calls.setdefault(id(call.kernel), []).append(call)
+        """Note what scenes launch, and begin to compile it."""
+        calls = self._noted(scenes)
         if self._loaded is not None:
             wait([self._loaded])
-        for first, *rest in calls.values():
+        count = self._tried(self._processes) if calls else 0
+        if count:
+            self._submit_away(calls, count)
+            return
+        kernels: dict[int, list[Call]] = {}
+        for call in calls:
+            kernels.setdefault(id(call.kernel), []).append(call)
+        for first, *rest in kernels.values():  # a kernel's first call before its others
             self._submit(first, rest)
 
-    def _submit(self, call: Call, then: Sequence[Call] = ()) -> None:
+    def _noted(self, scenes: Sequence[Scene]) -> list[Call]:
+        """What scenes launch that is new: the first launches of all, which are those of a forward, before others."""
+        found: list[tuple[int, Call]] = []
+        for scene in scenes:
+            for place, call in enumerate(self._tried(calls_of, scene) or ()):
+                if call.key not in self._known:
+                    self._known.add(call.key)
+                    found.append((place, call))
+        return [call for _, call in sorted(found, key=lambda each: each[0])]
+
+    def _submit(self, call: Call, then: Sequence[Call] = (), alone: AbstractContextManager[Any] | None = None) -> None:
         assert self._pool is not None, "begun"
         try:
-            _BOARD.put(self._pool.submit(self._compile, call, then), call.kernel)
+            _BOARD.put(self._pool.submit(self._compile, call, then, alone), call.kernel)
         except RuntimeError:  # closed in the meantime
             return
 
-    def _compile(self, call: Call, then: Sequence[Call]) -> None:
-        self._tried(self._compiled, call)
+    def _compile(self, call: Call, then: Sequence[Call], alone: AbstractContextManager[Any] | None) -> None:
+        with alone or nullcontext():
+            self._tried(self._compiled, call)
         for other in then:
             self._submit(other)
 
     def _compiled(self, call: Call) -> None:
         self._enter()
-        made = call.kernel.warmup(*call.args, grid=(1,), **call.options)
+        made = _warmed(call)
         if made is not None and self._device.type == "cuda":
             made.run  # noqa: B018 - the code that launches it and its place on the device are made when they are asked for
+
+    def _enter(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+
+    def _submit_away(self, calls: Sequence[Call], count: int) -> None:
+        """Let processes compile; launches wait until this one has loaded what they made."""
+        assert self._pool is not None, "begun"
+        ended: list[Future[None]] = [Future() for _ in calls]
+        for call, future in zip(calls, ended, strict=True):
+            _BOARD.put(future, call.kernel)
+
+        def release(_task: Any = None) -> None:
+            for future in ended:
+                if not future.done():
+                    future.set_result(None)
+
+        try:
+            self._pool.submit(self._away, calls, count, ended).add_done_callback(release)
+        except RuntimeError:  # closed in the meantime
+            release()
+
+    def _away(self, calls: Sequence[Call], count: int, ended: Sequence[Future[None]]) -> None:
+        """Load what is there, let processes compile the rest, and threads what these did not."""
+        self._enter()
+        with _BOARD.quiet:
+            missing = [at for at, call in enumerate(calls) if not self._found(call)]
+        for at in {*range(len(calls))}.difference(missing):
+            ended[at].set_result(None)
+
+        def heard(which: int, took: float) -> None:
+            at = missing[which]
+            if took > 0:
+                self._tried(tell_compiled, calls[at].kernel, took)
+            with _BOARD.quiet:
+                self._tried(self._compiled, calls[at])
+            ended[at].set_result(None)
+
+        if missing:
+            kernels = [partial(_warmed, calls[at]) for at in missing]
+            on_device = self._device.type == "cuda"
+            left = compile_away(kernels, count, heard, self._stopped, quiet=_BOARD.quiet, launchers=on_device)
+            for which in left:
+                self._submit(calls[missing[which]], alone=_BOARD.quiet)
+
+    def _found(self, call: Call) -> bool:
+        """Load a kernel that Triton's cache has; False if it has not, and for what fails, which is tried again."""
+        try:
+            with cached_only():
+                self._compiled(call)
+        except Exception:  # noqa: BLE001
+            return False
+        return True
 
     def _tried(self, act: Callable[..., Any], *args: Any) -> Any:
         """Nothing of this is needed: what fails is told, and fails again, in front of everybody, where it is used."""
@@ -207,3 +261,13 @@ class Rehearsal:
                 "a kernel could not be compiled ahead and is left to its first use: %s: %s", type(error).__name__, error
             )
             return None
+
+
+def compiles() -> bool:
+    """True where kernels of Triton are compiled: for a GPU that it knows, and not interpreted."""
+    return bool(has_triton) and bool(on_cuda) and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+def _warmed(call: Call) -> Any:
+    """Let Triton compile what a call launches, or find it in its cache."""
+    return call.kernel.warmup(*call.args, grid=(1,), **call.options)

@@ -45,6 +45,7 @@ MEMOS = {
     "sequence::head_plan": "which rank computes which heads",
     "zero::_late": "the class of a parameter whose update is on its way",
     "ops::_follow": "that Triton tells of what it compiles",
+    "ops::_loading": "that Triton's compiler is being loaded, or is",
     "ops::_cpu_flags": "what this processor can do",
     "ops::_rocminfo": "what the machine's ROCm tells",
     "ops::_outcome": "the compiled libraries, or why there are none",

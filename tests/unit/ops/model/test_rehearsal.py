@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -126,8 +127,10 @@ class Slow:
 
 @pytest.fixture
 def threads(monkeypatch):
-    monkeypatch.setattr(Rehearsal, "_load", lambda self: None)
-    made = Rehearsal(torch.device("cpu"))
+    loaded = Future()
+    loaded.set_result(None)
+    monkeypatch.setattr(rehearsal, "load_triton", lambda: loaded)
+    made = Rehearsal(torch.device("cpu"), processes=lambda: 0)
     yield made
     made.close()
 
@@ -164,6 +167,15 @@ def test_a_closed_rehearsal_keeps_nobody_waiting(threads):
     slow.go.set()
     launch(slow, (1,), 1)
     assert slow.order[-1] == "launched"
+
+
+def test_first_launches_of_all_scenes_come_before_the_others(threads):
+    kernels = [object() for _ in range(4)]
+    scenes = [
+        lambda: [launch(kernels[at], (1,), 1) for at in (0, 2)],
+        lambda: [launch(kernels[at], (1,), 1) for at in (1, 0, 3)],
+    ]
+    assert [call.kernel for call in threads._noted(scenes)] == [kernels[at] for at in (0, 1, 2, 3)]
 
 
 def test_where_triton_compiles_nothing_there_is_no_rehearsal(monkeypatch):

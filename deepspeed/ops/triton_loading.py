@@ -1,0 +1,80 @@
+"""Triton's compiler, loaded by threads before anybody needs it, once for the process.
+
+Before it compiles anything it is imported, hashes itself (hundreds of megabytes) and has a C compiler build what talks
+to the driver. The latter two leave Python's lock to others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import cache
+from threading import Lock, Thread
+from typing import Any
+
+__all__ = ["load_triton"]
+
+_KEYS = ("triton.runtime.cache", "triton.compiler.compiler")
+"""Where Triton's hash of itself is, by version."""
+_LATE = (
+    "triton.compiler.code_generator",
+    "triton.backends.nvidia.compiler",
+    "triton.language.extra.cuda.libdevice",
+    "triton.experimental.gluon.language",
+)
+"""What Triton imports when it compiles its first kernel: too late for processes that are forked, see `forked.py`."""
+
+_ONE_LOADS = Lock()
+
+
+def load_triton() -> Future[None]:
+    """Begin to load it, if nobody has; returns at once. What failed is told by the future."""
+    with _ONE_LOADS:
+        return _loading()
+
+
+@cache
+def _loading() -> Future[None]:
+    return _begun(_load)
+
+
+def _begun(act: Callable[[], Any]) -> Future[None]:
+    """In a thread that keeps nobody from ending."""
+    made: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:  # noqa: BLE001 - told to who waits
+            made.set_exception(error)
+        else:
+            made.set_result(None)
+
+    Thread(target=run, name="deepspeed-load-triton", daemon=True).start()
+    return made
+
+
+def _load() -> None:
+    importlib.import_module("triton.compiler")
+    driver = _begun(_open_driver)
+    hashed = _begun(_hash)
+    for name in _LATE:
+        with suppress(ImportError):  # another version's
+            importlib.import_module(name)
+    hashed.result()
+    driver.result()
+
+
+def _hash() -> None:
+    for name in _KEYS:
+        found = getattr(importlib.import_module(name), "triton_key", None)
+        if found is not None:
+            found()
+            return
+
+
+def _open_driver() -> None:
+    """Make it; it asks for no device."""
+    importlib.import_module("triton.runtime").driver.active  # noqa: B018

@@ -1,0 +1,133 @@
+"""Kernels compiled by forked processes: they are in Triton's cache afterwards, and this process compiles none again.
+
+Triton compiles for a GPU that is not there; a process of its own, since here its kernels are interpreted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from deepspeed.ops.compile_away import workers
+from deepspeed.ops.forked import CAN_FORK
+
+# Triton is not imported here: tests that interpret its kernels say so before.
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the package triton is not installed"),
+    pytest.mark.skipif(not CAN_FORK, reason="processes that die with their parent: Linux"),
+]
+
+SCRIPT = """
+import json, os, signal, sys
+from concurrent.futures import wait
+import torch
+import triton.compiler.compiler as compiler
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from deepspeed.log import logger
+from deepspeed.ops import rehearsal
+from deepspeed.ops.compilation import follow_compilation
+from deepspeed.ops.kernels.update import trust_kernel
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+
+how = sys.argv[1]
+driver.set_active(Driver())
+follow_compilation()
+parent, made = os.getpid(), []
+make_ir = compiler.ASTSource.make_ir
+
+def counted(self, *args, **kwargs):
+    made.append(self.name)
+    if os.getpid() != parent and how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "broken":
+        raise RuntimeError("no such register")
+    return make_ir(self, *args, **kwargs)
+
+compiler.ASTSource.make_ir = counted
+told = []
+logger.warning = lambda text, *given: told.append(text % given)
+
+def scene(dtype, width):
+    partial, found = (torch.empty(4, dtype=dtype, device="meta") for _ in range(2))
+    places = torch.empty(4, dtype=torch.int64, device="meta")
+    rehearsal.launch(trust_kernel, (1,), partial, places, found, 0.1, 10.0, BLOCK=512, WIDTH=width)
+
+scenes = [lambda: scene(torch.float32, 64), lambda: scene(torch.float32, 128)]
+processes = rehearsal.workers if how == "usual" else lambda: 2
+rehearsed = rehearsal.Rehearsal(torch.device("cpu"), processes)
+rehearsed.add(scenes)
+while rehearsal._BOARD.open:
+    wait(list(rehearsal._BOARD.open))
+kernels = sum(len(caches[0]) for caches in trust_kernel.device_caches.values())
+rehearsed.close()
+count = compiler.knobs.compilation.listener.count
+print("found " + json.dumps({"made": made, "kernels": kernels, "told": told, "count": count}))
+"""
+
+
+def run(cache, how="forked", **variables):
+    given = {**os.environ, "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0", **variables}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, how], env=given, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (line,) = [each for each in done.stdout.splitlines() if each.startswith("found ")]
+    return json.loads(line.removeprefix("found "))
+
+
+def test_what_processes_compile_this_one_only_loads(tmp_path):
+    first = run(tmp_path)
+    assert list(tmp_path.glob("*/trust_kernel.cubin")), "the cache is filled"
+    assert first == {"made": [], "kernels": 2, "told": [], "count": 2}, "compiled elsewhere, loaded and told here"
+    again = run(tmp_path)
+    assert again == {"made": [], "kernels": 2, "told": [], "count": 0}, "a later start finds all of it"
+
+
+def test_what_a_killed_process_leaves_is_compiled_here(tmp_path):
+    found = run(tmp_path, "killed")
+    assert found == {"made": ["trust_kernel"] * 2, "kernels": 2, "told": [], "count": 2}
+
+
+def test_what_cannot_be_compiled_is_told_once(tmp_path):
+    found = run(tmp_path, "broken")
+    assert (found["kernels"], len(found["told"])) == (0, 2), f"once for each of two: {found}"
+    assert all("no such register" in text for text in found["told"])
+
+
+def test_without_a_cache_threads_compile(tmp_path):
+    found = run(tmp_path, "usual", TRITON_ALWAYS_COMPILE="1")
+    assert found == {"made": ["trust_kernel"] * 2, "kernels": 2, "told": [], "count": 2}
+
+
+@pytest.mark.parametrize(
+    ("cores", "variables", "expected"),
+    [
+        (16, {}, 15),
+        (64, {}, 16),
+        (64, {"LOCAL_WORLD_SIZE": "8"}, 7),
+        (16, {"LOCAL_WORLD_SIZE": "8"}, 0),
+        (2, {}, 0),
+        (16, {"TRITON_ALWAYS_COMPILE": "1"}, 0),
+        (16, {"TRITON_CACHE_MANAGER": "triton.runtime.cache:RemoteCacheManager"}, 0),
+    ],
+)
+def test_as_many_processes_as_a_rank_has_cores(monkeypatch, cores, variables, expected):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert workers() == expected
