@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,8 +13,11 @@ from torch.optim import Optimizer
 from deepspeed import comm
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.load import load
+from deepspeed.config.read import read
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
+from deepspeed.ops.rehearsal import compiles
+from deepspeed.ops.triton_loading import load_triton
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
@@ -51,12 +54,16 @@ def initialize(
     `optimizer` (or a callable that makes one from parameters) takes precedence over the config's, and so does an
     `lr_scheduler` (or a callable that makes one from the optimizer).
     """
+    if model is None:
+        raise UsageError("deepspeed.initialize needs a model: pass model=...")
+    source = _config_source(args, config, config_params)
+    if _wants_kernels(source) and compiles():
+        load_triton()  # beside the imports that follow
+
     from deepspeed._assemble import Request, assemble
     from deepspeed.tensor_parallel.model_init import with_asked
 
-    if model is None:
-        raise UsageError("deepspeed.initialize needs a model: pass model=...")
-    source = with_asked(model, _config_source(args, config, config_params))
+    source = with_asked(model, source)
     _check_local_rank(args)
     comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     source, mpu = _pipeline_grid(model, mpu, mesh_param, source)
@@ -112,6 +119,15 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
             "--deepspeed_config FILE and pass args"
         )
     return source
+
+
+def _wants_kernels(source: Any) -> bool:
+    """Whether a config asks for kernels of Triton; of one that can be read only once nothing is known yet."""
+    if not isinstance(source, Mapping) and not (isinstance(source, (str, os.PathLike)) and os.path.isfile(source)):
+        return False
+    raw, _ = read(source)
+    sections = [raw.get(name) for name in ("fused_kernels", "fp8")]
+    return any(isinstance(section, dict) and section.get("enabled") is True for section in sections)
 
 
 def _check_local_rank(args: Any) -> None:
