@@ -1,26 +1,32 @@
 """Fused kernels of models and optimizers on one CUDA device: time, and bytes per second against a copy.
 
     python -m benchmarks.gpu_kernels            # forward and backward of each, beside torch's
+    python -m benchmarks.gpu_kernels --sweep    # updates with programs of other shapes: elements/warps, * as it is
 
 Bytes are those that have to move at least: what is read and written once.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-__all__ = ["main"]
+__all__ = ["SIZES", "Update", "main", "sweep"]
 
 TOKENS, WIDTH, INNER, HEADS, KV_HEADS, HEAD, CLASSES = 16384, 2048, 8192, 32, 8, 64, 32000
 SIDE = 8192
 GB = 1e9
 BUSY = 2_000_000  # cycles, a millisecond
+BLOCKS, WARPS = (512, 1024, 2048, 4096), (4, 8)
+SWEPT = 8  # times that each is run
 
 
 def seconds(run: Callable[[], Any], repeat: int = 20) -> float:
@@ -73,6 +79,10 @@ def main() -> int:
     a, b = (torch.empty(2**30, dtype=torch.uint8, device="cuda") for _ in range(2))
     copy = 2 * a.numel() / seconds(lambda: b.copy_(a))
     print(f"copy: {copy / GB:.0f} GB/s")
+    if "--sweep" in sys.argv[1:]:
+        for line in sweep(itertools.chain(_updates(), _coded_updates()), copy, partial(seconds, repeat=SWEPT)):
+            print(line, flush=True)
+        return 0
     _product_lines()
     x, w, bias = numbers(TOKENS, WIDTH, grad=True), numbers(WIDTH, grad=True), numbers(WIDTH, grad=True)
     size = x.numel() * 2
@@ -105,8 +115,8 @@ def main() -> int:
     mine = both(lambda: rotary(q, k, cos, sin), [q, k])
     print(row("rotary", mine, both(lambda: rotary_reference(q, k, cos, sin), [q, k]), (2 * size, 2 * size), copy))
     _loss_lines()
-    _update_lines(copy)
-    _code_lines(copy)
+    _update_lines(_updates(), copy)
+    _update_lines(_coded_updates(), copy)
     return 0
 
 
@@ -154,12 +164,26 @@ def _zeros(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.zeros(size, device="cuda", dtype=dtype) for size in SIZES]
 
 
-def _line(name: str, run: Callable[[], Any], nbytes: float, copy: float, more: str = "") -> None:
-    took, moved = seconds(run), sum(SIZES) * nbytes
-    print(f"{name:14} {1e3 * took:7.3f} ms {moved / took / GB:6.0f} GB/s {moved / took / copy:4.0%}{more}")
+class Update(NamedTuple):
+    """An update over all `SIZES`, the bytes that it moves per element, and what the kernel calls its rules."""
+
+    name: str
+    run: Callable[[], Any]
+    nbytes: float
+    rules: Sequence[str] = ()
+    coded: bool = False
+    more: str = ""
 
 
-def _update_lines(copy: float) -> None:
+def _update_lines(updates: Iterable[Update], copy: float) -> None:
+    for each in updates:
+        took, moved = seconds(each.run), sum(SIZES) * each.nbytes
+        print(
+            f"{each.name:14} {1e3 * took:7.3f} ms {moved / took / GB:6.0f} GB/s {moved / took / copy:4.0%}{each.more}"
+        )
+
+
+def _updates() -> Iterator[Update]:
     """Updates of an optimizer: fp32 masters, bf16 gradients in, bf16 weights out."""
     from deepspeed.ops.adam.one_pass import ONE_PASS as ADAM
     from deepspeed.ops.adam.rule import AdamRule
@@ -176,7 +200,7 @@ def _update_lines(copy: float) -> None:
     first, second = _zeros(), _zeros()
     given = Conditions(torch.ones((), device="cuda"), torch.zeros((), device="cuda"))
     two, one = (Batch(3, moments, params, grads, outs=outs) for moments in ((first, second), (first,)))
-    _line("adam triton", lambda: ADAM.triton(two, AdamRule(1e-4), given), 28, copy)
+    yield Update("adam triton", lambda: ADAM.triton(two, AdamRule(1e-4), given), 28, ["adam"])
     wide = _zeros()
 
     def fused() -> None:
@@ -184,17 +208,18 @@ def _update_lines(copy: float) -> None:
         op("adam")(params, wide, first, second, 3, AdamRule(1e-4))
         torch._foreach_copy_(outs, params)
 
-    _line("adam torch", fused, 28, copy, ", with its casts")
-    _line("lion triton", lambda: LION.triton(one, LionRule(1e-4), given), 20, copy)
+    yield Update("adam torch", fused, 28, more=", with its casts")
+    yield Update("lion triton", lambda: LION.triton(one, LionRule(1e-4), given), 20, ["lion"])
     # weights and both moments are read twice, since norms of whole tensors are between
-    _line("lamb triton", lambda: LAMB.triton(two, LambRule(1e-4), given), 40, copy, ", two passes")
+    lamb = ["lamb_moments", "lamb_apply"]
+    yield Update("lamb triton", lambda: LAMB.triton(two, LambRule(1e-4), given), 40, lamb, more=", two passes")
     momenta = Momenta(params, grads, first, list(outs), conditions=given)
     rule = MomentumRule(0.95, lr=1e-3)
-    _line("muon direction", lambda: directions_triton(momenta, rule, wide), 10, copy)
-    _line("muon apply", lambda: apply_triton(momenta, rule, wide), 24, copy)
+    yield Update("muon direction", lambda: directions_triton(momenta, rule, wide), 10, ["muon_direction"])
+    yield Update("muon apply", lambda: apply_triton(momenta, rule, wide), 24, ["muon_apply"])
 
 
-def _code_lines(copy: float) -> None:
+def _coded_updates() -> Iterator[Update]:
     """The same with moments in 8 bits."""
     from deepspeed.ops.adam.one_pass import ONE_PASS as ADAM
     from deepspeed.ops.adam.rule import AdamRule
@@ -204,14 +229,31 @@ def _code_lines(copy: float) -> None:
     from deepspeed.ops.optimizer import Batch
 
     params, grads, outs = _zeros(), _zeros(torch.bfloat16), _zeros(torch.bfloat16)
-    for name, update, made, count in (
-        ("adam 8 bits", ADAM, AdamRule(1e-4), 2),
-        ("lion 8 bits", LION, LionRule(1e-4), 1),
-    ):
+    for name, update, made, count in (("adam", ADAM, AdamRule(1e-4), 2), ("lion", LION, LionRule(1e-4), 1)):
         codes = tuple(_zeros(torch.uint8) for _ in range(count))
         scales = tuple([torch.zeros(blocks(size), device="cuda") for size in SIZES] for _ in range(count))
         batch = Batch(3, codes, params, grads, outs=outs, scales=scales)
-        _line(name, lambda b=batch, u=update, r=made: u.triton(b, r), 12 + count * (2 + 8 / 256), copy)
+        nbytes = 12 + count * (2 + 8 / 256)
+        yield Update(f"{name} 8 bits", partial(update.triton, batch, made), nbytes, [name], coded=True)
+
+
+def sweep(updates: Iterable[Update], copy: float, time: Callable[[Callable[[], Any]], float]) -> Iterator[str]:
+    """A line for every update: its share of `copy` (bytes per second) with programs of every shape, the best first."""
+    from deepspeed.ops.kernels.many import SHAPES, Shape
+
+    for each in updates:
+        if not each.rules:
+            continue
+        found = []
+        for block, warps in itertools.product(BLOCKS, WARPS):
+            with patch.dict(SHAPES, {(rule, each.coded): Shape(block, warps) for rule in each.rules}):
+                found.append((sum(SIZES) * each.nbytes / time(each.run) / copy, block, warps))
+        now = SHAPES[each.rules[0], each.coded]
+        shares = "  ".join(
+            f"{block}/{warps}{'*' if (block, warps) == (now.block, now.warps) else ''} {share:.1%}"
+            for share, block, warps in sorted(found, reverse=True)
+        )
+        yield f"{each.name:14} {shares}"
 
 
 if __name__ == "__main__":

@@ -16,11 +16,8 @@ from deepspeed.ops.kernels.update import trust_kernel, update_kernel
 from deepspeed.ops.optimizer import Batch
 from deepspeed.ops.rehearsal import launch as launch_kernel
 
-__all__ = ["Columns", "Launch", "launch", "programs_of", "trust_ratios"]
+__all__ = ["SHAPES", "Columns", "Launch", "Shape", "launch", "programs_of", "trust_ratios"]
 
-_BLOCK = 512
-_CODED_BLOCK = 1024
-_WARPS = 8
 _ALIGNED = 16
 _NUMBERS = 8
 _PARTIALS = 1024
@@ -31,6 +28,34 @@ _TYPES = {
     torch.float16: tl.float16,
     torch.uint8: tl.uint8,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a program: how many elements it updates, with how many warps."""
+
+    block: int
+    warps: int
+
+
+SHAPES = {
+    ("adam", False): Shape(512, 8),
+    ("adam", True): Shape(1024, 8),
+    ("lion", False): Shape(512, 8),
+    ("lion", True): Shape(1024, 8),
+    ("lamb_moments", False): Shape(512, 8),
+    ("lamb_moments", True): Shape(1024, 8),
+    ("lamb_apply", False): Shape(512, 8),
+    ("lamb_apply", True): Shape(1024, 8),
+    ("muon_direction", False): Shape(512, 8),
+    ("muon_direction", True): Shape(1024, 8),
+    ("muon_apply", False): Shape(512, 8),
+    ("muon_apply", True): Shape(1024, 8),
+}
+"""By rule and whether moments are 8-bit codes, which have a scale for every `SHARE` elements of a block.
+
+`python -m benchmarks.gpu_kernels --sweep` tries others.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +104,8 @@ def launch(columns: Columns, call: Launch) -> None:
     pointers = [tensor.data_ptr() for row in zip(*lists, strict=True) for tensor in row]
     table = _sent(torch.tensor(pointers, dtype=torch.int64), device)
     coded = bool(columns.scales)
-    block = _block(coded)
-    owners, places = _programs(tuple(param.numel() for param in columns.params), block, device)
+    shape = SHAPES[call.rule, coded]
+    owners, places = _programs(tuple(param.numel() for param in columns.params), shape.block, device)
     anything = columns.params[0]  # where there are no conditions nothing is read
     given = call.conditions
     types = [_TYPES[tensors[0].dtype] for tensors in lists]
@@ -91,24 +116,22 @@ def launch(columns: Columns, call: Launch) -> None:
         *[*call.numbers, *[0.0] * _NUMBERS][:_NUMBERS],
         RULE=call.rule, PARAM=types[0], GRAD=types[1], FIRST=types[2], SECOND=types[3], OUT=types[4],
         HAS_OUT=bool(columns.outs), CODED=coded, CONDITIONS=given is not None, SHARE=SHARE,
-        ALIGNED=all(pointer % _ALIGNED == 0 for pointer in pointers), BLOCK=block, num_warps=_WARPS,
+        ALIGNED=all(pointer % _ALIGNED == 0 for pointer in pointers), BLOCK=shape.block, num_warps=shape.warps,
     )  # fmt: skip
 
 
-def _block(coded: bool) -> int:
-    """Elements of a program."""
-    return _CODED_BLOCK if coded else _BLOCK
-
-
-def programs_of(columns: Columns) -> int:
-    """How many programs update these."""
-    block = _block(bool(columns.scales))
+def programs_of(columns: Columns, rule: str) -> int:
+    """How many programs of a rule update these."""
+    block = SHAPES[rule, bool(columns.scales)].block
     return sum(-(-param.numel() // block) for param in columns.params)
 
 
 def trust_ratios(columns: Columns, partial: Tensor, low: float, high: float) -> Tensor:
-    """LAMB's coefficients, one for each tensor, of sums of squares [programs, 2] of weights and of updates."""
-    params, block = columns.params, _block(bool(columns.scales))
+    """LAMB's coefficients, one for each tensor, of sums of squares [programs, 2] of weights and of updates.
+
+    The programs are those of the rule "lamb_moments", which left the sums.
+    """
+    params, block = columns.params, SHAPES["lamb_moments", bool(columns.scales)].block
     _, places = _programs(tuple(param.numel() for param in params), block, params[0].device)
     found = torch.empty(len(params), device=params[0].device)
     launch_kernel(trust_kernel, (len(params),), partial, places, found, low, high, BLOCK=block, WIDTH=_PARTIALS)
