@@ -116,8 +116,13 @@ def launch(columns: Columns, call: Launch) -> None:
         *[*call.numbers, *[0.0] * _NUMBERS][:_NUMBERS],
         RULE=call.rule, PARAM=types[0], GRAD=types[1], FIRST=types[2], SECOND=types[3], OUT=types[4],
         HAS_OUT=bool(columns.outs), CODED=coded, CONDITIONS=given is not None, SHARE=SHARE,
-        ALIGNED=all(pointer % _ALIGNED == 0 for pointer in pointers), BLOCK=shape.block, num_warps=shape.warps,
+        ALIGNED=_aligned(pointers, columns.params), BLOCK=shape.block, num_warps=shape.warps,
     )  # fmt: skip
+
+
+def _aligned(pointers: Sequence[int], params: Sequence[Tensor]) -> bool:
+    """Whether whole vectors are all there is."""
+    return all(number % _ALIGNED == 0 for number in (*pointers, *(param.numel() for param in params)))
 
 
 def programs_of(columns: Columns, rule: str) -> int:

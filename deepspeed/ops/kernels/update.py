@@ -23,6 +23,14 @@ def _pointer(row, column, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
+def _size(places, tensor, ALIGNED: tl.constexpr):
+    found = tl.load(places + 2 * tensor + 1)
+    if ALIGNED:  # as addresses are: what is inside ends with a whole vector, otherwise elements are moved one by one
+        found = tl.multiple_of(found, 16)
+    return found
+
+
+@triton.jit
 def _read(row, column, at, inside, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
     return tl.load(_pointer(row, column, TYPE, ALIGNED) + at, mask=inside, other=0.0).to(tl.float32)
 
@@ -88,7 +96,7 @@ def update_kernel(
     number = tl.program_id(0)
     tensor = tl.load(owners + number)
     start = (number - tl.load(places + 2 * tensor)) * BLOCK
-    size = tl.load(places + 2 * tensor + 1)
+    size = _size(places, tensor, ALIGNED)
     row, scale = table + 7 * tensor, factor
     if CONDITIONS:
         if tl.load(skip_ptr) != 0.0:

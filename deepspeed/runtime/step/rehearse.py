@@ -30,7 +30,8 @@ def scenes_of(optimizer: Optimizer, states: States, accumulate: torch.dtype) -> 
     if states.away or not states.in_place or not in_one_pass(optimizer, states.device):
         return
     for group in states.groups:
-        for piece in group.pieces[:1]:
+        # one whose size is no multiple of 16 decides for all that a kernel updates together
+        for piece in sorted(group.pieces, key=lambda each: each.master.numel() % 16 == 0)[:1]:
             grad = piece.param.dtype if isinstance(group, WholeGroup) else accumulate
             place = next(at for at, options in enumerate(optimizer.param_groups) if options is group.options)
             yield partial(_step, optimizer, place, piece, grad)
