@@ -91,10 +91,11 @@ class Keys(DeepSpeedConfigModel):
     gradient_clipping: Annotated[float, BeforeValidator(not_boolean), AfterValidator(_largest_norm)] = Field(
         1.0, description="Largest global L2 norm of the gradients; larger ones are scaled down, 0 is off."
     )
-    nonfinite_gradients: Annotated[Literal["skip", "stop"], Lower] = Field(
+    nonfinite_gradients: Annotated[Literal["skip", "stop", "ignore"], Lower] = Field(
         "skip",
-        description="Whether a step with inf or NaN gradients is skipped and told, or stops all ranks with an error; "
-        "what a dynamic loss scale answers to is always skipped.",
+        description="Whether a step with inf or NaN gradients is skipped and told ('skip'), stops all ranks with an "
+        "error ('stop'), or is taken as any other, so that no update waits for a check ('ignore'); what a dynamic loss "
+        "scale answers to is always skipped.",
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], Lower] = Field(
         "mean", description="Whether gradients are averaged or summed over the data-parallel ranks."

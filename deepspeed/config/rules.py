@@ -96,6 +96,19 @@ def clipping_needs_the_norm(config: Keys) -> None:
         )
 
 
+def one_answer_to_nonfinite_gradients(config: Keys) -> None:
+    answer, bf16, autocast = config.nonfinite_gradients, config.bf16, config.torch_autocast
+    asked = "check_grad_overflow" in bf16.model_fields_set
+    if answer == "ignore" and (config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")):
+        _refuse("nonfinite_gradients", "'ignore' is not for fp16, whose loss scale answers to them; remove it")
+    if answer == "ignore" and bf16.enabled and asked and bf16.check_grad_overflow:
+        _refuse("nonfinite_gradients, bf16.check_grad_overflow", "'ignore' and true exclude each other; keep one")
+    if answer == "stop" and bf16.enabled and not bf16.check_grad_overflow:
+        _refuse(
+            "nonfinite_gradients, bf16.check_grad_overflow", "'stop' needs the check, which is false; set it to true"
+        )
+
+
 def sum_of_gradients(config: Keys) -> None:
     if config.gradient_allreduce_op != "sum":
         return
@@ -301,6 +314,7 @@ RULES: tuple[Callable[[Keys], None], ...] = (
     parameters_have_the_expected_dtype,
     autocast_without_quantized_weights,
     clipping_needs_the_norm,
+    one_answer_to_nonfinite_gradients,
     sum_of_gradients,
     scaling_before_reduction,
     unmanaged_accumulation,

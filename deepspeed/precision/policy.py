@@ -73,7 +73,7 @@ class Precision:
             reduce=_reduce_dtype(schema, param, sequence_size),
             state=torch.bfloat16 if bf16.enabled and bf16.bf16_optimizer_states else torch.float32,
             autocast=autocast,
-            check_overflow=_computes_in_fp16(param, autocast) or not bf16.enabled or bf16.check_grad_overflow,
+            check_overflow=_computes_in_fp16(param, autocast) or _checks(schema),
             inputs=torch.float16 if fp16.enabled and fp16.auto_cast else None,
             reduce_given=schema.communication_data_type is not None,
             buffers=BufferRule(
@@ -158,6 +158,11 @@ def make_scale(schema: Schema, precision: Precision | None = None) -> LossScale:
 
 def _computes_in_fp16(param: torch.dtype, autocast: AutocastPolicy | None) -> bool:
     return param == torch.float16 or (autocast is not None and autocast.dtype == torch.float16)
+
+
+def _checks(schema: Schema) -> bool:
+    """Whether gradients are looked at where nothing is scaled."""
+    return schema.nonfinite_gradients != "ignore" and (not schema.bf16.enabled or schema.bf16.check_grad_overflow)
 
 
 def _reduce_dtype(schema: Schema, param: torch.dtype, sequence_size: int) -> torch.dtype:

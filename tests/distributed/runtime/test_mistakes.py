@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import signal
 from types import SimpleNamespace
@@ -109,6 +110,18 @@ def _stops(stage):
         train(engine, factor=float("nan"))
     torch.testing.assert_close(whole(engine), before, rtol=0, atol=0)
     train(engine)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@ranks(2)
+def test_nan_gradients_are_taken_where_asked(stage):
+    engine = build(stage, nonfinite_gradients="ignore")
+    with Told() as lines:
+        train(engine, factor=float("nan") if dist.get_rank() else 1.0)
+    assert (engine.skipped_steps, engine.was_step_applied()) == (0, True)
+    assert not said(lines, "skipped")
+    assert all(bool(value.isnan().all()) for value in whole(engine).values())
+    assert math.isnan(engine.get_global_grad_norm())
 
 
 # ---- another optimizer, another learning rate

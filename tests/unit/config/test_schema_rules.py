@@ -82,6 +82,30 @@ CASES = [
         {"gradient_clipping": 0, **zero(2, compute_grad_norm=False)},
     ),
     (
+        "one_answer_to_nonfinite_gradients",
+        {"nonfinite_gradients": "ignore", "fp16": ON},
+        "nonfinite_gradients: 'ignore' is not for fp16",
+        {"nonfinite_gradients": "ignore", "bf16": ON},
+    ),
+    (
+        "one_answer_to_nonfinite_gradients",
+        {"nonfinite_gradients": "ignore", "torch_autocast": {**ON, "dtype": "fp16"}},
+        "nonfinite_gradients: 'ignore' is not for fp16",
+        {"nonfinite_gradients": "ignore", "torch_autocast": {**ON, "dtype": "bf16"}},
+    ),
+    (
+        "one_answer_to_nonfinite_gradients",
+        {"nonfinite_gradients": "ignore", "bf16": {**ON, "check_grad_overflow": True}},
+        "nonfinite_gradients, bf16.check_grad_overflow: 'ignore' and true",
+        {"nonfinite_gradients": "skip", "bf16": {**ON, "check_grad_overflow": True}},
+    ),
+    (
+        "one_answer_to_nonfinite_gradients",
+        {"nonfinite_gradients": "stop", "bf16": {**ON, "check_grad_overflow": False}},
+        "nonfinite_gradients, bf16.check_grad_overflow: 'stop' needs the check",
+        {"nonfinite_gradients": "ignore", "bf16": {**ON, "check_grad_overflow": False}},
+    ),
+    (
         "sum_of_gradients",
         {"gradient_allreduce_op": "sum", "compile": {"deepcompile": True}, **zero(3)},
         'gradient_allreduce_op: "sum" does not work with zero_optimization.stage 3, compile.deepcompile',
