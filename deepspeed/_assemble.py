@@ -99,7 +99,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     local_rank, device = rank_device()
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
-    rehearsal = _rehearsal(device, precision, stack)
+    rehearsal = _rehearsal(device, request.config, precision, stack)
     fuse(schema, module, stack, rehearsal, precision.param)
     spills = parameters_leave(schema, module, precision, layout["dp", "sp"])
     remote = schema.zero_optimization.offloads_parameters or spills
@@ -159,9 +159,12 @@ def _experts(request: Request, layout: ParallelLayout, stack: ExitStack) -> Spre
     return experts
 
 
-def _rehearsal(device: torch.device, precision: Precision, stack: ExitStack) -> Rehearsal | None:
-    """Threads that compile kernels while the engine is put together; autocast decides on dtypes too late for that."""
-    made = None if precision.autocast is not None else Rehearsal.on(device)
+def _rehearsal(
+    device: torch.device, config: DeepSpeedConfig, precision: Precision, stack: ExitStack
+) -> Rehearsal | None:
+    """What compiles kernels while the engine is put together; autocast decides on dtypes too late for that."""
+    processes = config.schema.fused_kernels.compile_processes
+    made = None if precision.autocast is not None else Rehearsal.on(device, processes)
     if made is not None:
         stack.callback(made.close)
     return made

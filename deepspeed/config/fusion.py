@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from .model import Section
+from .model import Count, Section
 from .values import Patterns
 
 __all__ = ["FusedKernelsConfig"]
@@ -25,3 +25,8 @@ class FusedKernelsConfig(Section):
         True, description="The last projection of causal language models with its loss; logits are never whole."
     )
     exclude: Patterns = Field([], description="Regular expressions, matched from the start of module names to leave.")
+    compile_processes: Count = Field(
+        0,
+        description="How many processes beside each rank may compile kernels ahead, at most one for each further core; "
+        "0 lets threads of the rank do it.",
+    )

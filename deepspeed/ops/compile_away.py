@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 from deepspeed.log import logger
@@ -17,16 +18,17 @@ __all__ = ["Missing", "cached_only", "compile_away", "workers"]
 Compile = Callable[[], Any]
 """Lets Triton compile a kernel, and returns it."""
 
-_MOST = 16
 _TOO_FEW_CORES = 3
+_TOO_MUCH_MEMORY = 16 << 30
+"""A fork takes time for all of it, and what is written while the other process lives is there twice."""
 
 
 class Missing(Exception):
     """A kernel is not in Triton's cache."""
 
 
-def workers() -> int:
-    """How many processes of this rank may compile; 0 where it compiles in its own threads.
+def workers(most: int) -> int:
+    """How many processes of this rank may compile, `most` at most; 0 where it compiles in its own threads.
 
     With two cores nothing is gained, and without Triton's usual cache there is no way for kernels to come back.
     """
@@ -37,7 +39,13 @@ def workers() -> int:
     if settings.always_compile or settings.override or settings.dump_ir:
         return 0
     cores = len(os.sched_getaffinity(0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return 0 if cores < _TOO_FEW_CORES else min(cores - 1, _MOST)
+    return 0 if cores < _TOO_FEW_CORES or _memory() > _TOO_MUCH_MEMORY else min(cores - 1, most)
+
+
+def _memory() -> int:
+    """Bytes that this process has to itself."""
+    facts = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    return int(facts["RssAnon"].split()[0]) << 10
 
 
 @contextmanager

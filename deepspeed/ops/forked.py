@@ -29,7 +29,7 @@ __all__ = ["CAN_FORK", "forked"]
 
 CAN_FORK = sys.platform == "linux"
 
-_SILENT_S = 120.0
+_SILENT_S = 30.0
 """No piece takes so long: who says nothing until then waits for a lock that nobody holds any more."""
 _LOOK_S = 0.2
 _PIECE = struct.Struct("=H")

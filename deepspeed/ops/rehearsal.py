@@ -3,9 +3,9 @@
 [Note: rehearsals] A launch tells what Triton compiles: dtypes, constants that follow from shapes, which numbers are
 multiples of 16. So that there is no second list of this, the code that launches is run ahead with tensors that have no
 memory (device "meta"); launches then only note what they would launch. What Triton's cache has of it is loaded, the
-rest is compiled by processes beside this one where there are cores for that, otherwise by threads, which take turns at
-Python's lock with the main thread. A launch that comes in the meantime waits for its kernel instead of compiling it
-once more. A guess that was wrong has cost somebody else some time.
+rest is compiled by threads, which take turns at Python's lock with the main thread, or by processes beside this one
+where they are asked for and there are cores for them. A launch that comes in the meantime waits for its kernel instead
+of compiling it once more. A guess that was wrong has cost somebody else some time.
 """
 
 from __future__ import annotations
@@ -124,18 +124,19 @@ def forth_and_back(compute: Callable[..., Any], *shapes: Sequence[int], dtype: t
 class Rehearsal:
     """What compiles ahead for one engine; whatever fails in it is told, and then happens where it is needed."""
 
-    def __init__(self, device: torch.device, processes: Callable[[], int] = workers) -> None:
+    def __init__(self, device: torch.device, processes: int = 0) -> None:
+        """At most so many `processes` beside this one compile; without any, threads do."""
         self._device = device
-        self._processes = processes
+        self._most = processes
         self._pool: ThreadPoolExecutor | None = None
         self._known: set[tuple[Any, ...]] = set()
         self._loaded: Future[None] | None = None
         self._stopped = threading.Event()
 
     @classmethod
-    def on(cls, device: torch.device) -> Rehearsal | None:
+    def on(cls, device: torch.device, processes: int = 0) -> Rehearsal | None:
         """For a device; None where Triton compiles nothing."""
-        return cls(device) if device.type == "cuda" and compiles() else None
+        return cls(device, processes) if device.type == "cuda" and compiles() else None
 
     def begin(self) -> None:
         """Let threads load Triton's compiler."""
@@ -160,7 +161,7 @@ class Rehearsal:
         calls = self._noted(scenes)
         if self._loaded is not None:
             wait([self._loaded])
-        count = self._tried(self._processes) if calls else 0
+        count = self._tried(workers, self._most) if calls and self._most else 0
         if count:
             self._submit_away(calls, count)
             return

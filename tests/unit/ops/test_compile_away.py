@@ -13,6 +13,7 @@ import sys
 
 import pytest
 
+from deepspeed.ops import compile_away
 from deepspeed.ops.compile_away import workers
 from deepspeed.ops.forked import CAN_FORK
 
@@ -67,8 +68,9 @@ def scene(dtype, width):
     rehearsal.launch(trust_kernel, (1,), partial, places, found, 0.1, 10.0, BLOCK=512, WIDTH=width)
 
 scenes = [lambda: scene(torch.float32, 64), lambda: scene(torch.float32, 128)]
-processes = rehearsal.workers if how == "usual" else lambda: 2
-rehearsed = rehearsal.Rehearsal(torch.device("cpu"), processes)
+if how != "usual":
+    rehearsal.workers = lambda most: most
+rehearsed = rehearsal.Rehearsal(torch.device("cpu"), 0 if how == "threads" else 2)
 rehearsed.add(scenes)
 while rehearsal._BOARD.open:
     wait(list(rehearsal._BOARD.open))
@@ -108,6 +110,10 @@ def test_what_cannot_be_compiled_is_told_once(tmp_path):
     assert all("no such register" in text for text in found["told"])
 
 
+def test_threads_compile_where_no_process_is_asked_for(tmp_path):
+    assert run(tmp_path, "threads") == {"made": ["trust_kernel"] * 2, "kernels": 2, "told": [], "count": 2}
+
+
 def test_without_a_cache_threads_compile(tmp_path):
     found = run(tmp_path, "usual", TRITON_ALWAYS_COMPILE="1")
     assert found == {"made": ["trust_kernel"] * 2, "kernels": 2, "told": [], "count": 2}
@@ -117,7 +123,7 @@ def test_without_a_cache_threads_compile(tmp_path):
     ("cores", "variables", "expected"),
     [
         (16, {}, 15),
-        (64, {}, 16),
+        (64, {}, 20),
         (64, {"LOCAL_WORLD_SIZE": "8"}, 7),
         (16, {"LOCAL_WORLD_SIZE": "8"}, 0),
         (2, {}, 0),
@@ -130,4 +136,13 @@ def test_as_many_processes_as_a_rank_has_cores(monkeypatch, cores, variables, ex
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    assert workers() == expected
+    assert workers(20) == expected
+    assert workers(4) == min(expected, 4)
+
+
+def test_a_process_with_much_memory_is_not_copied(monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    assert workers(4) == 4
+    monkeypatch.setattr(compile_away, "_TOO_MUCH_MEMORY", 1 << 20)
+    assert workers(4) == 0

@@ -130,7 +130,7 @@ def threads(monkeypatch):
     loaded = Future()
     loaded.set_result(None)
     monkeypatch.setattr(rehearsal, "load_triton", lambda: loaded)
-    made = Rehearsal(torch.device("cpu"), processes=lambda: 0)
+    made = Rehearsal(torch.device("cpu"))
     yield made
     made.close()
 
