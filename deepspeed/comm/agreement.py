@@ -2,7 +2,8 @@
 
 A backend's own all-gather or all-reduce of host tensors is a ring: as many hops one after the other as there are ranks.
 Here the messages of one round go out side by side, and after each round a rank knows `RADIX` times as many numbers, so
-that 1,024 ranks need 5 rounds and 16,384 need 7.
+that 1,024 ranks need 5 rounds and 16,384 need 7. A `FEW` ranks tell the last of them, which tells all: that takes two
+rounds, but two messages for each rank where all would send to all, and such ranks often share cores.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.operations import Operation
 from deepspeed.comm.pending import AllOf, Pending
 
-__all__ = ["RADIX", "Message", "begin_to_gather_words", "gather_words", "rounds", "schedule", "unite"]
+__all__ = ["FEW", "RADIX", "Message", "begin_to_gather_words", "gather_words", "rounds", "schedule", "unite"]
 
 RADIX = 4
+FEW = 8
 
 Message = tuple[int, int]
 """(distance, rows): the rank that is so far behind gets the first so many rows, the one ahead sends as many."""
@@ -40,14 +42,50 @@ def schedule(size: int) -> Iterator[list[Message]]:
 
 def rounds(size: int) -> int:
     """Rounds of messages that an agreement of so many ranks takes, one after the other."""
-    return sum(1 for _ in schedule(size))
+    return 2 if _are_few(size) else sum(1 for _ in schedule(size))
 
 
-class _Gathering:
+def _are_few(size: int) -> bool:
+    """Two ranks send a message each at once."""
+    return 2 < size <= FEW
+
+
+class _Few:
+    """All tell the last rank, which tells all when it waits."""
+
+    def __init__(self, words: Tensor, group: Any) -> None:
+        self._group, self._rows = group, words.new_empty(group.size(), words.numel())
+        self._rows[group.rank()] = words
+        last = group.size() - 1
+        self._tells = group.rank() == last
+        if self._tells:
+            works = [group.recv([self._rows[rank]], rank, 0) for rank in range(last)]
+        else:
+            works = [group.recv([self._rows], last, 1), group.send([words], last, 0)]
+        self._works = AllOf(works, DEFAULT.limit)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._works.wait(timeout)
+        if self._tells:
+            self._tells = False
+            others = range(self._group.size() - 1)
+            AllOf([self._group.send([self._rows], rank, 1) for rank in others], DEFAULT.limit).wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return not self._tells and self._works.is_completed()
+
+    def found(self) -> Tensor:
+        """The numbers of all ranks, in their order."""
+        return self._rows
+
+
+class _Many:
     """The messages of the first round are under way; those of the others are sent by `wait`."""
 
-    def __init__(self, rows: Tensor, group: Any) -> None:
-        self._rows = rows
+    def __init__(self, words: Tensor, group: Any) -> None:
+        self._rows = words.new_empty(group.size(), words.numel())  # from this rank on
+        self._rows[0] = words
         self._group = group
         self._rounds = list(schedule(group.size()))
         self._works = self._begin(0)
@@ -69,9 +107,18 @@ class _Gathering:
     def is_completed(self) -> bool:
         return len(self._rounds) == 1 and self._works.is_completed()
 
+    def found(self) -> Tensor:
+        """The numbers of all ranks, in their order."""
+        return self._rows.roll(self._group.rank(), 0)
 
-def _gather(rows: Tensor, group: Any, async_op: bool) -> _Gathering | None:
-    gathering = _Gathering(rows, group)
+
+_Gathering = _Few | _Many
+
+
+def _gather(kept: list[_Gathering], words: Tensor, group: Any, async_op: bool) -> _Gathering | None:
+    """Begin, and wait unless `async_op`; who knows what was found is `kept`."""
+    gathering = _Few(words, group) if _are_few(group.size()) else _Many(words, group)
+    kept.append(gathering)
     if async_op:
         return gathering
     gathering.wait()
@@ -95,27 +142,21 @@ _UNITE = Operation("unite", _unite)
 
 def gather_words(words: Tensor, group: Any = None) -> Tensor:
     """[ranks, words]: the int64 `words` of every rank, in the order of the ranks; all ranks of the group call it."""
-    real: Any = td.group.WORLD if group is None else group
-    rows = _from_here_on(words, real)
-    if real.size() > 1:
-        _run(_GATHER, (rows, real, False), words, group, False, _LOG)
-    return rows.roll(real.rank(), 0)
+    return _begin(words, group, False).wait()
 
 
 def begin_to_gather_words(words: Tensor, group: Any = None) -> Pending[Tensor]:
-    """As `gather_words`, without waiting yet; until then ranks gather nothing else in this group."""
+    """As `gather_words`, without waiting yet; until all have waited ranks gather nothing else in this group."""
+    return _begin(words, group, True)
+
+
+def _begin(words: Tensor, group: Any, async_op: bool) -> Pending[Tensor]:
     real: Any = td.group.WORLD if group is None else group
-    rows, work = _from_here_on(words, real), None
-    if real.size() > 1:
-        work = _run(_GATHER, (rows, real, True), words, group, True, _LOG)
-    return Pending(rows, work, lambda rows: rows.roll(real.rank(), 0))
-
-
-def _from_here_on(words: Tensor, group: Any) -> Tensor:
-    """Space for the words of all ranks, from this one on."""
-    rows = words.new_empty(group.size(), words.numel())
-    rows[0] = words
-    return rows
+    if real.size() == 1:
+        return Pending(words.clone()[None])
+    kept: list[_Gathering] = []
+    work = _run(_GATHER, (kept, words, real, async_op), words, group, async_op, _LOG)
+    return Pending(words, work, lambda _: kept[0].found())
 
 
 def unite(mask: Tensor, group: Any = None) -> Tensor:

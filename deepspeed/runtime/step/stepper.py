@@ -85,7 +85,7 @@ class Stepper:
         ahead = not self.states.away and steps_ahead(self.optimizer, device)
         one_pass = (ahead and in_one_pass(self.optimizer, device)) or self._narrow_at_home(device)
         one_pass = one_pass and self.states.in_place
-        self.states.take_gradients(narrow=one_pass)
+        self.states.take_gradients(narrow=one_pass, measure=self.report_norm or self._judges or bool(self.states.away))
         before = self.scale.value
         take = self._step_ahead if ahead else self._step_behind
         norm, overflow = take(one_pass=one_pass)
@@ -106,6 +106,8 @@ class Stepper:
         The host goes on without it. The stream of a device waits for it here, which keeps nobody: so streams that are
         ordered behind the step see it.
         """
+        if not self.report_norm:
+            return Pending(None)
         begun, unit = self.states.norm, self.backward.unit
         if self.states.device.type != "cpu":
             return Pending(_times(begun.wait(), unit))

@@ -127,8 +127,8 @@ class States:
             group.adopt_edits()
 
     @torch.no_grad()
-    def take_gradients(self, *, narrow: bool = False) -> None:
-        """Hand the reduced gradients to what the optimizer updates, and measure them.
+    def take_gradients(self, *, narrow: bool = False, measure: bool = True) -> None:
+        """Hand the reduced gradients to what the optimizer updates, and `measure` them.
 
         `narrow`: the optimizer will update in one pass, and reads gradients in the dtype they have.
         """
@@ -143,7 +143,8 @@ class States:
                 group.hand_over(lines, narrow=narrow)
             filled.append((placement, list(lines.values())))
         self.drop_absent()
-        self._norms.begun(total_norm([self._line(*each) for each in filled], self._measure, self.device))
+        if measure:
+            self._norms.begun(total_norm([self._line(*each) for each in filled], self._measure, self.device))
 
     @property
     def in_place(self) -> bool:

@@ -17,7 +17,7 @@ from deepspeed.zero.agreement import Hosts
 from tests.harness import ranks, store_path
 
 
-@ranks(1, 2, 3, 5)
+@ranks(1, 2, 3, 5, 9)
 def test_words_and_unions():
     rank, world = dist.get_rank(), dist.get_world_size()
     for turn in range(3):

@@ -62,7 +62,7 @@ def test_shards_over_a_part_of_the_ranks_and_copies_over_the_rest(accumulation):
             states.take_gradients()
             sum(plain(batch).square().mean() for batch in batches.flatten(0, 1)).div(4 * accumulation).backward()
             norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-            torch.testing.assert_close(states.measure(), norm, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(states.norm.wait(), norm, rtol=1e-5, atol=1e-6)
             states.update(optimizer)
             states.publish()
             states.zero_grad()
