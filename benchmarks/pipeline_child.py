@@ -71,8 +71,9 @@ def with_deepspeed(case: dict, layers: list) -> list[float]:
         "gradient_clipping": 0.0,  # as torch's step, which measures no gradients
         "steps_per_print": 10**9,
     }
-    if case["library"] != "deepspeed":
-        config["nonfinite_gradients"] = "ignore"  # as the others, which look at no gradient
+    if case["library"] != "deepspeed":  # as the others, which neither look at gradients nor measure them
+        config["nonfinite_gradients"] = "ignore"
+        config["zero_optimization"] = {"stage": 1, "compute_grad_norm": False}
     engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)
     data = batches(case["micro_batches"], case["width"])
     return timed(lambda: engine.train_batch(data), case["steps"])

@@ -1,8 +1,8 @@
-"""The three collectives that training lives on, without the parts of torch's functions that a plain call does not need.
+"""The operations that training lives on, without the parts of torch's functions that a plain call does not need.
 
 torch's own functions check again what the backend checks, and build their arguments from scratch; for small tensors
 that costs more than this package's recorder. What is out of the ordinary (a subclass, a mode, complex numbers, a batch
-being coalesced) goes to them.
+being coalesced, a rank of another group) goes to them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as td
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["all_reduce", "gather_single", "scatter_single"]
+__all__ = ["all_reduce", "gather_single", "receiving", "scatter_single", "sending"]
 
 _GATHER = "all_gather_single" if hasattr(td.ProcessGroup, "all_gather_single") else "_allgather_base"
 _SCATTER = "reduce_scatter_single" if hasattr(td.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
@@ -106,6 +106,28 @@ def all_reduce(otherwise: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return reduce
+
+
+def sending(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`isend(tensor, dst, group, tag)`; `otherwise` is torch's own."""
+    return _message(td.ProcessGroup.send, otherwise)
+
+
+def receiving(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`irecv(tensor, src, group, tag)`; `otherwise` is torch's own."""
+    return _message(td.ProcessGroup.recv, otherwise)
+
+
+def _message(begin: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    def message(tensor: Tensor, peer: int | None, group: Any = None, tag: int = 0) -> Any:
+        real = td.GroupMember.WORLD if group is None else group
+        if not _is_plain(tensor, tensor) or type(real) is not td.ProcessGroup:
+            return otherwise(tensor, peer, group, tag)
+        places: dict[int | None, int] = c10d._world.pg_group_ranks.get(real, {})  # type: ignore[assignment]
+        place = places.get(peer)
+        return otherwise(tensor, peer, group, tag) if place is None else begin(real, [tensor], place, tag)
+
+    return message
 
 
 def _reducing(options: Any, op: Any, async_op: bool) -> Any:

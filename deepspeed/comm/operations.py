@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as td
 
-from deepspeed.comm.direct import all_reduce, gather_single, scatter_single
+from deepspeed.comm.direct import all_reduce, gather_single, receiving, scatter_single, sending
 from deepspeed.errors import CommError
 
 __all__ = ["OPERATIONS", "Operation", "switched_off"]
@@ -69,8 +69,8 @@ OPERATIONS: Mapping[str, Operation] = _table(
     Operation("all_gather_object", _torch("all_gather_object")),
     Operation("send", _torch("send"), p2p=True, peer=1),
     Operation("recv", _torch("recv"), p2p=True, peer=1),
-    Operation("isend", _torch("isend"), p2p=True, peer=1, free=True),
-    Operation("irecv", _torch("irecv"), p2p=True, peer=1, free=True),
+    Operation("isend", sending(_torch("isend")), p2p=True, peer=1, free=True),
+    Operation("irecv", receiving(_torch("irecv")), p2p=True, peer=1, free=True),
     Operation("batch_isend_irecv", _torch("batch_isend_irecv"), p2p=True, free=True),
 )
 

@@ -258,7 +258,10 @@ class Wires:
 
 def _bytes(tensor: Tensor) -> Tensor:
     """The memory of a tensor as bytes, which every backend can send whatever the dtype."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach()
+    if not flat.is_contiguous():
+        flat = flat.contiguous()
+    return flat.view(-1).view(torch.uint8)
 
 
 def _label(message: Message) -> str:
