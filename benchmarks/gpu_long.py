@@ -62,7 +62,8 @@ def config_of(options: argparse.Namespace) -> dict[str, Any]:
             "layers_per_checkpoint": options.layers_per_checkpoint,
         }
     if options.tensor > 1:
-        config["tensor_parallel"] = {"autotp_size": options.tensor, "vocab_parallel_lm_head": True}
+        vocabulary = {"vocab_parallel_lm_head": True, "vocab_parallel_embedding": True}
+        config["tensor_parallel"] = {"autotp_size": options.tensor, **vocabulary}
     if options.sequence > 1:
         config["sequence_parallel_size"] = options.sequence
         config["sequence_parallel"] |= {"attention": "auto", "ulysses_size": options.ulysses}

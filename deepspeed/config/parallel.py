@@ -140,6 +140,10 @@ class TPTrainingConfig(Section):
     vocab_parallel_lm_head: bool | None = Field(
         None, description="Whether the output layer is split by vocabulary; null follows the model's own plan."
     )
+    vocab_parallel_embedding: bool = Field(
+        False,
+        description="Whether the input embedding is split by vocabulary where it is not tied to the output layer, too.",
+    )
     vocab_parallel_ce_backend: Literal["torch", "liger"] = Field(
         "torch", description="Implementation of the cross-entropy over a split vocabulary."
     )

@@ -74,6 +74,12 @@ def split_stage(schema: Schema, module: PipelineModule, layout: ParallelLayout, 
             "pass a model of Transformers to PipelineModule.",
             path="tensor_parallel.sequence_parallel",
         )
+    if section.vocab_parallel_embedding:
+        raise DeepSpeedConfigError(
+            "tensor_parallel.vocab_parallel_embedding is true, and the model is a pipeline, whose first stage keeps "
+            "its embedding whole. Remove the key.",
+            path="tensor_parallel.vocab_parallel_embedding",
+        )
     # What the model's plan says of an embedding and a head is not followed: they lie on different stages.
     kept = section.model_copy(update={"vocab_parallel_lm_head": bool(section.vocab_parallel_lm_head)})
     error: UsageError | None = None

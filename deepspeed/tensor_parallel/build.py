@@ -104,7 +104,15 @@ def plan_model(section: TPTrainingConfig, model: nn.Module, ranks: int, piece: P
     """What becomes of each layer of a model, or of a piece of one, on so many ranks; changes nothing."""
     grain, split_head = section.tensor_parallel.tp_grain_size, section.vocab_parallel_lm_head
     tied = None if piece is None else piece.tied
-    return plan(model, find_rules(section, model), ranks, grain=grain, split_head=split_head, tied=tied)
+    return plan(
+        model,
+        find_rules(section, model),
+        ranks,
+        grain=grain,
+        split_head=split_head,
+        split_embedding=section.vocab_parallel_embedding,
+        tied=tied,
+    )
 
 
 def find_rules(section: TPTrainingConfig, model: nn.Module) -> Rules:

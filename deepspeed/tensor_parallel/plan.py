@@ -18,6 +18,7 @@ from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, plain_path
 __all__ = ["Change", "Plan", "plan", "require_split"]
 
 _SPLIT_VOCABULARY = Rule(re.compile(""), Kind.VOCABULARY, known=True, source="vocab_parallel_lm_head")
+_SPLIT_EMBEDDING = Rule(re.compile(""), Kind.VOCABULARY, known=True, source="vocab_parallel_embedding")
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,28 @@ def plan(
     *,
     grain: int = 1,
     split_head: bool | None = None,
+    split_embedding: bool = False,
     tied: Mapping[int, tuple[str, ...]] | None = None,
 ) -> Plan:
     """What the rules make of the model; what cannot be split is an error that names the layer and the dim.
 
     A part of a model may be without the output layer: it says which of its weights are `tied` to layers elsewhere.
     """
-    return _Planner(model, rules, ranks, grain, split_head, tied).plan()
+    planner = _Planner(model, rules, ranks, grain, split_head, tied)
+    if split_embedding:
+        planner.embedding = _input_embedding(model)
+    return planner.plan()
+
+
+def _input_embedding(model: nn.Module) -> nn.Module:
+    find: Any = getattr(model, "get_input_embeddings", None)
+    found = None if find is None else find()
+    if not isinstance(found, nn.Embedding):
+        raise UsageError(
+            f"tensor_parallel.vocab_parallel_embedding is true, but {type(model).__name__} has no "
+            "get_input_embeddings() that gives an Embedding, as models of Transformers do. Leave the key out"
+        )
+    return found
 
 
 def require_split(made: Plan, what: str) -> None:
@@ -78,6 +94,8 @@ class _Planner:
         self.attention = find_attention(model, ranks)
         self.type = getattr(getattr(model, "config", None), "model_type", None)
         self.tied = tied
+        self.embedding: nn.Module | None = None
+        """One that is split by vocabulary, whatever it is tied to."""
 
     def plan(self) -> Plan:
         changes: list[Change] = []
@@ -118,15 +136,22 @@ class _Planner:
         """The rule of a layer; `vocab_parallel_lm_head` decides about the output layer and what is tied to it."""
         rule = self.rules.find(name, self.type)
         head = self._head_of(name, module)
+        if module is self.embedding and head is None:
+            return _SPLIT_EMBEDDING
         if head is None:
             if isinstance(module, nn.Embedding) and rule is not None and rule.kind is not Kind.VOCABULARY:
                 return None
             return None if self.split_head is False and rule is not None and rule.kind is Kind.VOCABULARY else rule
-        if self.split_head is False:
-            return None
         told = self.rules.find(head, self.type)
+        if self.split_head is False:
+            told = None
         if self.split_head or (told is not None and told.kind not in (Kind.WHOLE, Kind.WHOLE_INSIDE)):
             return told if told is not None and head == name else _SPLIT_VOCABULARY
+        if module is self.embedding:
+            raise UsageError(
+                f"tensor_parallel.vocab_parallel_embedding is true, but {name} is tied to {head}, which stays whole. "
+                "Set tensor_parallel.vocab_parallel_lm_head to true"
+            )
         return None
 
     def _head_of(self, name: str, module: nn.Module) -> str | None:

@@ -210,6 +210,8 @@ def test_what_cannot_stay_split():
         deepspeed.initialize(model=plain, config={**CONFIG, "tensor_parallel": {"autotp_size": 2}})
     with pytest.raises(DeepSpeedConfigError, match=r"sequence_parallel is true, and the PipelineModule is made of"):
         start(row(nn.Linear(8, 8), nn.Linear(8, 8)), sequence_parallel=True)
+    with pytest.raises(DeepSpeedConfigError, match=r"vocab_parallel_embedding is true, and the model is a pipeline"):
+        start(cut(), vocab_parallel_embedding=True)
     with pytest.raises(UsageError, match="vocab_parallel_lm_head is true, but no stage has a Linear"):
         start(cut(), vocab_parallel_lm_head=True, partition_config={"lm_head_patterns": ["nobody"]})
     halves = [

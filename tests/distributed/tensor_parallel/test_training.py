@@ -30,6 +30,20 @@ def test_stages_accumulation_and_clipping():
 
 
 @ranks(4, timeout=300)
+def test_an_embedding_that_is_tied_to_nothing():
+    for stage, options in ((0, {}), (1, {"sequence_parallel": True}), (3, {"vocab_parallel_lm_head": True})):
+        model, plain = make("llama")
+        assert plain.lm_head.weight is not plain.model.embed_tokens.weight
+        rows = plain.model.embed_tokens.num_embeddings
+        engine = start(
+            model, 2, tensor_parallel={"vocab_parallel_embedding": True, **options}, **momentum(**zero(stage))
+        )
+        assert splits_of(model)["model.embed_tokens.weight"].size(0) == -(-rows // 2)
+        train(engine, plain, steps=2)
+        engine.destroy()
+
+
+@ranks(4, timeout=300)
 def test_adamw():
     """With an epsilon that keeps the first steps smooth: else those of the smallest gradients have any sign."""
     for stage, name, tp in ((0, "llama", 4), (3, "gpt2", 2)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch.distributed as dist
 
 from deepspeed import comm
@@ -38,10 +39,20 @@ def split_embeddings(model, tp, **options):
 def test_bytes_on_the_wire():
     """Per block two sums of a hidden state forward and two backward; embedding, output layer and loss once each."""
     tokens_ = BATCH * LENGTH
-    for split_head, overlap in ((True, False), (False, False), (False, True)):
+    for split_head, overlap, embedding in (
+        (True, False, False),
+        (False, False, False),
+        (False, True, False),
+        (True, False, True),
+    ):
         model, plain = make("llama")
-        options = {"vocab_parallel_lm_head": split_head, "tp_overlap_comm": overlap}
+        options = {
+            "vocab_parallel_lm_head": split_head,
+            "tp_overlap_comm": overlap,
+            "vocab_parallel_embedding": embedding,
+        }
         embeddings = split_embeddings(plain, 2, **options)
+        assert embeddings >= embedding
         engine = start(model, 2, tensor_parallel=options)
         batch = tokens(BATCH, LENGTH)
         engine(input_ids=batch, labels=batch)  # the first forward compares inputs, too
@@ -57,11 +68,14 @@ def test_bytes_on_the_wire():
         engine.destroy()
 
 
+@pytest.mark.parametrize("asked", [False, True])
 @ranks(4)
-def test_parameters_of_a_rank():
+def test_parameters_of_a_rank(asked):
     model, plain = make("llama")  # 4 query heads, 2 key-value heads of 8
-    embeddings = split_embeddings(plain, 4, vocab_parallel_lm_head=True)
-    start(model, 4, tensor_parallel={"vocab_parallel_lm_head": True})
+    options = {"vocab_parallel_lm_head": True, "vocab_parallel_embedding": asked}
+    embeddings = split_embeddings(plain, 4, **options)
+    assert embeddings >= asked
+    start(model, 4, tensor_parallel=options)
     tp, rank = dist.get_world_size(), dist.get_rank()
     split = 2 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER
     head, norms = 2 * 8 * HIDDEN, 2 * HIDDEN  # a head of keys and values: fewer than ranks, of which each has one

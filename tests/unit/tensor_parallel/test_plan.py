@@ -132,6 +132,23 @@ def test_vocabulary():
         planned(tied, vocab_parallel_lm_head=True)
 
 
+def test_an_embedding_that_is_tied_to_nothing():
+    model = Model()
+    with pytest.raises(
+        UsageError, match=r"vocab_parallel_embedding is true, but Model has no get_input_embeddings\(\)"
+    ):
+        planned(model, vocab_parallel_embedding=True)
+    model.get_input_embeddings = lambda: model.embed
+    changes = planned(model, vocab_parallel_embedding=True)
+    assert changes["embed"].kind is Kind.VOCABULARY
+    assert changes["embed"].splits["weight"].parts == (((0, 5),), ((5, 10),))
+    model.lm_head.weight = model.embed.weight
+    for head in (False, None):
+        with pytest.raises(UsageError, match=r"embed is tied to lm_head, which stays whole. Set .*lm_head to true"):
+            planned(model, vocab_parallel_embedding=True, vocab_parallel_lm_head=head)
+    assert planned(model, vocab_parallel_embedding=True, vocab_parallel_lm_head=True)["embed"].kind is Kind.VOCABULARY
+
+
 def test_a_layer_of_another_kind():
     model = Model()
     model.layers[0].mlp["down_proj"] = nn.Conv1d(24, 16, 1)
