@@ -12,6 +12,7 @@ from deepspeed.errors import LayoutError
 from .axes import GRID_AXES, LayoutPlan, RankGrid
 from .layout import AxisGroup, ParallelLayout
 from .process_groups import rank_and_world, ranks_of
+from .topology import PipelineParallelGrid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -182,7 +183,8 @@ def _group(mpu: Any, name: str, size: int, world: int) -> ProcessGroup | None:
     """The mpu's own group for an axis; an axis of one rank, or of all ranks, may do without."""
     model_is_tensor = name == "tp" and _ask(mpu, _SPELLINGS["pp"], "world_size") in (None, 1)
     spellings = (*_SPELLINGS[name], "model") if model_is_tensor else _SPELLINGS[name]
-    if size == 1 and name != "dp":
+    # A grid would make the group of one rank now, and every group of gloo has a thread that wakes up all the time.
+    if size == 1 and (name != "dp" or isinstance(mpu, PipelineParallelGrid)):
         return None
     return _process_group(_ask(mpu, spellings, "group"), name, size, world)
 

@@ -103,6 +103,18 @@ def test_a_pipeline_grid_is_an_mpu():
     grid.close()
 
 
+@ranks(2)
+def test_a_grid_is_not_asked_for_groups_of_one_rank():
+    """Of gloo each would have a thread that never sleeps for long."""
+    grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp=2, num_mp=1, num_dp=1))
+    with layout_from_mpu(grid) as layout:
+        assert layout.sizes == {"pp": 2, "dp": 1, "sp": 1, "tp": 1}
+        sizes = [len(dist.get_process_group_ranks(group)) for group in dist.distributed_c10d._world.pg_map]
+        assert sizes == [2] * len(sizes)
+        assert layout["dp"].group.size() == 1, "made when it is asked for"
+    grid.close()
+
+
 @ranks(4)
 def test_round_trip_of_a_layout():
     with ParallelLayout.build(pp=2, tp=2) as layout:
