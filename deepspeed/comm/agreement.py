@@ -2,8 +2,9 @@
 
 A backend's own all-gather or all-reduce of host tensors is a ring: as many hops one after the other as there are ranks.
 Here the messages of one round go out side by side, and after each round a rank knows `RADIX` times as many numbers, so
-that 1,024 ranks need 5 rounds and 16,384 need 7. A `FEW` ranks tell the last of them, which tells all: that takes two
-rounds, but two messages for each rank where all would send to all, and such ranks often share cores.
+that 1,024 ranks need 5 rounds and 16,384 need 7. A `FEW` ranks tell one of them, which tells all: that takes two
+rounds, but two messages for each rank where all would send to all, and such ranks often share cores. Who comes last
+does best to be that one: it does not wait.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = ["FEW", "RADIX", "Message", "begin_to_gather_words", "gather_words", "
 
 RADIX = 4
 FEW = 8
+_TAGS = 1 << 20  # from here on: a group may carry messages of others, with their tags
 
 Message = tuple[int, int]
 """(distance, rows): the rank that is so far behind gets the first so many rows, the one ahead sends as many."""
@@ -51,25 +53,25 @@ def _are_few(size: int) -> bool:
 
 
 class _Few:
-    """All tell the last rank, which tells all when it waits."""
+    """All tell one rank, which tells all when it waits."""
 
-    def __init__(self, words: Tensor, group: Any) -> None:
+    def __init__(self, words: Tensor, group: Any, teller: int) -> None:
         self._group, self._rows = group, words.new_empty(group.size(), words.numel())
         self._rows[group.rank()] = words
-        last = group.size() - 1
-        self._tells = group.rank() == last
+        self._others = [rank for rank in range(group.size()) if rank != teller]
+        self._tells = group.rank() == teller
         if self._tells:
-            works = [group.recv([self._rows[rank]], rank, 0) for rank in range(last)]
+            works = [group.recv([self._rows[rank]], rank, _TAGS) for rank in self._others]
         else:
-            works = [group.recv([self._rows], last, 1), group.send([words], last, 0)]
+            works = [group.recv([self._rows], teller, _TAGS + 1), group.send([words], teller, _TAGS)]
         self._works = AllOf(works, DEFAULT.limit)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._works.wait(timeout)
         if self._tells:
             self._tells = False
-            others = range(self._group.size() - 1)
-            AllOf([self._group.send([self._rows], rank, 1) for rank in others], DEFAULT.limit).wait(timeout)
+            telling = [self._group.send([self._rows], rank, _TAGS + 1) for rank in self._others]
+            AllOf(telling, DEFAULT.limit).wait(timeout)
         return True
 
     def is_completed(self) -> bool:
@@ -93,7 +95,7 @@ class _Many:
     def _begin(self, number: int) -> AllOf:
         size, rank, rows, works = self._group.size(), self._group.rank(), self._rows, []
         for place, (distance, count) in enumerate(self._rounds[number]):
-            tag = number * RADIX + place
+            tag = _TAGS + number * RADIX + place
             works.append(self._group.recv([rows[distance : distance + count]], (rank + distance) % size, tag))
             works.append(self._group.send([rows[:count]], (rank - distance) % size, tag))
         return AllOf(works, DEFAULT.limit)
@@ -115,9 +117,10 @@ class _Many:
 _Gathering = _Few | _Many
 
 
-def _gather(kept: list[_Gathering], words: Tensor, group: Any, async_op: bool) -> _Gathering | None:
+def _gather(kept: list[_Gathering], words: Tensor, group: Any, teller: int, async_op: bool) -> _Gathering | None:
     """Begin, and wait unless `async_op`; who knows what was found is `kept`."""
-    gathering = _Few(words, group) if _are_few(group.size()) else _Many(words, group)
+    size = group.size()
+    gathering = _Few(words, group, teller % size) if _are_few(size) else _Many(words, group)
     kept.append(gathering)
     if async_op:
         return gathering
@@ -129,8 +132,8 @@ def _unite(mask: Tensor, group: Any) -> None:
     size, rank, distance = group.size(), group.rank(), 1
     other = torch.empty_like(mask)
     while distance < size:
-        receiving = group.recv([other], (rank + distance) % size, distance)
-        sending = group.send([mask], (rank - distance) % size, distance)
+        receiving = group.recv([other], (rank + distance) % size, _TAGS + distance)
+        sending = group.send([mask], (rank - distance) % size, _TAGS + distance)
         AllOf((receiving, sending), DEFAULT.limit).wait()
         mask |= other
         distance *= 2
@@ -140,22 +143,25 @@ _GATHER = Operation("gather_words", _gather)
 _UNITE = Operation("unite", _unite)
 
 
-def gather_words(words: Tensor, group: Any = None) -> Tensor:
-    """[ranks, words]: the int64 `words` of every rank, in the order of the ranks; all ranks of the group call it."""
-    return _begin(words, group, False).wait()
+def gather_words(words: Tensor, group: Any = None, *, teller: int = -1) -> Tensor:
+    """[ranks, words]: the int64 `words` of every rank, in the order of the ranks; all ranks of the group call it.
+
+    `teller`, a place in the group, is who tells a few ranks: best the one that comes last.
+    """
+    return _begin(words, group, teller, False).wait()
 
 
 def begin_to_gather_words(words: Tensor, group: Any = None) -> Pending[Tensor]:
     """As `gather_words`, without waiting yet; until all have waited ranks gather nothing else in this group."""
-    return _begin(words, group, True)
+    return _begin(words, group, -1, True)
 
 
-def _begin(words: Tensor, group: Any, async_op: bool) -> Pending[Tensor]:
+def _begin(words: Tensor, group: Any, teller: int, async_op: bool) -> Pending[Tensor]:
     real: Any = td.group.WORLD if group is None else group
     if real.size() == 1:
         return Pending(words.clone()[None])
     kept: list[_Gathering] = []
-    work = _run(_GATHER, (kept, words, real, async_op), words, group, async_op, _LOG)
+    work = _run(_GATHER, (kept, words, real, teller, async_op), words, group, async_op, _LOG)
     return Pending(words, work, lambda _: kept[0].found())
 
 

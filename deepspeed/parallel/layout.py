@@ -68,9 +68,14 @@ class AxisGroup:
 
     @property
     def host_group(self) -> ProcessGroup:
-        """The group of the hosts of the same ranks, for whatever they say one after the other; made on first use."""
+        """The group of the hosts of the same ranks, for whatever they say one after the other; made on first use.
+
+        Hosts of all ranks talk over a world of gloo itself, by tags of their own: every group of gloo has a thread
+        that wakes up a hundred times a second.
+        """
         if self._hosts is None:
-            self._hosts = self.twin("gloo")
+            shared = self is self._layout.world and comm.get_backend(self.group) == "gloo"
+            self._hosts = self.group if shared else self.twin("gloo")
         return self._hosts
 
     def split(self, *, intra_node: bool = False, size: int | None = None) -> tuple[AxisGroup, AxisGroup]:

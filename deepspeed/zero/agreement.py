@@ -56,14 +56,15 @@ class Hosts:
         """Made by the first exchange over this axis, in which all ranks are."""
         return self._axis.host_group
 
-    def exchange(self, words: Sequence[int], what: str) -> Tensor:
-        """[ranks, words]: what every rank says, in the order of the ranks."""
+    def exchange(self, words: Sequence[int], what: str, *, last: int = -1) -> Tensor:
+        """[ranks, words]: what every rank says, in the order of the ranks; the rank in place `last` need not wait if it
+        comes last."""
         self.exchanges += 1
         mine = torch.tensor(words, dtype=torch.int64)
         if self.alone:
             return mine.view(1, -1)
         with comm.labelled(what):
-            return gather_words(mine, self._group)
+            return gather_words(mine, self._group, teller=last)
 
     def begin_exchange(self, words: Sequence[int], what: str) -> Pending[Tensor]:
         """As `exchange`, without waiting yet; until then these ranks exchange nothing else."""

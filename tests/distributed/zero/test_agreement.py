@@ -23,6 +23,9 @@ def test_words_and_unions():
     for turn in range(3):
         words = gather_words(torch.tensor([rank + turn, rank * rank]))
         assert words.tolist() == [[each + turn, each * each] for each in range(world)]
+        for teller in range(-1, world):
+            words = gather_words(torch.tensor([rank * turn]), teller=teller)
+            assert words.tolist() == [[each * turn] for each in range(world)], f"told by {teller}"
         later = begin_to_gather_words(torch.tensor([rank - turn]))
         assert later.wait().tolist() == [[each - turn] for each in range(world)], "of what was waited for later"
         mask = torch.zeros(2 * world, dtype=torch.uint8)
@@ -55,6 +58,25 @@ def test_hosts_say_and_unite_and_tell():
     assert all(f"rank {each} is at place {each}" in str(error) for each in range(world))
     same = str(hosts.refuse("waits"))
     assert f"ranks {', '.join(map(str, range(world)))} waits" in same
+
+
+@ranks(3)
+def test_what_all_hosts_say_does_not_meet_what_others_send():
+    """It goes over the world itself where that is gloo's, whose groups have a thread each."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    layout = ParallelLayout.build()
+    groups = len(dist.distributed_c10d._world.pg_map)
+    received = torch.zeros(1)
+    works = [dist.irecv(received, last)] if rank < last else []
+    assert Hosts(layout.world).exchange([rank, 1], "test", last=0)[:, 0].tolist() == [0, 1, 2]
+    assert Hosts(layout.world).unite({rank}, 3) == {0, 1, 2}
+    assert len(dist.distributed_c10d._world.pg_map) == groups
+    if rank == last:
+        works = [dist.isend(torch.tensor([5.0]), each) for each in range(last)]
+    for work in works:
+        work.wait()
+    assert rank == last or received.item() == 5.0
+    assert layout["dp"].host_group is not layout["dp"].group, "they say things while its collectives are under way"
 
 
 @ranks(2, timeout=120, init=False)
