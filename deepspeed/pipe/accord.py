@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 
 from torch import Tensor
@@ -15,6 +16,7 @@ __all__ = ["Accord"]
 
 _FINE, _FAILED, _DRAGGED = 0, 1, 2
 _NO_DATA_NEEDED = -1
+_WORD, _FLOAT = struct.Struct("q"), struct.Struct("d")
 
 
 class Accord:
@@ -57,12 +59,19 @@ class Accord:
             )
         raise StopIteration
 
-    def end(self, failed: bool, failure: object, error: Exception | None) -> None:
-        """All ranks came through a batch; else an error on all, which names the stage that failed first."""
+    def end(self, failed: bool, failure: object, error: Exception | None, loss: float | None = None) -> float | None:
+        """All ranks came through a batch; else an error on all, which names the stage that failed first.
+
+        Returns the mean of the losses of those ranks that have one.
+        """
         text = b"" if failure is None else str(failure).encode()
         code = _FINE if not failed else _DRAGGED if failure is None else _FAILED
-        said = self._hosts.exchange([code, len(text)], "end of a batch")
-        self._raise_first(said[:, 0].tolist(), said[:, 1].tolist(), text, error, "")
+        words = [code, len(text), loss is not None, _bits(loss or 0.0)]
+        # Backward ends on the first stage, so that its first rank comes last.
+        codes, sizes, has, bits = self._hosts.exchange(words, "end of a batch", last=0).t().tolist()
+        self._raise_first(codes, sizes, text, error, "")
+        losses = [_number(each) for each, known in zip(bits, has, strict=True) if known]
+        return sum(losses) / len(losses) if losses else None
 
     def _raise_first(self, codes: list[int], sizes: list[int], text: bytes, error: Exception | None, what: str) -> None:
         if not any(codes):
@@ -72,3 +81,14 @@ class Accord:
         rank = self._layout.rank if self._hosts.alone else source
         message = f"rank {rank}{f' {what}' if what else ''}: {told}. Nothing was updated."
         raise PipelineError(message) from (error if rank == self._layout.rank else None)
+
+
+def _bits(number: float) -> int:
+    """A number among whole ones."""
+    found: int = _WORD.unpack(_FLOAT.pack(number))[0]
+    return found
+
+
+def _number(bits: int) -> float:
+    found: float = _FLOAT.unpack(_WORD.pack(bits))[0]
+    return found

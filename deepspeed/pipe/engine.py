@@ -88,7 +88,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._look_for_unfrozen()
         results = self._play(self._plan(count), *self._load(self._feed, "train_batch()", count))
         self.module.ties.reduce(self._parts.reducer.change_unreduced)
-        loss = self._mean(results.losses)
+        loss = self._mean(results)
         assert loss is not None, "the loss of a training batch is told to all ranks"
         self._additional = self._mean_extra(results)
         self.loss_of_step = loss
@@ -128,7 +128,7 @@ class PipelineEngine(DeepSpeedEngine):
         if not compute_loss:
             value = averaged(results.outputs) if reduce_output == "avg" else results.outputs or None
         else:
-            mean = self._mean(results.losses, tell=bcast_loss)
+            mean = self._mean(results, tell=bcast_loss)
             value = None if mean is None else mean.wait()
             value = value if reduce_output == "avg" else results.losses or None
         return (value, joined(results.outputs)) if return_logits else value
@@ -175,7 +175,8 @@ class PipelineEngine(DeepSpeedEngine):
             raise
         failure = results.failure
         try:
-            self._accord.end(results.failed, failure, None if failure is None else failure.error)
+            error = None if failure is None else failure.error
+            results.loss = self._accord.end(results.failed, failure, error, self._on_host(results))
         except PipelineError as error:
             self._wires.forget_forms()
             if not schedule.forward_only:
@@ -188,12 +189,20 @@ class PipelineEngine(DeepSpeedEngine):
 
     # ---- what ranks tell each other
 
-    def _mean(self, losses: list[Tensor], *, tell: bool = True) -> Pending[Tensor] | None:
+    def _on_host(self, results: Results) -> float | None:
+        """The mean loss of this rank as a number, unless a device is still about to compute it."""
+        if self._parts.device.type != "cpu" or results.failed or not results.losses:
+            return None
+        return float(torch.stack(results.losses).mean())
+
+    def _mean(self, results: Results, *, tell: bool = True) -> Pending[Tensor] | None:
         """The mean over micro-batches and replicas, on all ranks if it is told to them, else on the last stage."""
         layout, module = self._parts.layout, self.module
+        if results.loss is not None:
+            return Pending(torch.tensor(results.loss, dtype=torch.float32)) if tell or module.last else None
         mean = torch.zeros((), device=self._parts.device)
         if module.last:
-            mean = torch.stack(losses).mean()
+            mean = torch.stack(results.losses).mean()
             replicas = layout["dp", "sp"]
             if replicas.size > 1:
                 comm.all_reduce(mean, group=replicas.group)

@@ -53,6 +53,8 @@ class Results:
     """On the last stage: of each micro-batch."""
     outputs: list[Any] = field(default_factory=list)
     """On the last stage, where they are asked for."""
+    loss: float | None = None
+    """The mean of those of all ranks, where it was computed on hosts; they tell it when they agree upon the end."""
     extra: list[dict[str, Any]] = field(default_factory=list)
     """Further losses of the module, of each micro-batch."""
     failed: bool = False
