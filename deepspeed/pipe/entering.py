@@ -1,7 +1,7 @@
 """What comes into a stage: leaves, for which a gradient goes back, and the same values as layers may see them.
 
 A layer may change its input in place, as `nn.ReLU(inplace=True)` does. Of a leaf that needs a gradient autograd does
-not allow that; so layers get the result of an operation that does nothing.
+not allow that; so layers get the result of an operation that does nothing, over the same memory.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from deepspeed.pipe.forms import map_tensors
 __all__ = ["cut_off", "entered"]
 
 
+_as_new: Callable[[Tensor, torch.Size], Tensor] = torch.ops.aten._unsafe_view.default
+"""The same tensor as one of its own: no view, and what happens to it is not counted as a change of what was given."""
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:
@@ -29,17 +33,22 @@ class _Enter(torch.autograd.Function):
         return grad, None
 
 
-def entered(value: Any) -> tuple[Any, list[Tensor]]:
-    """(the structure for layers, its leaves that need a gradient, each once)."""
+def entered(value: Any, *, shared: bool) -> tuple[Any, list[Tensor]]:
+    """(the structure for layers, its leaves that need a gradient, each once).
+
+    Of memory that is `shared` with the stage before, on one rank, autograd must know what changes: that stage may need
+    it in its backward. What another rank sent is nobody else's.
+    """
     leaves: list[Tensor] = []
 
     def enter(tensor: Tensor) -> Tensor:
         if not tensor.requires_grad:
             return tensor
         leaves.append(tensor)
+        if not shared:
+            return _as_new(tensor, tensor.shape)
         value = tensor.detach()
-        # Nothing was changed yet: on one rank the stage before may need the same memory in its backward.
-        with _unsafe_preserve_version_counter(value):
+        with _unsafe_preserve_version_counter(value):  # nothing was changed yet
             entering: Tensor = _Enter.apply(tensor, value)  # type: ignore[no-untyped-call]
         return entering
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from deepspeed.runtime.phases import phase
 __all__ = ["Batch", "Executor", "Failure", "Results"]
 
 _AHEAD = 2  # actions whose receives are posted before one is computed
+
+T = TypeVar("T")
 
 Batch = tuple[Any, Any]
 """What the first stage takes and what the loss is compared with."""
@@ -202,8 +204,7 @@ class Executor:
     def _pass_by(self, each: Pass) -> None:
         """Take part in what replicas of this stage do together while they compute and this rank does not."""
         if each.action.op is not Op.FORWARD:
-            with self._parts.backward.passing(final=each.final, more=each.more):
-                pass
+            self._passing(each, lambda: None)
         elif self._parts.sharded is not None and self._parts.sharded.coordinator is not None:
             self._parts.sharded.coordinator.pass_by()
 
@@ -214,18 +215,27 @@ class Executor:
 
     def _compute(self, play: _Play, each: Pass, value: Any) -> Any:
         if not play.train:
-            return self._forward(play, each.action, value)
+            return self._forward(play, each, value)
         if each.action.op is Op.FORWARD:
             with self._phase(Phase.FORWARD, each.action):
-                return self._forward(play, each.action, value)
-        with (
-            self._phase(Phase.BACKWARD, each.action),
-            self._parts.backward.passing(final=each.final, more=each.more),
-            self._phase(Phase.BACKWARD_INNER, each.action),
-        ):
-            if each.action.op is Op.WEIGHT:
-                return self._weights(play, each.action)
-            return self._backward(play, each.action, value)
+                return self._forward(play, each, value)
+        with self._phase(Phase.BACKWARD, each.action):
+            return self._passing(each, lambda: self._differentiate(play, each.action, value))
+
+    def _passing(self, each: Pass, differentiate: Callable[[], T]) -> T:
+        backward = self._parts.backward
+        try:
+            backward.begin_pass(final=each.final, more=each.more)
+            return differentiate()
+        finally:
+            backward.end_pass()
+
+    def _differentiate(self, play: _Play, action: Action, value: Any) -> list[Tensor | None] | None:
+        with self._phase(Phase.BACKWARD_INNER, action):
+            if action.op is not Op.WEIGHT:
+                return self._backward(play, action, value)
+            self._weights(play, action)
+            return None
 
     def _phase(self, which: Phase, action: Action) -> AbstractContextManager[None]:
         return phase(self._parts.events, which, self._parts.accumulation, ahead=action.micro_batch)
@@ -236,13 +246,13 @@ class Executor:
             coordinator = None if self._parts.sharded is None else self._parts.sharded.coordinator
             rest.run(None if coordinator is None else coordinator.before_weights)
 
-    def _forward(self, play: _Play, action: Action, value: Any) -> Any:
-        device = self._parts.device
+    def _forward(self, play: _Play, each: Pass, value: Any) -> Any:
+        action, device = each.action, self._parts.device
         leaves: list[Tensor] = []
         if action.stage == 0:
             inputs = map_tensors(play.batches[action.micro_batch][0], lambda t: t.to(device))
         else:
-            inputs, leaves = entered(value) if play.train else (value, leaves)
+            inputs, leaves = entered(value, shared=each.received is None) if play.train else (value, leaves)
         outputs = self._parts.forward(inputs, stage=action.stage)
         if action.stage == play.schedule.stages - 1:
             return self._finish(play, action, leaves, outputs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ class Kind:
 Structure = tuple[str, Any]
 """("tensor", its number), ("plain", type and value), ("tuple" or "list", parts) or ("dict", pairs of name and part)."""
 
+_LONE: Structure = ("tensor", 0)
+
 
 @dataclass(frozen=True)
 class Form:
@@ -39,6 +42,18 @@ class Form:
 
     structure: Structure
     kinds: tuple[Kind, ...]
+
+    @cached_property
+    def trained(self) -> tuple[Kind, ...]:
+        """The tensors for which a gradient comes back."""
+        return tuple(kind for kind in self.kinds if kind.trained)
+
+    def is_of(self, value: Any) -> bool:
+        """Whether it is the form of a tensor by itself, as most stages give; True saves `flatten`."""
+        if self.structure != _LONE or not isinstance(value, Tensor):
+            return False
+        kind = self.kinds[0]
+        return kind.dtype is value.dtype and kind.shape == value.shape and kind.trained == value.requires_grad
 
     def text(self) -> str:
         """All of it as text, for the stage that receives."""

@@ -116,18 +116,24 @@ class Wires:
             form = self._passed.pop((message.stage + 1, message.micro_batch), None)
             if form is None:
                 return None
-            kinds = [kind for kind in form.kinds if kind.trained]
+            kinds = form.trained
             given = [None] * len(kinds) if value is FAILED else value
             return [self._zeros(kind) if each is None else each for kind, each in zip(kinds, given, strict=True)]
         known = self._forms.get(message.stage)
-        form, tensors = (known, None) if value is FAILED else flatten(value)
+        tensors: list[Tensor] | None = None
+        if value is FAILED:
+            form = known
+        elif known is not None and known.is_of(value):
+            form, tensors = known, [value]
+        else:
+            form, tensors = flatten(value)
         if self._dynamic or known is None:
             told = None if value is FAILED else form
             self._tell(message, told)
             if told is None:
                 return None
             self._forms[message.stage] = told
-        elif form != known:
+        elif form is not known and form != known:
             assert form is not None, "it was flattened just now"
             found, expected = (str(form), str(known)) if str(form) != str(known) else (form.text(), known.text())
             raise PipelineError(
@@ -148,10 +154,10 @@ class Wires:
             self._isend(torch.tensor(list(data), dtype=torch.uint8, device=self._device), message, "form")
 
     def _isend(self, tensor: Tensor, message: Message, counted: str) -> None:
-        data = _bytes(tensor)
-        self.sent[counted] += data.numel()
-        if data.numel() == 0:
+        data = self._sent_as(tensor.detach())
+        if data.nbytes == 0:
             return
+        self.sent[counted] += data.nbytes
         with comm.labelled(_label(message)):
             work = comm.isend(data, self._axis.ranks[message.target], *self._way(message))
         if work is not None:
@@ -165,13 +171,11 @@ class Wires:
             return True
         if message.kind == "gradient":
             form = self._passed.get((message.stage + 1, message.micro_batch))
-            kinds = [kind for kind in form.kinds if kind.trained] if form is not None else []
         else:
             form = self._known_form(message)
-            kinds = list(form.kinds) if form is not None else []
         if form is None:
             return False
-        self._posted[message] = self._begin(message, form, kinds)
+        self._posted[message] = self._begin(message, form, form.trained if message.kind == "gradient" else form.kinds)
         return True
 
     def _known_form(self, message: Message) -> Form | None:
@@ -217,7 +221,7 @@ class Wires:
 
     def _recv(self, tensor: Tensor, message: Message) -> None:
         with comm.labelled(_label(message)):
-            comm.recv(_bytes(tensor), self._axis.ranks[message.source], *self._way(message))
+            comm.recv(self._sent_as(tensor), self._axis.ranks[message.source], *self._way(message))
 
     def _begin(self, message: Message, form: Form, kinds: Sequence[Kind]) -> _Posted:
         make = torch.zeros if self._pretended else torch.empty
@@ -227,7 +231,7 @@ class Wires:
             for tensor in tensors:
                 if tensor.numel():
                     source = self._axis.ranks[message.source]
-                    works.append(comm.irecv(_bytes(tensor), source, *self._way(message)))
+                    works.append(comm.irecv(self._sent_as(tensor), source, *self._way(message)))
         return _Posted(form, kinds, tensors, [work for work in works if work is not None])
 
     # ---- the end of a batch
@@ -252,16 +256,14 @@ class Wires:
             return self._axis.group, _TAGS[message.kind]
         return self._groups[message.kind, message.target < message.source], 0
 
+    def _sent_as(self, tensor: Tensor) -> Tensor:
+        """The memory of a tensor, in one piece: as it is for gloo, as bytes for backends that know few dtypes."""
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        return tensor if self._by_tag else tensor.view(-1).view(torch.uint8)
+
     def _zeros(self, kind: Kind) -> Tensor:
         return torch.zeros(kind.shape, dtype=kind.dtype, device=self._device)
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of a tensor as bytes, which every backend can send whatever the dtype."""
-    flat = tensor.detach()
-    if not flat.is_contiguous():
-        flat = flat.contiguous()
-    return flat.view(-1).view(torch.uint8)
 
 
 def _label(message: Message) -> str:

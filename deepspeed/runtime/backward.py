@@ -9,8 +9,7 @@ of both kinds meet in one step, the gradients that are there are brought to the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -178,22 +177,21 @@ class Backward:
         self._end()
         return divided.detach()
 
-    @contextmanager
-    def passing(self, *, final: bool, more: bool) -> Iterator[None]:
-        """The caller runs autograd inside, over a part of a model; what it starts with carries the loss scale.
+    def begin_pass(self, *, final: bool, more: bool) -> None:
+        """The caller runs autograd next, over a part of a model; what it starts with carries the loss scale.
 
         Gradients that are `final` leave while the pass runs; everything else leaves with the optimizer step. There may
-        be `more` final passes, over other parameters.
+        be `more` final passes, over other parameters. `end_pass` follows, whatever happens, also here.
         """
         self._begin(1.0 / self._scale.value, reduces=final)
         self._reducer.arrivals.expect(final=final, more=more)
         self._running, self._reduce = True, final
-        try:
-            self._entered()
-            yield
-        finally:  # a rank that failed helps the others through: they may need its parameters
-            self._running = False
-            self._reducer.leave_backward()
+        self._entered()
+
+    def end_pass(self) -> None:
+        """It is over; a rank that failed helps the others through: they may need its parameters."""
+        self._running = False
+        self._reducer.leave_backward()
 
     def give_up(self) -> None:
         """A batch failed on some rank: what all have begun to reduce is reduced, and dropped; on all ranks together."""

@@ -219,17 +219,20 @@ class GradientReducer:
         """A backward is over."""
         self.arrivals.inside = False
 
-    @torch.no_grad()
     def reopen(self) -> None:
         """More gradients are about to be added to what may have been reduced already.
 
         The mean of equal gradients is the gradient, so reducing a mean again does no harm; a sum must be undone.
         """
         if self._reduced:
-            for slot in self._slots:
-                if slot.param.requires_grad and slot.holder.grad is not None and (again := self._again(slot)) != 1.0:
-                    slot.holder.grad.div_(again)
+            with torch.no_grad():
+                self._undo_sums()
         self._reduced = False
+
+    def _undo_sums(self) -> None:
+        for slot in self._slots:
+            if slot.param.requires_grad and slot.holder.grad is not None and (again := self._again(slot)) != 1.0:
+                slot.holder.grad.div_(again)
 
     def _again(self, slot: Slot) -> float:
         """What a gradient that all ranks of its group have alike is multiplied by when it is reduced."""

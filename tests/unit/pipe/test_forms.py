@@ -58,3 +58,12 @@ def test_one_and_true_are_different_forms():
 def test_other_objects_are_refused():
     with pytest.raises(PipelineError, match="a stage gave a set"):
         flatten((torch.ones(1), {1}))
+
+
+@given(st.one_of(TENSORS, VALUES), TENSORS)
+def test_the_form_of_a_tensor_by_itself_is_known_without_flattening(value, other):
+    form = flatten(value)[0]
+    assert form.is_of(value) is isinstance(value, torch.Tensor)
+    assert form.is_of(other) is (form == flatten(other)[0])
+    if other.is_floating_point():
+        assert not flatten(other)[0].is_of(other.detach().requires_grad_()), "a gradient would come back for it"
