@@ -22,6 +22,7 @@ __all__ = [
     "SequenceTiledCompute",
     "TiledFusedLogitsLoss",
     "TiledMLP",
+    "loss_over_tiles",
     "sequence_tiled_compute",
 ]
 
@@ -39,15 +40,18 @@ def sequence_tiled_compute(
 ) -> Any:
     """`fn(**kwargs)` over tiles of the sequence, dim 1 of what is in `kwargs_to_shard`.
 
-    Outputs are concatenated along `output_unshard_dimension`; scalars (`output_unshard_dimension` 0) are stacked and
-    reduced by `output_reduction`, "mean" or "sum". Which parameters take part is found by autograd itself;
-    `compute_params` may name them and is not needed. Where `shards` do not divide `seqlen`, the last tile is shorter.
+    Outputs of tiles are concatenated along `output_unshard_dimension`, or stacked where that is 0 and where they are
+    scalars; then `output_reduction` takes the "mean" or the "sum" of all numbers, or with None leaves them. Which
+    parameters take part is found by autograd itself; `compute_params` may name them and is not needed. Where `shards`
+    do not divide `seqlen`, the last tile is shorter.
     """
     if grad_requiring_tensor_key not in kwargs_to_shard:
         raise UsageError(
             f"grad_requiring_tensor_key is {grad_requiring_tensor_key!r}, which is none of what is cut into tiles: "
             f"{sorted(kwargs_to_shard)}."
         )
+    if output_reduction not in (None, "mean", "sum"):
+        raise UsageError(f"output_reduction is {output_reduction!r}; expected None, 'mean' or 'sum'.")
     tiles = {name: _tiles(name, value, seqlen, shards) for name, value in kwargs_to_shard.items()}
     outputs = []
     for tile in range(len(tiles[grad_requiring_tensor_key])):
@@ -127,20 +131,33 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[Tensor] | None,
         output_reduction: str,
     ) -> Tensor:
-        """`fn(module, x, y)` of tiles of [batch, length, …], added up ("sum") or averaged ("mean").
+        """`fn(module, x, y)` of tiles of all tokens in one row, added up ("sum") or averaged ("mean").
 
-        With a `mask`, [batch, length], only tokens where it is True go to `fn`, in one row.
+        `x` and `y` are [batch, length, …] and tiles of them [tokens, …]; a tile of `mask`, [batch, length], is a fourth
+        argument of `fn` where there is one.
         """
-        length = x.shape[1]
-        size = _size(length, shards)
-        tiles = zip(x.split(size, 1), y.split(size, 1), *([] if mask is None else [mask.split(size, 1)]), strict=True)
-        losses = []
-        for hidden, labels, *seen in tiles:
-            if seen:
-                kept = seen[0].bool()
-                hidden, labels = hidden[kept][None], labels[kept][None]
-            losses.append(checkpoint(fn, self, hidden, labels, use_reentrant=False))
-        return _join(losses, 0, output_reduction)  # type: ignore[no-any-return]
+        _agree(x, y, mask)
+        rows = [each.flatten(0, 1) for each in (x, y, mask) if each is not None]
+        return loss_over_tiles(fn, self, rows, 0, shards, output_reduction)
+
+
+def loss_over_tiles(
+    fn: Callable[..., Tensor], self: Any, given: Sequence[Tensor], dim: int, shards: int, reduction: str
+) -> Tensor:
+    """`fn(module, *tiles)` of tensors that are cut along `dim`, added up ("sum") or averaged ("mean")."""
+    if reduction not in ("mean", "sum"):
+        raise UsageError(f"output_reduction is {reduction!r}; losses of tiles are joined by 'mean' or 'sum'.")
+    tiles = zip(*(each.split(_size(each.shape[dim], shards), dim) for each in given), strict=True)
+    return _join([checkpoint(fn, self, *tile, use_reentrant=False) for tile in tiles], 0, reduction)  # type: ignore[no-any-return]
+
+
+def _agree(x: Tensor, y: Tensor, mask: Tensor | None) -> None:
+    """An error unless there is a label, and with a mask a place in it, for each token."""
+    shapes = {name: tuple(each.shape) for name, each in (("x", x), ("y", y), ("mask", mask)) if each is not None}
+    short = min(map(len, shapes.values())) < 2 or (mask is not None and mask.dim() != 2)
+    if short or len({shape[:2] for shape in shapes.values()}) > 1:
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise UsageError(f"found {found}; expected x and y as [batch, length, …] and mask as [batch, length].")
 
 
 def _size(length: int, shards: int) -> int:
@@ -165,9 +182,7 @@ def _tiles(name: str, value: Any, seqlen: int, shards: int) -> Sequence[Any]:
 def _join(outputs: list[Any], dim: int, reduction: str | None) -> Any:
     if isinstance(outputs[0], tuple):
         return tuple(_join(list(each), dim, reduction) for each in zip(*outputs, strict=True))
-    if outputs[0].dim() > 0:
-        return torch.cat(outputs, dim)
-    stacked = torch.stack(outputs)
-    if reduction not in ("mean", "sum"):
-        raise UsageError(f"output_reduction is {reduction!r}; scalars of tiles are joined by 'mean' or 'sum'.")
-    return stacked.mean() if reduction == "mean" else stacked.sum()
+    joined = torch.cat(outputs, dim) if dim and outputs[0].dim() else torch.stack(outputs)
+    if reduction is None:
+        return joined
+    return joined.mean() if reduction == "mean" else joined.sum()

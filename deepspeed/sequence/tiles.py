@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist
 from deepspeed.sequence.labels import IGNORED, shifted
-from deepspeed.sequence.tiled import TiledFusedLogitsLoss, TiledMLP
+from deepspeed.sequence.tiled import TiledMLP, loss_over_tiles
 from deepspeed.sequence.transformers_hooks import models_in
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class _TiledLoss:
             return self._tile_loss(head, some, wanted, ignore_index)
 
         tiles = max(1, -(-hidden.shape[1] // self._tokens))
-        total = TiledFusedLogitsLoss.apply(part, self._head, hidden, shift_labels, None, tiles, None, "sum")
+        total = loss_over_tiles(part, self._head, [hidden, shift_labels], 1, tiles, "sum")
         if num_items_in_batch is not None:
             return total / torch.as_tensor(num_items_in_batch, device=total.device)
         return total / (shift_labels != ignore_index).sum()

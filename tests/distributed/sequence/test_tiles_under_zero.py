@@ -43,7 +43,7 @@ class Model(nn.Module):
 
     def loss(self, hidden, labels):
         logits = self.head(hidden)
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
 
     def forward(self, tokens, labels, tiles=None, checkpoints=False):
         hidden = self.embedding(tokens)

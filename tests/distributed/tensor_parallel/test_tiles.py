@@ -130,12 +130,12 @@ def test_pieces_by_hand():
         return module.model.layers[0].mlp(x)
 
     def loss(module, x, y):
-        return torch.nn.functional.cross_entropy(module.lm_head(x).flatten(0, 1), y.flatten(), reduction="sum")
+        return torch.nn.functional.cross_entropy(module.lm_head(x).flatten(0, -2), y.flatten(), reduction="sum")
 
     def of_tiles(module, x):
         x = TiledMLP.apply(mlp, module, x, 3)
         inner = {"self": module.model.layers[1].mlp}
-        x = sequence_tiled_compute(lambda self, x: self(x), 7, 2, {"x": x}, inner, "x")
+        x = sequence_tiled_compute(lambda self, x: self(x), 7, 2, {"x": x}, inner, "x", output_reduction=None)
         return TiledFusedLogitsLoss.apply(loss, module, x, labels, None, 4, None, "sum")
 
     results = []

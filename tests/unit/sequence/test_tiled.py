@@ -66,27 +66,46 @@ def test_mlp(shards):
     same(outcome(whole, w, AutogradComputeMLP.apply(MLP.forward, whole, w)), expected)
 
 
-def loss_of(self, x, y):
-    return torch.nn.functional.cross_entropy(self(x).flatten(0, 1), y.flatten(), reduction="sum")
+def loss_of(self, x, y, mask=None):
+    """As published scripts write it: tokens come in one row, and a mask only where one was given."""
+    assert x.shape == (len(y), WIDTH), "no batch"
+    losses = torch.nn.functional.cross_entropy(self(x), y, reduction="none")
+    return losses.sum() if mask is None else (losses * mask).sum()
 
 
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shards", [1, 4])
-def test_logits_and_loss(shards, masked):
+@pytest.mark.parametrize("shards", [1, 3, 4])
+def test_logits_and_loss(shards, masked, reduction):
     labels = torch.randint(5, (BATCH, LENGTH), generator=torch.Generator().manual_seed(2))
     mask = torch.arange(LENGTH).expand(BATCH, LENGTH) % 3 > 0 if masked else None
     outcomes = []
     for tiled in (False, True):
         torch.manual_seed(3)
         head, x = nn.Linear(WIDTH, 5), hidden()
+        params = list(head.parameters())
         if tiled:
-            loss = TiledFusedLogitsLoss.apply(loss_of, head, x, labels, mask, shards, list(head.parameters()), "sum")
-        elif masked:
-            loss = loss_of(head, x[mask][None], labels[mask][None])
+            loss = TiledFusedLogitsLoss.apply(loss_of, head, x, labels, mask, shards, params, reduction)
         else:
-            loss = loss_of(head, x, labels)
+            loss = loss_of(head, x.flatten(0, 1), labels.flatten(), None if mask is None else mask.flatten())
+            loss = loss / shards if reduction == "mean" else loss
         outcomes.append(outcome(head, x, loss))
     same(*outcomes)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "found"),
+    [
+        (((2, 10, 8), (2, 9), None), r"x \(2, 10, 8\), y \(2, 9\)"),
+        (((10, 8), (10,), None), r"x \(10, 8\), y \(10,\)"),
+        (((2, 10, 8), (2, 10), (10,)), r"mask \(10,\)"),
+        (((2, 10, 8), (2, 10), (1, 10)), r"mask \(1, 10\)"),
+    ],
+)
+def test_labels_and_masks_that_do_not_fit(shapes, found):
+    x, y, mask = (None if shape is None else torch.zeros(shape) for shape in shapes)
+    with pytest.raises(UsageError, match=f"found .*{found}; expected x and y as"):
+        TiledFusedLogitsLoss.apply(loss_of, nn.Linear(WIDTH, 5), x, y, mask, 2, None, "sum")
 
 
 def test_any_computation():
@@ -94,20 +113,41 @@ def test_any_computation():
     labels = torch.arange(LENGTH).expand(BATCH, LENGTH)
 
     def fn(x, labels, weight, mlp):
-        return mlp(x) * weight, (x * labels[..., None]).sum()
+        return mlp(x) * weight, x * labels[..., None]
 
     plain, x = MLP(), hidden()
-    out, total = fn(x, labels, weight, plain)
-    expected = outcome(plain, x, torch.cat([out.flatten(), total[None]]))
+    expected = outcome(plain, x, torch.cat(fn(x, labels, weight, plain), -1))
     for way in ("function", "class"):
         tiled, y = MLP(), hidden()
         cut, passed = {"x": y, "labels": labels}, {"weight": weight, "mlp": tiled}
         if way == "function":
-            joined = sequence_tiled_compute(fn, LENGTH, 3, cut, passed, "x", None, 1, "sum")
+            joined = sequence_tiled_compute(fn, LENGTH, 3, cut, passed, "x", None, 1, None)
         else:
             values = (*cut.values(), *passed.values())
-            joined = SequenceTiledCompute.apply(fn, LENGTH, 3, [*cut], [*passed], "x", None, 1, "sum", *values)
-        same(outcome(tiled, y, torch.cat([joined[0].flatten(), joined[1][None]])), expected)
+            joined = SequenceTiledCompute.apply(fn, LENGTH, 3, [*cut], [*passed], "x", None, 1, None, *values)
+        same(outcome(tiled, y, torch.cat(joined, -1)), expected)
+
+
+@pytest.mark.parametrize(
+    ("dim", "reduction", "expected"),
+    [
+        (1, None, lambda x: x * 2),
+        (1, "mean", lambda x: (x * 2).mean()),
+        (1, "sum", lambda x: (x * 2).sum()),
+        (0, None, lambda x: torch.stack((x * 2).split(5, 1))),
+    ],
+)
+def test_what_becomes_of_outputs(dim, reduction, expected):
+    x = hidden()
+    found = sequence_tiled_compute(lambda x: x * 2, LENGTH, 2, {"x": x}, {}, "x", None, dim, reduction)
+    torch.testing.assert_close(found, expected(x))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_losses_of_tiles_that_nobody_joins(dim):
+    x = hidden()
+    found = sequence_tiled_compute(lambda x: x.sum(), LENGTH, 3, {"x": x}, {}, "x", None, dim, None)
+    torch.testing.assert_close(found, torch.stack([tile.sum() for tile in x.split(4, 1)]))
 
 
 def test_dropout_and_autocast_are_those_of_the_forward():
@@ -137,7 +177,7 @@ def test_without_gradients():
         ({"shards": 0}, "number of tiles is 0"),
         ({"seqlen": 7}, "x is to be cut into tiles of a sequence of 7; found \\(2, 10, 8\\)"),
         ({"grad_requiring_tensor_key": "y"}, "'y', which is none of what is cut into tiles: \\['x'\\]"),
-        ({"fn": lambda x: x.sum(), "output_reduction": None}, "output_reduction is None"),
+        ({"output_reduction": "max"}, "output_reduction is 'max'; expected None, 'mean' or 'sum'"),
     ],
 )
 def test_refusals(arguments, message):
