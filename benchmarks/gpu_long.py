@@ -54,7 +54,9 @@ def config_of(options: argparse.Namespace) -> dict[str, Any]:
         "zero_optimization": {"stage": options.stage},
         "steps_per_print": 10**9,
     }
-    if not options.pieces:
+    if options.pieces:
+        config["optimizer"]["params"]["torch_adam"] = True  # real DeepSpeed would compile its own for a minute
+    else:
         config["sequence_parallel"] = {"tiled_compute": options.tile, "tiled_loss": options.loss_tile}
         config["activation_checkpointing"] = {
             "cpu_checkpointing": True,
@@ -130,8 +132,8 @@ def _whole(engine: Any) -> Callable[[Any], Any]:
     return lambda tokens: engine(input_ids=tokens, labels=tokens).loss
 
 
-def _with_pieces(engine: Any, options: argparse.Namespace) -> Callable[[Any], Any]:
-    """The published pieces, which real DeepSpeed has, too, put together as a script would."""
+def _with_pieces(engine: Any, options: argparse.Namespace) -> tuple[Callable[[Any], Any], Any]:
+    """(the loss; what is around forward and backward) of the published pieces, which real DeepSpeed has, too."""
     import torch
 
     pieces: Any = importlib.import_module("deepspeed.runtime.sequence_parallel.ulysses_sp")
@@ -147,7 +149,7 @@ def _with_pieces(engine: Any, options: argparse.Namespace) -> Callable[[Any], An
         return pieces.TiledMLP.apply(inner, self, x, -(-x.shape[1] // options.tile), trained)
 
     def part(self: Any, hidden: Any, labels: Any) -> Any:
-        return torch.nn.functional.cross_entropy(self.lm_head(hidden).float().flatten(0, 1), labels.flatten())
+        return torch.nn.functional.cross_entropy(self.lm_head(hidden).float(), labels)
 
     mlp.forward = tiled
 
@@ -159,11 +161,7 @@ def _with_pieces(engine: Any, options: argparse.Namespace) -> Callable[[Any], An
 
     type(model).forward = forward
 
-    def loss(tokens: Any) -> Any:
-        with offload:
-            return engine(tokens)
-
-    return loss
+    return engine, offload
 
 
 def train(plan: Plan, options: argparse.Namespace) -> dict[str, Any]:
@@ -192,7 +190,8 @@ def _train(
     model = make_model(plan, options.device)
     trained = [param for param in model.parameters() if param.requires_grad]
     engine, *_ = deepspeed.initialize(model=model, model_parameters=trained, config=config_of(options))
-    loss_of = _with_pieces(engine, options) if options.pieces else _whole(engine)
+    pieces = _with_pieces(engine, options) if options.pieces else None
+    loss_of, around = pieces or (_whole(engine), contextlib.nullcontext())
     notes = Notes(_file(options), plan=lines(plan, options.loss_tile))
     progress = Progress(options.device, notes, quiet=options.quiet, counted=counted)
     progress.watch(model.model.layers)
@@ -207,9 +206,10 @@ def _train(
         if traffic is not None:
             traffic.clear()
         progress.enter("forward")
-        loss = loss_of(batch)
-        progress.enter("backward")
-        engine.backward(loss)
+        with around:
+            loss = loss_of(batch)
+            progress.enter("backward")
+            engine.backward(loss)
         progress.enter("update")
         engine.step()
         progress.enter("between steps")
