@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -25,7 +25,7 @@ TOKENS, WIDTH, INNER, HEADS, KV_HEADS, HEAD, CLASSES = 16384, 2048, 8192, 32, 8,
 SIDE = 8192
 GB = 1e9
 BUSY = 2_000_000  # cycles, a millisecond
-BLOCKS, WARPS = (512, 1024, 2048, 4096), (4, 8)
+BLOCKS, WARPS = (512, 1024, 2048, 4096), (2, 4, 8)
 SWEPT = 8  # times that each is run
 
 
@@ -165,14 +165,14 @@ def _zeros(dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 class Update(NamedTuple):
-    """An update over all `SIZES`, the bytes that it moves per element, and what the kernel calls its rules."""
+    """An update over all `SIZES`, and the bytes that it moves per element."""
 
     name: str
     run: Callable[[], Any]
     nbytes: float
-    rules: Sequence[str] = ()
-    coded: bool = False
     more: str = ""
+    theirs: bool = False
+    """torch's, which has no programs of ours."""
 
 
 def _update_lines(updates: Iterable[Update], copy: float) -> None:
@@ -200,7 +200,7 @@ def _updates() -> Iterator[Update]:
     first, second = _zeros(), _zeros()
     given = Conditions(torch.ones((), device="cuda"), torch.zeros((), device="cuda"))
     two, one = (Batch(3, moments, params, grads, outs=outs) for moments in ((first, second), (first,)))
-    yield Update("adam triton", lambda: ADAM.triton(two, AdamRule(1e-4), given), 28, ["adam"])
+    yield Update("adam triton", lambda: ADAM.triton(two, AdamRule(1e-4), given), 28)
     wide = _zeros()
 
     def fused() -> None:
@@ -208,15 +208,14 @@ def _updates() -> Iterator[Update]:
         op("adam")(params, wide, first, second, 3, AdamRule(1e-4))
         torch._foreach_copy_(outs, params)
 
-    yield Update("adam torch", fused, 28, more=", with its casts")
-    yield Update("lion triton", lambda: LION.triton(one, LionRule(1e-4), given), 20, ["lion"])
+    yield Update("adam torch", fused, 28, ", with its casts", theirs=True)
+    yield Update("lion triton", lambda: LION.triton(one, LionRule(1e-4), given), 20)
     # weights and both moments are read twice, since norms of whole tensors are between
-    lamb = ["lamb_moments", "lamb_apply"]
-    yield Update("lamb triton", lambda: LAMB.triton(two, LambRule(1e-4), given), 40, lamb, more=", two passes")
+    yield Update("lamb triton", lambda: LAMB.triton(two, LambRule(1e-4), given), 40, ", two passes")
     momenta = Momenta(params, grads, first, list(outs), conditions=given)
     rule = MomentumRule(0.95, lr=1e-3)
-    yield Update("muon direction", lambda: directions_triton(momenta, rule, wide), 10, ["muon_direction"])
-    yield Update("muon apply", lambda: apply_triton(momenta, rule, wide), 24, ["muon_apply"])
+    yield Update("muon direction", lambda: directions_triton(momenta, rule, wide), 10)
+    yield Update("muon apply", lambda: apply_triton(momenta, rule, wide), 24)
 
 
 def _coded_updates() -> Iterator[Update]:
@@ -234,21 +233,21 @@ def _coded_updates() -> Iterator[Update]:
         scales = tuple([torch.zeros(blocks(size), device="cuda") for size in SIZES] for _ in range(count))
         batch = Batch(3, codes, params, grads, outs=outs, scales=scales)
         nbytes = 12 + count * (2 + 8 / 256)
-        yield Update(f"{name} 8 bits", partial(update.triton, batch, made), nbytes, [name], coded=True)
+        yield Update(f"{name} 8 bits", partial(update.triton, batch, made), nbytes)
 
 
 def sweep(updates: Iterable[Update], copy: float, time: Callable[[Callable[[], Any]], float]) -> Iterator[str]:
     """A line for every update: its share of `copy` (bytes per second) with programs of every shape, the best first."""
-    from deepspeed.ops.kernels.many import SHAPES, Shape
+    from deepspeed.ops.kernels import many
 
+    now = many.SHAPE
     for each in updates:
-        if not each.rules:
+        if each.theirs:
             continue
         found = []
         for block, warps in itertools.product(BLOCKS, WARPS):
-            with patch.dict(SHAPES, {(rule, each.coded): Shape(block, warps) for rule in each.rules}):
+            with patch.object(many, "SHAPE", many.Shape(block, warps)):
                 found.append((sum(SIZES) * each.nbytes / time(each.run) / copy, block, warps))
-        now = SHAPES[each.rules[0], each.coded]
         shares = "  ".join(
             f"{block}/{warps}{'*' if (block, warps) == (now.block, now.warps) else ''} {share:.1%}"
             for share, block, warps in sorted(found, reverse=True)

@@ -16,7 +16,7 @@ from deepspeed.ops.kernels.update import trust_kernel, update_kernel
 from deepspeed.ops.optimizer import Batch
 from deepspeed.ops.rehearsal import launch as launch_kernel
 
-__all__ = ["SHAPES", "Columns", "Launch", "Shape", "launch", "programs_of", "trust_ratios"]
+__all__ = ["SHAPE", "Columns", "Launch", "Shape", "launch", "programs_of", "trust_ratios"]
 
 _ALIGNED = 16
 _NUMBERS = 8
@@ -38,24 +38,9 @@ class Shape:
     warps: int
 
 
-SHAPES = {
-    ("adam", False): Shape(512, 8),
-    ("adam", True): Shape(1024, 8),
-    ("lion", False): Shape(512, 8),
-    ("lion", True): Shape(1024, 8),
-    ("lamb_moments", False): Shape(512, 8),
-    ("lamb_moments", True): Shape(1024, 8),
-    ("lamb_apply", False): Shape(512, 8),
-    ("lamb_apply", True): Shape(1024, 8),
-    ("muon_direction", False): Shape(512, 8),
-    ("muon_direction", True): Shape(1024, 8),
-    ("muon_apply", False): Shape(512, 8),
-    ("muon_apply", True): Shape(1024, 8),
-}
-"""By rule and whether moments are 8-bit codes, which have a scale for every `SHARE` elements of a block.
-
-`python -m benchmarks.gpu_kernels --sweep` tries others.
-"""
+SHAPE = Shape(1024, 4)
+"""The fastest or nearly so for every rule, with moments of 8 bits too; `python -m benchmarks.gpu_kernels --sweep` tries
+others. A block is a multiple of `SHARE`, the codes that have a scale together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +89,7 @@ def launch(columns: Columns, call: Launch) -> None:
     pointers = [tensor.data_ptr() for row in zip(*lists, strict=True) for tensor in row]
     table = _sent(torch.tensor(pointers, dtype=torch.int64), device)
     coded = bool(columns.scales)
-    shape = SHAPES[call.rule, coded]
-    owners, places = _programs(tuple(param.numel() for param in columns.params), shape.block, device)
+    owners, places = _programs(tuple(param.numel() for param in columns.params), SHAPE.block, device)
     anything = columns.params[0]  # where there are no conditions nothing is read
     given = call.conditions
     types = [_TYPES[tensors[0].dtype] for tensors in lists]
@@ -116,7 +100,7 @@ def launch(columns: Columns, call: Launch) -> None:
         *[*call.numbers, *[0.0] * _NUMBERS][:_NUMBERS],
         RULE=call.rule, PARAM=types[0], GRAD=types[1], FIRST=types[2], SECOND=types[3], OUT=types[4],
         HAS_OUT=bool(columns.outs), CODED=coded, CONDITIONS=given is not None, SHARE=SHARE,
-        ALIGNED=_aligned(pointers, columns.params), BLOCK=shape.block, num_warps=shape.warps,
+        ALIGNED=_aligned(pointers, columns.params), BLOCK=SHAPE.block, num_warps=SHAPE.warps,
     )  # fmt: skip
 
 
@@ -125,21 +109,17 @@ def _aligned(pointers: Sequence[int], params: Sequence[Tensor]) -> bool:
     return all(number % _ALIGNED == 0 for number in (*pointers, *(param.numel() for param in params)))
 
 
-def programs_of(columns: Columns, rule: str) -> int:
-    """How many programs of a rule update these."""
-    block = SHAPES[rule, bool(columns.scales)].block
-    return sum(-(-param.numel() // block) for param in columns.params)
+def programs_of(columns: Columns) -> int:
+    """How many programs update these."""
+    return sum(-(-param.numel() // SHAPE.block) for param in columns.params)
 
 
 def trust_ratios(columns: Columns, partial: Tensor, low: float, high: float) -> Tensor:
-    """LAMB's coefficients, one for each tensor, of sums of squares [programs, 2] of weights and of updates.
-
-    The programs are those of the rule "lamb_moments", which left the sums.
-    """
-    params, block = columns.params, SHAPES["lamb_moments", bool(columns.scales)].block
-    _, places = _programs(tuple(param.numel() for param in params), block, params[0].device)
+    """LAMB's coefficients, one for each tensor, of sums of squares [programs, 2] of weights and of updates."""
+    params = columns.params
+    _, places = _programs(tuple(param.numel() for param in params), SHAPE.block, params[0].device)
     found = torch.empty(len(params), device=params[0].device)
-    launch_kernel(trust_kernel, (len(params),), partial, places, found, low, high, BLOCK=block, WIDTH=_PARTIALS)
+    launch_kernel(trust_kernel, (len(params),), partial, places, found, low, high, BLOCK=SHAPE.block, WIDTH=_PARTIALS)
     return found
 
 

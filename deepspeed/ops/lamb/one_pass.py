@@ -40,7 +40,7 @@ def _kernels(batch: Batch, rule: LambRule, conditions: Conditions | None) -> lis
     else:
         factor /= rule.scale
     columns, numbers = Columns.of(batch), LAMB.numbers(batch, rule)
-    partial = torch.zeros(programs_of(columns, "lamb_moments"), 2, device=device)
+    partial = torch.zeros(programs_of(columns), 2, device=device)
     launch(columns, Launch("lamb_moments", numbers, factor, conditions=conditions, beside=partial))
     coefficients = trust_ratios(columns, partial, rule.min_coeff, rule.max_coeff)
     launch(columns, Launch("lamb_apply", numbers, factor, batch.step, conditions, coefficients))

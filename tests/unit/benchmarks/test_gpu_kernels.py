@@ -10,30 +10,30 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from benchmarks.gpu_kernels import BLOCKS, SIZES, WARPS, Update, sweep  # isort: skip
-from deepspeed.ops.kernels.many import SHAPES  # isort: skip
+from deepspeed.ops.kernels import many  # isort: skip
 
 
 def test_shares_of_a_copy_the_best_first():
-    before, seen = dict(SHAPES), []
+    before, seen = many.SHAPE, []
 
     def time(run):
         run()
-        shape = SHAPES["lion", True]
+        shape = many.SHAPE
         seen.append((shape.block, shape.warps))
         return sum(SIZES) * 14 / shape.block / shape.warps
 
     updates = [
-        Update("torch", lambda: None, 28),
-        Update("lion 8 bits", lambda: seen.append("run"), 14, ["lion"], coded=True),
+        Update("torch", lambda: None, 28, theirs=True),
+        Update("lion 8 bits", lambda: seen.append("run"), 14),
     ]
     (line,) = sweep(updates, 4 * 4096 * 8, time)
     assert [each for each in seen if each != "run"] == [(block, warps) for block in BLOCKS for warps in WARPS]
     assert line.split()[:5] == ["lion", "8", "bits", "4096/8", "25.0%"]
-    assert "1024/8* 6.2%" in line
-    assert before == SHAPES, "as it was"
+    assert "1024/4* 3.1%" in line
+    assert many.SHAPE is before, "as it was"
 
 
 def test_blocks_of_codes_are_whole_shares():
     from deepspeed.ops.blockwise import BLOCK
 
-    assert all(shape.block % BLOCK == 0 for (_, coded), shape in SHAPES.items() if coded)
+    assert many.SHAPE.block % BLOCK == 0
