@@ -1,8 +1,12 @@
-"""The functions a training script calls: they sort out arguments and hand over."""
+"""The functions a training script calls: they sort out arguments and hand over.
+
+What takes long to import is imported inside of them, beside what `initialize` begins before.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,10 +14,6 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed import comm
-from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.load import load
-from deepspeed.config.read import read
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
 from deepspeed.ops.rehearsal import compiles
@@ -60,7 +60,9 @@ def initialize(
     if _wants_kernels(source) and compiles():
         load_triton()  # beside the imports that follow
 
+    from deepspeed import comm
     from deepspeed._assemble import Request, assemble
+    from deepspeed.config import DeepSpeedConfig
     from deepspeed.tensor_parallel.model_init import with_asked
 
     source = with_asked(model, source)
@@ -122,12 +124,17 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
 
 
 def _wants_kernels(source: Any) -> bool:
-    """Whether a config asks for kernels of Triton; of one that can be read only once nothing is known yet."""
-    if not isinstance(source, Mapping) and not (isinstance(source, (str, os.PathLike)) and os.path.isfile(source)):
+    """Whether a config asks for kernels of Triton, as far as a glance tells; reading it in earnest comes later."""
+    if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):  # nothing that can be read only once
+        try:
+            with open(source, encoding="utf-8") as file:
+                source = json.load(file)
+        except (OSError, ValueError, RecursionError):
+            return False
+    if not isinstance(source, Mapping):
         return False
-    raw, _ = read(source)
-    sections = [raw.get(name) for name in ("fused_kernels", "fp8")]
-    return any(isinstance(section, dict) and section.get("enabled") is True for section in sections)
+    sections = [source.get(name) for name in ("fused_kernels", "fp8")]
+    return any(isinstance(section, Mapping) and section.get("enabled") is True for section in sections)
 
 
 def _check_local_rank(args: Any) -> None:
@@ -147,6 +154,7 @@ def _pipeline_grid(model: nn.Module, mpu: Any, mesh_param: Any, source: Any) -> 
         return source, mpu
     if mpu is not None or mesh_param is not None:
         raise UsageError("a PipelineModule has its own topology; pass neither mpu nor mesh_param with it")
+    from deepspeed.config.load import load
     from deepspeed.pipe.axes import fit_grid
 
     loaded = load(source)
@@ -155,6 +163,8 @@ def _pipeline_grid(model: nn.Module, mpu: Any, mesh_param: Any, source: Any) -> 
 
 def _mesh(mesh_param: Any, mpu: Any) -> Any:
     """The device mesh that was given: itself, or its two sizes."""
+    from deepspeed import comm
+
     if mesh_param is not None and mpu is not None:
         raise UsageError("mesh_param and mpu both describe the layout; pass one of them")
     if isinstance(mesh_param, (tuple, list)):
@@ -164,6 +174,8 @@ def _mesh(mesh_param: Any, mpu: Any) -> Any:
 
 def _mesh_of(schema: Schema) -> Any:
     """The device mesh that two keys of the config describe; None where ranks share layers, too."""
+    from deepspeed import comm
+
     data, sequence = schema.data_parallel_size, schema.sequence_parallel_size
     if data is None or sequence is None or schema.axis_sizes["tp"] > 1:
         return None
