@@ -74,7 +74,7 @@ class _LinearLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
         grads = [
-            None if grad is None else (grad * dtotal).to(dtype)
+            None if grad is None else torch.mul(grad, dtotal, out=torch.empty_like(grad, dtype=dtype))
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *grads, None, None, None
@@ -93,7 +93,7 @@ def _add_gradients(grads: list[Tensor | None], place: slice, dlogits: Tensor, ti
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a · b, kept in float32: a sum over many tiles would lose bits in a narrower one."""
     if a.is_cuda and a.dtype != torch.float32:
-        total += torch.mm(a, b, out_dtype=torch.float32)
+        torch.ops.aten.addmm.dtype_out(total, a, b, torch.float32, out=total)  # in the product's last pass
     else:
         total.addmm_(a.float(), b.float())
 
