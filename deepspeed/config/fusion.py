@@ -24,6 +24,11 @@ class FusedKernelsConfig(Section):
     loss: bool = Field(
         True, description="The last projection of causal language models with its loss; logits are never whole."
     )
+    inputs: bool = Field(
+        True,
+        description="Linear layers that read one input, as queries, keys and values do: its gradient is summed by "
+        "their products.",
+    )
     exclude: Patterns = Field([], description="Regular expressions, matched from the start of module names to leave.")
     compile_processes: Count = Field(
         8,

@@ -36,7 +36,8 @@ def fuse(
     if rehearsal is not None and (fused.enabled or eight.enabled):
         rehearsal.begin()
     if fused.enabled:
-        findings += find(model, [kind for kind in KINDS if getattr(fused, kind)], fused.exclude)
+        kinds = [kind for kind in KINDS if kind != "inputs" and getattr(fused, kind)]
+        findings += find(model, kinds, fused.exclude)
         put(findings, undo)
     if eight.enabled:
         products = list(find_products(model, eight.scaling, eight.exclude))
@@ -48,6 +49,10 @@ def fuse(
                 "they are multiplied as float32, which gives the same numbers and is slower than 16 bits",
                 level=WARNING,
             )
+    if fused.enabled and fused.inputs:  # last: layers that others compute by now are none of theirs
+        inputs = list(find(model, ["inputs"], fused.exclude))
+        put(inputs, undo)
+        findings += inputs
     if rehearsal is not None and findings:
         scenes = [each.result.scene for each in findings if isinstance(each.result, Swap)]
         rehearsal.add(partial(scene, dtype=dtype) for scene in scenes if scene is not None)

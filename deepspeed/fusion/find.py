@@ -13,6 +13,7 @@ from torch import nn
 from deepspeed.fusion.feed_forward import find_feed_forward
 from deepspeed.fusion.gelu import find_gelu
 from deepspeed.fusion.head import find_head
+from deepspeed.fusion.inputs import find_inputs
 from deepspeed.fusion.norms import find_norm
 from deepspeed.fusion.products import Recent, find_product
 from deepspeed.fusion.residual import find_residual
@@ -25,7 +26,7 @@ Finder = Callable[[nn.Module], "Swap | Refused | None"]
 
 _FINDERS: dict[str, Finder] = {"norm": find_norm, "mlp": find_feed_forward, "rotary": find_rotation}
 
-KINDS = (*_FINDERS, "loss")
+KINDS = (*_FINDERS, "loss", "inputs")
 """What can be replaced, as the config names it."""
 
 
@@ -59,6 +60,8 @@ def find(model: nn.Module, kinds: Sequence[str], exclude: Sequence[str] = ()) ->
             for inner, result in find_gelu(module, alone):
                 if kept(full := f"{name}.{inner}".strip(".")):
                     yield Finding("mlp", full, type(module).__name__, result)
+    if "inputs" in kinds:
+        yield from _inputs(model, kept)
     if "loss" in kinds:
         for name, module in model.named_modules():
             if (found := find_head(module)) is not None:
@@ -66,6 +69,16 @@ def find(model: nn.Module, kinds: Sequence[str], exclude: Sequence[str] = ()) ->
                 if kept(full):
                     yield Finding("loss", full, type(module).__name__, found[1])
                 return
+
+
+def _inputs(model: nn.Module, kept: Callable[[str], bool]) -> Iterator[Finding]:
+    """After the other kinds, whose computations of the same modules these run."""
+    known: dict[type, list[tuple[str, ...]]] = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        result = find_inputs(module, known, lambda child, prefix=prefix: kept(prefix + child))  # type: ignore[misc]
+        if kept(name) and result is not None:
+            yield Finding("inputs", name, type(module).__name__, result)
 
 
 def find_products(model: nn.Module, scaling: str, exclude: Sequence[str] = ()) -> Iterator[Finding]:

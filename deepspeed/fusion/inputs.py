@@ -1,0 +1,201 @@
+"""Linear layers of a module that read one input, as queries, keys and values do: their gradients of it in one sum.
+
+Which layers these are is read in the code of the module's class: `self.layer(name)` for several layers and one name
+that no line between them assigns. The code stays as it is. While it runs, the layers have a forward that computes all
+of them when the first is called, and hands the others' results to their calls with the same tensor.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from deepspeed.fusion.likeness import overridden
+from deepspeed.fusion.swap import Refused, Swap, Undo, put_forward, replacement
+from deepspeed.ops.model.shared_input import linears
+
+__all__ = ["find_inputs"]
+
+Groups = list[tuple[str, ...]]
+"""Names of layers that read one input, for each such input of a class."""
+
+_FORWARD = nn.Linear.forward
+
+
+def find_inputs(
+    module: nn.Module, known: MutableMapping[type, Groups], kept: Callable[[str], bool]
+) -> Swap | Refused | None:
+    """How layers of a module that read one input are replaced, those whose names are `kept`; None if it has none.
+
+    `known` keeps what was read in the code of classes.
+    """
+    plain = {name for name, child in module.named_children() if _is_plain(child) and kept(name)}
+    if len(plain) < 2:
+        return None
+    if type(module) not in known:
+        known[type(module)] = list(_groups(type(module).forward))
+    groups = [tuple(name for name in names if name in plain) for names in known[type(module)]]
+    names = max(groups, key=len, default=())
+    if len(names) < 2:
+        return None
+    if replacement(module) is None and (reason := overridden(module)):
+        return Refused(reason)
+    return Swap(f"gradients of {', '.join(names)} added by their products", partial(_put, module, names))
+
+
+def _put(module: nn.Module, names: tuple[str, ...]) -> Undo:
+    return put_forward(module, _Reader(names, replacement(module) or type(module).forward).run)
+
+
+class _Reader:
+    """A module whose layers of these names read one input."""
+
+    def __init__(self, names: tuple[str, ...], forward: Callable[..., Any]) -> None:
+        self.names, self.forward = names, forward
+
+    def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward; whatever was computed ahead and not used is gone after it."""
+        layers = self._layers(module)
+        if len(layers) < 2:
+            return self.forward(module, *args, **kwargs)
+        together = _Together(layers)
+        puts = [partial(together.take, at) for at in range(len(layers))]
+        for layer, put in zip(layers, puts, strict=True):
+            layer.__dict__["forward"] = put
+        try:
+            return self.forward(module, *args, **kwargs)
+        finally:
+            together.drop()
+            for layer, put in zip(layers, puts, strict=True):
+                if layer.__dict__.get("forward") is put:
+                    del layer.__dict__["forward"]
+
+    def _layers(self, module: nn.Module) -> list[nn.Linear]:
+        """Those that are plain now: others may have been exchanged, wrapped or hooked since they were found."""
+        if not torch.is_grad_enabled() or torch_module._has_any_global_hook():
+            return []
+        found = (module._modules.get(name) for name in self.names)
+        return list(dict.fromkeys(layer for layer in found if isinstance(layer, nn.Linear) and _is_plain(layer)))
+
+
+class _Together:
+    """What layers compute of one input, from the first that is called to the last."""
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self._layers = layers
+        self._source: weakref.ref[Tensor] | None = None
+        self._version = 0
+        self._left: dict[int, Tensor] = {}
+
+    def take(self, at: int, input: Tensor) -> Tensor:
+        """The result of a layer: one that is there, or of all layers together, or of this one alone."""
+        same = self._source is not None and self._source() is input and self._version == input._version
+        if same and _differentiated(input) and (found := self._left.pop(at, None)) is not None:
+            return found
+        unused = bool(self._left)
+        self.drop()
+        # Layers that are not called with one input each are better computed alone, and so is one that is called again.
+        if same or unused or not _differentiated(input) or not all(_fits(layer, input) for layer in self._layers):
+            return _FORWARD(self._layers[at], input)
+        results = linears(input, [layer.weight for layer in self._layers], [layer.bias for layer in self._layers])
+        self._source, self._version = weakref.ref(input), input._version
+        self._left = dict(enumerate(results))
+        return self._left.pop(at)
+
+    def drop(self) -> None:
+        """Forget results that nobody took."""
+        self._left.clear()
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is torch's, and nobody sees or changes what goes in and out of it."""
+    return (
+        type(layer) is nn.Linear
+        and nn.Linear.forward is _FORWARD
+        and "forward" not in layer.__dict__
+        and layer._compiled_call_impl is None
+        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    )
+
+
+def _differentiated(x: Any) -> bool:
+    """Whether x is a plain tensor whose gradient will be computed, in the dtype that it has."""
+    return (
+        type(x) is Tensor
+        and torch.is_grad_enabled()
+        and x.requires_grad
+        and x.layout is torch.strided
+        and x.is_floating_point()
+        and not x.is_inference()
+        and not torch._C._are_functorch_transforms_active()
+        and not (torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type))
+    )
+
+
+def _fits(layer: nn.Linear, x: Tensor) -> bool:
+    """Whether a layer's parameters are here, whole and of x's dtype."""
+    shapes = ((layer.weight, (layer.out_features, layer.in_features)), (layer.bias, (layer.out_features,)))
+    return layer.in_features == x.shape[-1] and all(
+        _is_ordinary(param) and param.shape == shape and (param.dtype, param.device) == (x.dtype, x.device)
+        for param, shape in shapes
+        if param is not None
+    )
+
+
+def _is_ordinary(param: Tensor) -> bool:
+    """Whether the class of a parameter leaves torch's functions as they are, as those of sharded parameters do."""
+    kind = type(param)
+    return (
+        issubclass(kind, nn.Parameter)
+        and kind.__torch_function__ is nn.Parameter.__torch_function__
+        and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    )
+
+
+def _groups(forward: Any) -> Iterator[tuple[str, ...]]:
+    """Names of modules that the lines of one block call with one name that these do not assign."""
+    function = inspect.unwrap(forward)
+    if not isinstance(function, types.FunctionType):
+        return
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, SyntaxError):  # no code to read
+        return
+    for node in ast.walk(tree):
+        for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
+            if isinstance(block, list):
+                yield from _of_block(block)
+
+
+def _of_block(block: Sequence[ast.stmt]) -> Iterator[tuple[str, ...]]:
+    open_groups: dict[str, dict[str, None]] = {}
+    for line in block:
+        if isinstance(line, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)):
+            for layer, argument in _calls(line):
+                open_groups.setdefault(argument, {})[layer] = None
+        for node in ast.walk(line):  # also of the blocks inside
+            if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del)):
+                yield tuple(open_groups.pop(node.id, ()))
+    yield from (tuple(names) for names in open_groups.values())
+
+
+def _calls(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(name of a module, argument) of each `self.module(argument)` that is computed for certain."""
+    if isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _calls(child)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and isinstance(node.func.value, ast.Name):
+        alone = len(node.args) == 1 and not node.keywords
+        if node.func.value.id == "self" and alone and isinstance(node.args[0], ast.Name):
+            yield node.func.attr, node.args[0].id
