@@ -56,8 +56,6 @@ class Recent:
 
     def rounded(self, x: Tensor, matrix: Tensor) -> Rounded:
         """`matrix`, which holds the numbers of `x` in rows, rounded."""
-        if torch.compiler.is_compiling():  # a graph computes the same once by itself
-            return self._round(matrix)
         known = self._source is not None and self._source() is x and self._version == x._version
         if known and self._rounded is not None and self._rounded.columns is None:
             known = self.by_rows or not torch.is_grad_enabled()
@@ -95,8 +93,18 @@ class _Linear:
             return functional.linear(input, weight.to(input.dtype), bias)
         if short:  # zeros change no sum
             matrix = functional.pad(matrix, (0, 0, 0, short))
-        rounded = self._recent.rounded(input, matrix)
-        inputs = (matrix, weight, bias, rounded, self._recent.by_rows)
-        out: Tensor = Fp8Linear.apply(*inputs)  # type: ignore[no-untyped-call]
+        out = self._multiplied(input, matrix, weight)
+        if bias is not None:
+            out = out.add_(bias.to(out.dtype))
         out = out[: out.shape[0] - short] if short else out  # the gradient of a slice is a copy
         return out.view(*input.shape[:-1], weight.shape[0])
+
+    def _multiplied(self, input: Tensor, matrix: Tensor, weight: Tensor) -> Tensor:
+        by_rows = self._recent.by_rows
+        if torch.compiler.is_compiling():
+            from deepspeed.ops.fp8 import graph
+
+            return graph.linear(matrix, weight, graph.rounded(matrix, by_rows), by_rows)
+        rounded = self._recent.rounded(input, matrix)
+        out: Tensor = Fp8Linear.apply(matrix, weight, rounded, by_rows)  # type: ignore[no-untyped-call]
+        return out

@@ -7,8 +7,8 @@ backward   dx = g · w     e5m2 · e4m3
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from deepspeed.ops.capability import compute_capability, on_cuda
 from deepspeed.ops.fp8.quantise import Rounded, round_columns, round_rows, round_tensor
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["MULTIPLE", "SCALINGS", "Fp8Linear", "emulated", "product"]
+__all__ = ["MULTIPLE", "SCALINGS", "Fp8Linear", "Kept", "backward", "emulated", "forward", "product"]
 
 SCALINGS = ("tensor", "row")
 MULTIPLE = 16
@@ -74,40 +74,61 @@ def _load_scaled() -> Callable[..., Tensor]:
     return product_scaled
 
 
+class Kept(NamedTuple):
+    """What the backward of a layer needs of its forward."""
+
+    x: Tensor
+    """The input, rounded and turned; where rows have scales of their own, as it was."""
+    x_scale: Tensor
+    w_scale: Tensor
+
+
+def forward(x: Tensor, weight: Tensor, rounded: Rounded, by_rows: bool) -> tuple[Tensor, Tensor]:
+    """(x · wᵀ, the scale of w); `rounded` is x, rounded: several layers that read one input share it."""
+    w = round_rows(weight, _VALUES) if by_rows else round_tensor(weight, _VALUES, columns=False)
+    out = product(_need(rounded.rows), _need(w.rows), (rounded.scale, w.scale), x.dtype, fast=True)
+    return out, w.scale
+
+
+def backward(
+    grad: Tensor, weight: Tensor, kept: Kept, wanted: Sequence[bool], by_rows: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(dx, dw), those that are wanted."""
+    for_x, for_weight = wanted
+    dx = dw = None
+    grad = grad.contiguous()
+    if by_rows:
+        if for_x:
+            g, w = round_rows(grad, _GRADIENTS), round_columns(weight, _VALUES)
+            dx = product(_need(g.rows), _need(w.columns), (g.scale, w.scale), grad.dtype)
+        if for_weight:
+            dw = (grad.t() @ kept.x.to(grad.dtype)).to(weight.dtype)
+        return dx, dw
+    g = round_tensor(grad, _GRADIENTS, rows=for_x, columns=for_weight)
+    if for_x:
+        w = round_tensor(weight, _VALUES, rows=False, scale=kept.w_scale)
+        dx = product(_need(g.rows), _need(w.columns), (g.scale, w.scale), grad.dtype)
+    if for_weight:
+        dw = product(_need(g.columns), kept.x, (g.scale, kept.x_scale), weight.dtype)
+    return dx, dw
+
+
 class Fp8Linear(torch.autograd.Function):
-    """x · wᵀ + bias for a matrix x, with 8-bit products forward and backward."""
+    """x · wᵀ for a matrix x, with 8-bit products forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rounded: Rounded, by_rows: bool) -> Tensor:
-        """`rounded` is x, rounded: several layers that read one input share it."""
-        w = round_rows(weight, _VALUES) if by_rows else round_tensor(weight, _VALUES, columns=False)
-        out = product(_need(rounded.rows), _need(w.rows), (rounded.scale, w.scale), x.dtype, fast=True)
-        ctx.by_rows, ctx.dtypes = by_rows, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
-        ctx.save_for_backward(weight, x if by_rows else rounded.columns, rounded.scale, None if by_rows else w.scale)
-        return out if bias is None else out.add_(bias.to(out.dtype))
+    def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: Rounded, by_rows: bool) -> Tensor:
+        """`rounded` is x, rounded."""
+        out, scale = forward(x, weight, rounded, by_rows)
+        ctx.by_rows = by_rows
+        ctx.save_for_backward(weight, x if by_rows else rounded.columns, rounded.scale, scale)
+        return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, x, x_scale, w_scale = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
-        dx = dw = None
-        grad = grad.contiguous()
-        if ctx.by_rows:
-            if for_x:
-                g, w = round_rows(grad, _GRADIENTS), round_columns(weight, _VALUES)
-                dx = product(_need(g.rows), _need(w.columns), (g.scale, w.scale), x_dtype)
-            if for_weight:
-                dw = (grad.t() @ x.to(grad.dtype)).to(weight_dtype)
-        else:
-            g = round_tensor(grad, _GRADIENTS, rows=for_x, columns=for_weight)
-            if for_x:
-                w = round_tensor(weight, _VALUES, rows=False, scale=w_scale)
-                dx = product(_need(g.rows), _need(w.columns), (g.scale, w.scale), x_dtype)
-            if for_weight:
-                dw = product(_need(g.columns), x, (g.scale, x_scale), weight_dtype)
-        return dx, dw, grad.sum(0).to(bias_dtype) if for_bias else None, None, None
+        weight, *kept = ctx.saved_tensors
+        return *backward(grad, weight, Kept(*kept), ctx.needs_input_grad[:2], ctx.by_rows), None, None
 
 
 def _need(found: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Numbers rounded to 8 bits with a scale: one for a whole tensor, or one for each row or column.
 
-Ops `fp8_tensor`, `fp8_rows`, `fp8_columns`. A compiler sees the references, which it fuses with their neighbours.
+Ops `fp8_tensor`, `fp8_rows`, `fp8_columns`.
 """
 
 from __future__ import annotations
@@ -43,21 +43,19 @@ def round_tensor(
 
     A `scale` that is known from rounding the same numbers before spares a pass over them.
     """
-    round_ = round_tensor_reference if torch.compiler.is_compiling() else op("fp8_tensor")
-    result: Rounded = round_(x.contiguous(), dtype, rows=rows, columns=columns, scale=scale)
+    result: Rounded = op("fp8_tensor")(x.contiguous(), dtype, rows=rows, columns=columns, scale=scale)
     return result
 
 
 def round_rows(x: Tensor, dtype: torch.dtype) -> Rounded:
     """A matrix rounded with a scale for each row."""
-    result: Rounded = (round_rows_reference if torch.compiler.is_compiling() else op("fp8_rows"))(x.contiguous(), dtype)
+    result: Rounded = op("fp8_rows")(x.contiguous(), dtype)
     return result
 
 
 def round_columns(x: Tensor, dtype: torch.dtype) -> Rounded:
     """The transpose of a matrix, rounded with a scale for each of its rows."""
-    round_ = round_columns_reference if torch.compiler.is_compiling() else op("fp8_columns")
-    result: Rounded = round_(x.contiguous(), dtype)
+    result: Rounded = op("fp8_columns")(x.contiguous(), dtype)
     return result
 
 
