@@ -104,7 +104,10 @@ class Task:
         return {name: away for trait in self.traits & set(names) for name in names[trait]}
 
 
-# ---- the contenders: each makes a function that takes one step on a batch and returns the loss
+# ---- the contenders: each makes a function that takes one step on a batch and returns the loss, and one that tells the
+# norm of the gradients of the last step
+
+Contender = tuple[Callable[[Any], Any], Callable[[], Any]]
 
 
 def make_config(shape: str) -> Any:
@@ -147,7 +150,7 @@ def make_batches(shape: str, device: str, rank: int = 0, count: int = 16) -> lis
     return [torch.randint(vocabulary, (micro_batch, length), generator=generator).to(device) for _ in range(count)]
 
 
-def plain(model: Any, task: Task) -> Callable[[Any], Any]:
+def plain(model: Any, task: Task) -> Contender:
     """A loop by hand: fp32 masters, one pass per list of tensors, no synchronisation with the device."""
     import torch
 
@@ -156,6 +159,7 @@ def plain(model: Any, task: Task) -> Callable[[Any], Any]:
     params = list(model.parameters())
     masters = [torch.nn.Parameter(param.detach().float()) for param in params]
     optimizer = torch.optim.AdamW(masters, fused=True, **OPTIMIZER)
+    norms: list[Any] = [None]
 
     def step(tokens: Any) -> Any:
         for _ in range(task.accumulation):
@@ -163,17 +167,17 @@ def plain(model: Any, task: Task) -> Callable[[Any], Any]:
             (loss / task.accumulation).backward()
         for param, master in zip(params, masters, strict=True):
             master.grad, param.grad = param.grad.float(), None
-        torch.nn.utils.clip_grad_norm_(masters, CLIPPING, foreach=True)
+        norms[0] = torch.nn.utils.clip_grad_norm_(masters, CLIPPING, foreach=True)
         optimizer.step()
         with torch.no_grad():
             torch._foreach_copy_(params, masters)
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return step
+    return step, lambda: norms[0]
 
 
-def fsdp2(model: Any, task: Task) -> Callable[[Any], Any]:
+def fsdp2(model: Any, task: Task) -> Contender:
     """torch's fully_shard of every layer and the root, computing in bf16 from fp32 shards."""
     import torch
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -185,19 +189,20 @@ def fsdp2(model: Any, task: Task) -> Callable[[Any], Any]:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **OPTIMIZER)
+    norms: list[Any] = [None]
 
     def step(tokens: Any) -> Any:
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING, foreach=True)
+        norms[0] = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return step
+    return step, lambda: norms[0].full_tensor()
 
 
-def engine(model: Any, task: Task) -> Callable[[Any], Any]:
+def engine(model: Any, task: Task) -> Contender:
     """This library or real DeepSpeed, whichever `import deepspeed` finds."""
     join(task.device)
     deepspeed: Any = importlib.import_module("deepspeed")
@@ -234,7 +239,7 @@ def engine(model: Any, task: Task) -> Callable[[Any], Any]:
             made.step()
         return loss.detach()
 
-    return step
+    return step, made.get_global_grad_norm
 
 
 def join(device: str) -> None:
@@ -266,12 +271,14 @@ def measure(task: Task) -> dict[str, Any]:
     if task.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     began = time.perf_counter()
-    step, losses = recorded(MAKERS[task.kind](model, task))
+    make, norm = MAKERS[task.kind](model, task)
+    step, losses = recorded(make)
     sync()
     made_s = time.perf_counter() - began
     step(batches[0])
     sync()
     first_s = time.perf_counter() - began
+    first_norm = norm()
     for number in range(1, max(task.warm_up, COMPARED)):
         step(batches[number % len(batches)])
     sync()
@@ -282,6 +289,7 @@ def measure(task: Task) -> dict[str, Any]:
     result = {
         "breakdown": _kernels(step, batches) if task.breakdown else None,
         "losses": [float(loss) for loss in losses[:COMPARED]],
+        "grad_norm": None if first_norm is None else float(first_norm),
         "tokens": batches[0].numel() * task.accumulation,
         "token_flops": token_flops(task.shape),
         "step_s": statistics.median(steady),
