@@ -19,13 +19,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-__all__ = ["SIZES", "Update", "main", "sweep"]
+__all__ = ["SIZES", "Update", "main", "sweep", "sweep_rounding"]
 
 TOKENS, WIDTH, INNER, HEADS, KV_HEADS, HEAD, CLASSES = 16384, 2048, 8192, 32, 8, 64, 32000
 SIDE = 8192
 GB = 1e9
 BUSY = 2_000_000  # cycles, a millisecond
 BLOCKS, WARPS = (512, 1024, 2048, 4096), (2, 4, 8)
+SPANS, SIDES = (4096, 8192, 16384, 32768), (32, 64, 128)
 SWEPT = 8  # times that each is run
 
 
@@ -82,6 +83,8 @@ def main() -> int:
     if "--sweep" in sys.argv[1:]:
         for line in sweep(itertools.chain(_updates(), _coded_updates()), copy, partial(seconds, repeat=SWEPT)):
             print(line, flush=True)
+        for line in sweep_rounding(copy, partial(seconds, repeat=SWEPT)):
+            print(line, flush=True)
         return 0
     _product_lines()
     x, w, bias = numbers(TOKENS, WIDTH, grad=True), numbers(WIDTH, grad=True), numbers(WIDTH, grad=True)
@@ -115,6 +118,9 @@ def main() -> int:
     mine = both(lambda: rotary(q, k, cos, sin), [q, k])
     print(row("rotary", mine, both(lambda: rotary_reference(q, k, cos, sin), [q, k]), (2 * size, 2 * size), copy))
     _loss_lines()
+    for name, (run, moved) in _roundings().items():
+        took = seconds(run)
+        print(f"{name:14} {1e3 * took:7.3f} ms {moved / took / GB:6.0f} GB/s {moved / took / copy:4.0%}")
     _update_lines(_updates(), copy)
     _update_lines(_coded_updates(), copy)
     return 0
@@ -133,6 +139,39 @@ def _product_lines() -> None:
     for name, run in runs.items():
         took = seconds(run)
         print(f"{name:14} {1e3 * took:7.3f} ms, {2 * SIDE**3 / took / 1e12:.0f} TFLOP/s")
+
+
+def _roundings() -> dict[str, tuple[Callable[[], Any], int]]:
+    """Passes of rounding to 8 bits, and the bytes that each moves: gradients of a wide layer, with both layouts."""
+    from deepspeed.ops.fp8.kernels.quantise import largest, round_both
+
+    x = numbers(TOKENS, INNER)
+    found, made = largest(x), torch.empty((), device=x.device)
+    both = partial(round_both, x, found, torch.float8_e5m2, rows=True, columns=True, made=made, smallest=1e-12)
+    return {"fp8 largest": (partial(largest, x), 2 * x.numel()), "fp8 rounding": (both, 4 * x.numel())}
+
+
+def sweep_rounding(copy: float, time: Callable[[Callable[[], Any]], float]) -> Iterator[str]:
+    """As `sweep`, for the passes that round."""
+    from deepspeed.ops.fp8.kernels import quantise
+
+    swept = {"fp8 largest": ("SPAN", SPANS), "fp8 rounding": ("SIDE", SIDES)}
+    for name, (run, moved) in _roundings().items():
+        size, sizes = swept[name]
+        now = getattr(quantise, size), getattr(quantise, f"{size}_WARPS")
+        found = []
+        for shape in itertools.product(sizes, WARPS):
+            with patch.multiple(quantise, **{size: shape[0], f"{size}_WARPS": shape[1]}):
+                found.append((moved / time(run) / copy, shape))
+        yield f"{name:14} {_shares(found, now)}"
+
+
+def _shares(found: list[tuple[float, tuple[int, int]]], now: tuple[int, int]) -> str:
+    """Shares of a copy by (size, warps), the best first."""
+    return "  ".join(
+        f"{size}/{warps}{'*' if (size, warps) == now else ''} {share:.1%}"
+        for share, (size, warps) in sorted(found, reverse=True)
+    )
 
 
 def _loss_lines() -> None:
@@ -247,12 +286,8 @@ def sweep(updates: Iterable[Update], copy: float, time: Callable[[Callable[[], A
         found = []
         for block, warps in itertools.product(BLOCKS, WARPS):
             with patch.object(many, "SHAPE", many.Shape(block, warps)):
-                found.append((sum(SIZES) * each.nbytes / time(each.run) / copy, block, warps))
-        shares = "  ".join(
-            f"{block}/{warps}{'*' if (block, warps) == (now.block, now.warps) else ''} {share:.1%}"
-            for share, block, warps in sorted(found, reverse=True)
-        )
-        yield f"{each.name:14} {shares}"
+                found.append((sum(SIZES) * each.nbytes / time(each.run) / copy, (block, warps)))
+        yield f"{each.name:14} {_shares(found, (now.block, now.warps))}"
 
 
 if __name__ == "__main__":

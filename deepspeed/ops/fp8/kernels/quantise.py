@@ -10,10 +10,13 @@ from torch import Tensor
 from deepspeed.ops.model.kernels.tuning import row_block, warps
 from deepspeed.ops.rehearsal import launch
 
-__all__ = ["largest", "round_both", "round_rows"]
+__all__ = ["SIDE", "SIDE_WARPS", "SPAN", "SPAN_WARPS", "largest", "round_both", "round_rows"]
 
-_SPAN = 8192
-_SIDE = 64
+SPAN, SPAN_WARPS = 8192, 8
+"""Elements of a program that looks for the largest magnitude, and its warps."""
+SIDE, SIDE_WARPS = 64, 4
+"""Of a square that a program rounds, and its warps. `python -m benchmarks.gpu_kernels --sweep` tries others."""
+
 _TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
@@ -67,7 +70,7 @@ def _round_rows(x_ptr, out_ptr, scale_ptr, columns, limit, smallest, TYPE: tl.co
 def largest(x: Tensor) -> Tensor:
     """The largest magnitude of contiguous memory that is not empty, a float32 scalar."""
     found = torch.zeros((), dtype=torch.float32, device=x.device)
-    launch(_largest, (triton.cdiv(x.numel(), _SPAN),), x, found, x.numel(), BLOCK=_SPAN, num_warps=8)
+    launch(_largest, (triton.cdiv(x.numel(), SPAN),), x, found, x.numel(), BLOCK=SPAN, num_warps=SPAN_WARPS)
     return found
 
 
@@ -91,11 +94,11 @@ def round_both(
     column = torch.empty(width, height, dtype=dtype, device=x.device) if columns else None
     anything = row if row is not None else column
     launch(
-        _round_both, (triton.cdiv(height, _SIDE), triton.cdiv(width, _SIDE)),
+        _round_both, (triton.cdiv(height, SIDE), triton.cdiv(width, SIDE)),
         x, scale, anything if row is None else row, anything if column is None else column,
         scale if made is None else made, height, width, torch.finfo(dtype).max, smallest,
         TYPE=_TYPES[dtype], ROWS=rows, COLUMNS=columns, MANY=scale.dim() > 0, MAKES=made is not None,
-        SIDE=_SIDE, num_warps=4,
+        SIDE=SIDE, num_warps=SIDE_WARPS,
     )  # fmt: skip
     return row, column
 
