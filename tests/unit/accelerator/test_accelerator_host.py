@@ -129,6 +129,8 @@ def test_memory_that_steps_take_again_is_kept():
         return int(done.stdout.split()[-1])
 
     pages = 10 * 8 * (4 << 20) // os.sysconf("SC_PAGE_SIZE")
-    assert faults("given back") > pages // 2, "without it malloc gives memory back: nothing is tested here"
+    # What malloc does by itself depends on blocks that imports have freed: only a fixed limit always gives memory back.
+    fixed = {"MALLOC_TRIM_THRESHOLD_": "131072"}
+    assert faults("given back", **fixed) > pages // 2, "no page is counted"
     assert faults("kept") < pages // 20, "pages were taken from the system again"
-    assert faults("kept", MALLOC_TRIM_THRESHOLD_="131072") > pages // 2, "what the user sets does not count"
+    assert faults("kept", **fixed) > pages // 2, "what the user sets does not count"
