@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import custom_op
+from torch import Tensor, library
 
 from deepspeed.ops.fp8.linear import Kept, backward, forward
 from deepspeed.ops.fp8.quantise import Rounded, round_rows, round_tensor
@@ -22,8 +21,9 @@ _VALUES = torch.float8_e4m3fn
 
 def rounded(x: Tensor, by_rows: bool) -> Rounded:
     """A matrix, rounded, for the layers that read it: a compiler computes it once for all of them."""
-    rows, columns, scale = _round(x.detach(), by_rows)
-    return Rounded(rows, None if by_rows else columns, scale)
+    turns = torch.is_grad_enabled() and not by_rows  # only a backward reads columns
+    rows, columns, scale = _round(x.detach(), by_rows, turns)
+    return Rounded(rows, columns if turns else None, scale)
 
 
 def linear(x: Tensor, weight: Tensor, held: Rounded, by_rows: bool) -> Tensor:
@@ -33,21 +33,21 @@ def linear(x: Tensor, weight: Tensor, held: Rounded, by_rows: bool) -> Tensor:
     return out
 
 
-@custom_op("deepspeed::fp8_round", mutates_args=())
-def _round(x: Tensor, by_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
-    found = round_rows(x, _VALUES) if by_rows else round_tensor(x, _VALUES)
+@library.custom_op("deepspeed::fp8_round", mutates_args=())
+def _round(x: Tensor, by_rows: bool, turns: bool) -> tuple[Tensor, Tensor, Tensor]:
+    found = round_rows(x, _VALUES) if by_rows else round_tensor(x, _VALUES, columns=turns)
     assert found.rows is not None, "asked for"
     return found.rows, found.rows.new_empty(0) if found.columns is None else found.columns, found.scale
 
 
 @_round.register_fake
-def _(x: Tensor, by_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, by_rows: bool, turns: bool) -> tuple[Tensor, Tensor, Tensor]:
     rows = x.new_empty(x.shape, dtype=_VALUES)
-    turned = x.new_empty((0,) if by_rows else (x.shape[1], x.shape[0]), dtype=_VALUES)
+    turned = x.new_empty((x.shape[1], x.shape[0]) if turns else (0,), dtype=_VALUES)
     return rows, turned, x.new_empty((x.shape[0], 1) if by_rows else (), dtype=torch.float32)
 
 
-@custom_op("deepspeed::fp8_linear", mutates_args=())
+@library.custom_op("deepspeed::fp8_linear", mutates_args=())
 def _linear(
     x: Tensor, weight: Tensor, rows: Tensor, kept: Tensor, scale: Tensor, by_rows: bool
 ) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def _(x: Tensor, weight: Tensor, rows: Tensor, kept: Tensor, scale: Tensor, by_r
     return x.new_empty(x.shape[0], weight.shape[0]), w_scale
 
 
-@custom_op("deepspeed::fp8_linear_backward", mutates_args=())
+@library.custom_op("deepspeed::fp8_linear_backward", mutates_args=())
 def _gradients(
     grad: Tensor, weight: Tensor, kept: list[Tensor], wanted: list[bool], by_rows: bool
 ) -> tuple[Tensor, Tensor]:

@@ -157,3 +157,24 @@ def test_layers_that_read_one_input_round_it_once(monkeypatch):
     first, _ = module(x)
     assert len(counted) == 2
     assert (first - torch.nn.functional.linear(x, module.a.weight, module.a.bias)).norm() / first.norm() < 0.1
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_compiler_sees_operations_that_give_the_same(scaling, gradients):
+    """Also of an input that is no multiple of anything, with a bias, and in evaluation."""
+
+    def outcome(compiled):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
+        x = torch.randn(7, 32, requires_grad=gradients)
+        with ExitStack() as undo, torch.set_grad_enabled(gradients):
+            put(list(find_products(model, scaling)), undo)
+            run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+            out = run(x)
+            if gradients:
+                out.square().sum().backward()
+        return [out.detach(), *(each.grad for each in (x, *model.parameters()) if gradients)]
+
+    for found, expected in zip(outcome(True), outcome(False), strict=True):
+        torch.testing.assert_close(found, expected)
