@@ -31,6 +31,7 @@ DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 """What `initialize` takes as `lr_scheduler` to make one of the optimizer."""
 
 _MESH = ("data_parallel", "sequence_parallel")
+_GLANCE = 2**20  # characters; no config is so long, and what is cut off is not read
 
 
 def initialize(
@@ -128,7 +129,7 @@ def _wants_kernels(source: Any) -> bool:
     if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):  # nothing that can be read only once
         try:
             with open(source, encoding="utf-8") as file:
-                source = json.load(file)
+                source = json.loads(file.read(_GLANCE))
         except (OSError, ValueError, RecursionError):
             return False
     if not isinstance(source, Mapping):
