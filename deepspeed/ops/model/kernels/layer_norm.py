@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.tuning import programs, row_block, warps
+from deepspeed.ops.model.kernels.tuning import programs, row_block, stages, warps
 from deepspeed.ops.rehearsal import launch
 
 __all__ = ["layer_norm_backward", "layer_norm_forward"]
@@ -40,7 +40,7 @@ def _forward(
 @triton.jit
 def _backward(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, mean_ptr, scale_ptr, dx_ptr, dweight_ptr, dbias_ptr, rows, columns,
-    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -50,7 +50,7 @@ def _backward(
     dbias = tl.zeros((BLOCK,), dtype=tl.float32)
     start = number.to(tl.int64) * columns
     stride = tl.num_programs(0).to(tl.int64) * columns
-    for each in range(number, rows, tl.num_programs(0)):
+    for each in tl.range(number, rows, tl.num_programs(0), num_stages=STAGES):
         scale = tl.load(scale_ptr + each)
         x = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
         normal = tl.where(inside, (x - tl.load(mean_ptr + each)) * scale, 0.0)
@@ -58,10 +58,12 @@ def _backward(
         dweight += dy * normal
         dbias += dy
         dnormal = dy * weight
+        if ADDS:
+            dsum = tl.load(dsum_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
         along = tl.sum(dnormal * normal, axis=0) / columns
         dx = (dnormal - tl.sum(dnormal, axis=0) / columns - normal * along) * scale
         if ADDS:
-            dx += tl.load(dsum_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+            dx += dsum
         tl.store(dx_ptr + start + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         start += stride
     tl.store(dweight_ptr + number.to(tl.int64) * columns + at, dweight, mask=inside)
@@ -92,13 +94,13 @@ def layer_norm_backward(
     """(gradient of x and of the residual, of the weight and of the bias in float32)."""
     rows, columns = total.shape
     dx = torch.empty_like(total)
-    block, count = row_block(columns), programs(total.device, rows)
-    partial = torch.zeros(2, max(count, 1), columns, dtype=torch.float32, device=total.device)
+    block, count = row_block(columns), programs(total.device, rows, per_unit=2)
+    partial = torch.empty(2, count, columns, dtype=torch.float32, device=total.device)
     if rows:
         launch(
             _backward, (count,),
             dy, dy if dtotal is None else dtotal, total, weight, mean, scale, dx, partial[0], partial[1], rows, columns,
-            ADDS=dtotal is not None, BLOCK=block, num_warps=warps(block),
+            ADDS=dtotal is not None, BLOCK=block, STAGES=stages(block, total.dtype), num_warps=warps(block),
         )  # fmt: skip
     dweight, dbias = partial.sum(1)
     return dx, dweight, dbias

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.tuning import programs, row_block, warps
+from deepspeed.ops.model.kernels.tuning import programs, row_block, stages, warps
 from deepspeed.ops.rehearsal import launch
 
 __all__ = ["rms_norm_backward", "rms_norm_forward"]
@@ -36,7 +36,7 @@ def _forward(
 @triton.jit
 def _backward(
     dy_ptr, dsum_ptr, x_ptr, weight_ptr, scale_ptr, dx_ptr, dweight_ptr, rows, columns, offset,
-    ADDS: tl.constexpr, BLOCK: tl.constexpr,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(0)
     at = tl.arange(0, BLOCK)
@@ -45,15 +45,17 @@ def _backward(
     dweight = tl.zeros((BLOCK,), dtype=tl.float32)
     start = number.to(tl.int64) * columns
     stride = tl.num_programs(0).to(tl.int64) * columns
-    for each in range(number, rows, tl.num_programs(0)):
+    for each in tl.range(number, rows, tl.num_programs(0), num_stages=STAGES):
         scale = tl.load(scale_ptr + each)
         normal = tl.load(x_ptr + start + at, mask=inside, other=0.0).to(tl.float32) * scale
         dy = tl.load(dy_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
         dweight += dy * normal
         dnormal = dy * weight
+        if ADDS:
+            dsum = tl.load(dsum_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
         dx = (dnormal - normal * (tl.sum(dnormal * normal, axis=0) / columns)) * scale
         if ADDS:
-            dx += tl.load(dsum_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
+            dx += dsum
         tl.store(dx_ptr + start + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         start += stride
     tl.store(dweight_ptr + number.to(tl.int64) * columns + at, dweight, mask=inside)
@@ -83,12 +85,12 @@ def rms_norm_backward(
     """(gradient of x and of the residual, gradient of the weight in float32)."""
     rows, columns = total.shape
     dx = torch.empty_like(total)
-    block, count = row_block(columns), programs(total.device, rows)
-    partial = torch.zeros(max(count, 1), columns, dtype=torch.float32, device=total.device)
+    block, count = row_block(columns), programs(total.device, rows, per_unit=2)
+    partial = torch.empty(count, columns, dtype=torch.float32, device=total.device)
     if rows:
         launch(
             _backward, (count,),
             dy, dy if dtotal is None else dtotal, total, weight, scale, dx, partial, rows, columns, offset,
-            ADDS=dtotal is not None, BLOCK=block, num_warps=warps(block),
+            ADDS=dtotal is not None, BLOCK=block, STAGES=stages(block, total.dtype), num_warps=warps(block),
         )  # fmt: skip
     return dx, partial.sum(0)

@@ -7,7 +7,7 @@ import triton
 
 from deepspeed.ops.model.device import WIDEST
 
-__all__ = ["programs", "row_block", "warps"]
+__all__ = ["programs", "row_block", "stages", "warps"]
 
 
 def row_block(columns: int) -> int:
@@ -23,9 +23,14 @@ def warps(block: int) -> int:
     return max(1, min(16, block // 512))
 
 
-def programs(device: torch.device, rows: int, per_unit: int = 4) -> int:
-    """How many programs share the rows where each sums something over its own."""
+def programs(device: torch.device, rows: int, *, per_unit: int) -> int:
+    """How many programs share the rows where each sums something over its own: `per_unit` of each processor at most."""
     if device.type != "cuda":
         return min(rows, 2)
     units = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(rows, units * per_unit))
+    return min(rows, units * per_unit)
+
+
+def stages(block: int, dtype: torch.dtype) -> int:
+    """How many rows a program that walks over them fetches ahead: as many as shared memory holds anywhere."""
+    return 3 if block * dtype.itemsize <= 8192 else 1
