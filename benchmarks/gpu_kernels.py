@@ -26,7 +26,7 @@ SIDE = 8192
 GB = 1e9
 BUSY = 2_000_000  # cycles, a millisecond
 BLOCKS, WARPS = (512, 1024, 2048, 4096), (2, 4, 8)
-SPANS, SIDES = (4096, 8192, 16384, 32768), (32, 64, 128)
+SPANS, TILES = (8192, 16384, 32768, 65536), ((64, 64), (32, 128), (64, 128), (128, 64))
 SWEPT = 8  # times that each is run
 
 
@@ -146,16 +146,17 @@ def _roundings() -> dict[str, tuple[Callable[[], Any], int]]:
     from deepspeed.ops.fp8.kernels.quantise import largest, round_both
 
     x = numbers(TOKENS, INNER)
-    found, made = largest(x), torch.empty((), device=x.device)
-    both = partial(round_both, x, found, torch.float8_e5m2, rows=True, columns=True, made=made, smallest=1e-12)
-    return {"fp8 largest": (partial(largest, x), 2 * x.numel()), "fp8 rounding": (both, 4 * x.numel())}
+    found, made = largest([x]), torch.empty((), device=x.device)
+    row, column = (torch.empty(shape, dtype=torch.float8_e5m2, device=x.device) for shape in (x.shape, x.t().shape))
+    both = partial(round_both, x, found, row, column, made=made, smallest=1e-12)
+    return {"fp8 largest": (partial(largest, [x]), 2 * x.numel()), "fp8 rounding": (both, 4 * x.numel())}
 
 
 def sweep_rounding(copy: float, time: Callable[[Callable[[], Any]], float]) -> Iterator[str]:
     """As `sweep`, for the passes that round."""
     from deepspeed.ops.fp8.kernels import quantise
 
-    swept = {"fp8 largest": ("SPAN", SPANS), "fp8 rounding": ("SIDE", SIDES)}
+    swept = {"fp8 largest": ("SPAN", SPANS), "fp8 rounding": ("TILE", TILES)}
     for name, (run, moved) in _roundings().items():
         size, sizes = swept[name]
         now = getattr(quantise, size), getattr(quantise, f"{size}_WARPS")
@@ -166,10 +167,11 @@ def sweep_rounding(copy: float, time: Callable[[Callable[[], Any]], float]) -> I
         yield f"{name:14} {_shares(found, now)}"
 
 
-def _shares(found: list[tuple[float, tuple[int, int]]], now: tuple[int, int]) -> str:
-    """Shares of a copy by (size, warps), the best first."""
+def _shares(found: list[tuple[float, tuple[Any, int]]], now: tuple[Any, int]) -> str:
+    """Shares of a copy by (size, or sides, and warps), the best first."""
     return "  ".join(
-        f"{size}/{warps}{'*' if (size, warps) == now else ''} {share:.1%}"
+        f"{'x'.join(map(str, size)) if isinstance(size, tuple) else size}/{warps}"
+        f"{'*' if (size, warps) == now else ''} {share:.1%}"
         for share, (size, warps) in sorted(found, reverse=True)
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.config.schema import Schema
-from deepspeed.fusion.find import KINDS, Finding, find, find_products, put
+from deepspeed.fusion.find import KINDS, Finding, find, find_feed_forwards8, find_products, put
 from deepspeed.fusion.swap import Swap
 from deepspeed.fusion.table import lines
 from deepspeed.log import log_dist, print_dist
@@ -42,7 +42,8 @@ def fuse(
     if eight.enabled:
         products = list(find_products(model, eight.scaling, eight.exclude))
         put(products, undo)
-        findings += products
+        put(joined := list(find_feed_forwards8(model)), undo)
+        findings += products + joined
         if emulated():
             log_dist(
                 "fp8.enabled: this device has no units for 8-bit numbers (CUDA, compute capability 8.9 and later): "
@@ -54,7 +55,9 @@ def fuse(
         put(inputs, undo)
         findings += inputs
     if rehearsal is not None and findings:
-        scenes = [each.result.scene for each in findings if isinstance(each.result, Swap)]
+        wholes = {each.name for each in findings if each.kind == "fp8"}  # these do not compute what was put before
+        played = [each.result for each in findings if each.kind != "mlp" or each.name not in wholes]
+        scenes = [result.scene for result in played if isinstance(result, Swap)]
         rehearsal.add(partial(scene, dtype=dtype) for scene in scenes if scene is not None)
     if fused.enabled or eight.enabled:
         told = lines(findings) if findings else ["nothing was found that fused kernels compute"]

@@ -14,10 +14,10 @@ from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward
 from deepspeed.ops.model.gated import ACTIVATIONS, gated, gated_reference, halves
 from deepspeed.ops.rehearsal import forth_and_back
 
-__all__ = ["find_feed_forward", "is_gated"]
+__all__ = ["APART", "FeedForward", "find_feed_forward", "is_gated"]
 
 _WIDTH, _INNER = 8, 6
-_APART = ("gate_proj", "up_proj", "down_proj")
+APART = ("gate_proj", "up_proj", "down_proj")
 _TOGETHER = ("gate_up_proj", "down_proj")
 
 
@@ -36,7 +36,7 @@ def find_feed_forward(module: nn.Module) -> Swap | Refused | None:
     kind = _kind(module, names)
     if kind is None:
         return Refused(f"{type(module).__name__} computes something else than one of {', '.join(ACTIVATIONS)} times up")
-    run = _FeedForward(kind)
+    run = FeedForward(kind)
     together, last = names is _TOGETHER, module._modules["down_proj"]
     width = getattr(last, "in_features", None)
     scene = partial(_scene, kind, width, together) if isinstance(width, int) else None
@@ -56,7 +56,7 @@ def is_gated(module: nn.Module) -> bool:
 
 
 def _names(module: nn.Module) -> tuple[str, ...] | None:
-    return next((names for names in (_APART, _TOGETHER) if all(_is_layer(module, name) for name in names)), None)
+    return next((names for names in (APART, _TOGETHER) if all(_is_layer(module, name) for name in names)), None)
 
 
 def _is_layer(module: nn.Module, name: str) -> bool:
@@ -74,7 +74,7 @@ def _kind(module: nn.Module, names: tuple[str, ...]) -> str | None:
         return made
 
     down, gate, up = layer(_WIDTH, _INNER), layer(_INNER, _WIDTH), layer(_INNER, _WIDTH)
-    if names is _APART:
+    if names is APART:
         children: dict[str, nn.Module] = {"gate_proj": gate, "up_proj": up, "down_proj": down}
     else:
         both = layer(2 * _INNER, _WIDTH)
@@ -90,7 +90,7 @@ def _kind(module: nn.Module, names: tuple[str, ...]) -> str | None:
     return None
 
 
-class _FeedForward:
+class FeedForward:
     """The activation of one layer."""
 
     def __init__(self, kind: str) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from deepspeed.fusion.feed_forward import find_feed_forward
+from deepspeed.fusion.feed_forward8 import find_feed_forward8
 from deepspeed.fusion.gelu import find_gelu
 from deepspeed.fusion.head import find_head
 from deepspeed.fusion.inputs import find_inputs
@@ -20,7 +21,7 @@ from deepspeed.fusion.residual import find_residual
 from deepspeed.fusion.rotation import find_rotation
 from deepspeed.fusion.swap import Refused, Swap
 
-__all__ = ["KINDS", "Finding", "find", "find_products", "put"]
+__all__ = ["KINDS", "Finding", "find", "find_feed_forwards8", "find_products", "put"]
 
 Finder = Callable[[nn.Module], "Swap | Refused | None"]
 
@@ -86,6 +87,13 @@ def find_products(model: nn.Module, scaling: str, exclude: Sequence[str] = ()) -
     kept, recent = _kept(exclude), Recent(by_rows=scaling == "row")
     for name, module in model.named_modules():
         if kept(name) and (result := find_product(module, recent)) is not None:
+            yield Finding("fp8", name, type(module).__name__, result)
+
+
+def find_feed_forwards8(model: nn.Module) -> Iterator[Finding]:
+    """Feed-forward layers of which all parts were replaced by now, so that they can be computed as one."""
+    for name, module in model.named_modules():
+        if (result := find_feed_forward8(module)) is not None:
             yield Finding("fp8", name, type(module).__name__, result)
 
 

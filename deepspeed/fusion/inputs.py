@@ -3,6 +3,8 @@
 Which layers these are is read in the code of the module's class: `self.layer(name)` for several layers and one name
 that no line between them assigns. The code stays as it is. While it runs, the layers have a forward that computes all
 of them when the first is called, and hands the others' results to their calls with the same tensor.
+
+Layers whose products are of 8 bits are taken together as well: the sum of their gradients is then one product.
 """
 
 from __future__ import annotations
@@ -18,9 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
+from deepspeed.fusion.feed_forward8 import FeedForward8
+from deepspeed.fusion.layers import FORWARD, differentiated, fits, is_plain, watched_everywhere
 from deepspeed.fusion.likeness import overridden
+from deepspeed.fusion.products import products_of
 from deepspeed.fusion.swap import Refused, Swap, Undo, put_forward, replacement
 from deepspeed.ops.model.shared_input import linears
 
@@ -28,8 +32,6 @@ __all__ = ["find_inputs"]
 
 Groups = list[tuple[str, ...]]
 """Names of layers that read one input, for each such input of a class."""
-
-_FORWARD = nn.Linear.forward
 
 
 def find_inputs(
@@ -39,18 +41,23 @@ def find_inputs(
 
     `known` keeps what was read in the code of classes.
     """
-    plain = {name for name, child in module.named_children() if _is_plain(child) and kept(name)}
-    if len(plain) < 2:
+    children = {name: child for name, child in module.named_children() if kept(name)}
+    plain = {name for name, child in children.items() if is_plain(child)}
+    rounded = {name for name, child in children.items() if products_of(child) is not None}
+    if max(len(plain), len(rounded)) < 2 or isinstance(getattr(replacement(module), "__self__", None), FeedForward8):
         return None
     if type(module) not in known:
         known[type(module)] = list(_groups(type(module).forward))
-    groups = [tuple(name for name in names if name in plain) for names in known[type(module)]]
+    groups = [
+        tuple(name for name in names if name in some) for names in known[type(module)] for some in (plain, rounded)
+    ]
     names = max(groups, key=len, default=())
     if len(names) < 2:
         return None
     if replacement(module) is None and (reason := overridden(module)):
         return Refused(reason)
-    return Swap(f"gradients of {', '.join(names)} added by their products", partial(_put, module, names))
+    added = "added by their products" if names[0] in plain else "in one product of 8 bits"
+    return Swap(f"gradients of {', '.join(names)} {added}", partial(_put, module, names))
 
 
 def _put(module: nn.Module, names: tuple[str, ...]) -> Undo:
@@ -70,22 +77,27 @@ class _Reader:
             return self.forward(module, *args, **kwargs)
         together = _Together(layers)
         puts = [partial(together.take, at) for at in range(len(layers))]
+        before = [layer.__dict__.get("forward") for layer in layers]
         for layer, put in zip(layers, puts, strict=True):
             layer.__dict__["forward"] = put
         try:
             return self.forward(module, *args, **kwargs)
         finally:
             together.drop()
-            for layer, put in zip(layers, puts, strict=True):
+            for layer, put, own in zip(layers, puts, before, strict=True):
                 if layer.__dict__.get("forward") is put:
-                    del layer.__dict__["forward"]
+                    layer.__dict__["forward"] = own
+                    if own is None:
+                        del layer.__dict__["forward"]
 
     def _layers(self, module: nn.Module) -> list[nn.Linear]:
         """Those that are plain now: others may have been exchanged, wrapped or hooked since they were found."""
-        if not torch.is_grad_enabled() or torch_module._has_any_global_hook():
+        if not torch.is_grad_enabled() or watched_everywhere():
             return []
-        found = (module._modules.get(name) for name in self.names)
-        return list(dict.fromkeys(layer for layer in found if isinstance(layer, nn.Linear) and _is_plain(layer)))
+        found = dict.fromkeys(module._modules.get(name) for name in self.names)
+        layers = [layer for layer in found if isinstance(layer, nn.Linear)]
+        plain = [layer for layer in layers if is_plain(layer)]
+        return plain if len(plain) > 1 else [layer for layer in layers if products_of(layer) is not None]
 
 
 class _Together:
@@ -93,6 +105,7 @@ class _Together:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self._layers = layers
+        self._products = products_of(layers[0])
         self._source: weakref.ref[Tensor] | None = None
         self._version = 0
         self._left: dict[int, Tensor] = {}
@@ -100,14 +113,15 @@ class _Together:
     def take(self, at: int, input: Tensor) -> Tensor:
         """The result of a layer: one that is there, or of all layers together, or of this one alone."""
         same = self._source is not None and self._source() is input and self._version == input._version
-        if same and _differentiated(input) and (found := self._left.pop(at, None)) is not None:
+        if same and differentiated(input) and (found := self._left.pop(at, None)) is not None:
             return found
         unused = bool(self._left)
         self.drop()
         # Layers that are not called with one input each are better computed alone, and so is one that is called again.
-        if same or unused or not _differentiated(input) or not all(_fits(layer, input) for layer in self._layers):
-            return _FORWARD(self._layers[at], input)
-        results = linears(input, [layer.weight for layer in self._layers], [layer.bias for layer in self._layers])
+        if same or unused or not differentiated(input) or not all(fits(layer, input) for layer in self._layers):
+            return (FORWARD if self._products is None else self._products.run)(self._layers[at], input)
+        compute = linears if self._products is None else self._products.several
+        results = compute(input, [layer.weight for layer in self._layers], [layer.bias for layer in self._layers])
         self._source, self._version = weakref.ref(input), input._version
         self._left = dict(enumerate(results))
         return self._left.pop(at)
@@ -115,51 +129,6 @@ class _Together:
     def drop(self) -> None:
         """Forget results that nobody took."""
         self._left.clear()
-
-
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether a layer is torch's, and nobody sees or changes what goes in and out of it."""
-    return (
-        type(layer) is nn.Linear
-        and nn.Linear.forward is _FORWARD
-        and "forward" not in layer.__dict__
-        and layer._compiled_call_impl is None
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
-    )
-
-
-def _differentiated(x: Any) -> bool:
-    """Whether x is a plain tensor whose gradient will be computed, in the dtype that it has."""
-    return (
-        type(x) is Tensor
-        and torch.is_grad_enabled()
-        and x.requires_grad
-        and x.layout is torch.strided
-        and x.is_floating_point()
-        and not x.is_inference()
-        and not torch._C._are_functorch_transforms_active()
-        and not (torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type))
-    )
-
-
-def _fits(layer: nn.Linear, x: Tensor) -> bool:
-    """Whether a layer's parameters are here, whole and of x's dtype."""
-    shapes = ((layer.weight, (layer.out_features, layer.in_features)), (layer.bias, (layer.out_features,)))
-    return layer.in_features == x.shape[-1] and all(
-        _is_ordinary(param) and param.shape == shape and (param.dtype, param.device) == (x.dtype, x.device)
-        for param, shape in shapes
-        if param is not None
-    )
-
-
-def _is_ordinary(param: Tensor) -> bool:
-    """Whether the class of a parameter leaves torch's functions as they are, as those of sharded parameters do."""
-    kind = type(param)
-    return (
-        issubclass(kind, nn.Parameter)
-        and kind.__torch_function__ is nn.Parameter.__torch_function__
-        and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-    )
 
 
 def _groups(forward: Any) -> Iterator[tuple[str, ...]]:

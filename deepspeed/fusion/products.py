@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.fusion.gelu import LinearGelu
+from deepspeed.fusion.layers import unwatched
 from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward, replacement
 from deepspeed.ops.fp8.linear import MULTIPLE, Fp8Linear
 from deepspeed.ops.fp8.quantise import Rounded, round_rows, round_tensor
 from deepspeed.ops.rehearsal import forth_and_back
 
-__all__ = ["Recent", "find_product"]
+__all__ = ["Products", "Recent", "find_product", "products_of"]
 
 
 def find_product(module: nn.Module, recent: Recent) -> Swap | Refused | None:
@@ -31,7 +33,7 @@ def find_product(module: nn.Module, recent: Recent) -> Swap | Refused | None:
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return Refused(f"{module.in_features} × {module.out_features} is no multiple of {MULTIPLE} on each side")
     name = f"fp8 product, scales by {'row' if recent.by_rows else 'tensor'}"
-    linear = _Linear(recent)
+    linear = Products(recent)
     put = (
         partial(put_forward, module, linear.run, compiled=linear.run)
         if fused is None
@@ -40,8 +42,15 @@ def find_product(module: nn.Module, recent: Recent) -> Swap | Refused | None:
     return Swap(name, put, partial(_scene, recent.by_rows, module.in_features, module.out_features))
 
 
+def products_of(layer: nn.Module) -> Products | None:
+    """What computes a layer with one scale for each tensor; None for layers that others may see or change."""
+    products = getattr(replacement(layer), "__self__", None)
+    found = isinstance(products, Products) and unwatched(layer) and not products.recent.by_rows
+    return products if found else None
+
+
 def _scene(by_rows: bool, width: int, out: int, *, dtype: torch.dtype) -> None:
-    linear = _Linear(Recent(by_rows=by_rows))  # its own: other threads are using the model's
+    linear = Products(Recent(by_rows=by_rows))  # its own: other threads are using the model's
     forth_and_back(linear.multiply, (TOKENS, width), (out, width), dtype=dtype)
 
 
@@ -56,6 +65,8 @@ class Recent:
 
     def rounded(self, x: Tensor, matrix: Tensor) -> Rounded:
         """`matrix`, which holds the numbers of `x` in rows, rounded."""
+        if x.is_inference():  # nobody counts how often its numbers change
+            return self._round(matrix)
         known = self._source is not None and self._source() is x and self._version == x._version
         if known and self._rounded is not None and self._rounded.columns is None:
             known = self.by_rows or not torch.is_grad_enabled()
@@ -70,11 +81,11 @@ class Recent:
         return round_tensor(matrix.detach(), torch.float8_e4m3fn, columns=torch.is_grad_enabled())
 
 
-class _Linear:
+class Products:
     """The products of one model's layers."""
 
     def __init__(self, recent: Recent) -> None:
-        self._recent = recent
+        self.recent = recent
 
     def run(self, module: Any, input: Tensor) -> Tensor:
         return self.product(input, module.weight, module.bias)
@@ -87,24 +98,37 @@ class _Linear:
 
     def multiply(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`product` of an input in the dtype that it is computed in."""
+        return self.several(input, [weight], [bias])[0]
+
+    def several(self, input: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Tensor]:
+        """`multiply` with each of the weights, which are rounded as if they were one."""
+        if not input.numel():
+            return [functional.linear(input, w.to(input.dtype), b) for w, b in zip(weights, biases, strict=True)]
+        return self.of_rows(input, lambda matrix: self._multiplied(input, matrix, weights, biases))
+
+    def of_rows(self, input: Tensor, compute: Callable[[Tensor], Sequence[Tensor]]) -> list[Tensor]:
+        """What is computed of the rows of an input, which are made a multiple of what products take."""
         matrix = input.reshape(-1, input.shape[-1])
         short = -matrix.shape[0] % MULTIPLE
-        if not matrix.shape[0]:
-            return functional.linear(input, weight.to(input.dtype), bias)
         if short:  # zeros change no sum
             matrix = functional.pad(matrix, (0, 0, 0, short))
-        out = self._multiplied(input, matrix, weight)
-        if bias is not None:
-            out = out.add_(bias.to(out.dtype))
-        out = out[: out.shape[0] - short] if short else out  # the gradient of a slice is a copy
-        return out.view(*input.shape[:-1], weight.shape[0])
+        outs = compute(matrix)
+        # the gradient of a slice is a copy
+        return [(out[: out.shape[0] - short] if short else out).view(*input.shape[:-1], -1) for out in outs]
 
-    def _multiplied(self, input: Tensor, matrix: Tensor, weight: Tensor) -> Tensor:
-        by_rows = self._recent.by_rows
+    def _multiplied(
+        self, input: Tensor, matrix: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        outs = self._products(input, matrix, weights)
+        return [out if bias is None else out.add_(bias.to(out.dtype)) for out, bias in zip(outs, biases, strict=True)]
+
+    def _products(self, input: Tensor, matrix: Tensor, weights: Sequence[Tensor]) -> Sequence[Tensor]:
+        by_rows = self.recent.by_rows
         if torch.compiler.is_compiling():
             from deepspeed.ops.fp8 import graph
 
-            return graph.linear(matrix, weight, graph.rounded(matrix, by_rows), by_rows)
-        rounded = self._recent.rounded(input, matrix)
-        out: Tensor = Fp8Linear.apply(matrix, weight, rounded, by_rows)  # type: ignore[no-untyped-call]
-        return out
+            held = graph.rounded(matrix, by_rows)
+            return [graph.linear(matrix, weight, held, by_rows) for weight in weights]
+        rounded = self.recent.rounded(input, matrix)
+        outs: tuple[Tensor, ...] = Fp8Linear.apply(matrix, rounded, by_rows, *weights)  # type: ignore[no-untyped-call]
+        return outs

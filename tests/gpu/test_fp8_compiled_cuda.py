@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed
 
@@ -14,6 +15,13 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _one_rank():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def gradients(scaling, *, compiled):
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -22,7 +30,9 @@ def gradients(scaling, *, compiled):
     )  # fmt: skip
     with torch.device("cuda"):
         model = transformers.LlamaForCausalLM(config)
-    sections = {"fused_kernels": {"enabled": True}, "fp8": {"enabled": True, "scaling": scaling}}
+    # layers that are called one by one, as a compiler sees them
+    fused = {"enabled": True, "mlp": compiled, "inputs": compiled}
+    sections = {"fused_kernels": fused, "fp8": {"enabled": True, "scaling": scaling}}
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),

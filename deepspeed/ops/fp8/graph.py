@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from deepspeed.ops.fp8.linear import Kept, backward, forward
+from deepspeed.ops.fp8.linear import VALUES, Kept, backward, forward
 from deepspeed.ops.fp8.quantise import Rounded, round_rows, round_tensor
 
 __all__ = ["linear", "rounded"]
-
-_VALUES = torch.float8_e4m3fn
 
 
 def rounded(x: Tensor, by_rows: bool) -> Rounded:
@@ -35,15 +33,15 @@ def linear(x: Tensor, weight: Tensor, held: Rounded, by_rows: bool) -> Tensor:
 
 @library.custom_op("deepspeed::fp8_round", mutates_args=())
 def _round(x: Tensor, by_rows: bool, turns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    found = round_rows(x, _VALUES) if by_rows else round_tensor(x, _VALUES, columns=turns)
+    found = round_rows(x, VALUES) if by_rows else round_tensor(x, VALUES, columns=turns)
     assert found.rows is not None, "asked for"
     return found.rows, found.rows.new_empty(0) if found.columns is None else found.columns, found.scale
 
 
 @_round.register_fake
 def _(x: Tensor, by_rows: bool, turns: bool) -> tuple[Tensor, Tensor, Tensor]:
-    rows = x.new_empty(x.shape, dtype=_VALUES)
-    turned = x.new_empty((x.shape[1], x.shape[0]) if turns else (0,), dtype=_VALUES)
+    rows = x.new_empty(x.shape, dtype=VALUES)
+    turned = x.new_empty((x.shape[1], x.shape[0]) if turns else (0,), dtype=VALUES)
     return rows, turned, x.new_empty((x.shape[0], 1) if by_rows else (), dtype=torch.float32)
 
 
@@ -52,7 +50,8 @@ def _linear(
     x: Tensor, weight: Tensor, rows: Tensor, kept: Tensor, scale: Tensor, by_rows: bool
 ) -> tuple[Tensor, Tensor]:
     """(x · wᵀ, the scale of w)."""
-    return forward(x, weight, Rounded(rows, None, scale), by_rows)
+    (out,), w_scale = forward(Rounded(rows, None, scale), [weight], x.dtype, by_rows)
+    return out, w_scale
 
 
 @_linear.register_fake
@@ -65,7 +64,7 @@ def _(x: Tensor, weight: Tensor, rows: Tensor, kept: Tensor, scale: Tensor, by_r
 def _gradients(
     grad: Tensor, weight: Tensor, kept: list[Tensor], wanted: list[bool], by_rows: bool
 ) -> tuple[Tensor, Tensor]:
-    dx, dw = backward(grad, weight, Kept(*kept), wanted, by_rows)
+    dx, dw = backward([grad], [weight], Kept(*kept), wanted, by_rows)
     return grad.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw
 
 

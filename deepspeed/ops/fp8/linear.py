@@ -3,6 +3,8 @@
 forward    y = x · wᵀ     e4m3 · e4m3
 backward   dx = g · w     e5m2 · e4m3
            dw = gᵀ · x    e5m2 · e4m3, or not rounded at all where rows have scales of their own
+
+Layers that read one input may be computed together, with one scale for all their weights and one for the gradients.
 """
 
 from __future__ import annotations
@@ -15,16 +17,28 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.ops.capability import compute_capability, on_cuda
-from deepspeed.ops.fp8.quantise import Rounded, round_columns, round_rows, round_tensor
+from deepspeed.ops.fp8.quantise import Rounded, round_columns, round_joined, round_rows
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["MULTIPLE", "SCALINGS", "Fp8Linear", "Kept", "backward", "emulated", "forward", "product"]
+__all__ = [
+    "GRADIENTS",
+    "MULTIPLE",
+    "SCALINGS",
+    "VALUES",
+    "Fp8Linear",
+    "Kept",
+    "backward",
+    "emulated",
+    "forward",
+    "product",
+    "to_input",
+]
 
 SCALINGS = ("tensor", "row")
 MULTIPLE = 16
 """Of this each side of a matrix has to be a multiple."""
 
-_VALUES, _GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def product(a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False) -> Tensor:
@@ -83,52 +97,74 @@ class Kept(NamedTuple):
     w_scale: Tensor
 
 
-def forward(x: Tensor, weight: Tensor, rounded: Rounded, by_rows: bool) -> tuple[Tensor, Tensor]:
-    """(x · wᵀ, the scale of w); `rounded` is x, rounded: several layers that read one input share it."""
-    w = round_rows(weight, _VALUES) if by_rows else round_tensor(weight, _VALUES, columns=False)
-    out = product(_need(rounded.rows), _need(w.rows), (rounded.scale, w.scale), x.dtype, fast=True)
-    return out, w.scale
+def forward(x: Rounded, weights: Sequence[Tensor], dtype: torch.dtype, by_rows: bool) -> tuple[list[Tensor], Tensor]:
+    """(x · wᵀ of each weight, the scale of the weights); several are rounded as one wide layer's weight would be."""
+    if by_rows:
+        (weight,) = weights
+        w = round_rows(weight, VALUES)
+    else:
+        w = round_joined(weights, 0, VALUES, columns=False)
+    parts = _need(w.rows).split([len(weight) for weight in weights])
+    return [product(_need(x.rows), part, (x.scale, w.scale), dtype, fast=True) for part in parts], w.scale
 
 
 def backward(
-    grad: Tensor, weight: Tensor, kept: Kept, wanted: Sequence[bool], by_rows: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dw), those that are wanted."""
-    for_x, for_weight = wanted
+    grads: Sequence[Tensor | None], weights: Sequence[Tensor], kept: Kept, wanted: Sequence[bool], by_rows: bool
+) -> tuple[Tensor | None, ...]:
+    """(dx, dw of each weight), those that are `wanted`, of layers that read one input; a grad of None is zero."""
+    used = [at for at, grad in enumerate(grads) if grad is not None]
+    found: list[Tensor | None] = [None] * len(wanted)
+    if used and by_rows:
+        found = _backward_by_rows(_need(grads[0]).contiguous(), weights[0], kept, wanted)
+    elif used:
+        g = round_joined(
+            [_need(grads[at]) for at in used], 1, GRADIENTS, rows=wanted[0], columns=any(wanted[1 + at] for at in used)
+        )
+        dtype = _need(grads[used[0]]).dtype
+        if wanted[0]:
+            found[0] = to_input(g, [weights[at] for at in used], kept.w_scale, dtype)
+        parts = (None,) * len(used) if g.columns is None else g.columns.split([len(weights[at]) for at in used])
+        for at, part in zip(used, parts, strict=True):
+            if wanted[1 + at]:
+                found[1 + at] = product(_need(part), kept.x, (g.scale, kept.x_scale), weights[at].dtype)
+    return tuple(found)
+
+
+def to_input(g: Rounded, weights: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of the input: one product for all layers, which adds up what each contributes."""
+    w = round_joined(weights, 0, VALUES, rows=False, scale=scale)
+    return product(_need(g.rows), _need(w.columns), (g.scale, w.scale), dtype)
+
+
+def _backward_by_rows(grad: Tensor, weight: Tensor, kept: Kept, wanted: Sequence[bool]) -> list[Tensor | None]:
     dx = dw = None
-    grad = grad.contiguous()
-    if by_rows:
-        if for_x:
-            g, w = round_rows(grad, _GRADIENTS), round_columns(weight, _VALUES)
-            dx = product(_need(g.rows), _need(w.columns), (g.scale, w.scale), grad.dtype)
-        if for_weight:
-            dw = (grad.t() @ kept.x.to(grad.dtype)).to(weight.dtype)
-        return dx, dw
-    g = round_tensor(grad, _GRADIENTS, rows=for_x, columns=for_weight)
-    if for_x:
-        w = round_tensor(weight, _VALUES, rows=False, scale=kept.w_scale)
+    if wanted[0]:
+        g, w = round_rows(grad, GRADIENTS), round_columns(weight, VALUES)
         dx = product(_need(g.rows), _need(w.columns), (g.scale, w.scale), grad.dtype)
-    if for_weight:
-        dw = product(_need(g.columns), kept.x, (g.scale, kept.x_scale), weight.dtype)
-    return dx, dw
+    if wanted[1]:
+        dw = (grad.t() @ kept.x.to(grad.dtype)).to(weight.dtype)
+    return [dx, dw]
 
 
 class Fp8Linear(torch.autograd.Function):
-    """x · wᵀ for a matrix x, with 8-bit products forward and backward."""
+    """x · wᵀ for a matrix x and each of several w, with 8-bit products forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, rounded: Rounded, by_rows: bool) -> Tensor:
-        """`rounded` is x, rounded."""
-        out, scale = forward(x, weight, rounded, by_rows)
+    def forward(ctx: Any, x: Tensor, rounded: Rounded, by_rows: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+        """`rounded` is x, rounded: layers that are not computed together share it as well."""
+        outs, scale = forward(rounded, weights, x.dtype, by_rows)
         ctx.by_rows = by_rows
-        ctx.save_for_backward(weight, x if by_rows else rounded.columns, rounded.scale, scale)
-        return out
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if by_rows else rounded.columns, rounded.scale, scale, *weights)
+        return tuple(outs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *kept = ctx.saved_tensors
-        return *backward(grad, weight, Kept(*kept), ctx.needs_input_grad[:2], ctx.by_rows), None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, x_scale, w_scale, *weights = ctx.saved_tensors
+        wanted = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
+        dx, *dw = backward(grads, weights, Kept(x, x_scale, w_scale), wanted, ctx.by_rows)
+        return dx, None, None, *dw
 
 
 def _need(found: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ Ops `fp8_tensor`, `fp8_rows`, `fp8_columns`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,14 +15,12 @@ from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.model.device import takes, takes_rows
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["Rounded", "round_columns", "round_rows", "round_tensor"]
+__all__ = ["Rounded", "round_columns", "round_joined", "round_rows", "round_tensor"]
 
 _NARROW = (torch.bfloat16, torch.float16)
 
 SMALLEST = 1e-12
 """A magnitude below which nothing is told apart from zero; the scale of zeros must not be 0."""
-
-Pair = tuple[Tensor | None, Tensor | None]
 
 
 class Rounded(NamedTuple):
@@ -37,13 +35,34 @@ class Rounded(NamedTuple):
 
 
 def round_tensor(
-    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True, scale: Tensor | None = None
+    x: Tensor,
+    dtype: torch.dtype,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    scale: Tensor | None = None,
+    largest: Tensor | None = None,
 ) -> Rounded:
     """A matrix rounded with one scale, by its largest magnitude, in the layouts that are asked for.
 
-    A `scale` that is known from rounding the same numbers before spares a pass over them.
+    A `scale` that is known from rounding the same numbers before spares a pass over them, and so does the `largest`.
     """
-    result: Rounded = op("fp8_tensor")(x.contiguous(), dtype, rows=rows, columns=columns, scale=scale)
+    return round_joined((x,), 0, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
+
+
+def round_joined(
+    matrices: Sequence[Tensor],
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    scale: Tensor | None = None,
+    largest: Tensor | None = None,
+) -> Rounded:
+    """As `round_tensor`, of matrices that are one below the other (`dim` 0) or side by side (1), with one scale."""
+    joined = [x.contiguous() for x in matrices]
+    result: Rounded = op("fp8_tensor")(joined, dim, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
     return result
 
 
@@ -62,11 +81,20 @@ def round_columns(x: Tensor, dtype: torch.dtype) -> Rounded:
 @reference("fp8_tensor")
 @torch.no_grad()
 def round_tensor_reference(
-    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True, scale: Tensor | None = None
+    matrices: Sequence[Tensor],
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    scale: Tensor | None = None,
+    largest: Tensor | None = None,
 ) -> Rounded:
     """In plain torch."""
+    x = matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), dim)
     if scale is None:
-        largest = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
+        if largest is None:
+            largest = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         scale = largest.clamp(min=SMALLEST) / torch.finfo(dtype).max
     rounded = _rounded(x.float() / scale, dtype)
     return Rounded(rounded if rows else None, rounded.t().contiguous() if columns else None, scale)
@@ -100,19 +128,39 @@ def _turns(x: Tensor) -> bool:
 
 @torch.no_grad()
 def round_tensor_triton(
-    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True, scale: Tensor | None = None
+    matrices: Sequence[Tensor],
+    dim: int,
+    dtype: torch.dtype,
+    *,
+    rows: bool = True,
+    columns: bool = True,
+    scale: Tensor | None = None,
+    largest: Tensor | None = None,
 ) -> Rounded:
     """By the kernels where they can."""
-    if not _turns(x) or not x.numel():
-        return round_tensor_reference(x, dtype, rows=rows, columns=columns, scale=scale)
-    from deepspeed.ops.fp8.kernels.quantise import largest, round_both
+    if not all(_turns(x) and x.numel() for x in matrices):
+        return round_tensor_reference(matrices, dim, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
+    from deepspeed.ops.fp8.kernels.quantise import largest as find_largest
+    from deepspeed.ops.fp8.kernels.quantise import round_both
 
-    if scale is not None:
-        return Rounded(*round_both(x, scale, dtype, rows=rows, columns=columns), scale)
-    found = largest(x)
-    made = torch.empty_like(found)
-    both = round_both(x, found, dtype, rows=rows, columns=columns, made=made, smallest=SMALLEST)
-    return Rounded(*both, made)
+    made = None
+    if scale is None:
+        scale = find_largest(matrices) if largest is None else largest
+        made = torch.empty_like(scale)
+    sides = [x.shape[dim] for x in matrices]
+    height, width = (sum(sides), matrices[0].shape[1]) if dim == 0 else (matrices[0].shape[0], sum(sides))
+    device = matrices[0].device
+    row = torch.empty(height, width, dtype=dtype, device=device) if rows else None
+    column = torch.empty(width, height, dtype=dtype, device=device) if columns else None
+    for x, into, turned in zip(matrices, _parts(row, sides, dim), _parts(column, sides, 1 - dim), strict=True):
+        round_both(x, scale, into, turned, made=made, smallest=SMALLEST)
+    return Rounded(row, column, scale if made is None else made)
+
+
+def _parts(whole: Tensor | None, sides: Sequence[int], dim: int) -> Sequence[Tensor | None]:
+    if whole is None or len(sides) == 1:
+        return [whole] * len(sides)
+    return list(whole.split(list(sides), dim))
 
 
 @torch.no_grad()
@@ -134,7 +182,9 @@ def round_columns_triton(x: Tensor, dtype: torch.dtype) -> Rounded:
     from deepspeed.ops.fp8.kernels.quantise import round_both
 
     scale = x.abs().amax(0).float().clamp_(min=SMALLEST).div_(torch.finfo(dtype).max)
-    return Rounded(*round_both(x, scale, dtype, rows=False, columns=True), scale.unsqueeze(1))
+    column = torch.empty(x.shape[1], x.shape[0], dtype=dtype, device=x.device)
+    round_both(x, scale, None, column)
+    return Rounded(None, column, scale.unsqueeze(1))
 
 
 @implementation("fp8_tensor", name="triton", requires=has_triton & on_cuda, rank=20)

@@ -14,7 +14,15 @@ from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.model.device import takes
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["ACTIVATIONS", "gated", "gated_reference", "halves", "halves_reference"]
+__all__ = [
+    "ACTIVATIONS",
+    "gated",
+    "gated_reference",
+    "halves",
+    "halves_reference",
+    "halves_slopes",
+    "halves_values",
+]
 
 Kernel = Callable[..., Tensor]
 
@@ -37,6 +45,18 @@ def halves(both: Tensor, kind: str) -> Tensor:
     return result
 
 
+def halves_values(both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """(`halves` of a matrix, their largest magnitude as a float32 scalar); for those who differentiate themselves."""
+    result: tuple[Tensor, Tensor] = op("gated_values")(both, kind)
+    return result
+
+
+def halves_slopes(grad: Tensor, both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """(the gradient of `both` for that of `halves`, its largest magnitude as a float32 scalar)."""
+    result: tuple[Tensor, Tensor] = op("gated_slopes")(grad, both, kind)
+    return result
+
+
 @reference("gated")
 def gated_reference(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """In plain torch."""
@@ -48,6 +68,27 @@ def halves_reference(both: Tensor, kind: str) -> Tensor:
     """In plain torch."""
     gate, up = both.chunk(2, -1)
     return gated_reference(gate, up, kind)
+
+
+@reference("gated_values")
+@torch.no_grad()
+def values_reference(both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """In plain torch."""
+    y = halves_reference(both, kind)
+    return y, _largest(y)
+
+
+@reference("gated_slopes")
+def slopes_reference(grad: Tensor, both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """In plain torch."""
+    with torch.enable_grad():
+        both = both.detach().requires_grad_()
+        (slopes,) = torch.autograd.grad(halves_reference(both, kind), both, grad)
+    return slopes, _largest(slopes)
+
+
+def _largest(x: Tensor) -> Tensor:
+    return x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
 
 
 class Gated(torch.autograd.Function):
@@ -116,6 +157,32 @@ def halves_triton(both: Tensor, kind: str) -> Tensor:
     return result
 
 
+@torch.no_grad()
+def values_triton(both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """By the kernel where it can."""
+    if not takes(both):
+        return values_reference(both, kind)
+    from deepspeed.ops.model.kernels.gated import gated_forward
+
+    largest = torch.zeros((), dtype=torch.float32, device=both.device)
+    gate, up = both.chunk(2, -1)
+    return gated_forward(gate, up, kind, largest), largest
+
+
+@torch.no_grad()
+def slopes_triton(grad: Tensor, both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """By the kernel where it can."""
+    if not takes(both):
+        return slopes_reference(grad, both, kind)
+    from deepspeed.ops.model.kernels.gated import gated_backward
+
+    largest = torch.zeros((), dtype=torch.float32, device=both.device)
+    slopes = torch.empty_like(both)
+    (gate, up), (dgate, dup) = both.chunk(2, -1), slopes.chunk(2, -1)
+    gated_backward(grad.contiguous(), gate, up, dgate, dup, kind, largest)
+    return slopes, largest
+
+
 @implementation("gated", name="triton", requires=has_triton & on_cuda, rank=20)
 def _load_gated() -> Kernel:
     return gated_triton
@@ -124,3 +191,13 @@ def _load_gated() -> Kernel:
 @implementation("gated_halves", name="triton", requires=has_triton & on_cuda, rank=20)
 def _load_halves() -> Kernel:
     return halves_triton
+
+
+@implementation("gated_values", name="triton", requires=has_triton & on_cuda, rank=20)
+def _load_values() -> Callable[..., tuple[Tensor, Tensor]]:
+    return values_triton
+
+
+@implementation("gated_slopes", name="triton", requires=has_triton & on_cuda, rank=20)
+def _load_slopes() -> Callable[..., tuple[Tensor, Tensor]]:
+    return slopes_triton

@@ -6,6 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.fusion import feed_forward8
+from deepspeed.fusion.products import Products
 from tests.harness import ranks
 
 
@@ -76,3 +78,63 @@ def test_layers_that_stay_are_chosen_by_name():
     assert replaced == ["second"]
     engine.destroy()
     assert "forward" not in engine.module.second.__dict__
+
+
+def train_decoder(stage, *, leaves=False, together=True):
+    """(losses of a training, how often feed-forward layers and how often attention layers were computed as one)."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    torch.manual_seed(5)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 61}
+    model = LlamaForCausalLM(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2, use_cache=False))
+    if leaves:
+        deepspeed.utils.set_z3_leaf_modules(model, [LlamaDecoderLayer])
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "fused_kernels": {"enabled": True, "inputs": together, "mlp": together},
+            "fp8": {"enabled": True, "exclude": ["lm_head"]},
+        },
+    )
+    generator, losses, counts = torch.Generator().manual_seed(dist.get_rank()), [], [0, 0]
+    whole, several = feed_forward8.compute, Products.several
+
+    def count_whole(*args):
+        counts[0] += 1
+        return whole(*args)
+
+    def count_several(self, input, weights, biases):
+        counts[1] += len(weights) > 1
+        return several(self, input, weights, biases)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feed_forward8, "compute", count_whole)
+        patch.setattr(Products, "several", count_several)
+        for _ in range(3 * 2):
+            ids = torch.randint(0, 61, (2, 9), generator=generator)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss))
+    engine.destroy()
+    return losses, tuple(counts)
+
+
+@pytest.mark.usefixtures("with_transformers")
+@ranks(2)
+def test_layers_that_are_computed_as_one_at_every_stage():
+    apart, none = train_decoder(0, together=False)
+    assert none == (0, 0)
+    expected, each = train_decoder(0)
+    assert each == (2 * 6, 2 * 6), "layers × micro steps"
+    assert expected == pytest.approx(apart, rel=2e-2)
+    for stage, leaves, count in ((2, False, each), (3, False, (0, 0)), (3, True, each)):
+        losses, found = train_decoder(stage, leaves=leaves)
+        assert found == count, (stage, leaves)  # hooks gather each layer alone, unless blocks are gathered as one
+        assert losses == pytest.approx(apart, rel=2e-2), (stage, leaves)

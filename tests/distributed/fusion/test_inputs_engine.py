@@ -40,7 +40,7 @@ def train(stage, leaves, fp8, on):
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-5}},
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
             "fused_kernels": {"enabled": True, "inputs": on},
-            "fp8": {"enabled": fp8, "exclude": [".*mlp", "lm_head"]},
+            "fp8": {"enabled": fp8, "scaling": "row", "exclude": [".*mlp", "lm_head"]},
         },
     )
     before, losses, norms, times, real = whole(engine), [], [], [], inputs.linears
@@ -68,7 +68,7 @@ def train(stage, leaves, fp8, on):
     [
         (0, False, False, EACH),
         (1, False, False, EACH),
-        (1, False, True, EACH // 2),  # attention multiplies 8-bit numbers
+        (1, False, True, EACH // 2),  # attention multiplies 8-bit numbers, each layer with scales of its own
         (3, False, False, 0),  # hooks gather each layer alone
         (3, True, False, EACH),
     ],

@@ -10,7 +10,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton", reason="the package triton is not installed")
 
 from benchmarks import gpu_kernels  # isort: skip
-from benchmarks.gpu_kernels import BLOCKS, SIDES, SIZES, SPANS, WARPS, Update, sweep, sweep_rounding  # isort: skip
+from benchmarks.gpu_kernels import BLOCKS, SIZES, SPANS, TILES, WARPS, Update, sweep, sweep_rounding  # isort: skip
 from deepspeed.ops.fp8.kernels import quantise  # isort: skip
 from deepspeed.ops.kernels import many  # isort: skip
 
@@ -39,16 +39,16 @@ def test_rounding_with_programs_of_other_shapes(monkeypatch):
     seen = {"fp8 largest": [], "fp8 rounding": []}
     notes = {
         "fp8 largest": lambda: seen["fp8 largest"].append((quantise.SPAN, quantise.SPAN_WARPS)),
-        "fp8 rounding": lambda: seen["fp8 rounding"].append((quantise.SIDE, quantise.SIDE_WARPS)),
+        "fp8 rounding": lambda: seen["fp8 rounding"].append((quantise.TILE, quantise.TILE_WARPS)),
     }
     monkeypatch.setattr(gpu_kernels, "_roundings", lambda: {name: (note, 1) for name, note in notes.items()})
-    before = quantise.SPAN, quantise.SIDE
+    before = quantise.SPAN, quantise.TILE
     lines = list(sweep_rounding(1.0, lambda run: run() or 1.0))
     assert seen["fp8 largest"] == [(span, warps) for span in SPANS for warps in WARPS]
-    assert seen["fp8 rounding"] == [(side, warps) for side in SIDES for warps in WARPS]
-    assert "8192/8* 100.0%" in lines[0]
-    assert "64/4* 100.0%" in lines[1]
-    assert before == (quantise.SPAN, quantise.SIDE), "as it was"
+    assert seen["fp8 rounding"] == [(tile, warps) for tile in TILES for warps in WARPS]
+    assert "32768/8* 100.0%" in lines[0]
+    assert "64x128/4* 100.0%" in lines[1]
+    assert before == (quantise.SPAN, quantise.TILE), "as it was"
 
 
 def test_blocks_of_codes_are_whole_shares():

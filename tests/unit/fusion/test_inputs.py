@@ -11,6 +11,7 @@ from torch import nn
 
 from deepspeed.fusion import inputs
 from deepspeed.fusion.find import KINDS, find, find_products, put
+from deepspeed.fusion.products import Products
 from deepspeed.fusion.swap import Refused, Swap
 from deepspeed.fusion.table import lines
 from tests.unit.ops.model.test_shared_input import Additions
@@ -40,7 +41,7 @@ def model_of(family="Llama", **more):
     import transformers
 
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SMALL, **more)
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **more})
     return getattr(transformers, f"{family}ForCausalLM")(config).train()
 
 
@@ -125,10 +126,10 @@ def test_additions_of_hidden_states_are_fewer():
 def test_layers_of_8_bits_stay_so(counted):
     pair = [model_of(), model_of()]
     for model in pair:
-        put(list(find_products(model, "tensor", [r".*(mlp|k_proj)"])), ExitStack())
+        put(list(find_products(model, "row", [r".*(mlp|k_proj)"])), ExitStack())
     swapped(pair[0])
     assert_same(*pair)
-    assert counted == [2, 2], "the feed-forward layers; those of the attention that are left are one"
+    assert counted == [2, 2], "the feed-forward layers; scales of rows belong to one layer"
     late = [model_of(), model_of()]
     swapped(late[0])
     for model in late:
@@ -136,6 +137,33 @@ def test_layers_of_8_bits_stay_so(counted):
     counted.clear()
     assert_same(*late)
     assert counted == [2, 2, 2, 2], "keys and values, gate and up"
+
+
+def test_layers_of_8_bits_together(monkeypatch):
+    """With one scale for each tensor: near what they compute apart, and put back as they were."""
+    together, real = [], Products.several
+
+    def several(self, input, weights, biases):
+        together.append(len(weights))
+        return real(self, input, weights, biases)
+
+    monkeypatch.setattr(Products, "several", several)
+    model, apart = model_of("Qwen2"), model_of("Qwen2")
+    for each in (model, apart):
+        put(list(find_products(each, "tensor", ["lm_head", r".*o_proj", r".*mlp"])), ExitStack())
+    own = [layer.self_attn.q_proj.__dict__["forward"] for layer in model.model.layers]
+    text = "\n".join(lines(found := list(find(model, ("inputs",)))))
+    assert "self_attn  gradients of q_proj, k_proj, v_proj in one product of 8 bits" in text
+    put(found, ExitStack())
+    torch.testing.assert_close(step(model), step(apart), rtol=1e-2, atol=0)
+    assert sorted(together) == [1] * 6 + [3] * 2
+    for (name, one), other in zip(model.named_parameters(), apart.parameters(), strict=True):
+        assert (one.grad - other.grad).norm() <= 0.2 * other.grad.norm() + 1e-6, name
+    assert [layer.self_attn.q_proj.__dict__["forward"] for layer in model.model.layers] == own
+    together.clear()
+    model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None)
+    step(model)
+    assert together == [1, 2, 3], "a layer that is watched is called alone"
 
 
 @pytest.mark.parametrize(

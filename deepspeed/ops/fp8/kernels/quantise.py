@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.ops.model.kernels.highest import raise_to
 from deepspeed.ops.model.kernels.tuning import row_block, warps
 from deepspeed.ops.rehearsal import launch
 
-__all__ = ["SIDE", "SIDE_WARPS", "SPAN", "SPAN_WARPS", "largest", "round_both", "round_rows"]
+__all__ = ["SPAN", "SPAN_WARPS", "TILE", "TILE_WARPS", "largest", "round_both", "round_rows"]
 
-SPAN, SPAN_WARPS = 8192, 8
+SPAN, SPAN_WARPS = 32768, 8
 """Elements of a program that looks for the largest magnitude, and its warps."""
-SIDE, SIDE_WARPS = 64, 4
-"""Of a square that a program rounds, and its warps. `python -m benchmarks.gpu_kernels --sweep` tries others."""
+TILE, TILE_WARPS = (64, 128), 4
+"""Rows and columns that a program rounds, and its warps. `python -m benchmarks.gpu_kernels --sweep` tries others."""
 
 _TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
@@ -24,22 +27,23 @@ _TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 def _largest(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
     start = tl.program_id(0).to(tl.int64) * BLOCK
     at = start + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at, mask=at < numel, other=0.0).to(tl.float32)
-    tl.atomic_max(out_ptr, tl.max(tl.abs(x), axis=0))
+    raise_to(out_ptr, tl.max(tl.abs(tl.load(x_ptr + at, mask=at < numel, other=0.0).to(tl.float32)), axis=0))
 
 
 @triton.jit
 def _round_both(
-    x_ptr, scale_ptr, row_ptr, column_ptr, made_ptr, rows, columns, limit, smallest,
+    x_ptr, scale_ptr, row_ptr, column_ptr, made_ptr, rows, columns, row_stride, column_stride, limit, smallest,
     TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr, MAKES: tl.constexpr,
-    SIDE: tl.constexpr,
+    DOWN: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    down = tl.program_id(0).to(tl.int64) * SIDE + tl.arange(0, SIDE)
-    right = tl.program_id(1).to(tl.int64) * SIDE + tl.arange(0, SIDE)
-    inside = (down[:, None] < rows) & (right[None, :] < columns)
-    x = tl.load(x_ptr + down[:, None] * columns + right[None, :], mask=inside, other=0.0).to(tl.float32)
+    top, left = tl.program_id(0).to(tl.int64) * DOWN, tl.program_id(1).to(tl.int64) * RIGHT
+    down, right = tl.arange(0, DOWN), tl.arange(0, RIGHT)
+    high, wide = tl.minimum(rows - top, DOWN).to(tl.int32), tl.minimum(columns - left, RIGHT).to(tl.int32)
+    inside = (down[:, None] < high) & (right[None, :] < wide)
+    x = tl.load(x_ptr + (top * columns + left) + (down[:, None] * columns + right[None, :]), mask=inside, other=0.0)
+    x = x.to(tl.float32)
     if MANY:  # a scale for each column
-        x = x / tl.load(scale_ptr + right, mask=right < columns, other=1.0)[None, :]
+        x = x / tl.load(scale_ptr + left + right, mask=right < wide, other=1.0)[None, :]
     else:
         scale = tl.load(scale_ptr)
         if MAKES:  # it is the largest magnitude
@@ -49,10 +53,11 @@ def _round_both(
         x = x / scale
     x = tl.minimum(tl.maximum(x, -limit), limit).to(TYPE)
     if ROWS:
-        tl.store(row_ptr + down[:, None] * columns + right[None, :], x, mask=inside)
+        tl.store(row_ptr + (top * row_stride + left) + (down[:, None] * row_stride + right[None, :]), x, mask=inside)
     if COLUMNS:
-        turned = (right[:, None] < columns) & (down[None, :] < rows)
-        tl.store(column_ptr + right[:, None] * rows + down[None, :], tl.trans(x), mask=turned)
+        turned = (right[:, None] < wide) & (down[None, :] < high)
+        place = (left * column_stride + top) + (right[:, None] * column_stride + down[None, :])
+        tl.store(column_ptr + place, tl.trans(x), mask=turned)
 
 
 @triton.jit
@@ -67,40 +72,39 @@ def _round_rows(x_ptr, out_ptr, scale_ptr, columns, limit, smallest, TYPE: tl.co
     tl.store(out_ptr + row * columns + at, x.to(TYPE), mask=inside)
 
 
-def largest(x: Tensor) -> Tensor:
-    """The largest magnitude of contiguous memory that is not empty, a float32 scalar."""
-    found = torch.zeros((), dtype=torch.float32, device=x.device)
-    launch(_largest, (triton.cdiv(x.numel(), SPAN),), x, found, x.numel(), BLOCK=SPAN, num_warps=SPAN_WARPS)
+def largest(matrices: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude in contiguous memory that is not empty, a float32 scalar."""
+    found = torch.zeros((), dtype=torch.float32, device=matrices[0].device)
+    for x in matrices:
+        launch(_largest, (triton.cdiv(x.numel(), SPAN),), x, found, x.numel(), BLOCK=SPAN, num_warps=SPAN_WARPS)
     return found
 
 
 def round_both(
     x: Tensor,
     scale: Tensor,
-    dtype: torch.dtype,
+    row: Tensor | None,
+    column: Tensor | None,
     *,
-    rows: bool,
-    columns: bool,
     made: Tensor | None = None,
     smallest: float = 0.0,
-) -> tuple[Tensor | None, Tensor | None]:
-    """(x / scale, its transpose) of a contiguous matrix, each contiguous, or None where it is not asked for.
+) -> None:
+    """Write x / scale of a contiguous matrix to `row`, its transpose to `column`, one of which may be None.
 
-    `scale` is a scalar, or has an element for each column. With `made` it is the largest magnitude, taken as
-    `smallest` at least, and the scale of that is written there.
+    Rows of both are contiguous, and may lie apart. `scale` is a scalar, or has an element for each column. With `made`
+    it is the largest magnitude, taken as `smallest` at least, and the scale of that is written there.
     """
     height, width = x.shape
-    row = torch.empty(height, width, dtype=dtype, device=x.device) if rows else None
-    column = torch.empty(width, height, dtype=dtype, device=x.device) if columns else None
-    anything = row if row is not None else column
+    row_, column_ = (column if row is None else row), (row if column is None else column)
+    assert row_ is not None, "one of them"
+    assert column_ is not None, "one of them"
     launch(
-        _round_both, (triton.cdiv(height, SIDE), triton.cdiv(width, SIDE)),
-        x, scale, anything if row is None else row, anything if column is None else column,
-        scale if made is None else made, height, width, torch.finfo(dtype).max, smallest,
-        TYPE=_TYPES[dtype], ROWS=rows, COLUMNS=columns, MANY=scale.dim() > 0, MAKES=made is not None,
-        SIDE=SIDE, num_warps=SIDE_WARPS,
+        _round_both, (triton.cdiv(height, TILE[0]), triton.cdiv(width, TILE[1])),
+        x, scale, row_, column_, scale if made is None else made, height, width, row_.stride(0), column_.stride(0),
+        torch.finfo(row_.dtype).max, smallest,
+        TYPE=_TYPES[row_.dtype], ROWS=row is not None, COLUMNS=column is not None, MANY=scale.dim() > 0,
+        MAKES=made is not None, DOWN=TILE[0], RIGHT=TILE[1], num_warps=TILE_WARPS,
     )  # fmt: skip
-    return row, column
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, smallest: float) -> tuple[Tensor, Tensor]:

@@ -39,7 +39,7 @@ def same(found, expected, dtype):
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
 def test_one_scale(dtype, shape, source):
     x = numbers(*shape, dtype=source) * 37
-    found, expected = round_tensor_triton(x, dtype), round_tensor_reference(x, dtype)
+    found, expected = round_tensor_triton([x], 0, dtype), round_tensor_reference([x], 0, dtype)
     torch.testing.assert_close(found.scale, expected.scale)
     assert torch.equal(found.rows.float(), found.columns.t().float())
     same(found, expected, dtype)
@@ -65,22 +65,22 @@ def test_a_scale_for_each_column(shape):
 
 @pytest.mark.parametrize("only", ["rows", "columns"])
 def test_what_nobody_asks_for_is_not_made(only):
-    found = round_tensor_triton(numbers(16, 32), E4, rows=only == "rows", columns=only == "columns")
+    found = round_tensor_triton([numbers(16, 32)], 0, E4, rows=only == "rows", columns=only == "columns")
     assert (found.rows is None, found.columns is None) == (only != "rows", only != "columns")
 
 
 @pytest.mark.parametrize("rounds", [round_tensor_triton, round_tensor_reference])
 def test_a_scale_that_is_known_gives_the_same_numbers(rounds):
     x = numbers(48, 32, dtype=torch.bfloat16) * 37
-    first = rounds(x, E4)
-    again = rounds(x, E4, rows=False, scale=first.scale)
+    first = rounds([x], 0, E4)
+    again = rounds([x], 0, E4, rows=False, scale=first.scale)
     assert again.scale is first.scale
     assert torch.equal(again.columns.float(), first.columns.float())
 
 
 def test_zeros_stay_zeros():
     zeros = torch.zeros(16, 16, device=DEVICE)
-    for rounded in (round_tensor_triton(zeros, E4), round_rows_triton(zeros, E4)):
+    for rounded in (round_tensor_triton([zeros], 0, E4), round_rows_triton(zeros, E4)):
         assert (values(rounded) == 0).all()
 
 
