@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as td
@@ -21,7 +21,20 @@ from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.operations import Operation
 from deepspeed.comm.pending import AllOf, Pending
 
-__all__ = ["FEW", "RADIX", "Message", "begin_to_gather_words", "gather_words", "rounds", "schedule", "unite"]
+__all__ = [
+    "FEW",
+    "LAST",
+    "RADIX",
+    "Ears",
+    "Message",
+    "Teller",
+    "begin_to_gather_words",
+    "gather_words",
+    "listen",
+    "rounds",
+    "schedule",
+    "unite",
+]
 
 RADIX = 4
 FEW = 8
@@ -30,6 +43,7 @@ _TAGS = 1 << 20  # from here on: a group may carry messages of others, with thei
 Message = tuple[int, int]
 """(distance, rows): the rank that is so far behind gets the first so many rows, the one ahead sends as many."""
 
+_EARLY = 2  # added to tags of agreements for which somebody may listen early: others may come in between
 _run = DEFAULT.run
 _LOG = (False, "gather_words", None)
 
@@ -52,25 +66,54 @@ def _are_few(size: int) -> bool:
     return 2 < size <= FEW
 
 
+class Teller(NamedTuple):
+    """Who tells a few ranks what all said: best the one that comes last."""
+
+    place: int = -1
+    """In the group."""
+    early: bool = False
+    """Whether it may have listened before; the same on all ranks."""
+    ears: Ears | None = None
+    """What it heard then."""
+
+
+LAST = Teller()
+
+
+class Ears:
+    """The receives of the one that tells, begun before it has anything to say itself: what came is there by then."""
+
+    __slots__ = ("rows", "works")
+
+    def __init__(self, group: Any, count: int) -> None:
+        """Of `count` words of each other rank."""
+        self.rows = torch.empty(group.size(), count, dtype=torch.int64)
+        others = (rank for rank in range(group.size()) if rank != group.rank())
+        self.works = [group.recv([self.rows[rank]], rank, _TAGS + _EARLY) for rank in others]
+
+
 class _Few:
     """All tell one rank, which tells all when it waits."""
 
-    def __init__(self, words: Tensor, group: Any, teller: int) -> None:
-        self._group, self._rows = group, words.new_empty(group.size(), words.numel())
-        self._rows[group.rank()] = words
-        self._others = [rank for rank in range(group.size()) if rank != teller]
-        self._tells = group.rank() == teller
+    def __init__(self, words: Tensor, group: Any, teller: Teller) -> None:
+        self._group, place = group, teller.place % group.size()
+        self._tells = group.rank() == place
+        self._others = [rank for rank in range(group.size()) if rank != place]
+        self._tag = _TAGS + (_EARLY if teller.early else 0)
+        self._rows = teller.ears.rows if teller.ears is not None else words.new_empty(group.size(), words.numel())
         if self._tells:
-            works = [group.recv([self._rows[rank]], rank, _TAGS) for rank in self._others]
+            self._rows[place] = words
+            works = [] if teller.ears is None else teller.ears.works
+            works = works or [group.recv([self._rows[rank]], rank, self._tag) for rank in self._others]
         else:
-            works = [group.recv([self._rows], teller, _TAGS + 1), group.send([words], teller, _TAGS)]
+            works = [group.recv([self._rows], place, self._tag + 1), group.send([words], place, self._tag)]
         self._works = AllOf(works, DEFAULT.limit)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._works.wait(timeout)
         if self._tells:
             self._tells = False
-            telling = [self._group.send([self._rows], rank, _TAGS + 1) for rank in self._others]
+            telling = [self._group.send([self._rows], rank, self._tag + 1) for rank in self._others]
             AllOf(telling, DEFAULT.limit).wait(timeout)
         return True
 
@@ -117,10 +160,9 @@ class _Many:
 _Gathering = _Few | _Many
 
 
-def _gather(kept: list[_Gathering], words: Tensor, group: Any, teller: int, async_op: bool) -> _Gathering | None:
+def _gather(kept: list[_Gathering], words: Tensor, group: Any, teller: Teller, async_op: bool) -> _Gathering | None:
     """Begin, and wait unless `async_op`; who knows what was found is `kept`."""
-    size = group.size()
-    gathering = _Few(words, group, teller % size) if _are_few(size) else _Many(words, group)
+    gathering = _Few(words, group, teller) if _are_few(group.size()) else _Many(words, group)
     kept.append(gathering)
     if async_op:
         return gathering
@@ -143,20 +185,23 @@ _GATHER = Operation("gather_words", _gather)
 _UNITE = Operation("unite", _unite)
 
 
-def gather_words(words: Tensor, group: Any = None, *, teller: int = -1) -> Tensor:
-    """[ranks, words]: the int64 `words` of every rank, in the order of the ranks; all ranks of the group call it.
+def listen(count: int, group: Any = None, *, place: int = 0) -> Ears | None:
+    """Begin to receive `count` words of each other rank for a `Teller` in this place; None where that gains nothing."""
+    real: Any = td.group.WORLD if group is None else group
+    return Ears(real, count) if _are_few(real.size()) and real.rank() == place % real.size() else None
 
-    `teller`, a place in the group, is who tells a few ranks: best the one that comes last.
-    """
+
+def gather_words(words: Tensor, group: Any = None, *, teller: Teller = LAST) -> Tensor:
+    """[ranks, words]: the int64 `words` of every rank, in the order of the ranks; all ranks of the group call it."""
     return _begin(words, group, teller, False).wait()
 
 
 def begin_to_gather_words(words: Tensor, group: Any = None) -> Pending[Tensor]:
     """As `gather_words`, without waiting yet; until all have waited ranks gather nothing else in this group."""
-    return _begin(words, group, -1, True)
+    return _begin(words, group, LAST, True)
 
 
-def _begin(words: Tensor, group: Any, teller: int, async_op: bool) -> Pending[Tensor]:
+def _begin(words: Tensor, group: Any, teller: Teller, async_op: bool) -> Pending[Tensor]:
     real: Any = td.group.WORLD if group is None else group
     if real.size() == 1:
         return Pending(words.clone()[None])

@@ -16,6 +16,7 @@ __all__ = ["Accord"]
 
 _FINE, _FAILED, _DRAGGED = 0, 1, 2
 _NO_DATA_NEEDED = -1
+_END = 4  # words that each rank says at the end
 _WORD, _FLOAT = struct.Struct("q"), struct.Struct("d")
 
 
@@ -40,6 +41,8 @@ class Accord:
 
     def _all_begin(self, said: Tensor, mine: list[int], what: str, text: bytes, error: Exception | None) -> None:
         count = mine[2]
+        if all(row[:3] == mine and row[3] in (count, _NO_DATA_NEEDED) for row in said.tolist()) and not error:
+            return
         self._raise_first(said[:, 0].tolist(), said[:, 4].tolist(), text, error, "could not take its data")
         kinds = {tuple(row) for row in said[:, 1:3].tolist()}
         if len(kinds) > 1:
@@ -59,6 +62,10 @@ class Accord:
             )
         raise StopIteration
 
+    def listen_for_end(self) -> None:
+        """This rank begins its last pass of a batch, while others may be through."""
+        self._hosts.listen(_END)
+
     def end(self, failed: bool, failure: object, error: Exception | None, loss: float | None = None) -> float | None:
         """All ranks came through a batch; else an error on all, which names the stage that failed first.
 
@@ -67,8 +74,9 @@ class Accord:
         text = b"" if failure is None else str(failure).encode()
         code = _FINE if not failed else _DRAGGED if failure is None else _FAILED
         words = [code, len(text), loss is not None, _bits(loss or 0.0)]
+        assert len(words) == _END, "as many as are listened for"
         # Backward ends on the first stage, so that its first rank comes last.
-        codes, sizes, has, bits = self._hosts.exchange(words, "end of a batch", last=0).t().tolist()
+        codes, sizes, has, bits = self._hosts.exchange_at_end(words, "end of a batch").t().tolist()
         self._raise_first(codes, sizes, text, error, "")
         losses = [_number(each) for each, known in zip(bits, has, strict=True) if known]
         return sum(losses) / len(losses) if losses else None

@@ -168,7 +168,8 @@ class PipelineEngine(DeepSpeedEngine):
             if len(batches) < wanted or layout["pp"].size < layout.world.size:
                 ask()
                 ask = None
-            results = self._executor.run(schedule, batches, ask=ask, **options)
+            before_last = self._accord.listen_for_end
+            results = self._executor.run(schedule, batches, ask=ask, before_last=before_last, **options)
         except BaseException:
             self._wires.abandon()
             self.zero_grad()

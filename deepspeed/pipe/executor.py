@@ -109,13 +109,14 @@ class Executor:
         batches: Sequence[Batch],
         *,
         ask: Callable[[], None] | None = None,
+        before_last: Callable[[], None] | None = None,
         compute_loss: bool = True,
         keep_outputs: bool = False,
     ) -> Results:
         """Play a schedule; a failure of this rank is part of the results, and its messages are sent all the same.
 
         `ask` is called before the first message, and raises if there must not be any; a stage to which nothing comes
-        computes before.
+        computes before. `before_last` is called before the last pass, when everything that it needs has come.
         """
         train = not schedule.forward_only
         play = _Play(schedule, batches, train, compute_loss, keep_outputs)
@@ -128,6 +129,8 @@ class Executor:
             self._post(ahead)
             value = self._take(play, each)
             self._announce(each)
+            if before_last is not None and place + 1 == len(passes):
+                before_last()
             result = self._guarded(play, each, value)
             if ask is not None:
                 ask()

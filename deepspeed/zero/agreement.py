@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import Pending
-from deepspeed.comm.agreement import begin_to_gather_words, gather_words, unite
+from deepspeed.comm.agreement import LAST, Ears, Teller, begin_to_gather_words, gather_words, listen, unite
 from deepspeed.errors import CommError, FileError
 from deepspeed.parallel import AxisGroup
 
@@ -48,6 +48,7 @@ class Hosts:
         self.alone = axis.size == 1 or dist.get_backend(axis.group) == "fake"
         """Nobody answers but this process."""
         self._polls: Any = None
+        self._ears: Ears | None = None
         self.exchanges = 0
         """How many there have been: each costs `deepspeed.comm.agreement.rounds` messages one after the other."""
 
@@ -56,15 +57,27 @@ class Hosts:
         """Made by the first exchange over this axis, in which all ranks are."""
         return self._axis.host_group
 
-    def exchange(self, words: Sequence[int], what: str, *, last: int = -1) -> Tensor:
-        """[ranks, words]: what every rank says, in the order of the ranks; the rank in place `last` need not wait if it
-        comes last."""
+    def exchange(self, words: Sequence[int], what: str) -> Tensor:
+        """[ranks, words]: what every rank says, in the order of the ranks."""
+        return self._exchange(words, what, LAST)
+
+    def exchange_at_end(self, words: Sequence[int], what: str) -> Tensor:
+        """The same where the first rank comes last, as a rule: it need not wait if it listened."""
+        ears, self._ears = self._ears, None
+        return self._exchange(words, what, Teller(0, early=True, ears=ears))
+
+    def listen(self, count: int) -> None:
+        """Soon there will be an exchange at the end, of so many words: the first rank gets ready."""
+        if not self.alone and self._ears is None:
+            self._ears = listen(count, self._group)
+
+    def _exchange(self, words: Sequence[int], what: str, teller: Teller) -> Tensor:
         self.exchanges += 1
         mine = torch.tensor(words, dtype=torch.int64)
         if self.alone:
             return mine.view(1, -1)
         with comm.labelled(what):
-            return gather_words(mine, self._group, teller=last)
+            return gather_words(mine, self._group, teller=teller)
 
     def begin_exchange(self, words: Sequence[int], what: str) -> Pending[Tensor]:
         """As `exchange`, without waiting yet; until then these ranks exchange nothing else."""

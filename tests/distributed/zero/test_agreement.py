@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.agreement import begin_to_gather_words, gather_words, unite
+from deepspeed.comm.agreement import Teller, begin_to_gather_words, gather_words, unite
 from deepspeed.comm.direct_gather import gather_parts
 from deepspeed.errors import CommError
 from deepspeed.parallel import ParallelLayout
@@ -24,13 +24,28 @@ def test_words_and_unions():
         words = gather_words(torch.tensor([rank + turn, rank * rank]))
         assert words.tolist() == [[each + turn, each * each] for each in range(world)]
         for teller in range(-1, world):
-            words = gather_words(torch.tensor([rank * turn]), teller=teller)
+            words = gather_words(torch.tensor([rank * turn]), teller=Teller(teller))
             assert words.tolist() == [[each * turn] for each in range(world)], f"told by {teller}"
         later = begin_to_gather_words(torch.tensor([rank - turn]))
         assert later.wait().tolist() == [[each - turn] for each in range(world)], "of what was waited for later"
         mask = torch.zeros(2 * world, dtype=torch.uint8)
         mask[rank] = 1
         assert unite(mask).tolist() == [1] * world + [0] * world
+
+
+@ranks(1, 2, 3, 5, 9)
+@pytest.mark.parametrize("listens", [True, False])
+def test_the_first_rank_may_listen_before_the_end(listens):
+    """Other exchanges come in between, and not every end is listened for."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    hosts = Hosts(ParallelLayout.build().world)
+    for turn in range(4):
+        if listens and turn != 2:
+            hosts.listen(2)
+            hosts.listen(2)  # once is enough
+        assert hosts.exchange([rank, turn], "in between").tolist() == [[each, turn] for each in range(world)]
+        found = hosts.exchange_at_end([rank * turn, 5], "end of a test")
+        assert found.tolist() == [[each * turn, 5] for each in range(world)]
 
 
 @ranks(2, 3)
@@ -68,7 +83,7 @@ def test_what_all_hosts_say_does_not_meet_what_others_send():
     groups = len(dist.distributed_c10d._world.pg_map)
     received = torch.zeros(1)
     works = [dist.irecv(received, last)] if rank < last else []
-    assert Hosts(layout.world).exchange([rank, 1], "test", last=0)[:, 0].tolist() == [0, 1, 2]
+    assert Hosts(layout.world).exchange_at_end([rank, 1], "test")[:, 0].tolist() == [0, 1, 2]
     assert Hosts(layout.world).unite({rank}, 3) == {0, 1, 2}
     assert len(dist.distributed_c10d._world.pg_map) == groups
     if rank == last:
