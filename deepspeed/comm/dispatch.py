@@ -134,6 +134,29 @@ class Dispatcher:
             return self._handles(result, entry, done)
         return result
 
+    def begin(self, operation: Operation, state: GroupState, tensor: Any, label: str, args: tuple[Any, ...]) -> Any:
+        """As `run`, for a message between two ranks whose group is known; the caller's caller is the call site."""
+        frame = _getframe(2)
+        sequence = state.next_p2p()
+        peer = args[1]
+        entry = (sequence, operation, state, tensor.shape, tensor.dtype, label, frame.f_code, frame.f_lasti, peer)
+        self._push(entry)
+        if self._note is not None:
+            self._note(entry)
+        try:
+            work = operation.call(*args)
+        except FAILURES as error:
+            explained = self.failed(entry, error, args)
+            if explained is error:
+                raise
+            raise explained from error
+        state.returned_p2p = sequence
+        return None if work is None else CollectiveWork(work, entry, self)
+
+    def state_of(self, group: td.ProcessGroup) -> GroupState:
+        """What is known of a group, from now on at the latest."""
+        return self._states.get(id(group)) or self._open(group)
+
     def failed(self, entry: Entry, error: Exception, args: tuple[Any, ...] = ()) -> Exception:
         """The error to raise in place of `error`, with all that is known about the operation."""
         found = "" if self.watch is None else self.watch.explain(entry, error)
@@ -143,6 +166,7 @@ class Dispatcher:
         """Let the watch tell who is at fault when an operation of this dispatcher fails; the process has one such."""
         finders: dict[CodeType, Finder] = {
             Dispatcher.run.__code__: lambda frame: frame.f_locals.get("entry"),
+            Dispatcher.begin.__code__: lambda frame: frame.f_locals.get("entry"),
             CollectiveWork.wait.__code__: lambda frame: frame.f_locals["self"]._entry,
         }
         self.watch = Watch(lambda: tuple(self._ring), finders, self._noted_by)

@@ -100,7 +100,7 @@ class CollectiveWork(Pending[bool]):
     def __init__(
         self, work: Any, entry: Entry | None, dispatcher: Dispatcher, done: Callable[[], None] | None = None
     ) -> None:
-        super().__init__(True)
+        self._result, self._waitable, self._finish = True, None, None  # as a Pending, without a call more
         self._work = work
         self._entry = entry
         self._dispatcher = dispatcher
@@ -110,7 +110,7 @@ class CollectiveWork(Pending[bool]):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait for the operation, at most `timeout`; what torch's Work gives back, normally True."""
         if self._outcome is not _NOT_YET:
-            return cast(bool, self._outcome)
+            return self._outcome  # type: ignore[return-value]
         if self._work is None:  # the operation is switched off
             self._outcome = True
             return True
@@ -124,7 +124,7 @@ class CollectiveWork(Pending[bool]):
         self._outcome = outcome
         if self._done is not None:
             self._done()
-        return cast(bool, outcome)
+        return outcome  # type: ignore[no-any-return]
 
     def is_completed(self) -> bool:
         """True once the operation has finished."""

@@ -48,9 +48,14 @@ class Form:
         """The tensors for which a gradient comes back."""
         return tuple(kind for kind in self.kinds if kind.trained)
 
+    @cached_property
+    def lone(self) -> bool:
+        """Whether it is that of a tensor by itself, as most stages give."""
+        return self.structure == _LONE
+
     def is_of(self, value: Any) -> bool:
-        """Whether it is the form of a tensor by itself, as most stages give; True saves `flatten`."""
-        if self.structure != _LONE or not isinstance(value, Tensor):
+        """Whether it is the form of a lone tensor; True saves `flatten`."""
+        if not self.lone or not isinstance(value, Tensor):
             return False
         kind = self.kinds[0]
         return kind.dtype is value.dtype and kind.shape == value.shape and kind.trained == value.requires_grad

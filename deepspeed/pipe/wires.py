@@ -20,13 +20,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.comm.lines import Line
 from deepspeed.errors import PipelineError
 from deepspeed.parallel import AxisGroup
 from deepspeed.pipe.forms import Form, Kind, flatten, unflatten
@@ -46,8 +46,7 @@ FAILED = _Failed()
 _TAGS = {"activation": 11, "gradient": 12}  # gloo keeps messages of different tags apart
 
 
-@dataclass
-class _Posted:
+class _Posted(NamedTuple):
     """A receive that was begun."""
 
     form: Form
@@ -72,6 +71,7 @@ class Wires:
         self._device = device
         self._dynamic = dynamic
         self._groups: dict[tuple[str, bool], Any] = {}
+        self._lines: dict[Message, tuple[Line, str]] = {}
         self._pretended = axis.size > 1 and comm.get_backend(axis.group) == "fake"
         self._by_tag = axis.size == 1 or self._pretended or comm.get_backend(axis.group) == "gloo"
         self._foretold = dict(foretold or {})
@@ -104,10 +104,8 @@ class Wires:
 
     def send(self, message: Message, value: Any) -> None:
         """Begin to send activations, a structure, or gradients, a list in the order of the trained tensors."""
-        tensors = self._to_send(message, value)
-        if tensors is not None:
-            for tensor in tensors:
-                self._isend(tensor, message, message.kind)
+        for tensor in self._to_send(message, value) or ():
+            self._isend(tensor, message, message.kind)
         while self._sending and self._sending[0][0].is_completed():
             self._sending.popleft()
 
@@ -155,11 +153,12 @@ class Wires:
 
     def _isend(self, tensor: Tensor, message: Message, counted: str) -> None:
         data = self._sent_as(tensor.detach())
-        if data.nbytes == 0:
+        size = data.nbytes
+        if size == 0:
             return
-        self.sent[counted] += data.nbytes
-        with comm.labelled(_label(message)):
-            work = comm.isend(data, self._axis.ranks[message.target], *self._way(message))
+        self.sent[counted] += size
+        line, label = self._lines.get(message) or self._line(message, message.target)
+        work = line.send(data, label)
         if work is not None:
             self._sending.append((work, data))
 
@@ -191,15 +190,9 @@ class Wires:
 
     def receive(self, message: Message) -> Any:
         """What was sent: a structure, or a list of gradients; FAILED if it could not be computed."""
-        if message.kind == "activation" and message not in self._posted and not self.post(message):
-            form = self._hear(message)
-            if form is None:
-                return FAILED
-            self._forms[message.stage] = form
-            self._posted[message] = self._begin(message, form, form.kinds)
-        elif not self.post(message):
-            return FAILED  # of what was never sent no gradient comes
-        posted = self._posted.pop(message)
+        posted = self._posted.pop(message, None) or self._late(message)
+        if posted is None:
+            return FAILED
         for work in posted.works:
             work.wait()
         if message.kind == "gradient":
@@ -208,7 +201,17 @@ class Wires:
         self._passed[message.stage, message.micro_batch] = posted.form
         for tensor, kind in zip(posted.tensors, posted.kinds, strict=True):
             tensor.requires_grad_(kind.trained)
-        return unflatten(posted.form, posted.tensors)
+        return posted.tensors[0] if posted.form.lone else unflatten(posted.form, posted.tensors)
+
+    def _late(self, message: Message) -> _Posted | None:
+        """A receive that is begun when its result is wanted; None for what was never sent."""
+        if self.post(message):
+            return self._posted.pop(message)
+        form = self._hear(message) if message.kind == "activation" else None  # without activations no gradient comes
+        if form is None:
+            return None
+        self._forms[message.stage] = form
+        return self._begin(message, form, form.kinds)
 
     def _hear(self, message: Message) -> Form | None:
         size = torch.empty(1, dtype=torch.int64, device=self._device)
@@ -220,19 +223,22 @@ class Wires:
         return Form.parse(bytes(data.tolist()).decode())
 
     def _recv(self, tensor: Tensor, message: Message) -> None:
-        with comm.labelled(_label(message)):
-            comm.recv(self._sent_as(tensor), self._axis.ranks[message.source], *self._way(message))
+        line, label = self._lines.get(message) or self._line(message, message.source)
+        work = line.receive(self._sent_as(tensor), label)
+        if work is not None:
+            work.wait()
 
     def _begin(self, message: Message, form: Form, kinds: Sequence[Kind]) -> _Posted:
         make = torch.zeros if self._pretended else torch.empty
-        tensors = [make(kind.shape, dtype=kind.dtype, device=self._device) for kind in kinds]
-        works = []
-        with comm.labelled(_label(message)):
-            for tensor in tensors:
-                if tensor.numel():
-                    source = self._axis.ranks[message.source]
-                    works.append(comm.irecv(self._sent_as(tensor), source, *self._way(message)))
-        return _Posted(form, kinds, tensors, [work for work in works if work is not None])
+        line, label = self._lines.get(message) or self._line(message, message.source)
+        posted = _Posted(form, kinds, [], [])
+        for kind in kinds:
+            tensor = make(kind.shape, dtype=kind.dtype, device=self._device)
+            posted.tensors.append(tensor)
+            work = line.receive(self._sent_as(tensor), label) if tensor.numel() else None
+            if work is not None:
+                posted.works.append(work)
+        return posted
 
     # ---- the end of a batch
 
@@ -251,20 +257,22 @@ class Wires:
         self._passed.clear()
         self._forms.clear()
 
-    def _way(self, message: Message) -> tuple[Any, int]:
+    def _line(self, message: Message, other: int) -> tuple[Line, str]:
+        """The way to the `other` end of a message, and what it is called."""
         if self._by_tag:
-            return self._axis.group, _TAGS[message.kind]
-        return self._groups[message.kind, message.target < message.source], 0
+            line = Line(self._axis.group, self._axis.ranks[other], _TAGS[message.kind])
+        else:
+            line = Line(self._groups[message.kind, message.target < message.source], self._axis.ranks[other])
+        label = f"{message.kind} of micro-batch {message.micro_batch} into stage {message.stage}"
+        return self._lines.setdefault(message, (line, label))
 
     def _sent_as(self, tensor: Tensor) -> Tensor:
         """The memory of a tensor, in one piece: as it is for gloo, as bytes for backends that know few dtypes."""
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
-        return tensor if self._by_tag else tensor.view(-1).view(torch.uint8)
+        if self._by_tag:
+            return torch.view_as_real(tensor) if tensor.dtype.is_complex else tensor
+        return tensor.view(-1).view(torch.uint8)
 
     def _zeros(self, kind: Kind) -> Tensor:
         return torch.zeros(kind.shape, dtype=kind.dtype, device=self._device)
-
-
-def _label(message: Message) -> str:
-    return f"{message.kind} of micro-batch {message.micro_batch} into stage {message.stage}"

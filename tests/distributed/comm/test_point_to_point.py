@@ -7,6 +7,7 @@ import torch
 import torch.distributed as td
 
 from deepspeed import comm as dist
+from deepspeed.comm.lines import Line
 from deepspeed.errors import CommError
 from tests.harness import ranks
 
@@ -41,6 +42,28 @@ def test_isend_and_irecv_may_cross(listened):
     assert receiving.wait()
     assert sending.wait()
     assert x.tolist() == [other()] * 2
+    assert dist.get_logged_comm_ops() == (["irecv", "isend"] if listened else [])
+
+
+@ranks(2)
+@pytest.mark.parametrize("listened", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_lines_are_recorded_as_messages_are(listened, whole):
+    dist.configure(enabled=listened)
+    group = td.group.WORLD if whole else dist.new_group([0, 1])
+    line, x = Line(group, other(), tag=5), torch.zeros(2)
+    for number in range(3):
+        receiving = line.receive(x, f"what comes {number}")
+        sending = line.send(torch.full((2,), 10.0 * number + td.get_rank()), f"what goes {number}")
+        assert receiving.wait()
+        assert sending.wait()
+        assert x.tolist() == [10.0 * number + other()] * 2
+    sent, received = dist.recent_operations()[-1], dist.recent_operations()[-2]
+    assert (sent.op, sent.p2p, sent.bytes, sent.peer, sent.label) == ("isend", True, 8, other(), "what goes 2")
+    assert (received.op, received.peer, received.label) == ("irecv", other(), "what comes 2")
+    assert sent.sequence == received.sequence + 1
+    assert sent.function == "test_lines_are_recorded_as_messages_are"
+    assert sent.returned
     assert dist.get_logged_comm_ops() == (["irecv", "isend"] if listened else [])
 
 
