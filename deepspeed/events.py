@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -181,6 +181,10 @@ class EventStream:
     def wants(self, kind: type) -> bool:
         """True if somebody listens to this kind."""
         return kind in self._handlers
+
+    def wants_any(self, kinds: Collection[type]) -> bool:
+        """True if somebody listens to one of these kinds."""
+        return not self._handlers.keys().isdisjoint(kinds)
 
     def emit(self, event: object) -> None:
         """Hand `event` to the listeners of its exact type."""

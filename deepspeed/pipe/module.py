@@ -209,7 +209,7 @@ class PipelineModule(LayerFiles, nn.Module):
     def forward(self, forward_input: Any, stage: int | None = None) -> Any:
         """Run the layers of a stage of this rank; which one need only be said where it holds several."""
         stage = self.stages[0] if stage is None else stage
-        self.micro_offset += 1
+        self.__dict__["micro_offset"] += 1  # a number: nothing that a module must be told of
         first, last = self.parts[stage], self.parts[stage + 1]
         value = forward_input[0] if isinstance(forward_input, tuple) and len(forward_input) == 1 else forward_input
         interval = self.activation_checkpoint_interval

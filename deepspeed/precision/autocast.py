@@ -24,6 +24,7 @@ __all__ = ["SAFE_MODULES", "AutocastPolicy", "forward_context", "resolve_modules
 SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules that autocast computes in the lower precision anyway: their gradients lose nothing by travelling in it."""
 
+_NOTHING = nullcontext()  # may be entered again and again
 _MODULES_KEY = "torch_autocast.lower_precision_safe_modules"
 
 
@@ -71,6 +72,8 @@ class AutocastPolicy:
 
 def forward_context(policy: AutocastPolicy | None, device_type: str | None = None) -> AbstractContextManager[Any]:
     """A context for one forward: the policy's autocast, or none at all, also where one is open outside."""
+    if policy is None and not torch._C._is_any_autocast_enabled():
+        return _NOTHING
     device_type = policy.device_type if policy is not None else device_type or get_accelerator().device_name()
     outside = torch.is_autocast_enabled(device_type)
     if policy is not None:
@@ -81,7 +84,7 @@ def forward_context(policy: AutocastPolicy | None, device_type: str | None = Non
             )
         return torch.autocast(device_type, dtype=policy.dtype)
     if not outside:
-        return nullcontext()
+        return _NOTHING
     warn_once(
         "torch.autocast is open around the engine but torch_autocast.enabled is false, so that it is off inside the "
         "engine; set torch_autocast.enabled to use it"

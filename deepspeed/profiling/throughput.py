@@ -10,7 +10,7 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.clock import CudaEventTimer, mark
 from deepspeed.accelerator.host import HostEvent, HostMemory
-from deepspeed.events import EventStream, PhaseBegan, StepFinished
+from deepspeed.events import EventStream, PhaseBegan, StepFinished, Subscription
 from deepspeed.log import print_dist
 from deepspeed.profiling.timers import NamedTimer
 
@@ -73,11 +73,15 @@ class Throughput:
         self._time = NamedTimer("steps")
         self._samples = 0.0
         self._subscriptions = ExitStack()
+        self._events: EventStream | None = None
+        self._waiting: Subscription | None = None
 
     def attach(self, events: EventStream) -> Throughput:
         """Start measuring."""
-        self._subscriptions.callback(events.subscribe(PhaseBegan, self._phase_began).close)
+        self._events = events
         self._subscriptions.callback(events.subscribe(StepFinished, self._step_finished).close)
+        self._subscriptions.callback(self._stop_waiting)
+        self._wait_for_phase()
         return self
 
     def close(self) -> None:
@@ -127,13 +131,24 @@ class Throughput:
     def _times(rate: float | None, amount: Amount | None, factor: float = 1.0) -> float | None:
         return None if rate is None or amount is None else rate * _value(amount) * factor
 
+    def _wait_for_phase(self) -> None:
+        """Listen for the first phase of a step, and to no other: there are many in a step."""
+        if self._waiting is None and self._events is not None:
+            self._waiting = self._events.subscribe(PhaseBegan, self._phase_began)
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
+
     def _phase_began(self, event: PhaseBegan) -> None:
-        if self._began is None:
-            self._began = self._mark()
+        self.start()
+        self._stop_waiting()
 
     def _step_finished(self, event: StepFinished) -> None:
         began = self._ended if self._began is None else self._began
         self._began, self._ended = None, self._mark()
+        self._wait_for_phase()
         if self._warm_up > 0:
             self._warm_up -= 1
             return

@@ -16,6 +16,27 @@ __all__ = ["phase"]
 _SILENT: AbstractContextManager[None] = nullcontext()
 
 
+_TOLD = (PhaseBegan, PhaseFinished)
+
+
+class _Failing:
+    """Nobody wants to know but if it fails."""
+
+    __slots__ = ("_events", "_phase")
+
+    def __init__(self, events: EventStream, phase: Phase) -> None:
+        self._events, self._phase = events, phase
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._events.emit(PhaseFailed(self._phase, error))
+
+
 class _Told:
     __slots__ = ("_events", "_phase", "_place", "_range")
 
@@ -48,6 +69,6 @@ def phase(
     events: EventStream, which: Phase, accumulation: Accumulation, ahead: int = 0
 ) -> AbstractContextManager[None]:
     """A `with` block around one phase, of the micro step that is so many `ahead`."""
-    if profiler._is_profiler_enabled or any(map(events.wants, (PhaseBegan, PhaseFinished, PhaseFailed))):
+    if profiler._is_profiler_enabled or events.wants_any(_TOLD):
         return _Told(events, which, accumulation, ahead)
-    return _SILENT
+    return _Failing(events, which) if events.wants(PhaseFailed) else _SILENT

@@ -70,7 +70,7 @@ class Owner:
 
     def require_sole(self) -> None:
         """Refuse a step while another engine trains the same parameters: each would undo what the other did."""
-        for name in self.rivals.values():
+        for name in self.rivals.values() if self.rivals else ():
             raise UsageError(
                 f"another engine was made later that trains {name} and others of this engine's parameters. A step of "
                 "this one would bring them back to what they were before the other's steps. Step the newer engine, or "
