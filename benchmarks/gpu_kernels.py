@@ -143,12 +143,12 @@ def _product_lines() -> None:
 
 def _roundings() -> dict[str, tuple[Callable[[], Any], int]]:
     """Passes of rounding to 8 bits, and the bytes that each moves: gradients of a wide layer, with both layouts."""
-    from deepspeed.ops.fp8.kernels.quantise import largest, round_both
+    from deepspeed.ops.fp8.kernels.quantise import largest, round_joined
 
     x = numbers(TOKENS, INNER)
     found, made = largest([x]), torch.empty((), device=x.device)
     row, column = (torch.empty(shape, dtype=torch.float8_e5m2, device=x.device) for shape in (x.shape, x.t().shape))
-    both = partial(round_both, x, found, row, column, made=made, smallest=1e-12)
+    both = partial(round_joined, [x], 1, found, row, column, made=made, smallest=1e-12)
     return {"fp8 largest": (partial(largest, [x]), 2 * x.numel()), "fp8 rounding": (both, 4 * x.numel())}
 
 

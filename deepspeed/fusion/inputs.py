@@ -24,9 +24,10 @@ from torch import Tensor, nn
 from deepspeed.fusion.feed_forward8 import FeedForward8
 from deepspeed.fusion.layers import FORWARD, differentiated, fits, is_plain, watched_everywhere
 from deepspeed.fusion.likeness import overridden
-from deepspeed.fusion.products import products_of
-from deepspeed.fusion.swap import Refused, Swap, Undo, put_forward, replacement
+from deepspeed.fusion.products import Products, Recent, products_of
+from deepspeed.fusion.swap import TOKENS, Refused, Swap, Undo, put_forward, replacement
 from deepspeed.ops.model.shared_input import linears
+from deepspeed.ops.rehearsal import forth_and_back
 
 __all__ = ["find_inputs"]
 
@@ -56,8 +57,21 @@ def find_inputs(
         return None
     if replacement(module) is None and (reason := overridden(module)):
         return Refused(reason)
-    added = "added by their products" if names[0] in plain else "in one product of 8 bits"
-    return Swap(f"gradients of {', '.join(names)} {added}", partial(_put, module, names))
+    put, gradients = partial(_put, module, names), f"gradients of {', '.join(names)}"
+    if names[0] in plain:
+        return Swap(f"{gradients} added by their products", put)
+    layers = [children[name] for name in names]
+    shapes = [(layer.out_features, layer.in_features) for layer in layers if isinstance(layer, nn.Linear)]
+    return Swap(f"{gradients} in one product of 8 bits", put, partial(_scene, shapes))
+
+
+def _scene(shapes: Sequence[tuple[int, int]], *, dtype: torch.dtype) -> None:
+    products = Products(Recent(by_rows=False))  # its own: other threads are using the model's
+
+    def together(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return tuple(products.several(x, weights, [None] * len(weights)))
+
+    forth_and_back(together, (TOKENS, shapes[0][1]), *shapes, dtype=dtype)
 
 
 def _put(module: nn.Module, names: tuple[str, ...]) -> Undo:

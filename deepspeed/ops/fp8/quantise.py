@@ -126,7 +126,6 @@ def _turns(x: Tensor) -> bool:
     return takes(x) and (x.dtype in _NARROW or x.device.type == "cpu")
 
 
-@torch.no_grad()
 def round_tensor_triton(
     matrices: Sequence[Tensor],
     dim: int,
@@ -140,27 +139,25 @@ def round_tensor_triton(
     """By the kernels where they can."""
     if not all(_turns(x) and x.numel() for x in matrices):
         return round_tensor_reference(matrices, dim, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
-    from deepspeed.ops.fp8.kernels.quantise import largest as find_largest
-    from deepspeed.ops.fp8.kernels.quantise import round_both
+    from deepspeed.ops.fp8.kernels import quantise as kernels
 
     made = None
     if scale is None:
-        scale = find_largest(matrices) if largest is None else largest
+        scale = kernels.largest(matrices) if largest is None else largest
         made = torch.empty_like(scale)
     sides = [x.shape[dim] for x in matrices]
     height, width = (sum(sides), matrices[0].shape[1]) if dim == 0 else (matrices[0].shape[0], sum(sides))
     device = matrices[0].device
     row = torch.empty(height, width, dtype=dtype, device=device) if rows else None
     column = torch.empty(width, height, dtype=dtype, device=device) if columns else None
-    for x, into, turned in zip(matrices, _parts(row, sides, dim), _parts(column, sides, 1 - dim), strict=True):
-        round_both(x, scale, into, turned, made=made, smallest=SMALLEST)
+    start = 0
+    for some in kernels.batched(matrices):
+        side = sum(x.shape[dim] for x in some)
+        into = row if row is None or side == sum(sides) else row.narrow(dim, start, side)
+        turned = column if column is None or side == sum(sides) else column.narrow(1 - dim, start, side)
+        kernels.round_joined(some, dim, scale, into, turned, made=made, smallest=SMALLEST)
+        start += side
     return Rounded(row, column, scale if made is None else made)
-
-
-def _parts(whole: Tensor | None, sides: Sequence[int], dim: int) -> Sequence[Tensor | None]:
-    if whole is None or len(sides) == 1:
-        return [whole] * len(sides)
-    return list(whole.split(list(sides), dim))
 
 
 @torch.no_grad()
@@ -179,12 +176,10 @@ def round_columns_triton(x: Tensor, dtype: torch.dtype) -> Rounded:
     """By the kernel where it can."""
     if not _turns(x) or not x.numel():
         return round_columns_reference(x, dtype)
-    from deepspeed.ops.fp8.kernels.quantise import round_both
+    from deepspeed.ops.fp8.kernels.quantise import round_columns as kernel
 
     scale = x.abs().amax(0).float().clamp_(min=SMALLEST).div_(torch.finfo(dtype).max)
-    column = torch.empty(x.shape[1], x.shape[0], dtype=dtype, device=x.device)
-    round_both(x, scale, None, column)
-    return Rounded(None, column, scale.unsqueeze(1))
+    return Rounded(None, kernel(x, scale, dtype), scale.unsqueeze(1))
 
 
 @implementation("fp8_tensor", name="triton", requires=has_triton & on_cuda, rank=20)

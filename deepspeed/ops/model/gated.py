@@ -157,7 +157,6 @@ def halves_triton(both: Tensor, kind: str) -> Tensor:
     return result
 
 
-@torch.no_grad()
 def values_triton(both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """By the kernel where it can."""
     if not takes(both):
@@ -169,7 +168,6 @@ def values_triton(both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return gated_forward(gate, up, kind, largest), largest
 
 
-@torch.no_grad()
 def slopes_triton(grad: Tensor, both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """By the kernel where it can."""
     if not takes(both):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import triton
@@ -10,33 +11,59 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.model.kernels.highest import raise_to
-from deepspeed.ops.model.kernels.tuning import row_block, warps
+from deepspeed.ops.model.kernels.tuning import cdiv, row_block, warps
 from deepspeed.ops.rehearsal import launch
 
-__all__ = ["SPAN", "SPAN_WARPS", "TILE", "TILE_WARPS", "largest", "round_both", "round_rows"]
+__all__ = [
+    "FEW",
+    "SPAN",
+    "SPAN_WARPS",
+    "TILE",
+    "TILE_WARPS",
+    "batched",
+    "largest",
+    "round_columns",
+    "round_joined",
+    "round_rows",
+]
 
 SPAN, SPAN_WARPS = 32768, 8
 """Elements of a program that looks for the largest magnitude, and its warps."""
 TILE, TILE_WARPS = (64, 128), 4
 """Rows and columns that a program rounds, and its warps. `python -m benchmarks.gpu_kernels --sweep` tries others."""
 
+FEW = 3
+"""Matrices that one launch takes."""
+
 _TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit
-def _largest(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
-    start = tl.program_id(0).to(tl.int64) * BLOCK
+def _look(x_ptr, out_ptr, start, numel, BLOCK: tl.constexpr):
     at = start + tl.arange(0, BLOCK)
     raise_to(out_ptr, tl.max(tl.abs(tl.load(x_ptr + at, mask=at < numel, other=0.0).to(tl.float32)), axis=0))
 
 
 @triton.jit
-def _round_both(
-    x_ptr, scale_ptr, row_ptr, column_ptr, made_ptr, rows, columns, row_stride, column_stride, limit, smallest,
+def _largest(
+    first_ptr, second_ptr, third_ptr, out_ptr, first, second, third, second_from, third_from, BLOCK: tl.constexpr
+):
+    start = tl.program_id(0).to(tl.int64) * BLOCK  # in whole blocks of the first tensor, then of the others
+    if start >= third_from:
+        _look(third_ptr, out_ptr, start - third_from, third, BLOCK)
+    elif start >= second_from:
+        _look(second_ptr, out_ptr, start - second_from, second, BLOCK)
+    else:
+        _look(first_ptr, out_ptr, start, first, BLOCK)
+
+
+@triton.jit
+def _round_tile(
+    x_ptr, scale_ptr, row_ptr, column_ptr, made_ptr, top, left, rows, columns, row_stride, column_stride, limit,
+    smallest, makes,
     TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MANY: tl.constexpr, MAKES: tl.constexpr,
     DOWN: tl.constexpr, RIGHT: tl.constexpr,
 ):  # fmt: skip
-    top, left = tl.program_id(0).to(tl.int64) * DOWN, tl.program_id(1).to(tl.int64) * RIGHT
     down, right = tl.arange(0, DOWN), tl.arange(0, RIGHT)
     high, wide = tl.minimum(rows - top, DOWN).to(tl.int32), tl.minimum(columns - left, RIGHT).to(tl.int32)
     inside = (down[:, None] < high) & (right[None, :] < wide)
@@ -48,7 +75,7 @@ def _round_both(
         scale = tl.load(scale_ptr)
         if MAKES:  # it is the largest magnitude
             scale = tl.div_rn(tl.maximum(scale, smallest), limit)
-            if tl.program_id(0) + tl.program_id(1) == 0:
+            if makes:
                 tl.store(made_ptr, scale)
         x = x / scale
     x = tl.minimum(tl.maximum(x, -limit), limit).to(TYPE)
@@ -58,6 +85,49 @@ def _round_both(
         turned = (right[:, None] < wide) & (down[None, :] < high)
         place = (left * column_stride + top) + (right[:, None] * column_stride + down[None, :])
         tl.store(column_ptr + place, tl.trans(x), mask=turned)
+
+
+@triton.jit
+def _round_columns(
+    x_ptr, scale_ptr, column_ptr, rows, columns, limit, TYPE: tl.constexpr, DOWN: tl.constexpr, RIGHT: tl.constexpr
+):
+    _round_tile(
+        x_ptr, scale_ptr, column_ptr, column_ptr, scale_ptr,
+        tl.program_id(0).to(tl.int64) * DOWN, tl.program_id(1).to(tl.int64) * RIGHT, rows, columns, rows, rows,
+        limit, 0.0, False, TYPE, False, True, True, False, DOWN, RIGHT,
+    )  # fmt: skip
+
+
+@triton.jit
+def _round_joined(
+    first_ptr, second_ptr, third_ptr, scale_ptr, row_ptr, column_ptr, made_ptr, first, second, third, other,
+    second_from, third_from, row_stride, column_stride, limit, smallest,
+    TYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, MAKES: tl.constexpr, BELOW: tl.constexpr,
+    DOWN: tl.constexpr, RIGHT: tl.constexpr,
+):  # fmt: skip
+    # Matrices that are one below the other, or side by side: in whole tiles of the first, then of the others.
+    makes = tl.program_id(0) + tl.program_id(1) == 0
+    along = tl.program_id(0).to(tl.int64) * (DOWN if BELOW else RIGHT)
+    across = tl.program_id(1).to(tl.int64) * (RIGHT if BELOW else DOWN)
+    x_ptr, size, place = first_ptr, first, tl.zeros((), dtype=tl.int64)
+    if along >= third_from:
+        x_ptr, size, place = third_ptr, third, place + first + second
+        along -= third_from
+    elif along >= second_from:
+        x_ptr, size, place = second_ptr, second, place + first
+        along -= second_from
+    if BELOW:
+        _round_tile(
+            x_ptr, scale_ptr, row_ptr + place * row_stride, column_ptr + place, made_ptr,
+            along, across, size, other, row_stride, column_stride, limit, smallest, makes,
+            TYPE, ROWS, COLUMNS, False, MAKES, DOWN, RIGHT,
+        )  # fmt: skip
+    else:
+        _round_tile(
+            x_ptr, scale_ptr, row_ptr + place, column_ptr + place * column_stride, made_ptr,
+            across, along, other, size, row_stride, column_stride, limit, smallest, makes,
+            TYPE, ROWS, COLUMNS, False, MAKES, DOWN, RIGHT,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -75,13 +145,20 @@ def _round_rows(x_ptr, out_ptr, scale_ptr, columns, limit, smallest, TYPE: tl.co
 def largest(matrices: Sequence[Tensor]) -> Tensor:
     """The largest magnitude in contiguous memory that is not empty, a float32 scalar."""
     found = torch.zeros((), dtype=torch.float32, device=matrices[0].device)
-    for x in matrices:
-        launch(_largest, (triton.cdiv(x.numel(), SPAN),), x, found, x.numel(), BLOCK=SPAN, num_warps=SPAN_WARPS)
+    for some in batched(matrices):
+        sizes, starts, count = _in_row([x.numel() for x in some], SPAN)
+        launch(_largest, (count,), *_three(some), found, *sizes, *starts, BLOCK=SPAN, num_warps=SPAN_WARPS)
     return found
 
 
-def round_both(
-    x: Tensor,
+def batched(matrices: Sequence[Tensor]) -> list[Sequence[Tensor]]:
+    """As many as one launch takes, each."""
+    return [matrices[start : start + FEW] for start in range(0, len(matrices), FEW)]
+
+
+def round_joined(
+    matrices: Sequence[Tensor],
+    dim: int,
     scale: Tensor,
     row: Tensor | None,
     column: Tensor | None,
@@ -89,22 +166,46 @@ def round_both(
     made: Tensor | None = None,
     smallest: float = 0.0,
 ) -> None:
-    """Write x / scale of a contiguous matrix to `row`, its transpose to `column`, one of which may be None.
+    """Write x / scale to `row`, its transpose to `column`, one of which may be None: rows of them may lie apart.
 
-    Rows of both are contiguous, and may lie apart. `scale` is a scalar, or has an element for each column. With `made`
-    it is the largest magnitude, taken as `smallest` at least, and the scale of that is written there.
+    x is up to three contiguous matrices, one below the other (`dim` 0) or side by side (1). With `made` the scalar
+    `scale` is the largest magnitude, taken as `smallest` at least, and the scale of that is written there.
     """
-    height, width = x.shape
+    sizes, starts, count = _in_row([x.shape[dim] for x in matrices], TILE[dim])
+    other = matrices[0].shape[1 - dim]
     row_, column_ = (column if row is None else row), (row if column is None else column)
     assert row_ is not None, "one of them"
     assert column_ is not None, "one of them"
     launch(
-        _round_both, (triton.cdiv(height, TILE[0]), triton.cdiv(width, TILE[1])),
-        x, scale, row_, column_, scale if made is None else made, height, width, row_.stride(0), column_.stride(0),
-        torch.finfo(row_.dtype).max, smallest,
-        TYPE=_TYPES[row_.dtype], ROWS=row is not None, COLUMNS=column is not None, MANY=scale.dim() > 0,
-        MAKES=made is not None, DOWN=TILE[0], RIGHT=TILE[1], num_warps=TILE_WARPS,
+        _round_joined, (count, cdiv(other, TILE[1 - dim])),
+        *_three(matrices), scale, row_, column_, scale if made is None else made, *sizes, other, *starts,
+        row_.stride(0), column_.stride(0), torch.finfo(row_.dtype).max, smallest,
+        TYPE=_TYPES[row_.dtype], ROWS=row is not None, COLUMNS=column is not None, MAKES=made is not None,
+        BELOW=dim == 0, DOWN=TILE[0], RIGHT=TILE[1], num_warps=TILE_WARPS,
     )  # fmt: skip
+
+
+def _in_row(sizes: Sequence[int], part: int) -> tuple[list[int], list[int], int]:
+    """(three sizes, where the second and the third begin, how many parts there are), each in whole parts."""
+    ends = list(accumulate(cdiv(size, part) for size in sizes))
+    missing = [0] * (FEW - len(sizes))
+    return [*sizes, *missing], [part * end for end in (*ends, *[ends[-1]] * FEW)[: FEW - 1]], ends[-1]
+
+
+def _three(matrices: Sequence[Tensor]) -> Sequence[Tensor]:
+    return [*matrices, *[matrices[0]] * (FEW - len(matrices))]
+
+
+def round_columns(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The transpose of a contiguous matrix whose columns are divided by a scale each."""
+    height, width = x.shape
+    out = torch.empty(width, height, dtype=dtype, device=x.device)
+    launch(
+        _round_columns, (cdiv(height, TILE[0]), cdiv(width, TILE[1])),
+        x, scale, out, height, width, torch.finfo(dtype).max,
+        TYPE=_TYPES[dtype], DOWN=TILE[0], RIGHT=TILE[1], num_warps=TILE_WARPS,
+    )  # fmt: skip
+    return out
 
 
 def round_rows(x: Tensor, dtype: torch.dtype, smallest: float) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.model.kernels.activation import KINDS, act
-from deepspeed.ops.model.kernels.tuning import programs
+from deepspeed.ops.model.kernels.tuning import cdiv, programs
 from deepspeed.ops.rehearsal import launch
 
 __all__ = ["bias_gelu_backward", "bias_gelu_forward"]
@@ -55,7 +55,7 @@ def bias_gelu_forward(x: Tensor, bias: Tensor, kind: str) -> Tensor:
     rows, columns = x.shape
     y = torch.empty_like(x)
     if y.numel():
-        grid = (rows, triton.cdiv(columns, _BLOCK))
+        grid = (rows, cdiv(columns, _BLOCK))
         launch(_forward, grid, x, bias, y, columns, KIND=KINDS[kind], BLOCK=_BLOCK)
     return y
 
@@ -64,8 +64,8 @@ def bias_gelu_backward(dy: Tensor, x: Tensor, bias: Tensor, kind: str) -> tuple[
     """(gradient of x, of the bias in float32)."""
     rows, columns = x.shape
     dx = torch.empty_like(x)
-    tiles, across = triton.cdiv(rows, _ROWS), triton.cdiv(columns, _COLUMNS)
-    down = max(1, triton.cdiv(programs(x.device, tiles * max(across, 1), per_unit=8), max(across, 1)))
+    tiles, across = cdiv(rows, _ROWS), cdiv(columns, _COLUMNS)
+    down = max(1, cdiv(programs(x.device, tiles * max(across, 1), per_unit=8), max(across, 1)))
     dbias = torch.zeros(down, columns, dtype=torch.float32, device=x.device)
     if dy.numel():
         launch(

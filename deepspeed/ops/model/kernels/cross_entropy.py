@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.ops.model.kernels.tuning import next_power
 from deepspeed.ops.rehearsal import launch
 
 __all__ = ["softmax_loss_"]
@@ -66,7 +67,7 @@ def softmax_loss_(
     """
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = min(_BLOCK, int(triton.next_power_of_2(columns)))
+    block = min(_BLOCK, next_power(columns))
     if rows:
         launch(
             _loss, (rows,),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from deepspeed.ops.model.kernels.activation import KINDS, act
 from deepspeed.ops.model.kernels.highest import raise_to
+from deepspeed.ops.model.kernels.tuning import cdiv
 from deepspeed.ops.rehearsal import launch
 
 __all__ = ["gated_backward", "gated_forward"]
@@ -63,7 +64,7 @@ def gated_forward(gate: Tensor, up: Tensor, kind: str, largest: Tensor | None = 
     y = torch.empty(rows, columns, dtype=gate.dtype, device=gate.device)
     if y.numel():
         launch(
-            _forward, (rows, triton.cdiv(columns, _BLOCK)),
+            _forward, (rows, cdiv(columns, _BLOCK)),
             gate, up, y, y if largest is None else largest, columns, gate.stride(0), up.stride(0),
             KIND=KINDS[kind], LARGEST=largest is not None, BLOCK=_BLOCK,
         )  # fmt: skip
@@ -77,7 +78,7 @@ def gated_backward(
     rows, columns = gate.shape
     if dy.numel():
         launch(
-            _backward, (rows, triton.cdiv(columns, _BLOCK)),
+            _backward, (rows, cdiv(columns, _BLOCK)),
             dy, gate, up, dgate, dup, dy if largest is None else largest, columns, gate.stride(0), up.stride(0),
             KIND=KINDS[kind], LARGEST=largest is not None, BLOCK=_BLOCK,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.tuning import warps
+from deepspeed.ops.model.kernels.tuning import next_power, warps
 from deepspeed.ops.rehearsal import launch
 
 __all__ = ["rotate"]
@@ -73,14 +73,14 @@ def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool =
     batch, q_heads, length, width = q.shape
     k_heads, half, rest = k.shape[1], cos.shape[-1] // 2, width - cos.shape[-1]
     outs = [x.new_empty(batch, length, x.shape[1], width) for x in (q, k)]
-    q_block, k_block, half_block = (int(triton.next_power_of_2(n)) for n in (q_heads, k_heads, half))
+    q_block, k_block, half_block = (next_power(n) for n in (q_heads, k_heads, half))
     if q.numel():
         launch(
             _rotate, (batch * length,),
             q, k, *outs, cos, sin, length, half, rest, q_heads, k_heads,
             q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
             cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), -1 if transposed else 1,
-            Q_HEADS=q_block, K_HEADS=k_block, HALF=half_block, REST=int(triton.next_power_of_2(rest)) if rest else 0,
+            Q_HEADS=q_block, K_HEADS=k_block, HALF=half_block, REST=next_power(rest) if rest else 0,
             num_warps=warps(q_block * half_block),
         )  # fmt: skip
     q_out, k_out = (out.transpose(1, 2) for out in outs)

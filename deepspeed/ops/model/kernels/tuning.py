@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import torch
-import triton
 
 from deepspeed.ops.model.device import WIDEST
 
-__all__ = ["programs", "row_block", "stages", "warps"]
+__all__ = ["cdiv", "next_power", "programs", "row_block", "stages", "warps"]
+
+
+def cdiv(total: int, part: int) -> int:
+    """How many parts a total has; Triton's own is for kernels, and takes longer than launching some of them."""
+    return -(-total // part)
+
+
+def next_power(number: int) -> int:
+    """The power of two that is no less than a positive number."""
+    return 1 << (number - 1).bit_length()
 
 
 def row_block(columns: int) -> int:
     """The power of two that holds a row."""
-    block = int(triton.next_power_of_2(columns))
+    block = next_power(columns)
     if block > WIDEST:
         raise ValueError(f"rows of {columns} elements: the kernels take at most {WIDEST}")
     return block

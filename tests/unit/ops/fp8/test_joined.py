@@ -23,8 +23,8 @@ E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("layouts", [(True, True), (True, False), (False, True)])
 @pytest.mark.parametrize("rounds", [round_tensor_triton, round_tensor_reference])
-def test_matrices_are_rounded_as_one(dim, layouts, rounds):
-    sides = (16, 144, 70)
+@pytest.mark.parametrize("sides", [(16, 144, 70), (256, 64), (16, 16, 300, 16), (16, 80, 48, 33, 200)])
+def test_matrices_are_rounded_as_one(dim, layouts, rounds, sides):
     matrices = [
         numbers(*((side, 130) if dim == 0 else (130, side)), dtype=torch.bfloat16, seed=side) * side for side in sides
     ]

@@ -13,7 +13,7 @@ from torch import nn
 
 from .interpreted import DEVICE, numbers
 
-from deepspeed.fusion.find import KINDS, find, find_products  # isort: skip
+from deepspeed.fusion.find import KINDS, find, find_feed_forwards8, find_products  # isort: skip
 from deepspeed.fusion.swap import Swap
 from deepspeed.ops import rehearsal
 from deepspeed.ops.adam import FusedAdam
@@ -57,6 +57,13 @@ def scenes(findings, dtype):
     return [partial(scene, dtype=dtype) for scene in found if scene is not None]
 
 
+def put_in_place(found):
+    findings = list(found)
+    for each in findings:
+        each.result.put()
+    return findings
+
+
 @pytest.mark.parametrize("scaling", [None, "tensor", "row"])
 def test_what_is_rehearsed_is_what_a_model_launches(launched, scaling):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -66,14 +73,12 @@ def test_what_is_rehearsed_is_what_a_model_launches(launched, scaling):
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
-    findings = list(find(model, KINDS))
-    for each in findings:
-        each.result.put()
+    findings = put_in_place(find(model, [kind for kind in KINDS if kind != "inputs"]))
     if scaling is not None:
-        products = list(find_products(model, scaling, ["lm_head"]))
-        for each in products:
-            each.result.put()
-        findings += products
+        findings += put_in_place(find_products(model, scaling, ["lm_head"]))
+        joined = put_in_place(find_feed_forwards8(model))
+        findings = [each for each in findings if each.kind != "mlp" or not joined] + joined
+    findings += put_in_place(find(model, ["inputs"]))
     tokens = torch.randint(128, (2, 16), device=DEVICE)
     model(input_ids=tokens, labels=tokens).loss.backward()
     rehearsed = [call for scene in scenes(findings, torch.bfloat16) for call in calls_of(scene)]
