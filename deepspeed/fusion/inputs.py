@@ -61,7 +61,7 @@ def find_inputs(
     if names[0] in plain:
         return Swap(f"{gradients} added by their products", put)
     layers = [children[name] for name in names]
-    shapes = [(layer.out_features, layer.in_features) for layer in layers if isinstance(layer, nn.Linear)]
+    shapes = tuple((layer.out_features, layer.in_features) for layer in layers if isinstance(layer, nn.Linear))
     return Swap(f"{gradients} in one product of 8 bits", put, partial(_scene, shapes))
 
 

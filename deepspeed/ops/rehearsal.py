@@ -121,6 +121,26 @@ def forth_and_back(compute: Callable[..., Any], *shapes: Sequence[int], dtype: t
     torch.autograd.grad(outs, inputs, [torch.empty_like(out) for out in outs])
 
 
+def _distinct(scenes: Iterable[Scene]) -> list[Scene]:
+    """One of those that are the same function of equal arguments: layers of a model have equal scenes, one each."""
+    found: dict[Any, Scene] = {}
+    for scene in scenes:
+        key = _identity(scene)
+        try:
+            found.setdefault(key, scene)
+        except TypeError:  # of arguments that cannot be compared
+            found[id(scene)] = scene
+    return list(found.values())
+
+
+def _identity(value: Any) -> Any:
+    """What is equal for partial functions of equal arguments."""
+    if not isinstance(value, partial):
+        return value
+    keywords = ((name, _identity(value.keywords[name])) for name in sorted(value.keywords))
+    return partial, value.func, *map(_identity, value.args), *keywords
+
+
 class Rehearsal:
     """What compiles ahead for one engine; whatever fails in it is told, and then happens where it is needed."""
 
@@ -174,7 +194,7 @@ class Rehearsal:
     def _noted(self, scenes: Sequence[Scene]) -> list[Call]:
         """What scenes launch that is new: the first launches of all, which are those of a forward, before others."""
         found: list[tuple[int, Call]] = []
-        for scene in scenes:
+        for scene in _distinct(scenes):
             for place, call in enumerate(self._tried(calls_of, scene) or ()):
                 if call.key not in self._known:
                     self._known.add(call.key)

@@ -46,8 +46,8 @@ def test_rounding_with_programs_of_other_shapes(monkeypatch):
     lines = list(sweep_rounding(1.0, lambda run: run() or 1.0))
     assert seen["fp8 largest"] == [(span, warps) for span in SPANS for warps in WARPS]
     assert seen["fp8 rounding"] == [(tile, warps) for tile in TILES for warps in WARPS]
-    assert "32768/8* 100.0%" in lines[0]
-    assert "64x128/4* 100.0%" in lines[1]
+    assert "16384/8* 100.0%" in lines[0]
+    assert "32x128/4* 100.0%" in lines[1]
     assert before == (quantise.SPAN, quantise.TILE), "as it was"
 
 

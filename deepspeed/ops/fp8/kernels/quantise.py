@@ -27,9 +27,9 @@ __all__ = [
     "round_rows",
 ]
 
-SPAN, SPAN_WARPS = 32768, 8
+SPAN, SPAN_WARPS = 16384, 8
 """Elements of a program that looks for the largest magnitude, and its warps."""
-TILE, TILE_WARPS = (64, 128), 4
+TILE, TILE_WARPS = (32, 128), 4
 """Rows and columns that a program rounds, and its warps. `python -m benchmarks.gpu_kernels --sweep` tries others."""
 
 FEW = 3
@@ -39,22 +39,19 @@ _TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 
 @triton.jit
-def _look(x_ptr, out_ptr, start, numel, BLOCK: tl.constexpr):
-    at = start + tl.arange(0, BLOCK)
-    raise_to(out_ptr, tl.max(tl.abs(tl.load(x_ptr + at, mask=at < numel, other=0.0).to(tl.float32)), axis=0))
-
-
-@triton.jit
 def _largest(
     first_ptr, second_ptr, third_ptr, out_ptr, first, second, third, second_from, third_from, BLOCK: tl.constexpr
 ):
     start = tl.program_id(0).to(tl.int64) * BLOCK  # in whole blocks of the first tensor, then of the others
+    x_ptr, numel = first_ptr, first
     if start >= third_from:
-        _look(third_ptr, out_ptr, start - third_from, third, BLOCK)
+        x_ptr, numel = third_ptr, third
+        start -= third_from
     elif start >= second_from:
-        _look(second_ptr, out_ptr, start - second_from, second, BLOCK)
-    else:
-        _look(first_ptr, out_ptr, start, first, BLOCK)
+        x_ptr, numel = second_ptr, second
+        start -= second_from
+    at = start + tl.arange(0, BLOCK)
+    raise_to(out_ptr, tl.max(tl.abs(tl.load(x_ptr + at, mask=at < numel, other=0.0).to(tl.float32)), axis=0))
 
 
 @triton.jit

@@ -98,6 +98,26 @@ def test_norms_and_gelu_of_plain_modules(launched):
     assert keys(launched) == keys(rehearsed)
 
 
+def test_equal_scenes_are_played_once():
+    played = []
+
+    def scene(number, *shapes, dtype, norm=None):
+        played.append((number, shapes, dtype))
+
+    def inner(eps):
+        return partial(max, eps)
+
+    scenes = [
+        partial(partial(scene, number % 2, (4, 8)), dtype=dtype, norm=inner(1e-6))
+        for number in range(6)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    scenes += [partial(scene, 0, (4, 8), dtype=torch.float32, norm=inner(1e-5))]
+    scenes += [partial(scene, [1], dtype=None), partial(scene, [1], dtype=None)]  # lists have no hash
+    Rehearsal(torch.device("cpu"))._noted(scenes)
+    assert len(played) == 4 + 1 + 2
+
+
 def test_a_rehearsal_launches_nothing_and_ends():
     class Kernel:
         def __getitem__(self, grid):
