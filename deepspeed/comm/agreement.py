@@ -43,7 +43,7 @@ _TAGS = 1 << 20  # from here on: a group may carry messages of others, with thei
 Message = tuple[int, int]
 """(distance, rows): the rank that is so far behind gets the first so many rows, the one ahead sends as many."""
 
-_EARLY = 2  # added to tags of agreements for which somebody may listen early: others may come in between
+_EARLY = 1 << 16  # added to tags of agreements for which somebody may listen early: any others may come in between
 _run = DEFAULT.run
 _LOG = (False, "gather_words", None)
 

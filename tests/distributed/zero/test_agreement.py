@@ -44,6 +44,7 @@ def test_the_first_rank_may_listen_before_the_end(listens):
             hosts.listen(2)
             hosts.listen(2)  # once is enough
         assert hosts.exchange([rank, turn], "in between").tolist() == [[each, turn] for each in range(world)]
+        assert hosts.unite({rank}, world) == set(range(world))
         found = hosts.exchange_at_end([rank * turn, 5], "end of a test")
         assert found.tolist() == [[each * turn, 5] for each in range(world)]
 
