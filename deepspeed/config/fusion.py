@@ -31,7 +31,7 @@ class FusedKernelsConfig(Section):
     )
     exclude: Patterns = Field([], description="Regular expressions, matched from the start of module names to leave.")
     compile_processes: Count = Field(
-        8,
+        16,
         description="How many processes beside each rank may compile kernels ahead, at most one for each further core; "
         "0 lets threads of the rank do it.",
     )

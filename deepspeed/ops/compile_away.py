@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,43 @@ def compile_away(
         importlib.import_module("triton").knobs.compilation.listener = _Stopwatch(spent)
         made = kernels[piece]()
         if launchers:
-            elsewhere.launcher_cls(made.src, made.metadata)
+            with locks.held(_launcher_of(made.src)):  # the first of those that share one builds it, the others find it
+                elsewhere.launcher_cls(made.src, made.metadata)
         return sum(spent)
 
     try:
-        return forked(work, len(kernels), min(len(kernels), count), heard, stop=stop, quiet=quiet)
+        with closing(_Locks()) as locks:
+            return forked(work, len(kernels), min(len(kernels), count), heard, stop=stop, quiet=quiet)
     except OSError as error:
         logger.warning("no process could be made to compile kernels (%s): threads of this one do it", error)
         return list(range(len(kernels)))
+
+
+def _launcher_of(source: Any) -> tuple[str, ...]:
+    """Equal for kernels that are launched by the same code: to which types an address leads is nothing to it."""
+    types = getattr(source, "signature", {}).values()
+    return tuple("*" if str(each).startswith("*") else str(each) for each in types)
+
+
+class _Locks:
+    """One for each key, between processes that are forked from this one; who ends lets go of his."""
+
+    def __init__(self) -> None:
+        self._file = os.memfd_create("deepspeed-locks")
+
+    @contextmanager
+    def held(self, key: Hashable) -> Iterator[None]:
+        """Wait for the lock of `key`, and hold it."""
+        place = hash(key) & 0x7FFFFFFF
+        fcntl.lockf(self._file, fcntl.LOCK_EX, 1, place)
+        try:
+            yield
+        finally:
+            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, place)
+
+    def close(self) -> None:
+        """In the process that made it, after all others."""
+        os.close(self._file)
 
 
 class _Stopwatch:

@@ -69,19 +69,25 @@ class _Board:
         self.quiet = threading.Lock()
         """Held by a thread that is in Triton's compiler, while processes are forked; see [Note: forked workers]."""
         self.open: set[Future[Any]] = set()
-        self._kernels: dict[int, list[Future[Any]]] = {}
+        self._all: set[Future[Any]] = set()
+        self._calls: dict[int, dict[tuple[Any, ...], set[Future[Any]]]] = {}
+        """By kernel and by key of the call; a key stays when nothing of it is under way any more."""
 
-    def put(self, future: Future[Any], kernel: Any = None) -> None:
-        """Let launches wait for `future`: those of `kernel`, without one all."""
-        self.open.add(future)
-        self._kernels.setdefault(id(kernel), []).append(future)
-        future.add_done_callback(self.open.discard)
+    def put(self, future: Future[Any], call: Call | None = None) -> None:
+        """Let launches wait for `future`: those that are like `call`, without one all."""
+        mine = self._all if call is None else self._calls.setdefault(id(call.kernel), {}).setdefault(call.key, set())
+        for futures in (self.open, mine):
+            futures.add(future)
+            future.add_done_callback(futures.discard)
 
-    def wait_for(self, kernel: Any) -> None:
-        """Return when nothing that a launch of `kernel` needs is under way."""
-        for key in (id(None), id(kernel)):
-            wait(self._kernels.get(key, ()))
-            self._kernels.pop(key, None)
+    def wait_for(self, call: Call) -> None:
+        """Return when nothing that a launch like `call` needs is under way.
+
+        For what nobody foresaw that is all of its kernel: Triton may find it to be the same as one of them.
+        """
+        wait(self._all.copy())
+        known = self._calls.get(id(call.kernel), {})
+        wait(known[call.key].copy() if call.key in known else set().union(*known.copy().values()))
 
 
 _STAGE = _Stage()
@@ -94,7 +100,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         _STAGE.noted.append(Call(kernel, args, options))
         return
     if _BOARD.open:
-        _BOARD.wait_for(kernel)
+        _BOARD.wait_for(Call(kernel, args, options))
     kernel[grid](*args, **options)
 
 
@@ -204,7 +210,7 @@ class Rehearsal:
     def _submit(self, call: Call, then: Sequence[Call] = (), alone: AbstractContextManager[Any] | None = None) -> None:
         assert self._pool is not None, "begun"
         try:
-            _BOARD.put(self._pool.submit(self._compile, call, then, alone), call.kernel)
+            _BOARD.put(self._pool.submit(self._compile, call, then, alone), call)
         except RuntimeError:  # closed in the meantime
             return
 
@@ -229,7 +235,7 @@ class Rehearsal:
         assert self._pool is not None, "begun"
         ended: list[Future[None]] = [Future() for _ in calls]
         for call, future in zip(calls, ended, strict=True):
-            _BOARD.put(future, call.kernel)
+            _BOARD.put(future, call)
 
         def release(_task: Any = None) -> None:
             for future in ended:

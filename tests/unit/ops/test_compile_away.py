@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import select
 import subprocess
 import sys
 
@@ -148,3 +149,32 @@ def test_a_process_with_much_memory_is_not_copied(monkeypatch):
     assert workers(4) == 4
     monkeypatch.setattr(compile_away, "_TOO_MUCH_MEMORY", 1 << 20)
     assert workers(4) == 0
+
+
+def test_forked_processes_wait_for_the_lock_of_a_key_and_for_no_other():
+    read, write = os.pipe()
+    locks = compile_away._Locks()
+    with locks.held("mine"):
+        child = os.fork()
+        if child == 0:
+            for key in ("other", "mine"):
+                with locks.held(key):
+                    os.write(write, key[:1].encode())
+            os._exit(0)
+        assert os.read(read, 1) == b"o"
+        waits = select.select([read], [], [], 0.05)[0]
+    assert not waits, "held here"
+    assert os.read(read, 1) == b"m"
+    assert os.waitpid(child, 0) == (child, 0)
+    for each in (locks.close, lambda: os.close(read), lambda: os.close(write)):
+        each()
+
+
+def test_kernels_share_the_code_that_launches_them_whatever_their_addresses_lead_to():
+    class Source:
+        def __init__(self, *types):
+            self.signature = dict(enumerate(types))
+
+    bf16, fp32, wide = Source("*bf16", "i32"), Source("*fp32", "i32"), Source("*bf16", "i64")
+    assert compile_away._launcher_of(bf16) == compile_away._launcher_of(fp32)
+    assert compile_away._launcher_of(bf16) != compile_away._launcher_of(wide)

@@ -173,6 +173,21 @@ def test_a_launch_waits_for_its_kernel_and_for_no_other(threads):
     assert not rehearsal._BOARD.open, "nothing is waited for any more"
 
 
+def test_a_launch_waits_for_its_own_constants_unless_nobody_foresaw_it():
+    kernel = object()
+    small, large, unforeseen = (Call(kernel, (1,), {"BLOCK": block}) for block in (1, 2, 4))
+    board = rehearsal._Board()
+    done, under_way = Future(), Future()
+    done.set_result(None)
+    board.put(done, small)
+    board.put(under_way, large)
+    board.wait_for(small)
+    threading.Timer(0.05, under_way.set_result, [None]).start()
+    board.wait_for(unforeseen)
+    assert under_way.done(), "one that nobody foresaw may be the same as any"
+    assert not board.open
+
+
 @pytest.mark.parametrize("where", ["scene", "compiler"])
 def test_what_fails_in_a_thread_is_told_and_left_to_its_first_use(threads, where, monkeypatch):
     told = []
