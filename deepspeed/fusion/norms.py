@@ -82,13 +82,24 @@ class _RmsNorm:
     def __init__(self, eps: float, offset: float) -> None:
         self.eps, self.offset = eps, offset
 
-    def run(self, module: Any, hidden_states: Tensor, residual: Tensor | None = None) -> Any:
+    def run(self, module: Any, hidden_states: Tensor, residual: Tensor | None = None, keeps: bool = False) -> Any:
         norm = partial(rms_norm, eps=self.eps, offset=self.offset)
-        return _summed(norm, hidden_states, residual, module.weight)
+        return (
+            _kept(norm, hidden_states, module.weight)
+            if keeps
+            else _summed(norm, hidden_states, residual, module.weight)
+        )
 
 
-def _run_layer_norm(self: Any, input: Tensor, residual: Tensor | None = None) -> Any:
-    return _summed(partial(layer_norm, eps=self.eps), input, residual, self.weight, self.bias)
+def _run_layer_norm(self: Any, input: Tensor, residual: Tensor | None = None, keeps: bool = False) -> Any:
+    norm, weights = partial(layer_norm, eps=self.eps), (self.weight, self.bias)
+    return _kept(norm, input, *weights) if keeps else _summed(norm, input, residual, *weights)
+
+
+def _kept(norm: Norm, x: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(norm(x), x), whose gradients the norm adds up."""
+    result, kept = norm(x, *weights, keeps=True)
+    return _computable(norm, result, x, *weights), kept
 
 
 def _summed(norm: Norm, x: Tensor, residual: Tensor | None, *weights: Tensor) -> Any:

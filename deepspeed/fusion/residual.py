@@ -1,11 +1,14 @@
-"""Sums that a layer adds before a normalisation, computed by its kernel.
+"""Sums around a normalisation, computed by its kernel: of what it normalises, and of the gradients of that.
 
-The sum is between modules, in the layer's own forward, where no module could be replaced. So the forward is written
-again, for layers in whose code these three lines follow each other, whatever their names are:
+They are between modules, in the layer's own forward, where no module could be replaced. So the forward is written
+again, for layers in whose code these lines follow each other, whatever their names are:
 
     hidden = residual + hidden               hidden, residual = self.norm(hidden, residual=residual)
     residual = hidden                   →
     hidden = self.norm(hidden)
+
+    residual = hidden                        hidden, residual = self.norm(hidden, keeps=True)
+    hidden = self.norm(hidden)          →
 
 Everything else of it stays, and so does the module of the norm, which is called as ever, for sharded weights. A
 compiler sees the class's own forward, and so does whoever has put a hook on the norm.
@@ -36,31 +39,35 @@ def find_residual(module: nn.Module, norms: Mapping[nn.Module, Swap]) -> Swap | 
     if not names or not isinstance(forward, types.FunctionType):
         return None
     tree = _tree(forward)
-    found = None if tree is None else _rewritten(tree, names)
-    if tree is None or found is None:
+    found = {} if tree is None else _rewritten(tree, names)
+    if tree is None or not found:
         return None
-    norm = module.get_submodule(found)
     if reason := overridden(module):
         return Refused(reason)
     if forward.__closure__:
         return Refused(f"the forward of {type(module).__name__} is wrapped, or uses names from around it")
-    scene = norms[norm].scene
-    put = partial(put_forward, module, _Layer(_function(tree, forward), found).run)
-    return Swap(f"sum in {norms[norm].kernel}", put, None if scene is None else partial(scene, summed=True))
+    put = partial(put_forward, module, _Layer(_function(tree, forward), tuple(found)).run)
+    name, adds = max(found.items(), key=lambda each: each[1])
+    norm = norms[module.get_submodule(name)]
+    scene = None if norm.scene is None else partial(norm.scene, summed=True)
+    return Swap(f"{'sum' if adds else 'sum of gradients'} in {norm.kernel}", put, scene)
 
 
 class _Layer:
     """A layer whose forward was written again."""
 
-    def __init__(self, forward: Callable[..., Any], norm: str) -> None:
-        self.forward, self.norm = forward, norm
+    def __init__(self, forward: Callable[..., Any], norms: tuple[str, ...]) -> None:
+        self.forward, self.norms = forward, norms
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hooks of others on the norm would see a norm that also adds; for them it stays what it was."""
-        norm = module._modules[self.norm]
-        hooks = (*norm._forward_hooks.values(), *norm._forward_pre_hooks.values())
-        ours = all(str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)
+        """Hooks of others on a norm would see a norm that also adds; for them it stays what it was."""
+        ours = all(_only_ours(module._modules[norm]) for norm in self.norms)
         return (self.forward if ours else type(module).forward)(module, *args, **kwargs)
+
+
+def _only_ours(norm: nn.Module) -> bool:
+    hooks = (*norm._forward_hooks.values(), *norm._forward_pre_hooks.values())
+    return all(str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)
 
 
 def _tree(forward: types.FunctionType) -> ast.Module | None:
@@ -71,19 +78,22 @@ def _tree(forward: types.FunctionType) -> ast.Module | None:
         return None
 
 
-def _rewritten(tree: ast.Module, names: Collection[str]) -> str | None:
-    """Write the first sum before one of these norms again, in place; returns the norm's name, None if there is none."""
+def _rewritten(tree: ast.Module, names: Collection[str]) -> dict[str, bool]:
+    """Write sums around these norms again, in place; by the name of the norm, whether it adds before it normalises."""
+    found: dict[str, bool] = {}
+    changed = {ast.unparse(node.target) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)}
     for node in ast.walk(tree):
-        found = getattr(node, "body", None)
-        body: list[ast.stmt] = found if isinstance(found, list) else []
-        for at in range(len(body) - 2):
-            first, second, third = body[at : at + 3]
-            norm = _norm(third)
-            if norm is not None and norm[0] in names and _is_sum(first, second, third):
-                body[at : at + 3] = [_call(first, second, third)]
-                ast.fix_missing_locations(tree)
-                return norm[0]
-    return None
+        body = getattr(node, "body", None)
+        for at in range(len(body) - 1) if isinstance(body, list) else ():
+            for length, fits, call in ((3, _is_sum, _sum), (2, _is_kept, _keep)):
+                lines = body[at : at + length]
+                norm = _norm(lines[-1]) if len(lines) == length else None
+                if norm is not None and norm[0] in names and fits(*lines) and _assigned(lines[-2]) not in changed:
+                    body[at : at + length] = [call(*lines)]
+                    found[norm[0]] = length == 3
+                    break
+    ast.fix_missing_locations(tree)
+    return found
 
 
 def _assigned(node: ast.AST) -> str | None:
@@ -105,28 +115,37 @@ def _norm(node: ast.AST) -> tuple[str, str] | None:
 
 def _is_sum(first: ast.AST, second: ast.AST, third: ast.AST) -> bool:
     """Whether the sum of the first line is kept by the second, and normalised and forgotten by the third."""
-    total, kept = _assigned(first), _assigned(second)
+    total = _assigned(first)
     added = isinstance(first, ast.Assign) and isinstance(first.value, ast.BinOp) and isinstance(first.value.op, ast.Add)
-    if total is None or kept is None or kept == total or not added:
+    if total is None or not added:
         return False
-    copied = isinstance(second, ast.Assign) and isinstance(second.value, ast.Name) and second.value.id == total
     parts = (first.value.left, first.value.right)  # type: ignore[attr-defined]
-    norm = _norm(third)
-    return (
-        copied
-        and any(isinstance(part, ast.Name) for part in parts)
-        and norm is not None
-        and norm[1] == total
-        and _assigned(third) == total
-    )
+    return any(isinstance(part, ast.Name) for part in parts) and _is_kept(second, third) and _assigned(third) == total
 
 
-def _call(first: Any, second: Any, third: Any) -> ast.Assign:
+def _is_kept(first: ast.AST, second: ast.AST) -> bool:
+    """Whether what the first line keeps is normalised and forgotten by the second."""
+    kept, norm = _assigned(first), _norm(second)
+    copied = isinstance(first, ast.Assign) and isinstance(first.value, ast.Name)
+    if kept is None or norm is None or not copied:
+        return False
+    return kept != norm[1] == first.value.id == _assigned(second)  # type: ignore[attr-defined]
+
+
+def _sum(first: Any, second: Any, third: Any) -> ast.Assign:
     left, right = first.value.left, first.value.right
     residual, other = (left, right) if isinstance(left, ast.Name) else (right, left)
-    targets = ast.Tuple([third.targets[0], second.targets[0]], ast.Store())
-    called = ast.Call(third.value.func, [other], [ast.keyword("residual", residual)])
-    return ast.copy_location(ast.Assign([targets], called), first)
+    return _call(second, third, other, ast.keyword("residual", residual))
+
+
+def _keep(first: Any, second: Any) -> ast.Assign:
+    return _call(first, second, second.value.args[0], ast.keyword("keeps", ast.Constant(True)))
+
+
+def _call(kept: Any, norm: Any, argument: ast.expr, keyword: ast.keyword) -> ast.Assign:
+    """normalised, kept = norm(argument, keyword)."""
+    targets = ast.Tuple([norm.targets[0], kept.targets[0]], ast.Store())
+    return ast.copy_location(ast.Assign([targets], ast.Call(norm.value.func, [argument], [keyword])), kept)
 
 
 def _function(tree: ast.Module, forward: types.FunctionType) -> Callable[..., Any]:

@@ -20,20 +20,32 @@ Pair = tuple[Tensor, Tensor]
 Kernel = Callable[..., Pair]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, residual: Tensor | None = None) -> Pair:
-    """(norm(x + residual) · (weight + offset), x + residual), computed in float32 and rounded once, in x's dtype."""
-    result: Pair = op("rms_norm")(x, residual, weight, eps, offset)
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, *, offset: float = 0.0, residual: Tensor | None = None, keeps: bool = False
+) -> Pair:
+    """(norm(x + residual) · (weight + offset), x + residual), computed in float32 and rounded once, in x's dtype.
+
+    With `keeps` and no residual, gradients of both results are summed where the norm's own is computed.
+    """
+    result: Pair = op("rms_norm")(x, residual, weight, eps, offset, keeps)
     return result
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, residual: Tensor | None = None) -> Pair:
-    """(norm(x + residual) · weight + bias, x + residual), computed in float32 and rounded once, in x's dtype."""
-    result: Pair = op("layer_norm")(x, residual, weight, bias, eps)
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, residual: Tensor | None = None, keeps: bool = False
+) -> Pair:
+    """(norm(x + residual) · weight + bias, x + residual), computed in float32 and rounded once, in x's dtype.
+
+    With `keeps` and no residual, gradients of both results are summed where the norm's own is computed.
+    """
+    result: Pair = op("layer_norm")(x, residual, weight, bias, eps, keeps)
     return result
 
 
 @reference("rms_norm")
-def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> Pair:
+def rms_norm_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, _keeps: bool = False
+) -> Pair:
     """In plain torch."""
     total = x if residual is None else x + residual
     wide = total.float()
@@ -42,7 +54,9 @@ def rms_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, eps: 
 
 
 @reference("layer_norm")
-def layer_norm_reference(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Pair:
+def layer_norm_reference(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, _keeps: bool = False
+) -> Pair:
     """In plain torch."""
     total = x if residual is None else x + residual
     normal = functional.layer_norm(total.float(), total.shape[-1:], weight.float(), bias.float(), eps)
@@ -53,13 +67,15 @@ class RmsNorm(torch.autograd.Function):
     """The Triton kernels with their backward."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> Any:
+    def forward(
+        ctx: FunctionCtx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, keeps: bool
+    ) -> Any:
         from deepspeed.ops.model.kernels.rms_norm import rms_norm_forward
 
         y, total, scale = rms_norm_forward(_rows(x), None if residual is None else _rows(residual), weight, eps, offset)
         ctx.save_for_backward(total, weight, scale)
         _remember(ctx, residual is not None, offset)
-        return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
+        return _results(y.view(x.shape), x, None if residual is None else total.view(x.shape), keeps)
 
     @staticmethod
     @once_differentiable
@@ -70,21 +86,23 @@ class RmsNorm(torch.autograd.Function):
         further = None if dtotal is None else _rows(dtotal)
         dx, dweight = rms_norm_backward(_rows(dy), further, total, weight, scale, ctx.offset)
         dx = dx.view(dy.shape)
-        return dx, dx if ctx.adds else None, dweight.to(weight.dtype), None, None
+        return dx, dx if ctx.adds else None, dweight.to(weight.dtype), None, None, None
 
 
 class LayerNorm(torch.autograd.Function):
     """The Triton kernels with their backward."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Any:
+    def forward(
+        ctx: FunctionCtx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, keeps: bool
+    ) -> Any:
         from deepspeed.ops.model.kernels.layer_norm import layer_norm_forward
 
         rows = None if residual is None else _rows(residual)
         y, total, mean, scale = layer_norm_forward(_rows(x), rows, weight, bias, eps)
         ctx.save_for_backward(total, weight, mean, scale)
         _remember(ctx, residual is not None, 0.0)
-        return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
+        return _results(y.view(x.shape), x, None if residual is None else total.view(x.shape), keeps)
 
     @staticmethod
     @once_differentiable
@@ -95,11 +113,17 @@ class LayerNorm(torch.autograd.Function):
         further = None if dtotal is None else _rows(dtotal)
         dx, dweight, dbias = layer_norm_backward(_rows(dy), further, total, weight, mean, scale)
         dx = dx.view(dy.shape)
-        return dx, dx if ctx.adds else None, dweight.to(weight.dtype), dbias.to(weight.dtype), None
+        return dx, dx if ctx.adds else None, dweight.to(weight.dtype), dbias.to(weight.dtype), None, None
 
 
 def _rows(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def _results(y: Tensor, x: Tensor, total: Tensor | None, keeps: bool) -> Tensor | Pair:
+    if total is not None:
+        return y, total
+    return (y, x) if keeps else y
 
 
 def _remember(ctx: Any, adds: bool, offset: float) -> None:
@@ -116,21 +140,25 @@ def _load_layer_norm() -> Kernel:
     return layer_norm_triton
 
 
-def rms_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float) -> Pair:
+def rms_norm_triton(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, keeps: bool = False
+) -> Pair:
     """By the kernels where they can, which is not on the host."""
     if not takes_rows(x):
-        return rms_norm_reference(x, residual, weight, eps, offset)
-    if residual is None:
-        return RmsNorm.apply(x, None, weight, eps, offset), x  # type: ignore[no-untyped-call]
-    result: Pair = RmsNorm.apply(x, residual, weight, eps, offset)  # type: ignore[no-untyped-call]
+        return rms_norm_reference(x, residual, weight, eps, offset, keeps)
+    if residual is None and not keeps:
+        return RmsNorm.apply(x, None, weight, eps, offset, False), x  # type: ignore[no-untyped-call]
+    result: Pair = RmsNorm.apply(x, residual, weight, eps, offset, keeps)  # type: ignore[no-untyped-call]
     return result
 
 
-def layer_norm_triton(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> Pair:
+def layer_norm_triton(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, keeps: bool = False
+) -> Pair:
     """By the kernels where they can, which is not on the host."""
     if not takes_rows(x):
-        return layer_norm_reference(x, residual, weight, bias, eps)
-    if residual is None:
-        return LayerNorm.apply(x, None, weight, bias, eps), x  # type: ignore[no-untyped-call]
-    result: Pair = LayerNorm.apply(x, residual, weight, bias, eps)  # type: ignore[no-untyped-call]
+        return layer_norm_reference(x, residual, weight, bias, eps, keeps)
+    if residual is None and not keeps:
+        return LayerNorm.apply(x, None, weight, bias, eps, False), x  # type: ignore[no-untyped-call]
+    result: Pair = LayerNorm.apply(x, residual, weight, bias, eps, keeps)  # type: ignore[no-untyped-call]
     return result

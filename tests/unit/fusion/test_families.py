@@ -30,7 +30,7 @@ FAMILIES = {
     ),
     "Phi3Config": ({**GROUPED, "pad_token_id": 0}, {"norm": 5, "sum": 2, "mlp": 2, "rotary": 2}),
     "GPTNeoXConfig": ({**SMALL, "vocab_size": 97, "rotary_pct": 0.5}, {"norm": 5, "mlp": 2, "rotary": 2}),
-    "GPT2Config": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}, {"norm": 5, "mlp": 2}),
+    "GPT2Config": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}, {"norm": 5, "sum": 2, "mlp": 2}),
     "MixtralConfig": ({**GROUPED, "num_local_experts": 4}, {"norm": 5, "sum": 2, "rotary": 2, "inputs": 2}),
     "OPTConfig": ({**GROUPED, "ffn_dim": 48, "word_embed_proj_dim": 32}, {"norm": 5, "inputs": 2}),
 }

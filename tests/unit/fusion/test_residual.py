@@ -52,6 +52,47 @@ class Inside(Layer):
         return x + self.second(y)
 
 
+class First(Layer):
+    """What is normalised is kept, and was no sum."""
+
+    def forward(self, x):
+        kept = x
+        x = self.norm(x)
+        return kept + self.second(torch.tanh(self.first(x)))
+
+
+class Twice(Layer):
+    """Both, of one norm."""
+
+    def forward(self, x):
+        residual = x
+        x = self.norm(x)
+        x = self.first(x)
+        x = residual + x
+        residual = x
+        x = self.norm(x)
+        return residual + self.second(x)
+
+
+class Grown(Layer):
+    """What is kept is changed in place."""
+
+    def forward(self, x):
+        kept = x
+        x = self.norm(x)
+        kept += self.second(x)
+        return kept
+
+
+class Other(Layer):
+    """Both names are read."""
+
+    def forward(self, x):
+        kept = x
+        y = self.norm(x)
+        return kept + self.second(y) + x
+
+
 class Later(Layer):
     """The sum is not kept."""
 
@@ -74,6 +115,8 @@ class Apart(Layer):
 
 
 class Minus(Layer):
+    """A difference is kept, and no sum."""
+
     def forward(self, x):
         y = self.first(x)
         y = x - y
@@ -103,8 +146,12 @@ def outcome(model, x):
 
 
 @pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm])
-@pytest.mark.parametrize("kind", [Usual, Dropped, Inside])
-def test_the_same_values_and_gradients(kind, norm):
+@pytest.mark.parametrize(
+    ("kind", "asked"),
+    [(Usual, [{"residual"}]), (Dropped, [{"residual"}]), (Inside, [{"residual"}]), (First, [{"keeps"}]),
+     (Minus, [{"keeps"}]), (Twice, [{"keeps"}, {"residual"}])],
+)  # fmt: skip
+def test_the_same_values_and_gradients(kind, asked, norm):
     torch.manual_seed(0)
     model = nn.Sequential(kind(norm), kind(norm))
     plain, x = copy.deepcopy(model), torch.randn(2, 3, 8, requires_grad=True)
@@ -117,12 +164,12 @@ def test_the_same_values_and_gradients(kind, norm):
         model[0].norm.forward = lambda *args, **kwargs: (seen.append(set(kwargs)), inner(*args, **kwargs))[1]
         for one, other in zip(outcome(model, x), outcome(plain, x), strict=True):
             torch.testing.assert_close(one, other)
-        assert seen == [{"residual"}], "the norm adds"
+        assert seen == asked, "the norm adds"
         model[0].norm.forward = inner
     assert not any("forward" in module.__dict__ for module in model.modules()), "everything is put back"
 
 
-@pytest.mark.parametrize("kind", [Later, Apart, Minus, Named])
+@pytest.mark.parametrize("kind", [Later, Apart, Named, Grown, Other])
 def test_other_code_stays_as_it_is(kind):
     assert sums(kind()) == []
 

@@ -64,6 +64,26 @@ def test_norms_with_a_residual_give_the_sum_and_its_gradients(dtype):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_that_keep_their_input_sum_its_gradients(dtype):
+    x, weight, bias = (numbers(*shape, dtype=dtype) for shape in ((2, 3, 24), (24,), (24,)))
+    compare(
+        lambda x, w: rms_norm_triton(x, None, w, 1e-6, 0.0, keeps=True),
+        lambda x, w: rms_norm_reference(x, None, w, 1e-6, 0.0),
+        (x, weight), dtype, outputs=2,
+    )  # fmt: skip
+    compare(
+        lambda x, w, b: layer_norm_triton(x, None, w, b, 1e-5, keeps=True),
+        lambda x, w, b: layer_norm_reference(x, None, w, b, 1e-5),
+        (x, weight, bias), dtype, outputs=2,
+    )  # fmt: skip
+    wanted = x.clone().requires_grad_()
+    _, kept = rms_norm_triton(wanted, None, weight, 1e-6, 0.0, keeps=True)
+    assert kept.data_ptr() == wanted.data_ptr(), "it is kept, not copied"
+    (found,) = torch.autograd.grad(kept, wanted, torch.ones_like(kept))
+    close([found], [torch.ones_like(found)], dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "columns"), [(1, 8), (7, 48), (5, 130)])
 def test_layer_norm(dtype, rows, columns):
