@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MARKS", "Mark", "lines", "speed"]
+__all__ = ["MARKS", "Mark", "lines", "speed", "typical"]
 
 Runs = Mapping[str, Mapping[str, Any]]
 
@@ -19,6 +20,18 @@ class Mark:
     wanted: float
     found: Callable[[Runs], float | None]
     most: bool = False
+
+
+def typical(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """One run of each contender's: medians of its times, the most of its memory, and the rest of its first."""
+    return {
+        name: {
+            **runs[0],
+            **{field: statistics.median(run[field] for run in runs) for field in ("step_s", "first_start_s")},
+            "allocated_gib": max(run["allocated_gib"] for run in runs),
+        }
+        for name, runs in found.items()
+    }
 
 
 def speed(run: Mapping[str, Any]) -> float:
@@ -69,4 +82,4 @@ def lines(runs: Runs) -> list[str]:
 
 
 def _number(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}" if value >= 10 else f"{value:.3f}"

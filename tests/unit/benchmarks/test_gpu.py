@@ -49,6 +49,7 @@ def test_what_was_measured_is_told_drawn_and_kept(tmp_path, asked, capsys):
     assert all(fresh for *_, fresh in asked), "first starts are those of a fresh machine"
     assert ("ours:0-fused", "8b", 0, True) in asked, "the large shape has no curve"
     assert {name for name, shape, curve, _ in asked if curve} == set(gpu.CURVES), "curves of the chosen ones only"
+    assert [name for name, *_ in asked].count("plain") == 2, "it takes turns with ours"
     known = json.loads((tmp_path / "gpu.json").read_text())
     assert set(known) == {"runs", "kernels", "missing"}
     assert "8b ours:0-fused" in known["runs"]
@@ -131,6 +132,13 @@ def test_the_script_runs_from_anywhere(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "--seconds" in done.stdout
+
+
+def test_of_several_runs_the_median_counts_and_the_most_memory():
+    slow = {**RUN, "step_s": 1.5, "first_start_s": 0.3, "allocated_gib": 3.0, "losses": [2.0]}
+    assert gpu_marks.typical({"plain": [RUN, slow]}) == {
+        "plain": {**RUN, "step_s": 1.0, "first_start_s": pytest.approx(0.2), "allocated_gib": 3.0}
+    }
 
 
 def test_marks_are_judged_in_their_direction():
