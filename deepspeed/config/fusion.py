@@ -29,6 +29,11 @@ class FusedKernelsConfig(Section):
         description="Linear layers that read one input, as queries, keys and values do: its gradient is summed by "
         "their products.",
     )
+    mask: bool = Field(
+        True,
+        description="Causal masks of Transformers' models: the device is not asked whether sequences are packed where "
+        "the model counts positions itself.",
+    )
     exclude: Patterns = Field([], description="Regular expressions, matched from the start of module names to leave.")
     compile_processes: Count = Field(
         16,

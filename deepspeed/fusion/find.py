@@ -16,6 +16,7 @@ from deepspeed.fusion.gelu import find_gelu
 from deepspeed.fusion.head import find_head
 from deepspeed.fusion.inputs import find_inputs
 from deepspeed.fusion.norms import find_norm
+from deepspeed.fusion.packing import find_packing
 from deepspeed.fusion.products import Recent, find_product
 from deepspeed.fusion.residual import find_residual
 from deepspeed.fusion.rotation import find_rotation
@@ -25,7 +26,12 @@ __all__ = ["KINDS", "Finding", "find", "find_feed_forwards8", "find_products", "
 
 Finder = Callable[[nn.Module], "Swap | Refused | None"]
 
-_FINDERS: dict[str, Finder] = {"norm": find_norm, "mlp": find_feed_forward, "rotary": find_rotation}
+_FINDERS: dict[str, Finder] = {
+    "norm": find_norm,
+    "mlp": find_feed_forward,
+    "rotary": find_rotation,
+    "mask": find_packing,
+}
 
 KINDS = (*_FINDERS, "loss", "inputs")
 """What can be replaced, as the config names it."""

@@ -17,8 +17,6 @@ compiler sees the class's own forward, and so does whoever has put a hook on the
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
 import types
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -26,6 +24,7 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.fusion.functions import copied, tree_of
 from deepspeed.fusion.likeness import overridden
 from deepspeed.fusion.swap import Refused, Swap, put_forward
 
@@ -38,7 +37,7 @@ def find_residual(module: nn.Module, norms: Mapping[nn.Module, Swap]) -> Swap | 
     forward = type(module).forward
     if not names or not isinstance(forward, types.FunctionType):
         return None
-    tree = _tree(forward)
+    tree = tree_of(forward)
     found = {} if tree is None else _rewritten(tree, names)
     if tree is None or not found:
         return None
@@ -70,27 +69,20 @@ def _only_ours(norm: nn.Module) -> bool:
     return all(str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)
 
 
-def _tree(forward: types.FunctionType) -> ast.Module | None:
-    """The code of a function; None where there is none to read."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-
-
 def _rewritten(tree: ast.Module, names: Collection[str]) -> dict[str, bool]:
     """Write sums around these norms again, in place; by the name of the norm, whether it adds before it normalises."""
     found: dict[str, bool] = {}
     changed = {ast.unparse(node.target) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)}
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        for at in range(len(body) - 1) if isinstance(body, list) else ():
+        inside = getattr(node, "body", None)
+        body: list[ast.stmt] = inside if isinstance(inside, list) else []
+        for at in range(len(body) - 1):
             for length, fits, call in ((3, _is_sum, _sum), (2, _is_kept, _keep)):
                 lines = body[at : at + length]
                 norm = _norm(lines[-1]) if len(lines) == length else None
                 if norm is not None and norm[0] in names and fits(*lines) and _assigned(lines[-2]) not in changed:
                     body[at : at + length] = [call(*lines)]
-                    found[norm[0]] = length == 3
+                    found[norm[0]] = found.get(norm[0], False) or length == 3
                     break
     ast.fix_missing_locations(tree)
     return found
@@ -126,10 +118,11 @@ def _is_sum(first: ast.AST, second: ast.AST, third: ast.AST) -> bool:
 def _is_kept(first: ast.AST, second: ast.AST) -> bool:
     """Whether what the first line keeps is normalised and forgotten by the second."""
     kept, norm = _assigned(first), _norm(second)
-    copied = isinstance(first, ast.Assign) and isinstance(first.value, ast.Name)
-    if kept is None or norm is None or not copied:
+    named = isinstance(first, ast.Assign) and isinstance(first.value, ast.Name)
+    if kept is None or norm is None or not named:
         return False
-    return kept != norm[1] == first.value.id == _assigned(second)  # type: ignore[attr-defined]
+    source: str = first.value.id  # type: ignore[attr-defined]
+    return kept != source and source == norm[1] == _assigned(second)
 
 
 def _sum(first: Any, second: Any, third: Any) -> ast.Assign:
@@ -155,6 +148,5 @@ def _function(tree: ast.Module, forward: types.FunctionType) -> Callable[..., An
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)  # an error shows the line of the class's own
     outer = compile(tree, forward.__code__.co_filename, "exec", dont_inherit=True)
     inner = next(each for each in outer.co_consts if isinstance(each, types.CodeType))
-    made = types.FunctionType(inner, forward.__globals__, forward.__name__, forward.__defaults__)
-    made.__kwdefaults__ = forward.__kwdefaults__
+    made: Callable[..., Any] = copied(forward, code=inner)
     return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import types
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.fusion.again import not_kept
+from deepspeed.fusion.functions import copied
 from deepspeed.fusion.likeness import alike, overridden
 from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward
 from deepspeed.ops.model.rotary import rotary, rotary_reference
@@ -34,7 +34,7 @@ def find_rotation(module: nn.Module) -> Swap | Refused | None:
     original = forward.__globals__.get(_NAME)
     if original is None or not _rotates(original):
         return Refused(f"{_NAME} of {forward.__module__} computes something else than the rotation of halves")
-    put = partial(put_forward, module, _attention(_with(forward, partial(_rotate, original))))
+    put = partial(put_forward, module, _attention(copied(forward, {_NAME: partial(_rotate, original)})))
     heads = _heads(module)
     return Swap("rotary", put, None if heads is None else partial(_scene, *heads))
 
@@ -63,18 +63,6 @@ def _rotates(original: Callable[..., Any]) -> bool:
     shapes = ((2, 3, 5, 8), (2, 1, 5, 8), (1, 5, 8), (1, 5, 8))
     q, k, cos, sin = (torch.randn(shape, generator=generator) for shape in shapes)
     return alike(lambda: tuple(original(q, k, cos, sin)), rotary_reference(q, k, cos, sin))
-
-
-def _with(forward: Callable[..., Any], rotate: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, for which one name of its module means something else."""
-    function: Any = forward
-    made = types.FunctionType(
-        function.__code__, {**function.__globals__, _NAME: rotate}, function.__name__, function.__defaults__,
-        function.__closure__,
-    )  # fmt: skip
-    made.__kwdefaults__ = function.__kwdefaults__
-    made.__dict__.update(function.__dict__)
-    return made
 
 
 def _attention(forward: Callable[..., Any]) -> Callable[..., Any]:

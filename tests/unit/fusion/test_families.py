@@ -21,17 +21,20 @@ GROUPED = {**SMALL, "num_key_value_heads": 2, "vocab_size": 97}
 
 # The class of the config, its numbers, and how many modules of which kind are replaced.
 FAMILIES = {
-    "LlamaConfig": (GROUPED, {"norm": 5, "sum": 2, "mlp": 2, "rotary": 2, "inputs": 4}),
-    "Qwen3Config": ({**GROUPED, "head_dim": 8}, {"norm": 9, "sum": 2, "mlp": 2, "rotary": 2, "inputs": 4}),
-    "GemmaConfig": ({**GROUPED, "head_dim": 8}, {"norm": 5, "sum": 2, "mlp": 2, "rotary": 2, "inputs": 4}),
+    "LlamaConfig": (GROUPED, {"mask": 1, "norm": 5, "sum": 2, "mlp": 2, "rotary": 2, "inputs": 4}),
+    "Qwen3Config": ({**GROUPED, "head_dim": 8}, {"mask": 1, "norm": 9, "sum": 2, "mlp": 2, "rotary": 2, "inputs": 4}),
+    "GemmaConfig": ({**GROUPED, "head_dim": 8}, {"mask": 1, "norm": 5, "sum": 2, "mlp": 2, "rotary": 2, "inputs": 4}),
     "Gemma2Config": (
         {**GROUPED, "head_dim": 8, "final_logit_softcapping": 3.0},
-        {"norm": 9, "sum": 2, "mlp": 2, "rotary": 2, "inputs": 4},
+        {"mask": 1, "norm": 9, "sum": 2, "mlp": 2, "rotary": 2, "inputs": 4},
     ),
-    "Phi3Config": ({**GROUPED, "pad_token_id": 0}, {"norm": 5, "sum": 2, "mlp": 2, "rotary": 2}),
-    "GPTNeoXConfig": ({**SMALL, "vocab_size": 97, "rotary_pct": 0.5}, {"norm": 5, "mlp": 2, "rotary": 2}),
-    "GPT2Config": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97}, {"norm": 5, "sum": 2, "mlp": 2}),
-    "MixtralConfig": ({**GROUPED, "num_local_experts": 4}, {"norm": 5, "sum": 2, "rotary": 2, "inputs": 2}),
+    "Phi3Config": ({**GROUPED, "pad_token_id": 0}, {"mask": 1, "norm": 5, "sum": 2, "mlp": 2, "rotary": 2}),
+    "GPTNeoXConfig": ({**SMALL, "vocab_size": 97, "rotary_pct": 0.5}, {"mask": 1, "norm": 5, "mlp": 2, "rotary": 2}),
+    "GPT2Config": (
+        {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 97},
+        {"mask": 1, "norm": 5, "sum": 2, "mlp": 2},
+    ),
+    "MixtralConfig": ({**GROUPED, "num_local_experts": 4}, {"mask": 1, "norm": 5, "sum": 2, "rotary": 2, "inputs": 2}),
     "OPTConfig": ({**GROUPED, "ffn_dim": 48, "word_embed_proj_dim": 32}, {"norm": 5, "inputs": 2}),
 }
 
@@ -152,6 +155,7 @@ def test_names_that_are_excluded_are_left_alone():
     assert names == {
         *(f"model.layers.1.{part}" for part in ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")),
         "model.norm",
+        "model",  # its mask
         "model.layers.1",  # the sum before its second norm
     }
     assert list(find(model, ())) == []
