@@ -15,7 +15,11 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 from deepspeed._collector import resting
 
 with resting():  # a tenth of the time of a cold start
-    import torch  # noqa: F401 - the environment variable comes first
+    import torch  # the environment variable comes first
+
+    from deepspeed import _torch_version
+
+    _torch_version.require(torch.__version__)
 
 from deepspeed import _legacy
 from deepspeed._lazy import lazy
