@@ -143,7 +143,7 @@ def kernels(limit_s: float) -> tuple[list[str], str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        process_group=0,
+        start_new_session=True,
     )
     problem = ""
     try:

@@ -83,7 +83,7 @@ def start(contender: str, options: argparse.Namespace, ranks: int = 1, **changes
                             stdin=subprocess.DEVNULL,
                             stdout=sink,
                             stderr=subprocess.STDOUT,
-                            process_group=0,
+                            start_new_session=True,
                         )
                     )
             problem = wait(processes, options.timeout)

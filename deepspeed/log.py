@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 __all__ = [
     "LoggerFactory",
@@ -36,7 +36,13 @@ log_levels: dict[str, int] = {
 }
 
 
-class _CurrentStderr(logging.StreamHandler[TextIO]):
+if TYPE_CHECKING:
+    _Handler = logging.StreamHandler[TextIO]
+else:
+    _Handler = logging.StreamHandler  # Python 3.10 has no types of it
+
+
+class _CurrentStderr(_Handler):
     """Writes to whatever `sys.stderr` is at that moment, so that redirection and capture work."""
 
     def __init__(self) -> None:
