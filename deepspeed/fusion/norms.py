@@ -84,11 +84,9 @@ class _RmsNorm:
 
     def run(self, module: Any, hidden_states: Tensor, residual: Tensor | None = None, keeps: bool = False) -> Any:
         norm = partial(rms_norm, eps=self.eps, offset=self.offset)
-        return (
-            _kept(norm, hidden_states, module.weight)
-            if keeps
-            else _summed(norm, hidden_states, residual, module.weight)
-        )
+        if keeps:
+            return _kept(norm, hidden_states, module.weight)
+        return _summed(norm, hidden_states, residual, module.weight)
 
 
 def _run_layer_norm(self: Any, input: Tensor, residual: Tensor | None = None, keeps: bool = False) -> Any:

@@ -72,7 +72,7 @@ def _only_ours(norm: nn.Module) -> bool:
 def _rewritten(tree: ast.Module, names: Collection[str]) -> dict[str, bool]:
     """Write sums around these norms again, in place; by the name of the norm, whether it adds before it normalises."""
     found: dict[str, bool] = {}
-    changed = {ast.unparse(node.target) for node in ast.walk(tree) if isinstance(node, ast.AugAssign)}
+    changed = {name for node in ast.walk(tree) if (name := _changed(node)) is not None}
     for node in ast.walk(tree):
         inside = getattr(node, "body", None)
         body: list[ast.stmt] = inside if isinstance(inside, list) else []
@@ -86,6 +86,15 @@ def _rewritten(tree: ast.Module, names: Collection[str]) -> dict[str, bool]:
                     break
     ast.fix_missing_locations(tree)
     return found
+
+
+def _changed(node: ast.AST) -> str | None:
+    """What `x += y` or `x.add_(y)` changes in place."""
+    if isinstance(node, ast.AugAssign):
+        return ast.unparse(node.target)
+    method = node.func if isinstance(node, ast.Call) else None
+    in_place = isinstance(method, ast.Attribute) and method.attr.endswith("_") and not method.attr.endswith("__")
+    return ast.unparse(method.value) if in_place else None  # type: ignore[union-attr]
 
 
 def _assigned(node: ast.AST) -> str | None:

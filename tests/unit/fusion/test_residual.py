@@ -84,6 +84,15 @@ class Grown(Layer):
         return kept
 
 
+class Added(Layer):
+    """The same by a method."""
+
+    def forward(self, x):
+        kept = x
+        x = self.norm(x)
+        return kept.add_(self.second(x))
+
+
 class Other(Layer):
     """Both names are read."""
 
@@ -169,7 +178,7 @@ def test_the_same_values_and_gradients(kind, asked, norm):
     assert not any("forward" in module.__dict__ for module in model.modules()), "everything is put back"
 
 
-@pytest.mark.parametrize("kind", [Later, Apart, Named, Grown, Other])
+@pytest.mark.parametrize("kind", [Later, Apart, Named, Grown, Added, Other])
 def test_other_code_stays_as_it_is(kind):
     assert sums(kind()) == []
 
