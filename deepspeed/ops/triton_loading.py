@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import cache
-from threading import Lock, Thread
-from typing import Any
+from threading import Lock
+
+from deepspeed.ops.background import begun
 
 __all__ = ["load_triton"]
 
@@ -28,6 +29,7 @@ _LATE = (
 )
 """What Triton imports when it compiles its first kernel: too late for processes that are forked, see `forked.py`."""
 
+_NAME = "deepspeed-load-triton"
 _ONE_LOADS = Lock()
 
 
@@ -39,23 +41,7 @@ def load_triton() -> Future[None]:
 
 @cache
 def _loading() -> Future[None]:
-    return _begun(_load)
-
-
-def _begun(act: Callable[[], Any]) -> Future[None]:
-    """In a thread that keeps nobody from ending."""
-    made: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            act()
-        except BaseException as error:  # noqa: BLE001 - told to who waits
-            made.set_exception(error)
-        else:
-            made.set_result(None)
-
-    Thread(target=run, name="deepspeed-load-triton", daemon=True).start()
-    return made
+    return begun(_load, _NAME)
 
 
 _TURN_S = 1e-4
@@ -81,8 +67,8 @@ def _load() -> None:
 
 def _load_all() -> None:
     importlib.import_module("triton.compiler")
-    driver = _begun(_open_driver)
-    hashed = _begun(_hash)
+    driver = begun(_open_driver, _NAME)
+    hashed = begun(_hash, _NAME)
     for name in _LATE:
         with suppress(ImportError):  # another version's
             importlib.import_module(name)
