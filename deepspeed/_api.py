@@ -6,18 +6,16 @@ What takes long to import is imported inside of them, beside what `initialize` b
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed._ahead import loads_ahead
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
-from deepspeed.ops.rehearsal import compiles
-from deepspeed.ops.triton_loading import load_triton
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
@@ -31,7 +29,6 @@ DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]
 """What `initialize` takes as `lr_scheduler` to make one of the optimizer."""
 
 _MESH = ("data_parallel", "sequence_parallel")
-_GLANCE = 2**20  # characters; no config is so long, and what is cut off is not read
 
 
 def initialize(
@@ -58,33 +55,31 @@ def initialize(
     if model is None:
         raise UsageError("deepspeed.initialize needs a model: pass model=...")
     source = _config_source(args, config, config_params)
-    if _wants_kernels(source) and compiles():
-        load_triton()  # beside the imports that follow
+    with loads_ahead(model, source):  # beside the imports that follow
+        from deepspeed import comm
+        from deepspeed._assemble import Request, assemble
+        from deepspeed.config import DeepSpeedConfig
+        from deepspeed.tensor_parallel.model_init import with_asked
 
-    from deepspeed import comm
-    from deepspeed._assemble import Request, assemble
-    from deepspeed.config import DeepSpeedConfig
-    from deepspeed.tensor_parallel.model_init import with_asked
-
-    source = with_asked(model, source)
-    _check_local_rank(args)
-    comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    source, mpu = _pipeline_grid(model, mpu, mesh_param, source)
-    mesh = _mesh(mesh_param, mpu)
-    config = DeepSpeedConfig(source, mpu=mpu, mesh_device=mesh)
-    config.tell()
-    request = Request(
-        config=config,
-        module=model,
-        optimizer=optimizer,
-        model_parameters=None if model_parameters is None else list(model_parameters),
-        training_data=training_data,
-        lr_scheduler=lr_scheduler,
-        mpu=mpu,
-        mesh=mesh if mesh is not None or mpu is not None else _mesh_of(config.schema),
-        collate_fn=collate_fn,
-    )
-    engine = assemble(request)
+        source = with_asked(model, source)
+        _check_local_rank(args)
+        comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+        source, mpu = _pipeline_grid(model, mpu, mesh_param, source)
+        mesh = _mesh(mesh_param, mpu)
+        config = DeepSpeedConfig(source, mpu=mpu, mesh_device=mesh)
+        config.tell()
+        request = Request(
+            config=config,
+            module=model,
+            optimizer=optimizer,
+            model_parameters=None if model_parameters is None else list(model_parameters),
+            training_data=training_data,
+            lr_scheduler=lr_scheduler,
+            mpu=mpu,
+            mesh=mesh if mesh is not None or mpu is not None else _mesh_of(config.schema),
+            collate_fn=collate_fn,
+        )
+        engine = assemble(request)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -122,20 +117,6 @@ def _config_source(args: Any, config: Any, config_params: Any) -> Any:
             "--deepspeed_config FILE and pass args"
         )
     return source
-
-
-def _wants_kernels(source: Any) -> bool:
-    """Whether a config asks for kernels of Triton, as far as a glance tells; reading it in earnest comes later."""
-    if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):  # nothing that can be read only once
-        try:
-            with open(source, encoding="utf-8") as file:
-                source = json.loads(file.read(_GLANCE))
-        except (OSError, ValueError, RecursionError):
-            return False
-    if not isinstance(source, Mapping):
-        return False
-    sections = [source.get(name) for name in ("fused_kernels", "fp8")]
-    return any(isinstance(section, Mapping) and section.get("enabled") is True for section in sections)
 
 
 def _check_local_rank(args: Any) -> None:

@@ -27,6 +27,7 @@ from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.compilation import tell_compiled
 from deepspeed.ops.compile_away import cached_only, compile_away, workers
 from deepspeed.ops.triton_loading import load_triton
+from deepspeed.ops.vendor_loading import wait_for_vendor
 
 __all__ = ["Call", "Rehearsal", "Scene", "calls_of", "compiles", "forth_and_back", "launch", "on_stage"]
 
@@ -266,6 +267,7 @@ class Rehearsal:
         if missing:
             kernels = [partial(_warmed, calls[at]) for at in missing]
             on_device = self._device.type == "cuda"
+            wait_for_vendor()  # nothing is opened while processes are forked
             left = compile_away(kernels, count, heard, self._stopped, quiet=_BOARD.quiet, launchers=on_device)
             for which in left:
                 self._submit(calls[missing[which]], alone=_BOARD.quiet)

@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 SCRIPT = """
-import json, os, signal, sys
+import json, os, signal, sys, threading, time
 from concurrent.futures import wait
 import torch
 import triton.compiler.compiler as compiler
@@ -37,6 +37,7 @@ from deepspeed.log import logger
 from deepspeed.ops import rehearsal
 from deepspeed.ops.compilation import follow_compilation
 from deepspeed.ops.kernels.update import trust_kernel
+from deepspeed.ops.vendor_loading import load_vendor
 
 class Driver:
     def get_current_target(self):
@@ -73,6 +74,16 @@ scenes = [lambda: scene(torch.float32, 64), lambda: scene(torch.float32, 128)]
 if how != "usual":
     rehearsal.workers = lambda most: most
 forked._SILENT_S = 300  # on a machine that does much else
+fork_head, loaded = forked._fork_head, threading.Event()
+
+def fork(*given):
+    if how == "loading" and not loaded.is_set():
+        told.append("forked while a thread opened libraries")
+    return fork_head(*given)
+
+forked._fork_head = fork
+if how == "loading":
+    load_vendor(torch.device("cpu"), [lambda device: (time.sleep(2), loaded.set())])
 rehearsed = rehearsal.Rehearsal(torch.device("cpu"), 0 if how == "threads" else 2)
 rehearsed.add(scenes)
 while rehearsal._BOARD.open:
@@ -105,6 +116,10 @@ def test_what_processes_compile_this_one_only_loads(tmp_path):
 def test_what_a_killed_process_leaves_is_compiled_here(tmp_path):
     found = run(tmp_path, "killed")
     assert found == {"made": ["trust_kernel"] * 2, "kernels": 2, "told": [], "count": 2}
+
+
+def test_nothing_is_forked_while_libraries_are_opened(tmp_path):
+    assert run(tmp_path, "loading") == {"made": [], "kernels": 2, "told": [], "count": 2}
 
 
 def test_what_cannot_be_compiled_is_told_once(tmp_path):
