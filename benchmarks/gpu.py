@@ -201,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--parts", default=",".join(PARTS), help=f"with commas, of {', '.join(PARTS)}")
     made.add_argument("--contenders", default="", help="with commas, instead of those of the training")
     made.add_argument("--steps", type=int, default=10, help="timed steps of each contender")
-    made.add_argument("--curve", type=int, default=100, help=f"losses that are compared, of {', '.join(CURVES)}")
+    made.add_argument("--curve", type=int, default=200, help=f"losses that are compared, of {', '.join(CURVES)}")
     made.add_argument("--shape", default="1b")
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     made.add_argument("--deepspeed-path", default="", help="a folder with real DeepSpeed")

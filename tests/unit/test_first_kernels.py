@@ -1,4 +1,4 @@
-"""`initialize` lets Triton and the vendor's libraries be loaded before anything else, if the config asks for kernels."""
+"""`initialize` lets Triton and the vendor's libraries load before anything else, if the config asks for kernels."""
 
 from __future__ import annotations
 

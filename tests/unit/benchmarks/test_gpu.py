@@ -144,10 +144,20 @@ def test_of_several_runs_the_median_counts_and_the_most_memory():
 def test_marks_are_judged_in_their_direction():
     fast = {**RUN, "tokens": 40_000, "allocated_gib": 34.0}
     told = gpu_marks.lines({"ours:0-fused": fast, "plain": RUN})
-    rows = {line[:32].strip(): line for line in told}
+    rows = {line[:34].strip(): line for line in told}
     assert rows["fused kernels: tokens/s"].endswith("80,000  met")
     assert rows["fused kernels: peak GiB"].endswith("34.00  NOT MET")
     assert rows["fp8: tokens/s"].endswith("not measured")
+
+
+def test_a_mark_of_losses_is_judged_by_means_of_twenty():
+    base, noisy = [4.0] * 20 + [2.0] * 20, [3.9, 4.1] * 10 + [2.0] * 20
+    told = gpu_marks.lines({"ours:0-fused": {**RUN, "curve": noisy}, "plain": {**RUN, "curve": base}})
+    (line,) = [line for line in told if "losses" in line]
+    assert line.endswith("0.000  met")
+    told = gpu_marks.lines({"ours:0-fused": {**RUN, "curve": base[:20] + [2.1] * 20}, "plain": {**RUN, "curve": base}})
+    (line,) = [line for line in told if "losses" in line]
+    assert line.endswith("0.050  NOT MET")
 
 
 def test_bars_are_as_long_as_their_numbers():

@@ -71,6 +71,19 @@ def test_targets_are_judged_against_plain_pytorch(mine, verdict):
     assert row({"plain": [run()], "ours:3": [mine]}, "ours:3").endswith(verdict)
 
 
+@pytest.mark.parametrize(
+    ("mine", "verdict"),
+    [
+        (run(0.31, 38.0, 8.0), "  met"),
+        (run(0.33, 38.0, 8.0), "NOT MET: speed"),
+        (run(0.31, 39.0, 45.0), "NOT MET: memory, first start"),
+    ],
+)
+def test_compiled_ones_are_judged_against_plain_pytorch_compiled(mine, verdict):
+    found = {"plain": [run()], "plain-compiled": [run(0.32, 38.0, 44.0)], "ours:0-fused-compiled": [mine]}
+    assert row(found, "ours:0-fused-compiled").endswith(verdict)
+
+
 def test_medians_over_rounds_with_their_range():
     line = row({"plain": [run()] * 3, "ours:1": [run(0.25), run(0.2), run(0.5)]}, "ours:1")
     assert "65,536" in line
