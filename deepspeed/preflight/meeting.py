@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,15 +39,19 @@ class Meeting:
         self.store.set(f"{subject}/{self.rank}", json.dumps(words))
         self.store.add(f"{subject}/came", 1)
 
-    def hear_all(self, subject: str) -> dict[int, Any]:
-        """The words of all ranks that came in time; waits no longer than for the last of them."""
+    def hear_all(self, subject: str, ranks: Collection[int] | None = None) -> dict[int, Any]:
+        """The words of those `ranks`, or of all, that came in time; waits no longer than for the last of them."""
+        keys = {rank: f"{subject}/{rank}" for rank in (range(self.world) if ranks is None else ranks)}
         deadline = time.monotonic() + self.timeout
-        while int(self.store.add(f"{subject}/came", 0)) < self.world and time.monotonic() < deadline:
+        while not self._all_came(subject, list(keys.values())) and time.monotonic() < deadline:
             time.sleep(_LOOK)
-        keys = {rank: f"{subject}/{rank}" for rank in range(self.world)}
         found = {rank: json.loads(self.store.get(key)) for rank, key in keys.items() if self.store.check([key])}
         self.heard = len(found)
         return found
+
+    def _all_came(self, subject: str, keys: list[str]) -> bool:
+        # One number for as long as too few have come; then each, since one who came late may be among them.
+        return int(self.store.add(f"{subject}/came", 0)) >= len(keys) and bool(self.store.check(keys))
 
     def decide(self, subject: str, words: Any) -> None:
         """What rank 0 tells all."""

@@ -80,7 +80,7 @@ def _lead(meeting: Meeting, alone: Sequence[Check[Any]], together: Sequence[Chec
     """The part of rank 0: hear all, decide whether to go on, judge."""
     hosts = _host_names(meeting.hear_all("here"))
     absent = sorted(set(range(here.world)) - set(hosts))
-    gathered: dict[int, Gathered] = meeting.hear_all("alone")
+    gathered: dict[int, Gathered] = meeting.hear_all("alone", hosts)
     findings = {"ranks": [_presence(absent, hosts, here.options.timeout, here.world)]}
     silent = sorted(set(hosts) - set(gathered))
     complete = not absent and not silent

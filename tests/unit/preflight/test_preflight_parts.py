@@ -7,7 +7,10 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
+from torch._C._distributed_c10d import HashStore
 
+from deepspeed.comm.discover import RankFacts
+from deepspeed.preflight import meeting
 from deepspeed.preflight.arguments import Options, parse
 from deepspeed.preflight.checks import CHECKS
 from deepspeed.preflight.checks.versions import VersionFact, Versions
@@ -139,6 +142,26 @@ def test_a_rank_without_facts_is_told_with_the_reason():
     assert found[0].what == "rank 1: OSError: no"
     assert judge_all([Versions()], {0: {"versions": fact}}, {0: "a"})["versions"][0].level is Level.OK
     assert VersionFact(**fact["fact"])
+
+
+def test_who_did_not_come_is_waited_for_once(monkeypatch):
+    """Those who came are heard as soon as the last of them has spoken, whoever else comes late."""
+    store = HashStore()
+    monkeypatch.setattr(meeting, "_open", lambda facts, timeout: store)
+    said = [meeting.Meeting(RankFacts(rank, 4, rank, 4, None, None, "a test"), 3600.0) for rank in range(4)]
+    for rank in (0, 1, 2):
+        said[rank].say("alone", rank)
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        said[3].say("alone", 3)
+
+    monkeypatch.setattr(meeting.time, "sleep", sleep)
+    assert said[0].hear_all("alone", [0, 1, 3]) == {0: 0, 1: 1, 3: 3}
+    assert len(waits) == 1, "three words were there, and one of them was not asked for"
+    assert said[0].hear_all("alone", [0, 2]) == {0: 0, 2: 2}
+    assert len(waits) == 1
 
 
 def test_where_absent_ranks_should_be():
