@@ -29,7 +29,7 @@ _OFFSETS = (0.0, 1.0)
 def find_norm(module: nn.Module) -> Swap | Refused | None:
     """How a normalisation is replaced; None for any other module."""
     if type(module) is nn.LayerNorm:
-        return _layer_norm(module)
+        return Refused(reason) if (reason := overridden(module)) else _layer_norm(module)
     if "rmsnorm" not in type(module).__name__.lower():
         return None
     return Refused(reason) if (reason := overridden(module)) else _rms_norm(module)

@@ -162,7 +162,9 @@ def test_names_that_are_excluded_are_left_alone():
 
 
 def test_a_wrapped_module_is_left_alone():
-    norm = nn.LayerNorm(8)
+    norm, wrapped = nn.LayerNorm(8), nn.LayerNorm(8)
+    wrapped.forward = lambda x: x
+    assert isinstance(next(iter(find(wrapped, KINDS))).result, Refused)
     linear = model_of("LlamaConfig", GROUPED).model.norm
     linear.forward = lambda x: x
     assert isinstance(next(iter(find(nn.Sequential(linear), KINDS))).result, Refused)
