@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.fusion.again import not_kept
-from deepspeed.fusion.likeness import alike, overridden, stand_in
+from deepspeed.fusion.likeness import overridden, same, stand_in
 from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward
 from deepspeed.ops.model.gated import ACTIVATIONS, gated, gated_reference, halves
 from deepspeed.ops.rehearsal import forth_and_back
@@ -81,11 +81,10 @@ def _kind(module: nn.Module, names: tuple[str, ...]) -> str | None:
         both.weight.data = torch.cat((gate.weight.data, up.weight.data))
         children = {"gate_up_proj": both, "down_proj": down}
     twin, x = stand_in(module, {}, children), torch.randn(2, 3, _WIDTH, generator=generator)
-    twin.training = False
     for kind in ACTIVATIONS:
         with torch.no_grad():
             expected = down(gated_reference(gate(x), up(x), kind))
-        if alike(lambda: type(module).forward(twin, x), expected):
+        if same(type(module).forward, twin, x, expected):
             return kind
     return None
 

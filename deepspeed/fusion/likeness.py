@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["alike", "attempt", "overridden", "stand_in"]
+__all__ = ["alike", "attempt", "overridden", "same", "stand_in"]
 
 # What code that was not written for a stand-in can raise.
 _FAILURES = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
@@ -35,6 +36,22 @@ def attempt(computed: Callable[[], Any]) -> Any:
             return computed()
     except _FAILURES:
         return None
+
+
+def same(forward: Callable[..., Any], twin: nn.Module, x: Tensor, expected: Any) -> bool:
+    """Whether a stand-in gives what is expected of x both in training, where some drop numbers, and in evaluation."""
+    modes = {module: module.training for module in twin.modules()}
+
+    def computed(training: bool) -> Any:
+        for module in modes:
+            module.training = training
+        return forward(twin, x)
+
+    try:
+        return all(alike(partial(computed, training), expected) for training in (True, False))
+    finally:
+        for module, mode in modes.items():  # some belong to the model
+            module.training = mode
 
 
 def alike(computed: Callable[[], Any], expected: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.fusion.again import computable
-from deepspeed.fusion.likeness import alike, overridden, stand_in
+from deepspeed.fusion.likeness import overridden, same, stand_in
 from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward, whole_shape
 from deepspeed.ops.model.norm import layer_norm, rms_norm, rms_norm_reference
 from deepspeed.ops.rehearsal import forth_and_back
@@ -47,6 +48,10 @@ def _rms_norm(module: nn.Module) -> Swap | Refused:
     own = dict(module.named_parameters(recurse=False))
     if set(own) != {"weight"} or any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return Refused("it has other parts than one weight")
+    if len(whole_shape(own["weight"])) != 1:
+        return Refused("it normalises several dims, or has a weight for several")
+    if len(inspect.signature(type(module).forward).parameters) != 2:
+        return Refused("it takes other inputs than what it normalises")
     epsilon = next((name for name in _EPSILONS if isinstance(getattr(module, name, None), float)), None)
     if epsilon is None and not isinstance(module, nn.RMSNorm):
         return Refused(f"none of {', '.join(_EPSILONS)} is a number")
@@ -58,7 +63,7 @@ def _rms_norm(module: nn.Module) -> Swap | Refused:
         twin.__dict__["normalized_shape"] = (_WIDTH,)
     for offset in _OFFSETS:
         expected, _ = rms_norm_reference(x, None, weight, eps, offset)
-        if alike(lambda: type(module).forward(twin, x), expected):
+        if same(type(module).forward, twin, x, expected):
             width = whole_shape(own["weight"])[0]
             scene = partial(_scene, partial(rms_norm, eps=eps, offset=offset), width, (width,))
             return Swap("rms_norm", partial(put_forward, module, _RmsNorm(eps, offset).run), scene)

@@ -149,6 +149,57 @@ def test_what_computes_something_else_stays_and_is_told():
         assert "forward" not in model[0].__dict__
 
 
+class GatedRMSNorm(nn.Module):
+    """An RMS norm for whoever calls it with one input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x, gate=None):
+        x = x if gate is None else x * torch.sigmoid(gate)
+        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+
+
+class HeadsRMSNorm(GatedRMSNorm):
+    """One weight for each of several heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 8))
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+class DroppedMlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(8, 6), nn.Linear(8, 6), nn.Linear(6, 8)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.RMSNorm((2, 4)), "several dims"),
+        (HeadsRMSNorm(), "several dims"),
+        (GatedRMSNorm(), "other inputs"),
+        (DroppedMlp().train(), "something else"),
+        (DroppedMlp().eval(), "something else"),
+    ],
+)
+def test_what_computes_more_than_one_call_shows_stays(module, reason):
+    training = [each.training for each in module.modules()]
+    (finding,) = find(module, ("norm", "mlp"))
+    assert isinstance(finding.result, Refused)
+    assert reason in finding.result.reason
+    assert [each.training for each in module.modules()] == training
+
+
 def test_names_that_are_excluded_are_left_alone():
     model = model_of("LlamaConfig", GROUPED)
     names = {each.name for each in find(model, KINDS, ["model.layers.0", "lm_head"])}
