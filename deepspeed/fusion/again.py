@@ -21,6 +21,14 @@ Compute = Callable[[], Tensor]
 _NAME = "_deepspeed_again"
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """How a tensor can be computed again, as it was at this version."""
+
+    compute: Compute
+    version: int
+
+
 class _Again:
     """A tensor that is computed again once for all whose backward needs it: kept from the first to the last of them."""
 
@@ -59,7 +67,7 @@ class _Weight:
 def computable(result: Tensor, compute: Compute) -> Tensor:
     """`result`, of which `compute` gives the same numbers once more."""
     if result.requires_grad:
-        setattr(result, _NAME, compute)
+        setattr(result, _NAME, _Source(compute, result._version))
     return result
 
 
@@ -69,15 +77,16 @@ def not_kept(x: Any, module: nn.Module) -> Iterator[None]:
 
     Where something else decides what is kept, as activation checkpointing does, it goes on to decide.
     """
-    compute = getattr(x, _NAME, None)
-    if compute is None or not torch.is_grad_enabled() or _somebody_decides():
+    source: _Source | None = getattr(x, _NAME, None)
+    if source is None or not torch.is_grad_enabled() or _somebody_decides():
         yield
         return
-    again, place, numel = _Again(compute), x.data_ptr(), x.numel()
+    again, place, numel = _Again(source.compute), x.data_ptr(), x.numel()
     params = {param.data_ptr(): param for param in module.parameters() if param.numel()}
 
     def pack(kept: Tensor) -> Any:
-        if kept.data_ptr() == place and kept.numel() == numel and kept.is_contiguous():
+        # of another version it is something else: it was changed in place since it was computed
+        if (kept.data_ptr(), kept.numel(), kept._version) == (place, numel, source.version) and kept.is_contiguous():
             return again.used(kept.shape)
         param = params.get(kept.data_ptr())
         return kept if param is None else _Weight(param, kept.shape, kept.stride())

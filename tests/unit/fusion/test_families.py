@@ -282,3 +282,46 @@ def test_an_input_that_changed_meanwhile_is_told():
     x.add_(0)
     with pytest.raises((UsageError, RuntimeError), match=r"changed in place|modified by an inplace"):
         out.sum().backward()
+
+
+class Grown(nn.Module):
+    """A norm whose result is changed in place, by itself or by who reads it."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.norm, self.mlp = nn.RMSNorm(8), OtherMlp()
+        self.mlp.__class__ = {"before": SiluMlp, "inside": InPlaceMlp}[where]
+        self.where = where
+
+    def forward(self, x):
+        y = self.norm(x)
+        return self.mlp(y.mul_(3.0) if self.where == "before" else y)
+
+
+class SiluMlp(OtherMlp):
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class InPlaceMlp(OtherMlp):
+    def forward(self, x):
+        x.mul_(3.0)
+        return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
+
+
+@pytest.mark.parametrize("where", ["before", "inside"])
+def test_results_of_norms_that_were_changed_in_place_are_kept(where):
+    torch.manual_seed(0)
+    model, x = Grown(where), torch.randn(2, 3, 8)
+    expected = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    put(list(find(model, ("norm", "mlp"))), ExitStack())
+    if where == "inside":  # a module of which the result of the norm is not kept, whatever it does
+        inner = model.mlp.forward
+
+        def forward(y):
+            with not_kept(y, model.mlp):
+                return inner(y)
+
+        model.mlp.forward = forward
+    found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
+    torch.testing.assert_close(found, expected)
