@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.errors import UsageError
+
 __all__ = ["computable", "not_kept"]
 
 Compute = Callable[[], Tensor]
@@ -58,8 +60,15 @@ class _Weight:
     param: nn.Parameter
     size: torch.Size
     stride: tuple[int, ...]
+    version: int
 
     def view(self) -> Tensor:
+        if self.param._version != self.version:
+            raise UsageError(
+                f"a parameter of shape {tuple(self.param.shape)} was changed in place after the forward that used it "
+                f"(version {self.param._version} instead of {self.version}), and the backward of that forward needs "
+                "it. Run the backward first."
+            )
         whole = self.param.detach()
         return whole.as_strided(self.size, self.stride, whole.storage_offset())
 
@@ -89,7 +98,7 @@ def not_kept(x: Any, module: nn.Module) -> Iterator[None]:
         if (kept.data_ptr(), kept.numel(), kept._version) == (place, numel, source.version) and kept.is_contiguous():
             return again.used(kept.shape)
         param = params.get(kept.data_ptr())
-        return kept if param is None else _Weight(param, kept.shape, kept.stride())
+        return kept if param is None else _Weight(param, kept.shape, kept.stride(), param._version)
 
     def unpack(kept: Any) -> Tensor:
         if isinstance(kept, tuple):

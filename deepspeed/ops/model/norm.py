@@ -47,7 +47,7 @@ def rms_norm_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, _keeps: bool = False
 ) -> Pair:
     """In plain torch."""
-    total = x if residual is None else x + residual
+    total = x if residual is None else (x + residual).contiguous()  # as that of the kernels
     wide = total.float()
     normal = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normal * (weight.float() + offset)).to(x.dtype), total
@@ -58,7 +58,7 @@ def layer_norm_reference(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, _keeps: bool = False
 ) -> Pair:
     """In plain torch."""
-    total = x if residual is None else x + residual
+    total = x if residual is None else (x + residual).contiguous()  # as that of the kernels
     normal = functional.layer_norm(total.float(), total.shape[-1:], weight.float(), bias.float(), eps)
     return normal.to(x.dtype), total
 

@@ -325,3 +325,14 @@ def test_results_of_norms_that_were_changed_in_place_are_kept(where):
         model.mlp.forward = forward
     found = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     torch.testing.assert_close(found, expected)
+
+
+def test_a_weight_that_changed_meanwhile_is_told():
+    """As autograd does: the gradients would be those of the new weight."""
+    model = nn.Sequential(nn.RMSNorm(8), SiluMlp())
+    put(list(find(model, ("norm", "mlp"))), ExitStack())
+    out = model(torch.randn(3, 8))
+    with torch.no_grad():
+        model[1].up_proj.weight.add_(1)
+    with pytest.raises(UsageError, match="changed in place after the forward"):
+        out.sum().backward()
