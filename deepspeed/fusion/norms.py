@@ -105,15 +105,21 @@ def _kept(norm: Norm, x: Tensor, *weights: Tensor) -> tuple[Tensor, Tensor]:
     return _computable(norm, result, x, *weights), kept
 
 
-def _summed(norm: Norm, x: Tensor, residual: Tensor | None, *weights: Tensor) -> Any:
+def _summed(norm: Norm, x: Any, residual: Any, *weights: Tensor) -> Any:
     """norm(x); with a `residual` (norm(x + residual), x + residual)."""
     if residual is None:
         return _normalised(norm, x, *weights)
-    if (x.shape, x.dtype, x.device) != (residual.shape, residual.dtype, residual.device):
+    if not _of_a_kind(x, residual):
         total = residual + x
         return _normalised(norm, total, *weights), total
     result, total = norm(x, *weights, residual=residual)
     return _computable(norm, result, total, *weights), total
+
+
+def _of_a_kind(x: Any, residual: Any) -> bool:
+    """Whether two are tensors that have a sum of their own shape and dtype; code may add numbers, or rows."""
+    tensors = isinstance(x, Tensor) and isinstance(residual, Tensor)
+    return tensors and (x.shape, x.dtype, x.device) == (residual.shape, residual.dtype, residual.device)
 
 
 def _normalised(norm: Norm, x: Tensor, *weights: Tensor) -> Tensor:

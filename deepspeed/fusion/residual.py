@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.fusion.functions import copied, tree_of
+from deepspeed.fusion.functions import code_of, copied, is_read_from, tree_of
 from deepspeed.fusion.likeness import overridden
 from deepspeed.fusion.swap import Refused, Swap, put_forward
 
@@ -43,8 +43,8 @@ def find_residual(module: nn.Module, norms: Mapping[nn.Module, Swap]) -> Swap | 
         return None
     if reason := overridden(module):
         return Refused(reason)
-    if forward.__closure__:
-        return Refused(f"the forward of {type(module).__name__} is wrapped, or uses names from around it")
+    if forward.__closure__ or not is_read_from(forward, tree_of(forward)):
+        return Refused(f"the forward of {type(module).__name__} is wrapped, or uses names of its class or around it")
     put = partial(put_forward, module, _Layer(_function(tree, forward), tuple(found)).run)
     name, adds = max(found.items(), key=lambda each: each[1])
     norm = norms[module.get_submodule(name)]
@@ -89,9 +89,11 @@ def _rewritten(tree: ast.Module, names: Collection[str]) -> dict[str, bool]:
 
 
 def _changed(node: ast.AST) -> str | None:
-    """What `x += y` or `x.add_(y)` changes in place."""
+    """What `x += y`, `x[0] = y` or `x.add_(y)` changes in place."""
     if isinstance(node, ast.AugAssign):
-        return ast.unparse(node.target)
+        return ast.unparse(node.target.value if isinstance(node.target, ast.Subscript) else node.target)
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+        return ast.unparse(node.value)
     method = node.func if isinstance(node, ast.Call) else None
     in_place = isinstance(method, ast.Attribute) and method.attr.endswith("_") and not method.attr.endswith("__")
     return ast.unparse(method.value) if in_place else None  # type: ignore[union-attr]
@@ -121,7 +123,10 @@ def _is_sum(first: ast.AST, second: ast.AST, third: ast.AST) -> bool:
     if total is None or not added:
         return False
     parts = (first.value.left, first.value.right)  # type: ignore[attr-defined]
-    return any(isinstance(part, ast.Name) for part in parts) and _is_kept(second, third) and _assigned(third) == total
+    named = any(isinstance(part, ast.Name) for part in parts)
+    # the call computes its parts in another order, which nobody sees unless one assigns what the other reads
+    assigns = any(isinstance(node, ast.NamedExpr) for part in parts for node in ast.walk(part))
+    return named and not assigns and _is_kept(second, third) and _assigned(third) == total
 
 
 def _is_kept(first: ast.AST, second: ast.AST) -> bool:
@@ -155,7 +160,5 @@ def _function(tree: ast.Module, forward: types.FunctionType) -> Callable[..., An
     code = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
     code.decorator_list = []
     ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)  # an error shows the line of the class's own
-    outer = compile(tree, forward.__code__.co_filename, "exec", dont_inherit=True)
-    inner = next(each for each in outer.co_consts if isinstance(each, types.CodeType))
-    made: Callable[..., Any] = copied(forward, code=inner)
+    made: Callable[..., Any] = copied(forward, code=code_of(tree, forward))
     return made

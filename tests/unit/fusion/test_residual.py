@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
+from functools import wraps
 
 import pytest
 import torch
@@ -93,6 +94,92 @@ class Added(Layer):
         return kept.add_(self.second(x))
 
 
+class Written(Layer):
+    """The same by an index."""
+
+    def forward(self, x):
+        kept = x
+        x = self.norm(x)
+        kept[..., 0] = 0
+        return kept + self.second(x)
+
+
+class Walrus(Layer):
+    """One part of the sum assigns the other."""
+
+    def forward(self, x):
+        y = self.first(x)
+        y = y + (y := self.second(x))
+        x = y
+        y = self.norm(y)
+        return x + y
+
+
+class Numbers(Layer):
+    """What is added are numbers, and rows."""
+
+    def __init__(self, norm=nn.RMSNorm):
+        super().__init__(norm)
+        self.shift, self.row = 0.5, nn.Parameter(torch.randn(8))
+
+    def forward(self, x):
+        x = self.shift + x
+        kept = x
+        x = self.norm(x)
+        x = self.first(x)
+        x = x + self.row
+        again = x
+        x = self.norm(x)
+        return kept + again + self.second(x)
+
+
+class Default(Layer):
+    """A default that is code, too, and text of several lines."""
+
+    def forward(self, x, act=lambda y: y * 2):
+        text = """one
+            two"""
+        kept = x
+        x = self.norm(x)
+        return kept * len(text) + act(self.first(self.second(x)))
+
+
+class Private(Layer):
+    """Names that belong to the class."""
+
+    def __init__(self, norm=nn.RMSNorm):
+        super().__init__(norm)
+        self.__scale = 2.0
+
+    def forward(self, x):
+        kept = x
+        x = self.norm(x)
+        return kept + self.__scale * self.second(x)
+
+
+HIDDEN = []
+
+
+def without_closure(function):
+    HIDDEN.append(function)
+
+    @wraps(function)
+    def outer(self, x):
+        return 2 * HIDDEN[0](self, x)
+
+    return outer
+
+
+class Hidden(Layer):
+    """A decorator without a trace of what it calls."""
+
+    @without_closure
+    def forward(self, x):
+        kept = x
+        x = self.norm(x)
+        return kept + self.second(x)
+
+
 class Other(Layer):
     """Both names are read."""
 
@@ -158,7 +245,8 @@ def outcome(model, x):
 @pytest.mark.parametrize(
     ("kind", "asked"),
     [(Usual, [{"residual"}]), (Dropped, [{"residual"}]), (Inside, [{"residual"}]), (First, [{"keeps"}]),
-     (Minus, [{"keeps"}]), (Twice, [{"keeps"}, {"residual"}])],
+     (Minus, [{"keeps"}]), (Twice, [{"keeps"}, {"residual"}]), (Numbers, [{"residual"}, {"residual"}]),
+     (Default, [{"keeps"}]), (Walrus, [{"keeps"}])],
 )  # fmt: skip
 def test_the_same_values_and_gradients(kind, asked, norm):
     torch.manual_seed(0)
@@ -178,7 +266,7 @@ def test_the_same_values_and_gradients(kind, asked, norm):
     assert not any("forward" in module.__dict__ for module in model.modules()), "everything is put back"
 
 
-@pytest.mark.parametrize("kind", [Later, Apart, Named, Grown, Added, Other])
+@pytest.mark.parametrize("kind", [Later, Apart, Named, Grown, Added, Written, Other])
 def test_other_code_stays_as_it_is(kind):
     assert sums(kind()) == []
 
@@ -207,8 +295,9 @@ def test_a_hook_of_somebody_sees_what_it_saw():
 def test_a_layer_that_somebody_wrapped_is_told():
     model = Usual()
     model.forward = lambda x: x
-    (found,) = sums(model)
-    assert isinstance(found.result, Refused)
+    for each in (model, Private(), Hidden()):
+        (found,) = sums(each)
+        assert isinstance(found.result, Refused)
 
 
 def test_numbers_of_different_kinds_are_added_as_ever():
