@@ -1,7 +1,6 @@
 """Functions read, and made again with something in them exchanged."""
 
 from __future__ import annotations
-
 import __future__
 
 import ast

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-__all__ = ["FORWARD", "differentiated", "fits", "is_plain", "ordinary", "unwatched", "watched_everywhere"]
+__all__ = ["FORWARD", "differentiated", "fits", "is_plain", "only_ours", "ordinary", "unwatched", "watched_everywhere"]
 
 FORWARD = nn.Linear.forward
 
@@ -24,6 +24,14 @@ def unwatched(layer: nn.Module) -> bool:
         type(layer) is nn.Linear
         and layer._compiled_call_impl is None
         and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
+    )
+
+
+def only_ours(module: nn.Module) -> bool:
+    """Whether nobody but this library sees or changes what goes in and out of a module, forward and backward."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return module._compiled_call_impl is None and all(
+        str(getattr(hook, "__module__", "")).startswith("deepspeed.") for some in hooks for hook in some.values()
     )
 
 

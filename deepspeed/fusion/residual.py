@@ -25,8 +25,9 @@ from typing import Any
 from torch import nn
 
 from deepspeed.fusion.functions import code_of, copied, is_read_from, tree_of
+from deepspeed.fusion.layers import only_ours, watched_everywhere
 from deepspeed.fusion.likeness import overridden
-from deepspeed.fusion.swap import Refused, Swap, put_forward
+from deepspeed.fusion.swap import Refused, Swap, put_forward, replacement
 
 __all__ = ["find_residual"]
 
@@ -59,14 +60,16 @@ class _Layer:
         self.forward, self.norms = forward, norms
 
     def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
-        """Hooks of others on a norm would see a norm that also adds; for them it stays what it was."""
-        ours = all(_only_ours(module._modules[norm]) for norm in self.norms)
+        """Hooks of others on a norm would see a norm that also adds; for them it stays what it was.
+
+        So it does where a norm was exchanged or wrapped meanwhile, by one that only normalises.
+        """
+        ours = not watched_everywhere() and all(_adds(module._modules.get(norm)) for norm in self.norms)
         return (self.forward if ours else type(module).forward)(module, *args, **kwargs)
 
 
-def _only_ours(norm: nn.Module) -> bool:
-    hooks = (*norm._forward_hooks.values(), *norm._forward_pre_hooks.values())
-    return all(str(getattr(hook, "__module__", "")).startswith("deepspeed.") for hook in hooks)
+def _adds(norm: nn.Module | None) -> bool:
+    return norm is not None and replacement(norm) is not None and only_ours(norm)
 
 
 def _rewritten(tree: ast.Module, names: Collection[str]) -> dict[str, bool]:

@@ -258,7 +258,13 @@ def test_the_same_values_and_gradients(kind, asked, norm):
         put(findings, undo)
         seen = []
         inner = model[0].norm.forward
-        model[0].norm.forward = lambda *args, **kwargs: (seen.append(set(kwargs)), inner(*args, **kwargs))[1]
+
+        @wraps(inner)  # which makes it look as if nobody had wrapped it
+        def spy(*args, **kwargs):
+            seen.append(set(kwargs))
+            return inner(*args, **kwargs)
+
+        model[0].norm.forward = spy
         for one, other in zip(outcome(model, x), outcome(plain, x), strict=True):
             torch.testing.assert_close(one, other)
         assert seen == asked, "the norm adds"
@@ -290,6 +296,43 @@ def test_a_hook_of_somebody_sees_what_it_saw():
         each(x)
     for one, other in zip(*seen, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def wrap(model):
+    inner = model.norm.forward
+    model.norm.forward = lambda x: inner(x) * 2
+
+
+def pass_by(model):
+    model.norm = nn.Identity()
+
+
+@pytest.mark.parametrize("change", [wrap, pass_by, lambda model: model.norm.compile(backend="eager")])
+def test_a_norm_that_changed_meanwhile_only_normalises(change):
+    torch.manual_seed(0)
+    model, x = Usual(), torch.randn(3, 8)
+    plain = copy.deepcopy(model)
+    put(list(find(model, ("norm",))), ExitStack())
+    for each in (model, plain):
+        change(each)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+def test_hooks_of_the_backward_and_of_all_modules_see_what_they_saw():
+    torch.manual_seed(0)
+    model, x = Usual(), torch.randn(3, 8)
+    plain, seen = copy.deepcopy(model), []
+    put(list(find(model, ("norm",))), ExitStack())
+    for each in (model, plain):
+        hook = each.norm.register_full_backward_hook(lambda module, into, out: seen.append((*into, *out)))
+        each(x).sum().backward()
+        hook.remove()
+    torch.testing.assert_close(*seen)
+    seen.clear()
+    with nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(out)):
+        model(x)
+        plain(x)
+    torch.testing.assert_close(seen[: len(seen) // 2], seen[len(seen) // 2 :])
 
 
 def test_a_layer_that_somebody_wrapped_is_told():
