@@ -89,28 +89,38 @@ class _Head(nn.Linear):
 
 
 def _put(model: nn.Module, head: nn.Linear, loss: Callable[..., Any]) -> Undo:
-    def fused(logits: Any, labels: Tensor, vocab_size: int, **kwargs: Any) -> Any:
-        lazy = isinstance(logits, LazyLogits) and not logits.computed and logits.plain
-        if (
-            not lazy
-            or vocab_size != head.out_features
-            or set(kwargs) - {"num_items_in_batch", "ignore_index", "shift_labels"}
-        ):
-            return loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
-        return _loss(head, logits, labels, **kwargs)
-
-    before = model.__dict__.get("_loss_function")
-    setattr(model, "loss_function", fused)  # noqa: B010 - a property of the model's class
+    names = ("_loss_function", "loss_function")  # where a property keeps it, and what replaces a method
+    before = {name: model.__dict__[name] for name in names if name in model.__dict__}
+    setattr(model, "loss_function", _Loss(head, loss))  # noqa: B010
     head.__class__ = _Head
 
     def undo() -> None:
         head.__class__ = nn.Linear
-        if before is None:
-            del model._loss_function
-        else:
-            setattr(model, "loss_function", before)  # noqa: B010
+        for name in names:
+            model.__dict__.pop(name, None)
+        model.__dict__.update(before)
 
     return undo
+
+
+class _Loss:
+    """A model's loss, by its head where nobody has looked at the logits.
+
+    An object of the model, that is copied and pickled with its head.
+    """
+
+    def __init__(self, head: nn.Linear, loss: Callable[..., Any]) -> None:
+        self.head, self.loss = head, loss
+
+    def __call__(self, logits: Any, labels: Tensor, vocab_size: int, **kwargs: Any) -> Any:
+        lazy = isinstance(logits, LazyLogits) and not logits.computed and logits.plain
+        if (
+            not lazy
+            or vocab_size != self.head.out_features
+            or set(kwargs) - {"num_items_in_batch", "ignore_index", "shift_labels"}
+        ):
+            return self.loss(logits=logits, labels=labels, vocab_size=vocab_size, **kwargs)
+        return _loss(self.head, logits, labels, **kwargs)
 
 
 def _loss(
