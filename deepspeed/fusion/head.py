@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from deepspeed.errors import UsageError
 from deepspeed.fusion.lazy_logits import LazyLogits, put_off
 from deepspeed.fusion.likeness import alike
 from deepspeed.fusion.swap import TOKENS, Refused, Swap, Undo
@@ -81,6 +82,11 @@ class _Head(nn.Linear):
         if labels is None:
             return functional.linear(input, self.weight, self.bias)
         hidden = input.reshape(-1, input.shape[-1])
+        if labels.numel() != hidden.shape[0]:
+            raise UsageError(
+                f"there are {labels.numel()} labels for logits of {hidden.shape[0]} tokens. Give as many, with "
+                f"{ignored} for those that do not count; with logits_to_keep, as shift_labels."
+            )
         if torch.is_autocast_enabled(hidden.device.type):
             hidden = hidden.to(torch.get_autocast_dtype(hidden.device.type))
         weight = self.weight if self.weight.dtype == hidden.dtype else self.weight.to(hidden.dtype)
@@ -136,7 +142,9 @@ def _loss(
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     total: Tensor = head(logits.source(), labels=shift_labels, ignored=ignore_index, cap=logits.cap)
     if num_items_in_batch is None:
-        return total / (shift_labels != ignore_index).sum().to(total.device)
+        count = (shift_labels != ignore_index).sum().to(total.device)
+        # of no labels it is NaN, and the gradients are zero nevertheless
+        return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
     return total / (
         num_items_in_batch.to(total.device) if isinstance(num_items_in_batch, Tensor) else num_items_in_batch
     )

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.errors import UsageError
 from deepspeed.fusion.find import find, put
 
 transformers = pytest.importorskip("transformers")
@@ -68,3 +69,24 @@ def test_the_loss_of_a_subclass_comes_back():
         torch.testing.assert_close(model(input_ids=IDS, labels=IDS).loss, expected)
     assert not {"loss_function", "_loss_function"} & set(model.__dict__)
     assert torch.equal(model(input_ids=IDS, labels=IDS).loss, expected)
+
+
+@pytest.mark.parametrize(
+    "given", [{"labels": IDS, "logits_to_keep": 4}, {"labels": torch.cat((IDS, IDS), 1)}, {"labels": IDS[:1]}]
+)
+def test_labels_of_another_number_than_logits_are_an_error(pair, given):
+    with pytest.raises(UsageError, match=r"labels for logits of \d+ tokens"):
+        pair[0](input_ids=IDS, **given)
+
+
+def test_some_logits_with_their_labels(pair):
+    given = {"labels": IDS, "logits_to_keep": 4, "shift_labels": IDS[:, -4:].contiguous()}
+    torch.testing.assert_close(*(each(input_ids=IDS, **given).loss for each in pair))
+
+
+def test_a_batch_in_which_no_label_counts_has_gradients_of_zero(pair):
+    for each in pair:
+        loss = each(input_ids=IDS, labels=torch.full_like(IDS, -100)).loss
+        assert loss.isnan()
+        loss.backward()
+        assert all(param.grad.eq(0).all() for param in each.parameters())
