@@ -45,7 +45,8 @@ def find_inputs(
     children = {name: child for name, child in module.named_children() if kept(name)}
     plain = {name for name, child in children.items() if is_plain(child)}
     rounded = {name for name, child in children.items() if products_of(child) is not None}
-    if max(len(plain), len(rounded)) < 2 or isinstance(getattr(replacement(module), "__self__", None), FeedForward8):
+    done = isinstance(getattr(replacement(module), "__self__", None), (FeedForward8, _Reader))
+    if max(len(plain), len(rounded)) < 2 or done:
         return None
     if type(module) not in known:
         known[type(module)] = list(_groups(type(module).forward))

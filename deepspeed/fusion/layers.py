@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
+from deepspeed.fusion.likeness import overridden
+
 __all__ = ["FORWARD", "differentiated", "fits", "is_plain", "only_ours", "ordinary", "unwatched", "watched_everywhere"]
 
 FORWARD = nn.Linear.forward
@@ -15,7 +17,7 @@ FORWARD = nn.Linear.forward
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether a layer computes what torch's does, and nobody sees or changes what goes in and out of it."""
-    return unwatched(layer) and nn.Linear.forward is FORWARD and "forward" not in layer.__dict__
+    return unwatched(layer) and nn.Linear.forward is FORWARD and overridden(layer) is None
 
 
 def unwatched(layer: nn.Module) -> bool:

@@ -26,7 +26,9 @@ def stand_in(module: nn.Module, tensors: Mapping[str, Tensor], children: Mapping
 
 def overridden(module: nn.Module) -> str | None:
     """Why a module's class does not tell what it computes; None if it does."""
-    return "its forward was replaced on the instance" if "forward" in module.__dict__ else None
+    own = module.__dict__.get("forward")
+    of_class = own is None or getattr(own, "__func__", None) is type(module).forward  # as modules that were pickled
+    return None if of_class else "its forward was replaced on the instance"
 
 
 def attempt(computed: Callable[[], Any]) -> Any:

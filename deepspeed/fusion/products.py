@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from deepspeed.fusion.gelu import LinearGelu
 from deepspeed.fusion.layers import unwatched
+from deepspeed.fusion.likeness import overridden
 from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward, replacement
 from deepspeed.ops.fp8.linear import MULTIPLE, Fp8Linear
 from deepspeed.ops.fp8.quantise import Rounded, round_rows, round_tensor
@@ -28,8 +29,8 @@ def find_product(module: nn.Module, recent: Recent) -> Swap | Refused | None:
     if type(module) is not nn.Linear:
         return Refused(f"{type(module).__name__} is a linear layer of its own kind")
     fused = getattr(replacement(module), "__self__", None)
-    if "forward" in module.__dict__ and not isinstance(fused, LinearGelu):
-        return Refused("its forward was replaced on the instance")
+    if not isinstance(fused, LinearGelu) and (reason := overridden(module)):
+        return Refused(reason)
     if module.in_features % MULTIPLE or module.out_features % MULTIPLE:
         return Refused(f"{module.in_features} × {module.out_features} is no multiple of {MULTIPLE} on each side")
     name = f"fp8 product, scales by {'row' if recent.by_rows else 'tensor'}"

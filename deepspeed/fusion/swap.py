@@ -52,6 +52,7 @@ def put_forward(module: nn.Module, forward: Callable[..., Any], *, compiled: Cal
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         return (seen if torch.compiler.is_compiling() else forward)(self, *args, **kwargs)
 
+    run.__name__ = "forward"  # by which it is pickled: what is loaded computes what its class does
     run.__dict__[_PUT] = forward
 
     module.forward = types.MethodType(run, module)
