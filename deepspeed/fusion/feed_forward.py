@@ -95,12 +95,18 @@ class FeedForward:
     def __init__(self, kind: str) -> None:
         self.kind = kind
 
-    def apart(self, module: Any, x: Tensor) -> Any:
+    def apart(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:  # only what a layer computes of its input was tried
+            return type(module).forward(module, *args, **kwargs)
+        (x,) = args
         with not_kept(x, module):
             gate, up = module.gate_proj(x), module.up_proj(x)
         return module.down_proj(gated(gate, up, self.kind))
 
-    def together(self, module: Any, x: Tensor) -> Any:
+    def together(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) != 1 or kwargs:
+            return type(module).forward(module, *args, **kwargs)
+        (x,) = args
         with not_kept(x, module):
             both = module.gate_up_proj(x)
         return module.down_proj(halves(both, self.kind))

@@ -43,12 +43,13 @@ class FeedForward8:
     def __init__(self, apart: FeedForward) -> None:
         self._apart = apart
 
-    def run(self, module: Any, x: Tensor) -> Any:
+    def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        x: Any = args[0] if len(args) == 1 and not kwargs else None
         layers = None if watched_everywhere() or not ordinary(x) or not x.numel() else _layers(module)
         if layers is None or not all(
             fits(layer, x, width) for layer, width in zip(layers, (None, None, layers[0].out_features), strict=True)
         ):
-            return self._apart.apart(module, x)
+            return self._apart.apart(module, *args, **kwargs)
         products = products_of(layers[0])
         assert products is not None, "looked at"
         return compute(products, x, self._apart.kind, *(layer.weight for layer in layers))

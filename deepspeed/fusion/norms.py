@@ -87,14 +87,15 @@ class _RmsNorm:
     def __init__(self, eps: float, offset: float) -> None:
         self.eps, self.offset = eps, offset
 
-    def run(self, module: Any, hidden_states: Tensor, residual: Tensor | None = None, keeps: bool = False) -> Any:
+    def run(self, module: Any, *args: Any, residual: Any = None, keeps: bool = False, **named: Any) -> Any:
+        (hidden_states,) = args or named.values()  # whatever name its class has for it
         norm = partial(rms_norm, eps=self.eps, offset=self.offset)
         if keeps:
             return _kept(norm, hidden_states, module.weight)
         return _summed(norm, hidden_states, residual, module.weight)
 
 
-def _run_layer_norm(self: Any, input: Tensor, residual: Tensor | None = None, keeps: bool = False) -> Any:
+def _run_layer_norm(self: Any, input: Tensor, *, residual: Any = None, keeps: bool = False) -> Any:
     norm, weights = partial(layer_norm, eps=self.eps), (self.weight, self.bias)
     return _kept(norm, input, *weights) if keeps else _summed(norm, input, residual, *weights)
 

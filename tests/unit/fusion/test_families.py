@@ -200,6 +200,40 @@ def test_what_computes_more_than_one_call_shows_stays(module, reason):
     assert [each.training for each in module.modules()] == training
 
 
+class NamedRMSNorm(GatedRMSNorm):
+    def forward(self, states):
+        return super().forward(states)
+
+
+class ScaledMlp(DroppedMlp):
+    def forward(self, states, scale=1.0):
+        return scale * self.down_proj(nn.functional.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "names"),
+    [
+        (NamedRMSNorm(), 0, {"states": 1.0}),
+        (nn.LayerNorm(8), 0, {"input": 1.0}),
+        (ScaledMlp(), 0, {"states": 1.0}),
+        (ScaledMlp(), 1, {"scale": 3.0}),
+        (ScaledMlp(), 2, {}),
+    ],
+)
+def test_arguments_are_those_of_the_class(module, args, names):
+    x = torch.randn(3, 8)
+    args, names = (x, 2.0)[:args], {name: x if value == 1.0 else value for name, value in names.items()}
+    expected = module(*args, **names)
+    (finding,) = find(module, ("norm", "mlp"))
+    assert isinstance(finding.result, Swap)
+    with ExitStack() as undo:
+        put([finding], undo)
+        torch.testing.assert_close(module(*args, **names), expected)
+        if isinstance(module, ScaledMlp):
+            with pytest.raises(TypeError):
+                module()
+
+
 def test_names_that_are_excluded_are_left_alone():
     model = model_of("LlamaConfig", GROUPED)
     names = {each.name for each in find(model, KINDS, ["model.layers.0", "lm_head"])}
