@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deepspeed.fusion.again import not_kept
 from deepspeed.fusion.likeness import overridden, same, stand_in

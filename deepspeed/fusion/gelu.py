@@ -1,11 +1,14 @@
 """A linear layer with a bias and the GELU behind it: the bias, the activation and their gradients in one pass each.
 
-The layer computes both, since its parameters may be there only while it runs, and the activation hands on what it gets.
+The layer computes both, since its parameters may be there only while it runs, and the activation hands on what it gets:
+while the module runs that calls one after the other, and nobody looks between them. Each computes its own for whoever
+else calls it.
 """
 
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -16,8 +19,9 @@ from torch.nn import functional
 
 from deepspeed.fusion.again import not_kept
 from deepspeed.fusion.feed_forward import is_gated
+from deepspeed.fusion.layers import only_ours, watched_everywhere
 from deepspeed.fusion.likeness import alike, attempt, overridden, stand_in
-from deepspeed.fusion.swap import TOKENS, Refused, Swap, Undo, put_forward, whole_shape
+from deepspeed.fusion.swap import TOKENS, Refused, Swap, Undo, put_forward, put_whole, replacement, whole_shape
 from deepspeed.ops.model.bias_gelu import FORMS, bias_gelu
 from deepspeed.ops.model.gated import ACTIVATIONS
 from deepspeed.ops.rehearsal import forth_and_back
@@ -26,6 +30,8 @@ __all__ = ["LinearGelu", "find_gelu"]
 
 _WIDTH = 8
 Product = Callable[[Tensor, Tensor], Tensor]
+Names = tuple[str, str]
+"""Of the layer and the GELU in their module."""
 
 
 def find_gelu(module: nn.Module, alone: Callable[[nn.Module], bool]) -> Iterator[tuple[str, Swap | Refused]]:
@@ -42,10 +48,11 @@ def find_gelu(module: nn.Module, alone: Callable[[nn.Module], bool]) -> Iterator
                 told = reason or f"no layer of {type(module).__name__} could be seen to be read by it alone"
                 yield name, Refused(told)
             continue
-        yield layer, _swap(module.get_submodule(layer), child, kind, alone)
+        yield layer, _swap(module, (layer, name), kind, alone)
 
 
-def _swap(layer: nn.Module, act: nn.Module, kind: str, alone: Callable[[nn.Module], bool]) -> Swap | Refused:
+def _swap(module: nn.Module, names: Names, kind: str, alone: Callable[[nn.Module], bool]) -> Swap | Refused:
+    layer, act = (module.get_submodule(name) for name in names)
     product = _product(layer)
     if product is None:
         return Refused(f"the layer before its GELU is a {type(layer).__name__}, not a plain linear layer")
@@ -58,14 +65,16 @@ def _swap(layer: nn.Module, act: nn.Module, kind: str, alone: Callable[[nn.Modul
         return Refused("the layer or its GELU is used in several places")
     if layer._forward_hooks or act._forward_hooks or act._forward_pre_hooks:
         return Refused("a hook looks at what is between the layer and its GELU")
-    run = LinearGelu(kind, product)
+    run = LinearGelu(names, kind, product)
 
     def put() -> Undo:
-        first, second = put_forward(layer, run.run, compiled=run.plain), put_forward(act, _through, compiled=_through)
+        first, second = put_forward(layer, run.run, compiled=run.plain), put_forward(act, run.act)
+        third = put_whole(module, partial(run.around, replacement(module) or type(module).forward))
 
         def undo() -> None:
-            first()
+            third()
             second()
+            first()
 
         return undo
 
@@ -76,20 +85,60 @@ def _scene(kind: str, width: int, *, dtype: torch.dtype) -> None:
     forth_and_back(lambda x, bias: bias_gelu(x, bias, kind), (TOKENS, width), (width,), dtype=dtype)
 
 
+class _State(threading.local):
+    """Of a thread: whether the layer may compute both, and whether it did and the GELU is still to come."""
+
+    together = False
+    done = False
+
+
 class LinearGelu:
     """What one layer computes: its product, then the bias and the GELU."""
 
-    def __init__(self, kind: str, product: Product) -> None:
-        self.kind, self.product = kind, product
+    def __init__(self, names: Names, kind: str, product: Product) -> None:
+        self.names, self.kind, self.product = names, kind, product
+        self._own, self._state = product, _State()
+
+    def around(self, forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        """The forward of the module of both."""
+        state = self._state
+        before = state.together, state.done
+        state.together, state.done = self._unseen(module), False
+        try:
+            return forward(module, *args, **kwargs)
+        finally:
+            state.together, state.done = before
+
+    def _unseen(self, module: nn.Module) -> bool:
+        """Whether both are where they were found, and nobody looks between them."""
+        parts = [module._modules.get(name) for name in self.names]
+        return not watched_everywhere() and all(
+            part is not None and getattr(replacement(part), "__self__", None) is self and only_ours(part)
+            for part in parts
+        )
 
     def run(self, module: Any, input: Tensor) -> Tensor:
+        if not self._state.together:
+            return self.plain(module, input)
         with not_kept(input, module):
             inner = self.product(input, module.weight)
+        self._state.done = True
         return bias_gelu(inner, module.bias, self.kind)
 
+    def act(self, module: Any, input: Tensor) -> Tensor:
+        if not self._state.done:
+            result: Tensor = type(module).forward(module, input)
+            return result
+        self._state.done = False
+        return input
+
     def plain(self, module: Any, input: Tensor) -> Tensor:
-        """As a compiler gets to see it."""
-        return ACTIVATIONS[self.kind](self.product(input, module.weight) + module.bias)
+        """The layer without the GELU, as a compiler gets to see it, too."""
+        product = None if self.product is self._own else self.product(input, module.weight)
+        result: Tensor = (
+            type(module).forward(module, input) if product is None else product + module.bias.to(product.dtype)
+        )
+        return result
 
     def multiply_by(self, product: Product) -> Undo:
         """Take another product from now on."""
@@ -99,10 +148,6 @@ class LinearGelu:
             self.product = before
 
         return undo
-
-
-def _through(self: Any, input: Tensor) -> Tensor:
-    return input
 
 
 def _form(module: nn.Module) -> str | None:
@@ -136,13 +181,13 @@ def _layer_before(module: nn.Module, act: str, kind: str) -> str | None:
         return before if before is not None and _has_parameters(module.get_submodule(before)) else None
     stubs = {name: _stub(child) for name, child in module.named_children()}
     x = torch.randn(2, 3, _WIDTH, generator=torch.Generator().manual_seed(0))
-    expected = attempt(lambda: type(module).forward(stand_in(module, {}, stubs), x))
+    expected = attempt(lambda: type(module).forward(_in_training(stand_in(module, {}, stubs)), x))
     if not isinstance(expected, Tensor):
         return None
     for name, child in module.named_children():
         if _has_parameters(child):
             layer, through = _Counted(stubs[name], ACTIVATIONS[kind]), _Counted(None, None)
-            twin = stand_in(module, {}, {**stubs, name: layer, act: through})
+            twin = _in_training(stand_in(module, {}, {**stubs, name: layer, act: through}))
             same = alike(lambda twin=twin: type(module).forward(twin, x), expected)  # type: ignore[misc]
             if same and (layer.calls, through.calls) == (1, 1):
                 return name
@@ -150,14 +195,18 @@ def _layer_before(module: nn.Module, act: str, kind: str) -> str | None:
 
 
 def _stub(child: nn.Module) -> nn.Module:
-    """Something small that stands for a child: a square layer where it has parameters, else itself without dropout."""
+    """Something small that stands for a child: a square layer where it has parameters, else itself in training."""
     if _has_parameters(child):
         made = nn.Linear(_WIDTH, _WIDTH, device="cpu", dtype=torch.float32)
         numbers = torch.Generator().manual_seed(1)
         made.weight.data, made.bias.data = (torch.randn(p.shape, generator=numbers) for p in made.parameters())
         return made
-    twin = copy.copy(child)
-    twin.training = False
+    return _in_training(copy.copy(child))
+
+
+def _in_training(twin: nn.Module) -> nn.Module:
+    """With dropout, of which each trial draws the same: what it leaves out tells where it is."""
+    twin.training = True
     return twin
 
 

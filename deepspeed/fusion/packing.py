@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from deepspeed.fusion.functions import copied, exchanged, tree_of
 from deepspeed.fusion.likeness import attempt, overridden
-from deepspeed.fusion.swap import Refused, Swap, Undo, put_forward
+from deepspeed.fusion.swap import Refused, Swap, put_whole
 
 __all__ = ["find_packing"]
 
@@ -50,14 +50,7 @@ def find_packing(module: nn.Module) -> Swap | Refused | None:
         return Refused(f"decorators of {type(module).__name__}.forward hide what they call")
     place = list(inspect.signature(inner).parameters).index(_POSITIONS) - 1
     run = partial(_run, again, count, place)
-    return Swap("causal mask, with no wait for the device", partial(_put, module, run))
-
-
-def _put(module: nn.Module, run: Callable[..., Any]) -> Undo:
-    """What a whole model takes is read by others from its signature, which stays."""
-    undo = put_forward(module, run)
-    module.forward.__func__.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
-    return undo
+    return Swap("causal mask, with no wait for the device", partial(put_whole, module, run))
 
 
 class _Count(threading.local):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["TOKENS", "Refused", "Swap", "Undo", "put_forward", "replacement", "whole_shape"]
+__all__ = ["TOKENS", "Refused", "Swap", "Undo", "put_forward", "put_whole", "replacement", "whole_shape"]
 
 Undo = Callable[[], None]
 
@@ -63,6 +64,13 @@ def put_forward(module: nn.Module, forward: Callable[..., Any], *, compiled: Cal
         else:
             module.forward = before
 
+    return undo
+
+
+def put_whole(module: nn.Module, forward: Callable[..., Any]) -> Undo:
+    """As `put_forward`, for modules of which others read what they take: their signature stays."""
+    undo = put_forward(module, forward)
+    module.forward.__func__.__signature__ = inspect.signature(type(module).forward)  # type: ignore[attr-defined]
     return undo
 
 

@@ -106,6 +106,82 @@ def test_what_is_left_alone_has_a_reason():
     assert fates(replaced) == {} or all(isinstance(fate, Refused) for fate in fates(replaced).values())
 
 
+class Picks(nn.Module):
+    """Calls parts of a row on their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.row = plain_mlp()
+
+    def forward(self, x):
+        inner = self.row[0](x)
+        return self.row(x) + self.row[2](torch.relu(inner)) + self.row[2](self.row[1](inner))
+
+
+def test_parts_that_are_called_alone_compute_their_own():
+    assert isinstance(fates(Picks())["row.0"], Swap)
+    same(Picks(), torch.randn(2, 3, WIDTH))
+
+
+def test_two_in_a_row():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(part for _ in range(2) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
+    assert [type(fate) for fate in fates(model).values()] == [Swap, Swap]
+    same(model, torch.randn(2, 3, WIDTH))
+
+
+def hook_the_layer(model):
+    model[0].register_forward_hook(lambda module, args, out: out * 2)
+
+
+def hook_the_gelu(model):
+    model[1].register_forward_pre_hook(lambda module, args: args[0] * 2)
+
+
+def exchange_the_gelu(model):
+    model[1] = nn.ReLU()
+
+
+def wrap_the_layer(model):
+    inner = model[0]
+    model[0] = nn.Sequential(inner, nn.LayerNorm(INNER))
+
+
+def compile_the_layer(model):
+    model[0].compile(backend="eager")
+
+
+@pytest.mark.parametrize(
+    "change", [hook_the_layer, hook_the_gelu, exchange_the_gelu, wrap_the_layer, compile_the_layer]
+)
+def test_parts_that_changed_meanwhile_compute_their_own(change):
+    model, x = plain_mlp(), torch.randn(3, WIDTH)
+    plain = copy.deepcopy(model)
+    put(list(find(model, ("mlp",))), ExitStack())
+    for each in (model, plain):
+        change(each)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+class Dropped(nn.Module):
+    """Numbers are dropped before the activation, or behind it."""
+
+    def __init__(self, behind):
+        super().__init__()
+        self.layer, self.act, self.drop, self.behind = nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5), behind
+
+    def forward(self, x):
+        x = self.layer(x)
+        return self.drop(self.act(x)) if self.behind else self.act(self.drop(x))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_between_the_two_is_seen_in_evaluation_as_well(training):
+    assert isinstance(fates(Dropped(behind=True).train(training))["layer"], Swap)
+    (fate,) = fates(Dropped(behind=False).train(training)).values()
+    assert isinstance(fate, Refused)
+
+
 def test_lora_around_the_layer_is_left_alone_and_around_the_next_one_is_not():
     peft = pytest.importorskip("peft")
     for target, kind in (("0", Refused), ("2", Swap)):
