@@ -41,7 +41,8 @@ def _loss(
         higher = tl.maximum(highest, tl.max(x, axis=0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(x - higher), axis=0)
         highest = higher
-    chosen = tl.load(start + label).to(tl.float32)
+    known = (label >= 0) & (label < columns)  # what is outside of the row belongs to others
+    chosen = tl.load(start + label, mask=known, other=float("nan")).to(tl.float32)
     if CAPS:
         chosen = cap * (2.0 * tl.sigmoid(2.0 * chosen / cap) - 1.0)
     tl.store(loss_ptr + row, highest + tl.log(total) - chosen)
@@ -49,11 +50,11 @@ def _loss(
         for first in range(0, columns, BLOCK):
             at = first + tl.arange(0, BLOCK)
             x = tl.load(start + at, mask=at < columns, other=float("-inf")).to(tl.float32)
-            slope = 1.0
+            slope = tl.where(known, 1.0, float("nan"))
             if CAPS:
                 bent = 2.0 * tl.sigmoid(2.0 * x / cap) - 1.0
                 x = tl.where(at < columns, cap * bent, float("-inf"))
-                slope = 1.0 - bent * bent
+                slope *= 1.0 - bent * bent
             gradient = (tl.exp(x - highest) / total - tl.where(at == label, 1.0, 0.0)) * slope
             tl.store(start + at, gradient.to(logits_ptr.dtype.element_ty), mask=at < columns)
 
@@ -63,7 +64,8 @@ def softmax_loss_(
 ) -> Tensor:
     """The loss of each row in float32, 0 where the label is `ignored`; `logits` become the gradients of these losses.
 
-    `cap` bends logits to cap · tanh(logits / cap) first.
+    `cap` bends logits to cap · tanh(logits / cap) first. A label that is none of the columns gives NaN: nobody waits
+    for the device to tell of it.
     """
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

@@ -98,7 +98,10 @@ def test_layer_norm(dtype, rows, columns):
 def test_norms_of_nothing_and_of_rows_that_lie_apart():
     weight = numbers(8)
     assert rms_norm_triton(numbers(0, 8), None, weight, 1e-6, 0.0)[0].shape == (0, 8)
-    wide = numbers(4, 16)[:, ::2]
+    wide, rows = numbers(4, 16)[:, ::2], numbers(4, 8)
+    for norm in (rms_norm_triton, rms_norm_reference):
+        results = norm(wide.t().contiguous().t(), rows, weight, 1e-6, 0.0)
+        assert all(each.is_contiguous() for each in results), "whichever of the two is not"
     close(
         rms_norm_triton(wide, None, weight, 1e-6, 0.0)[:1],
         rms_norm_reference(wide, None, weight, 1e-6, 0.0)[:1],
@@ -151,6 +154,16 @@ def test_softmax_loss(dtype, cap, classes):
     kept = logits.clone()
     softmax_loss_triton_(kept, labels, **options, gradient=False)
     assert torch.equal(kept, logits)
+
+
+@pytest.mark.parametrize("cap", [None, 5.0])
+@pytest.mark.parametrize("label", [-1, 5, 7])
+def test_a_label_that_is_no_class_is_seen_in_the_loss(label, cap):
+    """In place of what lies beside the row."""
+    logits, labels = numbers(3, 5), torch.tensor([1, label, 2], device=DEVICE)
+    losses = softmax_loss_triton_(logits, labels, ignored=-100, cap=cap)
+    assert losses.isnan().tolist() == [False, True, False]
+    assert logits.isnan().tolist() == [[False] * 5, [True] * 5, [False] * 5]
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
