@@ -48,7 +48,9 @@ def compile_module(parts: Parts, options: dict[str, Any]) -> None:
             path="compile.region",
         )
     if not blocks:
+        before = module._compiled_call_impl
         module.compile(**options)
+        parts.resources.callback(setattr, module, "_compiled_call_impl", before)
         return
     if parts.sharded is not None and parts.sharded.hooks is not None:
         parts.sharded.hooks.as_units(blocks)

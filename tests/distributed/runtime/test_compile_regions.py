@@ -94,7 +94,10 @@ def test_what_is_compiled_is_chosen_by_the_config():
     engine = engine_of(0, compile={"region": "model"})
     engine.compile(backend="eager")
     assert not any("forward" in block.__dict__ for block in engine.module.blocks)
+    module = engine.module
+    assert module._compiled_call_impl is not None
     engine.destroy()
+    assert module._compiled_call_impl is None, "it is taken back"
     engine = engine_of(0, nn.Linear(4, 1), compile={"region": "blocks"})
     with pytest.raises(DeepSpeedConfigError, match=r"compile\.region is 'blocks', but Linear has no list"):
         engine.compile(backend="eager")
