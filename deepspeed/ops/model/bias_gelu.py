@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.model.device import takes
 from deepspeed.ops.model.gated import ACTIVATIONS
+from deepspeed.ops.model.shape import shaped
 from deepspeed.ops.registry import implementation, op, reference
 
 __all__ = ["FORMS", "bias_gelu", "bias_gelu_reference"]
@@ -41,7 +42,7 @@ class BiasGelu(torch.autograd.Function):
 
         ctx.save_for_backward(x, bias)
         ctx.kind = kind
-        return bias_gelu_forward(_rows(x), bias, kind).view(x.shape)
+        return shaped(bias_gelu_forward(_rows(x), bias, kind), x.shape)
 
     @staticmethod
     @once_differentiable

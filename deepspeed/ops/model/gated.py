@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.model.device import takes
+from deepspeed.ops.model.shape import shaped
 from deepspeed.ops.registry import implementation, op, reference
 
 __all__ = [
@@ -100,7 +101,7 @@ class Gated(torch.autograd.Function):
 
         ctx.save_for_backward(gate, up)
         ctx.kind = kind
-        return gated_forward(_rows(gate), _rows(up), kind).view(gate.shape)
+        return shaped(gated_forward(_rows(gate), _rows(up), kind), gate.shape)
 
     @staticmethod
     @once_differentiable
@@ -123,7 +124,7 @@ class Halves(torch.autograd.Function):
         ctx.save_for_backward(both)
         ctx.kind = kind
         gate, up = _rows(both).chunk(2, -1)
-        return gated_forward(gate, up, kind).view(*both.shape[:-1], gate.shape[-1])
+        return shaped(gated_forward(gate, up, kind), torch.Size((*both.shape[:-1], gate.shape[-1])))
 
     @staticmethod
     @once_differentiable

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from deepspeed.ops.capability import has_triton, on_cuda
 from deepspeed.ops.model.device import takes_rows
+from deepspeed.ops.model.shape import shaped
 from deepspeed.ops.registry import implementation, op, reference
 
 __all__ = ["layer_norm", "layer_norm_reference", "rms_norm", "rms_norm_reference"]
@@ -75,7 +76,7 @@ class RmsNorm(torch.autograd.Function):
         y, total, scale = rms_norm_forward(_rows(x), None if residual is None else _rows(residual), weight, eps, offset)
         ctx.save_for_backward(total, weight, scale)
         _remember(ctx, residual is not None, offset)
-        return _results(y.view(x.shape), x, None if residual is None else total.view(x.shape), keeps)
+        return _results(shaped(y, x.shape), x, None if residual is None else total.view(x.shape), keeps)
 
     @staticmethod
     @once_differentiable
@@ -102,7 +103,7 @@ class LayerNorm(torch.autograd.Function):
         y, total, mean, scale = layer_norm_forward(_rows(x), rows, weight, bias, eps)
         ctx.save_for_backward(total, weight, mean, scale)
         _remember(ctx, residual is not None, 0.0)
-        return _results(y.view(x.shape), x, None if residual is None else total.view(x.shape), keeps)
+        return _results(shaped(y, x.shape), x, None if residual is None else total.view(x.shape), keeps)
 
     @staticmethod
     @once_differentiable

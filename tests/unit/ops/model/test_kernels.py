@@ -95,6 +95,22 @@ def test_layer_norm(dtype, rows, columns):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("shape", [(3, 8), (2, 3, 8)])
+def test_results_may_be_changed_in_place(shape):
+    """As those of torch's own functions, by dropout for instance."""
+    x, weight = numbers(*shape).requires_grad_(), numbers(8).requires_grad_()
+    results = [
+        rms_norm_triton(x, None, weight, 1e-6, 0.0)[0],
+        layer_norm_triton(x, None, weight, weight, 1e-6)[0],
+        bias_gelu_triton(x, weight, "gelu"),
+        gated_triton(x, x, "silu"),
+        halves_triton(x, "silu"),
+    ]
+    for result in results:
+        (expected,) = torch.autograd.grad(result.sum() * 2, x, retain_graph=True)
+        close([torch.autograd.grad(result.mul_(2).sum(), x)[0]], [expected], torch.float32)
+
+
 def test_norms_of_nothing_and_of_rows_that_lie_apart():
     weight = numbers(8)
     assert rms_norm_triton(numbers(0, 8), None, weight, 1e-6, 0.0)[0].shape == (0, 8)
