@@ -42,6 +42,8 @@ MEMOS = {
     "config::places_of": "where each key may stand",
     "log::_log_dist_once": "what was told",
     "log::warn_once": "what was told",
+    "profiling::_is_pointwise": "which operations compute element by element",
+    "profiling::_plain": "what an operation is called that does not work in place",
     "sequence::head_plan": "which rank computes which heads",
     "zero::_late": "the class of a parameter whose update is on its way",
     "ops::_follow": "that Triton tells of what it compiles",
