@@ -42,6 +42,7 @@ MEMOS = {
     "config::places_of": "where each key may stand",
     "log::_log_dist_once": "what was told",
     "log::warn_once": "what was told",
+    "profiling::_is_made_of_others": "which operations torch takes apart",
     "profiling::_is_pointwise": "which operations compute element by element",
     "profiling::_plain": "what an operation is called that does not work in place",
     "sequence::head_plan": "which rank computes which heads",

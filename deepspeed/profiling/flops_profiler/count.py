@@ -15,6 +15,7 @@ from deepspeed.profiling.flops_profiler.costs import Work, work_of
 __all__ = ["Counter", "Work", "wrapFunc"]
 
 _ENTER, _EXIT = torch.ops.profiler._record_function_enter_new, torch.ops.profiler._record_function_exit
+_PARTS = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class Counter(TorchDispatchMode):
@@ -28,6 +29,9 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.is_inference_mode_enabled() and _is_made_of_others(func):
+            with self:  # which sees the parts of the layer that torch hands over as a whole in this mode
+                return func._op_dk(_PARTS, *args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if func._overloadpacket is _ENTER:
             self._ranges.append(args[0])
@@ -39,6 +43,11 @@ class Counter(TorchDispatchMode):
         if work[0]:
             self.add(work)
         return out
+
+
+@functools.cache
+def _is_made_of_others(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _PARTS)
 
 
 def wrapFunc(func: Callable[..., Any], funcFlopCompute: Callable[..., Work]) -> Callable[..., Any]:

@@ -84,6 +84,27 @@ def test_what_an_operation_costs(name):
     assert work(function, *inputs) == (flops, macs)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_without_gradients_the_work_is_the_same(training):
+    convolution = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Upsample(scale_factor=2), nn.Dropout())
+    for model, shape in (
+        (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
+        (nn.GRU(4, 5), (6, 2, 4)),
+        (convolution, (2, 3, 8, 8)),
+    ):
+        found = []
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            profiler = FlopsProfiler(model.train(training))
+            profiler.start_profile()
+            with mode():
+                model(torch.ones(shape))
+            profiler.stop_profile()
+            found.append((profiler.flops, profiler.macs))
+            profiler.end_profile()
+        assert found == [found[0]] * 3
+        assert found[0][1] > 0
+
+
 # Counted by DeepSpeed 0.19.8 for the same models: get_model_profile(chain(), (3, 8)), and MACs of the encoder.
 def test_the_numbers_of_known_models():
     assert get_model_profile(chain(), (3, 8), print_profile=False, as_string=False) == (1452, 576, 244)
