@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 from deepspeed.events import AHEAD
 from deepspeed.profiling.flops_profiler.costs import Work, work_of
+from deepspeed.profiling.modes import leave
 
 __all__ = ["Counter", "Work", "wrapFunc"]
 
@@ -25,6 +26,22 @@ class Counter(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.add = add
         self._ranges: list[str] = []
+        self._fast = True
+
+    def begin(self) -> None:
+        """Enter, with encoder layers in parts: in one piece each would be a single operation that nobody counts."""
+        self._fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Leave; the last one that counts puts torch's switch back as the first one found it."""
+        counters = _counters()
+        if counters == [self]:
+            torch.backends.mha.set_fastpath_enabled(self._fast)
+        elif counters and counters[0] is self:
+            counters[1]._fast = self._fast
+        leave(self)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -45,6 +62,11 @@ class Counter(TorchDispatchMode):
         return out
 
 
+def _counters() -> list[Counter]:
+    """Those that are entered, the outermost first."""
+    return [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Counter)]
+
+
 @functools.cache
 def _is_made_of_others(func: Any) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), _PARTS)
@@ -58,7 +80,7 @@ def wrapFunc(func: Callable[..., Any], funcFlopCompute: Callable[..., Work]) -> 
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        counters = [mode for mode in _get_current_dispatch_mode_stack() if isinstance(mode, Counter)]
+        counters = _counters()
         if not counters:
             return func(*args, **kwargs)
         counters[-1].add(funcFlopCompute(*args, **kwargs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from deepspeed.profiling.flops_profiler.count import Counter, Work
 __all__ = ["Hooks", "get_module_duration", "get_module_flops", "get_module_macs", "params_of"]
 
 _ATTRIBUTE = "__ds_profile__"
+"""Of a module: its record in each profile, by the profile's number, the one that began last behind all others."""
 
 
 @dataclass(slots=True)
@@ -37,9 +38,9 @@ class Hooks:
         self._ignore = tuple(ignore)
         self._running: list[Record] = []
         self._handles: list[Any] = []
-        for module in model.modules():
-            module.__dict__[_ATTRIBUTE] = Record()
-        self._fast = torch.backends.mha.get_fastpath_enabled()
+        self.number = id(self)
+        """Tells the records of this profile from those of others that run at the same time."""
+        self.reset()
         _load_formulas()
         self.open()
 
@@ -50,17 +51,13 @@ class Hooks:
                 continue
             self._handles.append(module.register_forward_pre_hook(self._begin, with_kwargs=True))
             self._handles.append(module.register_forward_hook(self._end, always_call=True))
-        # in one piece, encoder layers would be a single operation that nobody counts
-        self._fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
         self._counter = Counter(self._add)
-        self._counter.__enter__()  # type: ignore[no-untyped-call]
+        self._counter.begin()
 
     def close(self) -> None:
         """Stop measuring; closing twice is harmless."""
         if self._handles:
-            self._counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            torch.backends.mha.set_fastpath_enabled(self._fast)
+            self._counter.end()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -70,12 +67,17 @@ class Hooks:
         """Remove every trace from the model."""
         self.close()
         for module in self._model.modules():
-            module.__dict__.pop(_ATTRIBUTE, None)
+            records = module.__dict__.get(_ATTRIBUTE, {})
+            records.pop(self.number, None)
+            if not records:
+                module.__dict__.pop(_ATTRIBUTE, None)
 
     def reset(self) -> None:
         """Begin to count from zero."""
         for module in self._model.modules():
-            module.__dict__[_ATTRIBUTE] = Record()
+            records = module.__dict__.setdefault(_ATTRIBUTE, {})
+            records.pop(self.number, None)
+            records[self.number] = Record()
         self._running.clear()
 
     def _add(self, work: Work) -> None:
@@ -84,13 +86,13 @@ class Hooks:
             self._running[-1].macs += work[1]
 
     def _begin(self, module: nn.Module, *_: Any) -> None:
-        record = _record(module)
+        record = self._record(module)
         get_accelerator().synchronize()
         record.began.append(time.perf_counter())
         self._running.append(record)
 
     def _end(self, module: nn.Module, *_: Any) -> None:
-        record = _record(module)
+        record = self._record(module)
         if not record.began:
             return
         get_accelerator().synchronize()
@@ -100,6 +102,10 @@ class Hooks:
         while self._running and self._running.pop() is not record:
             pass  # modules that ended by an exception
 
+    def _record(self, module: nn.Module) -> Record:
+        records: dict[int, Record] = module.__dict__.setdefault(_ATTRIBUTE, {})
+        return records.setdefault(self.number, Record())
+
 
 def _load_formulas() -> None:
     """Let torch load what its first formula needs, which takes seconds, before anything is timed."""
@@ -107,32 +113,28 @@ def _load_formulas() -> None:
         torch.mm(torch.ones(1, 1, device="cpu"), torch.ones(1, 1, device="cpu"))
 
 
-def _record(module: nn.Module) -> Record:
-    record: Record = module.__dict__.setdefault(_ATTRIBUTE, Record())
-    return record
+def _record(module: nn.Module, profile: int | None) -> Record:
+    """Of one profile, or of the last that began; an empty one where there is none."""
+    records: dict[int, Record] = module.__dict__.get(_ATTRIBUTE, {})
+    if profile is None:
+        profile = next(reversed(records), None)
+    return records.get(profile, Record()) if profile is not None else Record()
 
 
-def _records(module: nn.Module) -> Iterator[Record]:
-    for inner in module.modules():
-        found = inner.__dict__.get(_ATTRIBUTE)
-        if found is not None:
-            yield found
+def get_module_flops(module: nn.Module, profile: int | None = None) -> float:
+    """Operations of a module and all inside it, in the profile of this number, or the last that began."""
+    return sum(_record(inner, profile).flops for inner in module.modules())
 
 
-def get_module_flops(module: nn.Module) -> float:
-    """Operations of a module and all inside it, in the profile that is running or was the last."""
-    return sum(record.flops for record in _records(module))
-
-
-def get_module_macs(module: nn.Module) -> float:
+def get_module_macs(module: nn.Module, profile: int | None = None) -> float:
     """Multiplications with an addition of a module and all inside it."""
-    return sum(record.macs for record in _records(module))
+    return sum(_record(inner, profile).macs for inner in module.modules())
 
 
-def get_module_duration(module: nn.Module) -> float:
+def get_module_duration(module: nn.Module, profile: int | None = None) -> float:
     """Seconds from begin to end of a module; of one that is only a container, those of what it contains."""
-    own = module.__dict__.get(_ATTRIBUTE, Record()).duration
-    return own or sum(get_module_duration(child) for child in module.children())
+    own = _record(module, profile).duration
+    return own or sum(get_module_duration(child, profile) for child in module.children())
 
 
 def params_of(module: nn.Module) -> int:

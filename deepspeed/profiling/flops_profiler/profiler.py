@@ -102,19 +102,23 @@ class FlopsProfiler:
             self._hooks.forget()
         self._hooks, self.started = None, False
 
+    @property
+    def _number(self) -> int:
+        return 0 if self._hooks is None else self._hooks.number  # no profile has the number 0
+
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Floating-point operations of all forward passes."""
-        total = int(get_module_flops(self.model))
+        total = int(get_module_flops(self.model, self._number))
         return number_to_string(total) if as_string else total
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Multiplications with an addition among them."""
-        total = int(get_module_macs(self.model))
+        total = int(get_module_macs(self.model, self._number))
         return macs_to_string(total) if as_string else total
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Seconds of all forward passes, with the measuring in them."""
-        total = get_module_duration(self.model)
+        total = get_module_duration(self.model, self._number)
         return duration_to_string(total) if as_string else total
 
     def get_total_params(self, as_string: bool = False) -> Any:
@@ -138,7 +142,7 @@ class FlopsProfiler:
         if self._hooks is None:
             raise UsageError("print_model_profile: nothing was profiled; call start_profile and run the model first")
         facts = self.facts or Facts(recompute=self.recompute_fwd_factor)
-        lines = summary(self.model, facts, profile_step)
+        lines = summary(self.model, facts, profile_step, self._number)
         for stage in facts.stages:
             lines += stage.modules
         if not facts.stages:
@@ -154,11 +158,12 @@ class FlopsProfiler:
 
     def modules_profile(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> list[str]:
         """The heaviest modules, and with `detailed` the whole tree, as lines."""
-        return aggregated(self.model, module_depth, top_modules) + (_detailed(self.model) if detailed else [])
+        lines = aggregated(self.model, module_depth, top_modules, self._number)
+        return lines + (_detailed(self.model, self._number) if detailed else [])
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the heaviest modules alone."""
-        sys.stdout.write("\n".join(aggregated(self.model, module_depth, top_modules)) + "\n")
+        sys.stdout.write("\n".join(aggregated(self.model, module_depth, top_modules, self._number)) + "\n")
 
 
 _detailed = detailed  # a parameter of print_model_profile has the same name

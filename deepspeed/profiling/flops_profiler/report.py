@@ -74,14 +74,14 @@ class Facts:
     """Of a pipeline: seconds of a whole step, with the time in which ranks wait for each other."""
 
 
-def summary(model: nn.Module, facts: Facts, step: int) -> list[str]:
-    """The numbers of the whole model, a line each."""
+def summary(model: nn.Module, facts: Facts, step: int, profile: int | None = None) -> list[str]:
+    """The numbers of the whole model, a line each, from the profile of this number, or the last that began."""
     lines = ["", f"{'-' * 26} {_TITLE} {'-' * 26}", f"Profile of step {step}", *_NOTES, ""]
-    return lines + [f"{name + ':':<{_WIDTH}}{value}" for name, value in _rows(model, facts)]
+    return lines + [f"{name + ':':<{_WIDTH}}{value}" for name, value in _rows(model, facts, profile)]
 
 
-def _rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
-    flops, params, slices = get_module_flops(model), params_of(model), facts.model_parallel
+def _rows(model: nn.Module, facts: Facts, profile: int | None) -> Iterator[tuple[str, str]]:
+    flops, params, slices = get_module_flops(model, profile), params_of(model), facts.model_parallel
     for name, number in (
         ("world size", facts.world),
         ("data parallel size", facts.data_parallel),
@@ -95,10 +95,10 @@ def _rows(model: nn.Module, facts: Facts) -> Iterator[tuple[str, str]]:
         return
     yield "params per GPU", params_to_string(params)
     yield "params of model = params per GPU * mp_size", params_to_string(params * slices)
-    yield "fwd MACs per GPU", macs_to_string(get_module_macs(model))
+    yield "fwd MACs per GPU", macs_to_string(get_module_macs(model, profile))
     yield "fwd flops per GPU", number_to_string(flops)
     yield "fwd flops of model = fwd flops per GPU * mp_size", number_to_string(flops * slices)
-    forward = facts.phases.get("fwd", 0.0) / facts.micro_steps or get_module_duration(model)
+    forward = facts.phases.get("fwd", 0.0) / facts.micro_steps or get_module_duration(model, profile)
     yield "fwd latency", duration_to_string(forward)
     yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency", _rate(flops, forward)
     if "bwd" in facts.phases and "step" in facts.phases:
@@ -160,13 +160,13 @@ def _rate(work: float, seconds: float) -> str:
     return flops_to_string(work / seconds if seconds else 0.0)
 
 
-def aggregated(model: nn.Module, depth: int = -1, top: int = 1) -> list[str]:
+def aggregated(model: nn.Module, depth: int = -1, top: int = 1, profile: int | None = None) -> list[str]:
     """The heaviest kinds of modules at each depth, or at one: by parameters, MACs and latency."""
     levels: dict[int, dict[str, list[float]]] = {}
 
     def walk(module: nn.Module, at: int) -> None:
         held = levels.setdefault(at, {}).setdefault(type(module).__name__, [0.0, 0.0, 0.0])
-        for place, value in enumerate((params_of(module), get_module_macs(module), get_module_duration(module))):
+        for place, value in enumerate(_measured(module, profile)):
             held[place] += value
         for child in module.children():
             walk(child, at + 1)
@@ -188,7 +188,7 @@ def aggregated(model: nn.Module, depth: int = -1, top: int = 1) -> list[str]:
     return lines
 
 
-def detailed(model: nn.Module) -> list[str]:
+def detailed(model: nn.Module, profile: int | None = None) -> list[str]:
     """The tree of modules as torch prints it, each with its share of the whole."""
     lines = [
         "",
@@ -197,29 +197,33 @@ def detailed(model: nn.Module) -> list[str]:
         "What a module computes by functions is its own: the difference between its numbers and its children's.",
         "",
     ]
-    totals = (params_of(model), get_module_macs(model), get_module_duration(model))
-    return lines + _tree(model, "", totals)
+    return lines + _tree(model, "", _measured(model, profile), profile)
 
 
-def _tree(module: nn.Module, name: str, totals: tuple[float, float, float]) -> list[str]:
+def _measured(module: nn.Module, profile: int | None) -> tuple[float, float, float]:
+    """Parameters, MACs and latency."""
+    return params_of(module), get_module_macs(module, profile), get_module_duration(module, profile)
+
+
+def _tree(module: nn.Module, name: str, totals: tuple[float, float, float], profile: int | None) -> list[str]:
     label = f"({name}): " if name else ""
-    said = ", ".join(part for part in (_numbers(module, totals), module.extra_repr()) if part)
+    said = ", ".join(part for part in (_numbers(module, totals, profile), module.extra_repr()) if part)
     children = list(module.named_children())
     if not children:
         return [f"{label}{type(module).__name__}({said})"]
-    inner = [f"  {line}" for child, part in children for line in _tree(part, child, totals)]
+    inner = [f"  {line}" for child, part in children for line in _tree(part, child, totals, profile)]
     return [f"{label}{type(module).__name__}(", f"  {said}", *inner, ")"]
 
 
-def _numbers(module: nn.Module, totals: tuple[float, float, float]) -> str:
-    params, macs, duration = params_of(module), get_module_macs(module), get_module_duration(module)
+def _numbers(module: nn.Module, totals: tuple[float, float, float], profile: int | None) -> str:
+    params, macs, duration = _measured(module, profile)
     shares = [value / total if total else 0.0 for value, total in zip((params, macs, duration), totals, strict=True)]
     return ", ".join(
         (
             f"{params_to_string(params)} = {_percent(shares[0])} Params",
             f"{macs_to_string(macs)} = {_percent(shares[1])} MACs",
             f"{duration_to_string(duration)} = {_percent(shares[2])} latency",
-            _rate(get_module_flops(module), duration),
+            _rate(get_module_flops(module, profile), duration),
         )
     )
 

@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.profiling.memory_profiler.account import ELASTIC, OTHERS, Account
 from deepspeed.profiling.memory_profiler.whereabouts import ACTIVATIONS, Whereabouts
+from deepspeed.profiling.modes import leave
 
 __all__ = ["NOBODY", "Kinds", "MemoryPeak", "MemoryProfiler"]
 
@@ -82,7 +83,7 @@ class MemoryProfiler:
         """End; `peak` stays. Stopping twice is harmless."""
         if self._account is None or self._where is None:
             return
-        self._account.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        leave(self._account)
         self.name_kinds()
         for handle in self._handles:
             handle.remove()

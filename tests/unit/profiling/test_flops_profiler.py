@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from deepspeed.accelerator.peaks import peak_flops
 from deepspeed.errors import UsageError
@@ -162,6 +163,37 @@ class Twice(nn.Module):
 def test_a_module_that_is_called_more_than_once():
     model = Twice()
     assert get_model_profile(model, (2, 4), print_profile=False, as_string=False) == (128, 64, 16)
+
+
+def test_profiles_at_the_same_time_count_apart():
+    model = chain()
+    whole, part = FlopsProfiler(model), FlopsProfiler(model[0])
+    whole.start_profile()
+    part.start_profile()
+    model(torch.ones(3, 8))
+    assert get_module_macs(model[0]) == 384
+    part.stop_profile()
+    whole.stop_profile()
+    assert (whole.flops, whole.macs, part.macs) == (1452, 576, 384)
+    part.end_profile()
+    assert (whole.get_total_macs(), part.get_total_macs()) == (576, 0)
+    whole.end_profile()
+    assert not any("__ds_profile__" in module.__dict__ for module in model.modules())
+
+
+def test_profiles_may_end_in_the_order_of_their_beginning():
+    fast = torch.backends.mha.get_fastpath_enabled()
+    one, two = FlopsProfiler(chain()), FlopsProfiler(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval())
+    one.start_profile()
+    two.start_profile()
+    one.end_profile()
+    with torch.no_grad():
+        two.model(torch.ones(2, 5, 8))
+    two.stop_profile()
+    assert two.macs == 10 * 8 * 32 + 2 * (2 * 2 * 5 * 5 * 4) + 2 * 10 * 8 * 16
+    two.end_profile()
+    assert torch.backends.mha.get_fastpath_enabled() == fast
+    assert not _get_current_dispatch_mode_stack()
 
 
 def test_ignored_modules_count_for_what_calls_them():

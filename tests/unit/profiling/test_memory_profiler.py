@@ -48,6 +48,18 @@ def test_nothing_is_left_behind_and_starting_twice_is_an_error():
     assert not any(param._backward_hooks for param in net.parameters())
 
 
+def test_two_that_end_in_the_order_of_their_beginning():
+    one, two = MemoryProfiler(nn.Linear(4, 4)), MemoryProfiler(model())
+    one.start()
+    two.start()
+    one.stop()
+    two.model(torch.ones(64, 8))
+    two.stop()
+    assert one.peak is None
+    assert two.peak.module == "1.1"
+    assert not _get_current_dispatch_mode_stack()
+
+
 def test_an_exception_inside_a_module_does_not_confuse():
     class Raises(nn.Module):
         def forward(self, x):
