@@ -198,7 +198,7 @@ def get_model_profile(
     if not given and not named:
         raise UsageError("get_model_profile: expected input_shape, args or kwargs; found none of them")
     call = model if mode == "forward" else model.generate
-    profiler, training = FlopsProfiler(model), model.training
+    profiler, training = FlopsProfiler(model), {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
@@ -213,7 +213,8 @@ def get_model_profile(
             profiler.print_model_profile(1, module_depth, top_modules, detailed, output_file)
     finally:
         profiler.end_profile()
-        model.train(training)
+        for module, trains in training.items():  # parts of a model may be in another mode than the whole
+            module.training = trains
     return *found, params
 
 

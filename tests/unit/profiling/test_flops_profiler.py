@@ -149,6 +149,13 @@ def test_a_model_that_fails_leaves_nothing_behind():
     assert get_model_profile(model[0], (2, 4), print_profile=False, as_string=False) == (64, 32, 20)
 
 
+def test_every_module_is_in_the_mode_that_it_was_in():
+    model = chain()
+    model[2].eval()
+    get_model_profile(model, (3, 8), print_profile=False)
+    assert [module.training for module in model.modules()] == [True, True, True, False, True, True]
+
+
 class Twice(nn.Module):
     """Calls one child two times, and itself once."""
 
