@@ -72,6 +72,9 @@ class FlopsProfiler:
         """Begin to count from zero; modules of the ignored types are not told apart from what calls them."""
         if self.started:
             raise UsageError("start_profile: this profiler is running; call stop_profile first")
+        wrong = [kind for kind in ignore_list or () if not isinstance(kind, type)]
+        if wrong:
+            raise UsageError(f"start_profile: {wrong[0]!r} is no type of module to ignore; give classes, as nn.Dropout")
         self.end_profile()
         self._hooks = Hooks(self.model, ignore_list or ())
         self.started = True
@@ -139,8 +142,7 @@ class FlopsProfiler:
         output_file: str | None = None,
     ) -> None:
         """Print numbers of the whole, the heaviest modules, and with `detailed` the whole tree; or write that."""
-        if self._hooks is None:
-            raise UsageError("print_model_profile: nothing was profiled; call start_profile and run the model first")
+        self._require_profile("print_model_profile")
         facts = self.facts or Facts(recompute=self.recompute_fwd_factor)
         lines = summary(self.model, facts, profile_step, self._number)
         for stage in facts.stages:
@@ -158,12 +160,22 @@ class FlopsProfiler:
 
     def modules_profile(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> list[str]:
         """The heaviest modules, and with `detailed` the whole tree, as lines."""
+        if module_depth < -1 or top_modules < 1:
+            raise UsageError(
+                f"FlopsProfiler: module_depth is {module_depth} and top_modules {top_modules}; expected a depth "
+                "from 0, or -1 for all of them, and at least 1 module"
+            )
         lines = aggregated(self.model, module_depth, top_modules, self._number)
         return lines + (_detailed(self.model, self._number) if detailed else [])
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the heaviest modules alone."""
-        sys.stdout.write("\n".join(aggregated(self.model, module_depth, top_modules, self._number)) + "\n")
+        self._require_profile("print_model_aggregated_profile")
+        sys.stdout.write("\n".join(self.modules_profile(module_depth, top_modules, detailed=False)) + "\n")
+
+    def _require_profile(self, caller: str) -> None:
+        if self._hooks is None:
+            raise UsageError(f"{caller}: nothing was profiled; call start_profile and run the model first")
 
 
 _detailed = detailed  # a parameter of print_model_profile has the same name
@@ -190,6 +202,11 @@ def get_model_profile(
     """
     if mode not in ("forward", "generate"):
         raise UsageError(f'get_model_profile: mode is {mode!r}; expected "forward" or "generate"')
+    if not isinstance(args, (list, tuple)) or not isinstance(kwargs or {}, dict):
+        raise UsageError(
+            f"get_model_profile: args is a {type(args).__name__} and kwargs a {type(kwargs).__name__}; expected a list "
+            "of the positional arguments, such as args=[tensor], and a dict of those with names"
+        )
     given, named = list(args), dict(kwargs or {})
     if input_shape is not None:
         if given or named:
@@ -197,15 +214,17 @@ def get_model_profile(
         given = [_random_input(model, input_shape)]
     if not given and not named:
         raise UsageError("get_model_profile: expected input_shape, args or kwargs; found none of them")
-    call = model if mode == "forward" else model.generate
+    call = model if mode == "forward" else getattr(model, "generate", None)
+    if call is None:
+        raise UsageError(f'get_model_profile: mode is "generate", but {type(model).__name__} has no method generate()')
     profiler, training = FlopsProfiler(model), {module: module.training for module in model.modules()}
     model.eval()
     try:
         with torch.no_grad():
             for _ in range(warm_up):
-                call(*given, **named)  # type: ignore[operator]
+                call(*given, **named)
             profiler.start_profile(ignore_modules)
-            call(*given, **named)  # type: ignore[operator]
+            call(*given, **named)
             profiler.stop_profile()
         found = (profiler.get_total_flops(as_string), profiler.get_total_macs(as_string))
         params = profiler.get_total_params(as_string)
@@ -219,7 +238,7 @@ def get_model_profile(
 
 
 def _random_input(model: nn.Module, shape: Sequence[int]) -> torch.Tensor:
-    if not isinstance(shape, (tuple, list)) or len(shape) < 1:
+    if not isinstance(shape, (tuple, list)) or len(shape) < 1 or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise UsageError(f"get_model_profile: input_shape is {shape!r}; expected sizes, such as (1, 3, 224, 224)")
     example = next((param for param in model.parameters() if param.is_floating_point()), None)
     device = get_accelerator().current_device_name() if example is None else example.device

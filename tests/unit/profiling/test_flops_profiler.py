@@ -283,7 +283,15 @@ def test_a_whole_step_is_counted_with_its_micro_steps(capsys):
         ({"input_shape": (1,), "args": [1]}, "found both"),
         ({"input_shape": ()}, "expected sizes"),
         ({"input_shape": 3}, "expected sizes"),
+        ({"input_shape": (-1, 8)}, "expected sizes"),
+        ({"input_shape": ("a", 8)}, "expected sizes"),
         ({"input_shape": (2, 8), "mode": "train"}, "'train'"),
+        ({"input_shape": (2, 8), "mode": "generate"}, "Sequential has no method generate"),
+        ({"args": torch.ones(2, 8)}, "args is a Tensor"),
+        ({"kwargs": [1]}, "kwargs a list"),
+        ({"input_shape": (2, 8), "ignore_modules": ["Linear"]}, "'Linear' is no type of module"),
+        ({"input_shape": (2, 8), "module_depth": -2}, "module_depth is -2"),
+        ({"input_shape": (2, 8), "top_modules": 0}, "top_modules 0"),
     ],
 )
 def test_what_cannot_be_profiled(options, message):
@@ -294,6 +302,8 @@ def test_what_cannot_be_profiled(options, message):
 def test_nothing_to_print():
     with pytest.raises(UsageError, match="nothing was profiled"):
         FlopsProfiler(chain()).print_model_profile()
+    with pytest.raises(UsageError, match="nothing was profiled"):
+        FlopsProfiler(chain()).print_model_aggregated_profile()
 
 
 def test_generate():
