@@ -73,7 +73,7 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     shown = schema.steps_per_print is not None and math.isfinite(schema.steps_per_print)
     if schema.timers.throughput.enabled and shown:
         parts.tput_timer = Throughput(
-            lambda: parts.config.batch.train if parts.config.batch else 0,
+            lambda: parts.batch.train if parts.batch else 0,
             synchronized=schema.timers.throughput.synchronized,
             devices=comm.get_world_size(),
         ).attach(events)
@@ -144,14 +144,14 @@ def _facts(parts: Parts) -> Facts:
     """What a profile tells of the job."""
     from deepspeed.profiling.flops_profiler.report import Facts
 
-    batch, layout, accelerator = parts.config.batch, parts.layout, get_accelerator()
+    batch, layout, accelerator = parts.batch, parts.layout, get_accelerator()
     narrow = parts.precision.param in (torch.float16, torch.bfloat16)
     named = narrow and accelerator.device_name() == "cuda"
     return Facts(
         world=comm.get_world_size(),
         data_parallel=layout["dp"].size,
         model_parallel=layout["tp"].size if isinstance(parts.module, PipelineModule) else layout["pp", "tp"].size,
-        batch=parts.config.train_micro_batch_size_per_gpu,
+        batch=None if batch is None else batch.micro,
         samples=None if batch is None else batch.train,
         micro_steps=parts.accumulation.steps,
         peak=peak_flops(torch.cuda.get_device_name()) if named else None,

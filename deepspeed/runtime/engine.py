@@ -60,7 +60,6 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         self._applied = False
         self.skipped_in_a_row = 0
         self.loss_of_step: Any = None
-        self._batch = parts.config.batch
         self.training = parts.module.training
         self._checkpoints = Checkpoints(parts)
 
@@ -280,9 +279,10 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         return self._batch_info()
 
     def _batch_info(self) -> tuple[int, int, int]:
-        if self._batch is None:
+        batch = self._parts.batch
+        if batch is None:
             raise DeepSpeedConfigError("this engine was built without batch sizes", path="train_batch_size")
-        return self._batch.train, self._batch.micro, self._batch.steps
+        return batch.train, batch.micro, batch.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per optimizer step by changing the accumulation steps."""
@@ -295,8 +295,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
     def _resize(self, *, train: int | None, micro: int, steps: int | None) -> None:
         from deepspeed.config.batch import resolve
 
-        self._batch = resolve(train, micro, steps, self.dp_world_size)
-        self._parts.accumulation.steps = self._batch.steps
+        batch = self._parts.batch = resolve(train, micro, steps, self.dp_world_size)
+        self._parts.accumulation.steps = batch.steps
 
     def deepspeed_io(
         self,

@@ -89,8 +89,8 @@ def _options(parts: Parts, held: dict[str, int]) -> Iterator[tuple[str, int]]:
     """(change, bytes that it frees by arithmetic), from what costs nothing to what costs time."""
     schema, module, ranks = parts.config.schema, parts.module, parts.layout["dp", "sp"].size
     zero, rest = schema.zero_optimization, held[REST]
-    micro = parts.config.train_micro_batch_size_per_gpu
-    if micro is not None and micro > 1:
+    micro = 1 if parts.batch is None else parts.batch.micro
+    if micro > 1:
         steps = parts.accumulation.steps * micro // (micro // 2)
         yield (
             f'"train_micro_batch_size_per_gpu": {micro // 2} with "gradient_accumulation_steps": {steps}',

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from deepspeed.checkpoint.formats.training_state import Layers
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.batch import Batch
 from deepspeed.config.offload import OffloadStateTypeEnum
 from deepspeed.events import EventStream
 from deepspeed.memory.parking import Parking
@@ -77,6 +78,11 @@ class Parts:
     """What `engine.offload_states` moved to host memory, for a while."""
     moved: set[OffloadStateTypeEnum] = field(default_factory=set)
     """The kinds of it."""
+    batch: Batch | None = field(init=False)
+    """The sizes in use: those of the config until the script sets others."""
+
+    def __post_init__(self) -> None:
+        self.batch = self.config.batch
 
     def name_of(self, name: str) -> str:
         """What a parameter or buffer of this rank's module is called in the whole model."""

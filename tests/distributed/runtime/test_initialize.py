@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepspeed
+from deepspeed._watch import _facts
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.current import current_layout
@@ -192,6 +193,21 @@ def test_batch_sizes_can_change():
         applied.append(engine.was_step_applied())
     assert applied == [False, False, False, True]
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (1, 4, 12)
+
+
+@ranks(1)
+def test_what_watches_knows_of_changed_batch_sizes():
+    engine, *_ = deepspeed.initialize(model=model(), config={**CONFIG, "steps_per_print": 100})
+    engine.set_train_micro_batch_size(6)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(6, 4)).sum())
+        engine.step()
+    interval, samples = engine.tput_timer._last
+    assert samples == engine.train_batch_size() == 6
+    assert engine.tput_timer.current_samples_per_second == pytest.approx(6000 / interval.get_elapsed_msec())
+    facts = _facts(engine._parts)
+    assert (facts.batch, facts.samples) == (6, 6)
+    engine.destroy()
 
 
 @ranks(1)
