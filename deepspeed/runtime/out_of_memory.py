@@ -90,11 +90,12 @@ def _options(parts: Parts, held: dict[str, int]) -> Iterator[tuple[str, int]]:
     schema, module, ranks = parts.config.schema, parts.module, parts.layout["dp", "sp"].size
     zero, rest = schema.zero_optimization, held[REST]
     micro = 1 if parts.batch is None else parts.batch.micro
-    if micro > 1:
-        steps = parts.accumulation.steps * micro // (micro // 2)
+    if micro > 1:  # the parts must be equal for the batch of a step to stay what it is: 6 = 2 * 3, 5 = 5 * 1
+        times = next(count for count in range(2, micro + 1) if micro % count == 0)
+        steps = parts.accumulation.steps * times
         yield (
-            f'"train_micro_batch_size_per_gpu": {micro // 2} with "gradient_accumulation_steps": {steps}',
-            rest - rest * (micro // 2) // micro,
+            f'"train_micro_batch_size_per_gpu": {micro // times} with "gradient_accumulation_steps": {steps}',
+            rest - rest // times,
         )
     if hasattr(module, "gradient_checkpointing_enable") and not getattr(module, "is_gradient_checkpointing", False):
         yield "model.gradient_checkpointing_enable(), which computes activations again", rest * 3 // 4

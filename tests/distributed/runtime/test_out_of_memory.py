@@ -85,6 +85,19 @@ def test_bytes_by_kind_and_what_would_free_them():
 
 
 @ranks(1)
+def test_a_smaller_micro_batch_leaves_the_batch_of_a_step_as_it_is():
+    for micro, smaller, steps in ((2, 1, 4), (3, 1, 6), (5, 1, 10), (6, 3, 4), (9, 3, 6)):
+        engine = engine_of("nowhere", train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=2)
+        advice = changes(engine._parts, {**alive(engine._parts), REST: 90 * 2**30}, 0)[0]
+        freed = 90 - 90 * smaller / micro
+        assert advice == (
+            f'"train_micro_batch_size_per_gpu": {smaller} with "gradient_accumulation_steps": {steps}: '
+            f"frees about {freed:.2f} GiB"
+        )
+        engine.destroy()
+
+
+@ranks(1)
 def test_phases_are_ranges_in_traces():
     engine = engine_of("nowhere")
     with torch.profiler.profile() as seen:
