@@ -18,6 +18,7 @@ __all__ = [
     "PhaseBegan",
     "PhaseFailed",
     "PhaseFinished",
+    "RunContinued",
     "StepFinished",
     "Subscription",
 ]
@@ -111,6 +112,14 @@ class StepFinished:
     def loss(self) -> Any:
         """This rank's losses of the step's micro batches: a tensor that is still being computed, or None."""
         return self.find_loss()
+
+
+@dataclass(frozen=True, slots=True)
+class RunContinued:
+    """A checkpoint was loaded: training goes on where that run was."""
+
+    step: int
+    """Optimizer steps since training began, as the last `StepFinished` before that checkpoint told."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from deepspeed.config.profiling import FlopsProfilerConfig
-from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFailed, PhaseFinished, StepFinished
+from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFailed, PhaseFinished, RunContinued, StepFinished
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.profiling.flops_profiler.report import Facts, Stage
 from deepspeed.profiling.stages import StageGroup
@@ -54,6 +54,7 @@ class StepProfile:
             events.subscribe(PhaseBegan, self._phase_began),
             events.subscribe(PhaseFinished, self._phase_finished),
             events.subscribe(PhaseFailed, self._phase_failed),
+            events.subscribe(RunContinued, self._run_continued),
             clock.listen(self._step_timed),
         ):
             self._subscriptions.callback(subscription.close)
@@ -83,6 +84,11 @@ class StepProfile:
     def _phase_failed(self, event: PhaseFailed) -> None:
         """What failed is counted anew, if it is tried again."""
         self._left, self._began = self._passes, None
+        self.profiler.end_profile()
+
+    def _run_continued(self, event: RunContinued) -> None:
+        """What was counted of a step that a checkpoint put an end to is forgotten."""
+        self._steps, self._left, self._began = event.step, self._passes, None
         self.profiler.end_profile()
 
     def _step_timed(self, event: StepFinished, times: Mapping[Phase, float]) -> None:

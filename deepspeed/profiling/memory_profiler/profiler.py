@@ -92,6 +92,11 @@ class MemoryProfiler:
         self._where = None
         self._account.close()
 
+    def forget(self) -> None:
+        """End, as if nothing had been looked at."""
+        self.stop()
+        self._account = None
+
     def __enter__(self) -> MemoryProfiler:
         self.start()
         return self

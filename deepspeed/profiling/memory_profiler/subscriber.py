@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from deepspeed.config.profiling import MemoryProfilerConfig
-from deepspeed.events import EventStream, PhaseBegan, PhaseFailed, PhaseFinished, StepFinished
+from deepspeed.events import EventStream, PhaseBegan, PhaseFailed, PhaseFinished, RunContinued, StepFinished
 from deepspeed.log import print_dist
 from deepspeed.profiling.memory_profiler.profiler import MemoryPeak, MemoryProfiler
 from deepspeed.profiling.memory_profiler.report import lines
@@ -32,6 +32,7 @@ class StepMemory:
             events.subscribe(PhaseBegan, self._phase_began),
             events.subscribe(PhaseFinished, self._phase_finished),
             events.subscribe(PhaseFailed, self._phase_failed),
+            events.subscribe(RunContinued, self._run_continued),
             events.subscribe(StepFinished, self._step_finished),
         ):
             self._subscriptions.callback(subscription.close)
@@ -70,6 +71,10 @@ class StepMemory:
 
     def _phase_failed(self, event: PhaseFailed) -> None:
         self.close()
+
+    def _run_continued(self, event: RunContinued) -> None:
+        self.profiler.forget()  # it looked at another step: at step 0 it begins before a checkpoint is loaded
+        self._reached(event.step)
 
     def _reached(self, step: int) -> None:
         if step == self._section.profile_step:

@@ -11,6 +11,7 @@ from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.storage.manager import default_tag
 from deepspeed.errors import UsageError
+from deepspeed.events import RunContinued
 from deepspeed.log import log_dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
@@ -172,3 +173,5 @@ class CheckpointMethods:
         if whole:
             continue_scale(self._parts.scale, source.small.loss_scale)
             self._checkpoints.restore_rank(source, self.training_dataloader)
+        if self._parts.events.wants(RunContinued):
+            self._parts.events.emit(RunContinued(self.global_steps))

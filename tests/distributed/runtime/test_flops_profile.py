@@ -68,3 +68,37 @@ def test_the_first_step_the_last_one_and_none(tmp_path):
     engine, _, lengths = train(2, profile_step=7, detailed=False)
     assert lengths == [0, 0]
     engine.destroy()
+
+
+@ranks(1)
+def test_steps_are_counted_from_the_beginning_of_the_run_that_a_checkpoint_continues(tmp_path):
+    def build(**sections):
+        model = torch.nn.Linear(8, 4)
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, **sections}
+        return deepspeed.initialize(model=model, config=config)[0]
+
+    def step(engine):
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+
+    engine = build()
+    for _ in range(3):
+        step(engine)
+    engine.save_checkpoint(str(tmp_path))
+    engine.destroy()
+    for wanted in (0, 3, 4):
+        section = {"enabled": True, "profile_step": wanted}
+        engine, profiled = build(flops_profiler=section, memory_profiler=section), []
+        engine.load_checkpoint(str(tmp_path))
+        for number in range(3, 6):
+            output = io.StringIO()
+            with contextlib.redirect_stdout(output):
+                step(engine)
+            for title in ("Flops Profiler", "Memory at the peak"):
+                if title in output.getvalue():
+                    profiled.append((title, number))
+        expected = [] if wanted == 0 else [("Flops Profiler", wanted), ("Memory at the peak", wanted)]
+        assert sorted(profiled) == expected
+        assert (engine.memory_profiler.peak is None) == (wanted == 0)
+        engine.destroy()
+        assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
