@@ -20,7 +20,7 @@ from deepspeed.profiling.flops_profiler.modules import (
     get_module_macs,
     params_of,
 )
-from deepspeed.profiling.flops_profiler.report import Facts, aggregated, detailed, summary
+from deepspeed.profiling.flops_profiler.report import Facts, aggregated, detailed, facts_of, summary
 from deepspeed.profiling.flops_profiler.text import (
     bytes_to_string,
     duration_to_string,
@@ -60,6 +60,7 @@ class FlopsProfiler:
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model = model
         self.ds_engine = ds_engine
+        """Tells a report of the job: ranks, batch sizes, and with wall_clock_breakdown the times of its last step."""
         self.recompute_fwd_factor = recompute_fwd_factor
         self.started = False
         self.facts: Facts | None = None
@@ -143,7 +144,7 @@ class FlopsProfiler:
     ) -> None:
         """Print numbers of the whole, the heaviest modules, and with `detailed` the whole tree; or write that."""
         self._require_profile("print_model_profile")
-        facts = self.facts or Facts(recompute=self.recompute_fwd_factor)
+        facts = self.facts or facts_of(self.ds_engine, self.recompute_fwd_factor)
         lines = summary(self.model, facts, profile_step, self._number)
         for stage in facts.stages:
             lines += stage.modules

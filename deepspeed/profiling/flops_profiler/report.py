@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -21,7 +22,7 @@ from deepspeed.profiling.flops_profiler.text import (
     params_to_string,
 )
 
-__all__ = ["Facts", "Stage", "aggregated", "detailed", "summary"]
+__all__ = ["Facts", "Stage", "aggregated", "detailed", "facts_of", "summary"]
 
 _WIDTH = 72
 
@@ -72,6 +73,24 @@ class Facts:
     """Of a pipeline, in the order of its ranks, of which this is the first."""
     iteration: float = 0.0
     """Of a pipeline: seconds of a whole step, with the time in which ranks wait for each other."""
+
+
+def facts_of(engine: Any, recompute: float = 0.0) -> Facts:
+    """What an engine tells by its public methods; None is no engine."""
+    if engine is None:
+        return Facts(recompute=recompute)
+    timers = engine.timers.get_timers()
+    times = {name: timers[name].elapsed(reset=False) / 1e3 for name in ("fwd", "bwd", "step") if name in timers}
+    return Facts(
+        world=engine.world_size,
+        data_parallel=engine.dp_world_size,
+        model_parallel=engine.mp_world_size,
+        batch=engine.train_micro_batch_size_per_gpu(),
+        samples=engine.train_batch_size(),
+        micro_steps=engine.gradient_accumulation_steps(),
+        recompute=recompute,
+        phases=times if all(times.values()) else {},  # in the middle of a step they belong together no more
+    )
 
 
 def summary(model: nn.Module, facts: Facts, step: int, profile: int | None = None) -> list[str]:

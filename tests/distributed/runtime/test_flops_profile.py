@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
+from deepspeed.profiling.flops_profiler import FlopsProfiler
 from tests.harness import ranks
 
 
@@ -102,3 +103,33 @@ def test_steps_are_counted_from_the_beginning_of_the_run_that_a_checkpoint_conti
         assert (engine.memory_profiler.peak is None) == (wanted == 0)
         engine.destroy()
         assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+@ranks(2)
+def test_a_profiler_of_the_script_is_told_of_the_job_by_the_engine():
+    for timed in (False, True):
+        model = torch.nn.Linear(8, 4)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 3,
+            "optimizer": {"type": "AdamW"},
+            "wall_clock_breakdown": timed,
+        }
+        engine = deepspeed.initialize(model=model, config=config)[0]
+        profiler = FlopsProfiler(engine.module, ds_engine=engine, recompute_fwd_factor=1.0)
+        profiler.start_profile()
+        engine.module(torch.ones(2, 8))
+        profiler.stop_profile()
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+            engine.step()
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            profiler.print_model_profile(detailed=False)
+        rows = [line.split(":") for line in output.getvalue().splitlines() if line.count(":") == 1]
+        shown = {name: value.strip() for name, value in rows}
+        assert (shown["world size"], shown["data parallel size"], shown["batch size per GPU"]) == ("2", "2", "2")
+        assert shown["fwd MACs per GPU"] == "64 MACs"
+        assert ("FLOPS per GPU = 3 * 4 * fwd flops per GPU / iter latency" in shown) is timed
+        profiler.end_profile()
+        engine.destroy()
