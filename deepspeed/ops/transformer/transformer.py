@@ -175,14 +175,14 @@ class DeepSpeedTransformerLayer(nn.Module):
 
     def _attend(self, qkv: Tensor, mask: Tensor | None) -> Tensor:
         batch, tokens, _ = qkv.shape
-        heads = self.config.heads
+        heads, width = self.config.heads, self.config.hidden_size
         dropped = self.config.attn_dropout_ratio if self.training else 0.0
         added = None if mask is None else mask.to(qkv.dtype)
 
         def attention(qkv: Tensor) -> Tensor:
-            q, k, v = qkv.view(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
+            q, k, v = qkv.view(batch, tokens, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
             found = functional.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=dropped)
-            return found.transpose(1, 2).reshape(batch, tokens, -1)
+            return found.transpose(1, 2).reshape(batch, tokens, width)
 
         found = self._recomputed(self.config.attn_dropout_checkpoint, attention, qkv)
         return self._drop(functional.linear(found, self.attn_ow, self.attn_ob))

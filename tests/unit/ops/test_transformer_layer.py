@@ -178,3 +178,14 @@ def test_what_cannot_be_is_an_error_with_its_name():
     wrong = [part.weight for part in reversed(plain.parts)]
     with pytest.raises((UsageError, RuntimeError)):
         DeepSpeedTransformerLayer(layer.config, wrong, [part.bias for part in plain.parts])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_batch_without_samples_or_tokens(first):
+    for shape in ((0, 5, HIDDEN), (2, 0, HIDDEN)):
+        _, layer = pair(first, **dict.fromkeys(MEMORY, True))
+        x = numbers(*shape).requires_grad_()
+        out = layer(x)
+        out.sum().backward()
+        assert out.shape == x.grad.shape == shape
+        assert all((param.grad == 0).all() for param in layer.parameters())
