@@ -117,7 +117,10 @@ class DeepSpeedTransformerLayer(nn.Module):
         output_attentions: bool = False,
         grads: Any = None,
     ) -> Any:
-        """[batch, tokens, hidden] → the same, in a tuple with `return_tuple`; the mask is added to scores."""
+        """[batch, tokens, hidden] → the same, in a tuple with `return_tuple`.
+
+        The mask is added to scores; one of bools says which take part, as torch's attention has it.
+        """
         absent = {
             "head_mask": head_mask, "layer_head_mask": layer_head_mask,
             "encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask,
@@ -177,7 +180,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         batch, tokens, _ = qkv.shape
         heads, width = self.config.heads, self.config.hidden_size
         dropped = self.config.attn_dropout_ratio if self.training else 0.0
-        added = None if mask is None else mask.to(qkv.dtype)
+        added = mask if mask is None or mask.dtype == torch.bool else mask.to(qkv.dtype)
 
         def attention(qkv: Tensor) -> Tensor:
             q, k, v = qkv.view(batch, tokens, 3, heads, width // heads).permute(2, 0, 3, 1, 4)

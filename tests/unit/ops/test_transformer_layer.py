@@ -189,3 +189,12 @@ def test_a_batch_without_samples_or_tokens(first):
         out.sum().backward()
         assert out.shape == x.grad.shape == shape
         assert all((param.grad == 0).all() for param in layer.parameters())
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_mask_of_bools_says_what_takes_part(first):
+    _, layer = pair(first)
+    x = numbers(2, 5, HIDDEN)
+    takes_part = torch.tensor([[True] * 5, [True, True, True, False, False]]).view(2, 1, 1, 5)
+    added = torch.zeros(2, 1, 1, 5).masked_fill(~takes_part, -10000.0)
+    torch.testing.assert_close(layer(x, takes_part), layer(x, added))
