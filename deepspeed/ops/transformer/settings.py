@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,8 @@ class DeepSpeedTransformerConfig(TransformerConfig):
         made = cls()
         for name, value in json_object.items():
             setattr(made, name, value)
+        if "intermediate_size" not in json_object:
+            made.intermediate_size = 4 * made.hidden_size
         return made
 
     @classmethod
@@ -110,14 +113,14 @@ class DeepSpeedTransformerConfig(TransformerConfig):
     def require_usable(self) -> None:
         """An error where a layer of such a shape cannot be."""
         for name in ("hidden_size", "heads", "intermediate_size"):
-            if getattr(self, name) < 1:
-                raise UsageError(f"DeepSpeedTransformerConfig: {name} is {getattr(self, name)}; give a positive number")
+            found = getattr(self, name)
+            if not isinstance(found, Integral) or found < 1:
+                raise UsageError(f"DeepSpeedTransformerConfig: {name} is {found!r}; give a positive whole number")
         if self.hidden_size % self.heads:
             raise UsageError(
                 f"DeepSpeedTransformerConfig: hidden_size {self.hidden_size} is no multiple of heads {self.heads}"
             )
-        for name in ("attn_dropout_ratio", "hidden_dropout_ratio"):
-            if not 0 <= getattr(self, name) < 1:
-                raise UsageError(
-                    f"DeepSpeedTransformerConfig: {name} is {getattr(self, name)}; give 0 or more, below 1"
-                )
+        for name in ("attn_dropout_ratio", "hidden_dropout_ratio", "layer_norm_eps"):
+            found = getattr(self, name)
+            if not isinstance(found, Real) or not 0 <= float(found) < 1:
+                raise UsageError(f"DeepSpeedTransformerConfig: {name} is {found!r}; give 0 or more, below 1")

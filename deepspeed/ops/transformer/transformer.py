@@ -124,11 +124,17 @@ class DeepSpeedTransformerLayer(nn.Module):
         absent = {
             "head_mask": head_mask, "layer_head_mask": layer_head_mask,
             "encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask,
-            "past_key_value": past_key_value, "output_attentions": output_attentions or None, "grads": grads,
+            "past_key_value": past_key_value, "output_attentions": output_attentions, "grads": grads,
         }  # fmt: skip
-        given = [name for name, value in absent.items() if value is not None]
+        # encoders that hand arguments over by position have a switch, off, where this layer has one of these
+        given = [name for name, value in absent.items() if value is not None and value is not False]
         if given:
             raise UsageError(f"DeepSpeedTransformerLayer: {', '.join(given)}: an encoder layer has none; leave it out")
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != self.config.hidden_size:
+            raise UsageError(
+                f"DeepSpeedTransformerLayer: hidden_states is of shape {tuple(hidden_states.shape)}; expected [batch, "
+                f"tokens, {self.config.hidden_size}]"
+            )
         autocast = torch.is_autocast_enabled(hidden_states.device.type)
         if self.config.fp16 and not autocast and self.attn_qkvw.dtype != torch.float16:
             raise UsageError(

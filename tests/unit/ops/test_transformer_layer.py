@@ -147,6 +147,7 @@ def test_weights_of_its_own_tuples_and_files(tmp_path):
     (tmp_path / "layer.json").write_text(json.dumps({**options, "intermediate_size": 256}))
     config = DeepSpeedTransformerConfig.from_json_file(str(tmp_path / "layer.json"))
     assert vars(config) == vars(DeepSpeedTransformerConfig(**options))
+    assert vars(DeepSpeedTransformerConfig.from_dict(options)) == vars(config)
     layer = deepspeed.DeepSpeedTransformerLayer(config)
     assert layer.inter_w.shape == (256, 64)
     assert layer.inter_w.std().item() == pytest.approx(0.02, rel=0.1)
@@ -160,7 +161,16 @@ def test_weights_of_its_own_tuples_and_files(tmp_path):
 
 
 def test_what_cannot_be_is_an_error_with_its_name():
-    for wrong in ({"hidden_size": 0}, {"heads": 3}, {"attn_dropout_ratio": -1}, {"initializer_range": -1}):
+    for wrong in (
+        {"hidden_size": 0},
+        {"hidden_size": 16.0},
+        {"heads": 3},
+        {"heads": "4"},
+        {"attn_dropout_ratio": -1},
+        {"hidden_dropout_ratio": None},
+        {"initializer_range": -1},
+        {"layer_norm_eps": -1.0},
+    ):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             DeepSpeedTransformerLayer(DeepSpeedTransformerConfig(**{**SHAPE, **NO_DROPOUT, **wrong}))
     plain, layer = pair(True)
@@ -168,6 +178,10 @@ def test_what_cannot_be_is_an_error_with_its_name():
     for name in ("head_mask", "past_key_value", "encoder_hidden_states", "grads"):
         with pytest.raises(UsageError, match=name):
             layer(x, **{name: x})
+    for wrong in (numbers(3, HIDDEN), numbers(1, 3, HIDDEN + 4)):
+        with pytest.raises(UsageError, match=r"hidden_states is of shape .* expected \[batch, tokens, 16\]"):
+            layer(wrong)
+    torch.testing.assert_close(layer(x, None, None, None, None, None, False), layer(x))
     with pytest.raises(UsageError, match="output_attentions"):
         layer(x, output_attentions=True)
     layer.config.fp16 = True
