@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from deepspeed.profiling.flops_profiler.text import (
     number_to_string,
     params_to_string,
 )
+from deepspeed.profiling.report_file import write_report
 
 __all__ = [
     "FlopsProfiler",
@@ -155,9 +155,7 @@ class FlopsProfiler:
             sys.stdout.write(text)
             sys.stdout.flush()
             return
-        target = Path(output_file)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
+        write_report(text, output_file)
 
     def modules_profile(self, module_depth: int = -1, top_modules: int = 1, detailed: bool = True) -> list[str]:
         """The heaviest modules, and with `detailed` the whole tree, as lines."""

@@ -13,6 +13,7 @@ from deepspeed.config.profiling import FlopsProfilerConfig
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFailed, PhaseFinished, RunContinued, StepFinished
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.profiling.flops_profiler.report import Facts, Stage
+from deepspeed.profiling.report_file import to_file_or_output
 from deepspeed.profiling.stages import StageGroup
 from deepspeed.profiling.wall_clock import TIMER_NAMES, WallClock
 
@@ -122,11 +123,15 @@ class StepProfile:
         return found
 
     def _print(self, facts: Facts) -> None:
-        self.profiler.facts = facts
-        self.profiler.print_model_profile(
-            profile_step=self._section.profile_step,
-            module_depth=self._section.module_depth,
-            top_modules=self._section.top_modules,
-            detailed=self._section.detailed,
-            output_file=self._section.output_file,
-        )
+        self.profiler.facts, section = facts, self._section
+
+        def show(output_file: str | None) -> None:
+            self.profiler.print_model_profile(
+                profile_step=section.profile_step,
+                module_depth=section.module_depth,
+                top_modules=section.top_modules,
+                detailed=section.detailed,
+                output_file=output_file,
+            )
+
+        to_file_or_output("flops_profiler.output_file", section.output_file, show)

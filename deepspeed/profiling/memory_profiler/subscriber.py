@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from pathlib import Path
 
 from deepspeed.config.profiling import MemoryProfilerConfig
 from deepspeed.events import EventStream, PhaseBegan, PhaseFailed, PhaseFinished, RunContinued, StepFinished
 from deepspeed.log import print_dist
 from deepspeed.profiling.memory_profiler.profiler import MemoryPeak, MemoryProfiler
 from deepspeed.profiling.memory_profiler.report import lines
+from deepspeed.profiling.report_file import to_file_or_output, write_report
 from deepspeed.profiling.stages import StageGroup
 
 __all__ = ["StepMemory"]
@@ -88,9 +88,8 @@ class StepMemory:
         text = "\n".join(self._of_all())
         if self._stages is not None and not self._stages.prints:
             return
-        if self._section.output_file is None:
-            print_dist(text)
-            return
-        target = Path(self._section.output_file)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text + "\n", encoding="utf-8")
+        to_file_or_output(
+            "memory_profiler.output_file",
+            self._section.output_file,
+            lambda file: print_dist(text) if file is None else write_report(text + "\n", file),
+        )

@@ -133,3 +133,18 @@ def test_a_profiler_of_the_script_is_told_of_the_job_by_the_engine():
         assert ("FLOPS per GPU = 3 * 4 * fwd flops per GPU / iter latency" in shown) is timed
         profiler.end_profile()
         engine.destroy()
+
+
+@ranks(1)
+def test_a_report_that_cannot_be_written_is_shown_and_training_goes_on(tmp_path):
+    section = {"enabled": True, "profile_step": 0, "output_file": str(tmp_path)}  # a folder
+    config = {"train_micro_batch_size_per_gpu": 2, "flops_profiler": section, "memory_profiler": section}
+    engine = deepspeed.initialize(model=torch.nn.Linear(8, 4), config={**config, "optimizer": {"type": "AdamW"}})[0]
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+            engine.step()
+    assert engine.global_steps == 2
+    assert output.getvalue().count("Flops Profiler") == output.getvalue().count("Memory at the peak") == 1
+    engine.destroy()
