@@ -70,7 +70,8 @@ class StepMemory:
         self.profiler.leave_phase()
 
     def _phase_failed(self, event: PhaseFailed) -> None:
-        self.close()
+        if self.profiler.running:  # the step is still to come otherwise, where a script goes on after an error
+            self.close()
 
     def _run_continued(self, event: RunContinued) -> None:
         self.profiler.forget()  # it looked at another step: at step 0 it begins before a checkpoint is loaded

@@ -157,3 +157,26 @@ def test_an_error_names_the_module_and_shows_the_profile():
     assert "Memory at the peak of step 0" in text
     assert "Activations that were alive, by the module that made them:" in text
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+
+
+@ranks(1)
+def test_a_failure_before_the_profiled_step_does_not_end_the_wait_for_it():
+    for failing, expected in ((0, [0, 1, 1]), (1, [0, 0, 0])):
+        config = {
+            "train_micro_batch_size_per_gpu": ROWS,
+            "optimizer": {"type": "AdamW"},
+            "memory_profiler": {"enabled": True, "profile_step": 1},
+        }
+        engine = deepspeed.initialize(model=Model("forward"), config=config)[0]
+        output, tables = io.StringIO(), []
+        with contextlib.redirect_stdout(output):
+            for number in range(3):
+                if number == failing:
+                    with pytest.raises(RuntimeError, match="shapes"):
+                        engine(torch.randn(ROWS, WIDTH + 1))
+                engine.backward(engine(torch.randn(ROWS, WIDTH)))
+                engine.step()
+                tables.append(output.getvalue().count("Memory at the peak"))
+        assert tables == expected
+        engine.destroy()
+        assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
