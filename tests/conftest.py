@@ -12,6 +12,10 @@ import torch.distributed as dist
 
 from deepspeed.log import logger
 
+if not torch.cuda.is_available():
+    # Read when Triton is imported: whatever is collected first, kernels are interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 with contextlib.suppress(ImportError):  # a machine that only runs the tests of its GPU may not have it
     from hypothesis import HealthCheck, settings
 

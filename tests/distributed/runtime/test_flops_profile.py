@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.profiling.flops_profiler import FlopsProfiler
 from tests.harness import ranks
 
 
@@ -107,6 +106,8 @@ def test_steps_are_counted_from_the_beginning_of_the_run_that_a_checkpoint_conti
 
 @ranks(2)
 def test_a_profiler_of_the_script_is_told_of_the_job_by_the_engine():
+    from deepspeed.profiling.flops_profiler import FlopsProfiler  # loads Triton, which other tests must set up first
+
     for timed in (False, True):
         model = torch.nn.Linear(8, 4)
         config = {
