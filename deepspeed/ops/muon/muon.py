@@ -97,7 +97,8 @@ def _momenta(optimizer: BatchOptimizer, group: Group) -> Momenta:
         if "momentum_buffer" not in state:
             _begin(optimizer, group, param)
         if scale_name("momentum_buffer") in state:
-            state["step"] += 1
+            # one that was loaded from a wider momentum was not counted so far
+            state["step"] = state.get("step", 0) + 1
             found.scales.append(state[scale_name("momentum_buffer")])
             found.steps.append(state["step"])
             coded.append(state)

@@ -279,6 +279,17 @@ def test_training_goes_on_after_a_state_dict(adam, dtype):
         assert torch.equal(left, right)
 
 
+@pytest.mark.parametrize("before", [None, 16, 32])
+def test_momentum_of_a_wider_state_dict_goes_on_in_8_bits(before):
+    wide, narrow = MuonWithAuxAdam(halves(), moment_bits=before), MuonWithAuxAdam(halves(), moment_bits=8)
+    train(wide, 2)
+    narrow.load_state_dict(copy.deepcopy(wide.state_dict()))
+    train(narrow, 2, first=2)
+    matrix = narrow.param_groups[0]["params"][0]
+    assert narrow.state[matrix]["momentum_buffer"].dtype == torch.uint8
+    assert narrow.state[matrix]["step"] == 2  # wider momenta are not counted
+
+
 def test_an_adam_that_cannot_be_built():
     def broken(groups, **arguments):
         raise RuntimeError("no compiler")
