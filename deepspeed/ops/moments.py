@@ -35,7 +35,7 @@ def scale_name(moment: str) -> str:
 
 def moment_width(name: str, bits: int | None) -> int | None:
     """`bits`, if moments can be held in so many."""
-    if bits is not None and (isinstance(bits, bool) or bits not in _HELD_IN):
+    if bits is not None and (isinstance(bits, bool) or bits not in list(_HELD_IN)):
         raise ValueError(
             f"{name}: moment_bits is {bits!r}; it must be 8 (block-wise), 16 (bfloat16), 32 (float32) or None, which "
             "leaves it to fp32_optimizer_states"

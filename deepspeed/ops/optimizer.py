@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -229,13 +230,21 @@ def refuse(step: str, **given: Any) -> None:
         )
 
 
-def check_hyperparameters(name: str, *, betas: Sequence[float] = (), **amounts: float) -> None:
-    """Refuse numbers outside their range: betas are in [0, 1), every other amount is at least 0."""
+def check_hyperparameters(name: str, *, betas: Any = (0.0, 0.0), **amounts: Any) -> None:
+    """Refuse what is no number or outside its range: betas are in [0, 1), every other amount is at least 0."""
     for key, value in amounts.items():
-        if not float(value) >= 0 or math.isinf(float(value)):
-            raise ValueError(f"{name}: {key} is {value}; it must be a finite number of at least 0")
-    if betas and (len(betas) != 2 or not all(0 <= beta < 1 for beta in betas)):
-        raise ValueError(f"{name}: betas is {tuple(betas)}; it must be two numbers of at least 0 and below 1")
+        if not 0 <= _as_number(value) < math.inf:
+            raise ValueError(f"{name}: {key} is {value!r}; it must be a finite number of at least 0")
+    pair = isinstance(betas, (list, tuple)) and len(betas) == 2
+    if not pair or not all(0 <= _as_number(beta) < 1 for beta in betas):
+        raise ValueError(f"{name}: betas is {betas!r}; it must be two numbers of at least 0 and below 1")
+
+
+def _as_number(value: Any) -> float:
+    """NaN, which is in no range, for what is none: text that looks like one would fail in the first step."""
+    if isinstance(value, Tensor):
+        return float(value) if value.numel() == 1 else math.nan
+    return math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
 
 
 def contiguous(lists: TensorLists) -> bool:

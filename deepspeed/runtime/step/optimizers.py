@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from deepspeed.ops.muon import MuonWithAuxAdam
+from deepspeed.ops.muon.aux_adam import ADAM_DEFAULTS, MUON_DEFAULTS, MuonWithAuxAdam
 from deepspeed.ops.optimizer import BatchOptimizer
 from deepspeed.precision.dtypes import short
 from deepspeed.precision.policy import Precision
@@ -53,6 +54,8 @@ _IMPLIED: Mapping[str, Any] = {
 _MUP_TYPES = ("MuAdam", "MuAdamW", "MuSGD")
 _MUON_KEYS = ("lr", "momentum", "weight_decay", "ns_method")
 _ADAM_KEYS = ("lr", "betas", "eps", "weight_decay")
+_RATES = ("muon_lr", "adam_lr")
+_MUON_VALUES: Mapping[str, Any] = {**MUON_DEFAULTS, **ADAM_DEFAULTS, **dict.fromkeys(_RATES, 0.0)}
 _NOT_MATRICES = ("embed", "lm_head")
 
 
@@ -164,7 +167,7 @@ def _class(order: _Order) -> Any:
             order.params["fp32_optimizer_states"] = False
         return DeepSpeedCPULion if order.kind == "Lion" else DeepSpeedCPUAdagrad
     if order.kind in ("Lion", "Adagrad"):
-        order.params.pop("fp32_optimizer_states", None)  # only the classes for host memory choose
+        order.flag("fp32_optimizer_states", True)  # only the classes for host memory choose
     if order.kind == "Lion":
         return FusedLion
     if order.kind in _MUP_TYPES:
@@ -211,10 +214,29 @@ def _accepted(order: _Order, kind: type, arguments: Mapping[str, Any]) -> Iterat
     known = inspect.signature(kind).parameters
     for key, value in arguments.items():
         if key in known:
+            _check_kind(key, value, known[key].default)
             yield key, tuple(value) if key == "betas" and isinstance(value, list) else value
         elif key not in _IMPLIED or value != _IMPLIED[key]:
             takes = ", ".join(list(known)[1:])
             raise _wrong(key, f"is {value!r}: {kind.__name__}, which type {order.kind} chose, takes only {takes}")
+
+
+def _check_kind(key: str, value: Any, default: Any) -> None:
+    """Refuse a value of another kind than the parameter's default; classes take some of them and fail in a step."""
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise _wrong(key, f"is {value!r}; it must be true or false")
+    elif isinstance(default, (int, float)):
+        if not _is_number(value):
+            raise _wrong(key, f"is {value!r}; it must be a number")
+    elif isinstance(default, tuple):
+        numbers = value if isinstance(value, (list, tuple)) and len(value) == len(default) else ("none",)
+        if not all(_is_number(each) or (each is None and None in default) for each in numbers):
+            raise _wrong(key, f"is {value!r}; it must be a list of {len(default)} numbers")
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (Real, Tensor))
 
 
 def _muon(order: _Order) -> torch.optim.Optimizer:
@@ -228,9 +250,11 @@ def _muon(order: _Order) -> torch.optim.Optimizer:
             f"is {bits!r}, but the Adam half of Muon is {adam.__name__}, by zero_optimization.offload_optimizer or "
             "torch_adam, and holds its own moments; remove the key",
         )
-    unknown = sorted(order.params.keys() - {*_MUON_KEYS, *_ADAM_KEYS, "muon_lr", "adam_lr"})
+    unknown = sorted(order.params.keys() - {*_MUON_KEYS, *_ADAM_KEYS, *_RATES})
     if unknown:
         raise _wrong(unknown[0], f"is {order.params[unknown[0]]!r}: Muon has no such parameter")
+    for key, value in order.params.items():
+        _check_kind(key, value, _MUON_VALUES.get(key) if value is not None or key not in _RATES else None)
     groups = [half for group in _groups(order) for half in _halves(order, group, per_head)]
     if per_head and not any("num_heads" in group for group in groups):
         raise _wrong(

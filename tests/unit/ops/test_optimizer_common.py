@@ -309,8 +309,22 @@ def test_numbers_out_of_range(cls, wrong):
         cls(parameters(), **wrong)
 
 
+@pytest.mark.parametrize("cls", EVERY)
+@pytest.mark.parametrize("wrong", [{"lr": "1e-3"}, {"lr": None}, {"weight_decay": "0.1"}, {"weight_decay": [0.1]}])
+def test_what_is_no_number(cls, wrong):
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))} is .*; it must be a finite number"):
+        cls(parameters(), **wrong)
+
+
+@pytest.mark.parametrize("cls", [*FUSED, *CPU, *MUON])
+def test_wrong_widths_of_moments(cls):
+    for wrong in ("8", 9, True, [8]):
+        with pytest.raises(ValueError, match="moment_bits is"):
+            cls(parameters(), moment_bits=wrong)
+
+
 @pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam, FusedLamb, FusedLion, DeepSpeedCPULion])
-@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (0.9,)])
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1), (0.9,), (), None, 0.9, ("0.9", "0.99")])
 def test_betas_out_of_range(cls, betas):
     with pytest.raises(ValueError, match="betas"):
         cls(parameters(), betas=betas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from types import ModuleType
 
@@ -82,6 +83,14 @@ def test_dtype_of_the_moments():
         build(kind, {"fp32_optimizer_states": False})  # only offloaded ones choose
 
 
+def test_defaults_may_be_said():
+    """Values are checked by the kind of the default: that of every class of torch.optim passes."""
+    for kind in ("ASGD", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"):
+        known = inspect.signature(getattr(torch.optim, kind)).parameters
+        given = {key: each.default for key, each in known.items() if each.default is not each.empty}
+        assert type(build(kind, given, [nn.Parameter(torch.ones(2, 2))])).__name__ == kind
+
+
 def test_what_a_class_does_anyway_may_be_said():
     build("Adam", {"set_grad_none": True}, offloaded=True)
     build("Adam", {"torch_adam": True, "bias_correction": True, "set_grad_none": True})
@@ -106,6 +115,16 @@ def test_groups():
         ("Adam", {"torch_adam": True, "bias_correction": False}, False, "optimizer.params.bias_correction", "AdamW"),
         ("Adam", {"adam_w_mode": "yes"}, False, "optimizer.params.adam_w_mode", "'yes'.*true or false"),
         ("Adam", {"lr": -1}, False, "optimizer.params", "FusedAdam.*lr is -1"),
+        ("Adam", {"lr": "1e-3"}, False, "optimizer.params.lr", "'1e-3'; it must be a number"),
+        ("Adam", {"weight_decay": "0.1"}, True, "optimizer.params.weight_decay", "'0.1'; it must be a number"),
+        ("Adam", {"betas": None}, False, "optimizer.params.betas", "None; it must be a list of 2 numbers"),
+        ("Adam", {"betas": [0.9, "x"]}, False, "optimizer.params.betas", "it must be a list of 2 numbers"),
+        ("Adam", {"bias_correction": None}, False, "optimizer.params.bias_correction", "None; it must be true or"),
+        ("Lion", {"fp32_optimizer_states": 3}, False, "optimizer.params.fp32_optimizer_states", "3; it must be true"),
+        ("Lamb", {"eps_inside_sqrt": "no"}, False, "optimizer.params.eps_inside_sqrt", "'no'; it must be true"),
+        ("SGD", {"momentum": "0.9"}, False, "optimizer.params.momentum", "'0.9'; it must be a number"),
+        ("Muon", {"muon_lr": "0.1"}, False, "optimizer.params.muon_lr", "'0.1'; it must be a number"),
+        ("Muon", {"betas": []}, False, "optimizer.params.betas", "it must be a list of 2 numbers"),
         ("Adam", {"amsgrad": True}, False, "optimizer.params", "AMSGrad"),
         ("SGD", {"lr": 0.1, "nesterov": True}, False, "optimizer.params", "SGD.*[Nn]esterov"),
         ("Muon", {"nesterov": True}, False, "optimizer.params.nesterov", "no such parameter"),
