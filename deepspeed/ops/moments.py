@@ -107,6 +107,21 @@ class MomentKeeper(torch.optim.Optimizer):
                     state[name] = state[name].to(dtype)
         return True
 
+    @torch.no_grad()
+    def take_part(self, param: Tensor, whole: Tensor, interval: tuple[int, int]) -> None:
+        """Give `param`, which stands for an interval of the elements of `whole`, its part of what is kept of that."""
+        start, stop = interval
+        state = self.state[whole]
+        coded = {scale_name(name) for name in self.moments}
+        part = {
+            name: self.moment(whole, name).reshape(-1)[start:stop].clone().view(param.shape)
+            if name in self.moments
+            else value
+            for name, value in state.items()
+            if name not in coded
+        }
+        self.state[param] = self._restored_state(param, part)
+
     def _begin(self, group: Group, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
         # Checkpoints of long ago count steps per group.
         state["step"] = int(group.get("step", 0))

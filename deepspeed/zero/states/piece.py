@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed.ops.moments import MomentKeeper
+
 if TYPE_CHECKING:
     from deepspeed.zero.states.arena import Arena
 
-__all__ = ["Piece", "hand_over"]
+__all__ = ["Piece", "as_wide", "hand_over", "is_moment"]
+
+# States of torch's optimizers that are one number for a whole parameter.
+_COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 class Piece:
@@ -112,10 +117,13 @@ class Piece:
         """Take over this interval of what the optimizer knows about the whole parameter, if it was used before."""
         if self.param not in optimizer.state:
             return
+        if isinstance(optimizer, MomentKeeper):
+            optimizer.take_part(self.master, self.param, self.interval)
+            return
         start, stop = self.interval
         optimizer.state[self.master] = {
-            key: value.detach().reshape(-1)[start:stop].to(self.master.device, copy=True).view(self.master.shape)
-            if isinstance(value, Tensor) and value.shape == self.shape and value.dim() > 0
+            key: as_wide(value.detach().reshape(-1)[start:stop], self).clone().view(self.master.shape)
+            if is_moment(key, value, self.shape)
             else value
             for key, value in optimizer.state[self.param].items()
         }
@@ -127,6 +135,17 @@ class Piece:
             self.gradient = self.home if self.home is not None else torch.empty_like(values, dtype=dtype)
         self.gradient.copy_(values)
         self.norm = self.picked = None
+
+
+def is_moment(key: str, value: object, shape: torch.Size) -> TypeGuard[Tensor]:
+    """True if a state has an element for each of a parameter's; those of a scalar look as its counters do."""
+    return isinstance(value, Tensor) and value.shape == shape and (value.dim() > 0 or key not in _COUNTERS)
+
+
+def as_wide(moment: Tensor, piece: Piece) -> Tensor:
+    """A moment that was made in the dtype of the parameter, in that of the master which it belongs to from now on."""
+    dtype = piece.master.dtype if moment.dtype == piece.param.dtype else moment.dtype
+    return moment.to(piece.master.device, dtype)
 
 
 @torch.no_grad()

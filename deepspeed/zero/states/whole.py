@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.fragments import Block
+from deepspeed.ops.moments import MomentKeeper
 from deepspeed.zero.placement import AxisOf, Placement
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup, name_of
-from deepspeed.zero.states.piece import Piece
+from deepspeed.zero.states.piece import Piece, as_wide, is_moment
 
 if TYPE_CHECKING:
     from deepspeed.parallel import AxisGroup
@@ -58,8 +59,12 @@ class WholeGroup(ShardGroup):
     def take_states(self, optimizer: Optimizer) -> None:
         """Take over what the optimizer knows of parameters that it was used with before."""
         for piece in self._copied:
-            if piece.param in optimizer.state:
-                optimizer.state[piece.master] = optimizer.state.pop(piece.param)
+            if piece.param not in optimizer.state:
+                continue
+            state = optimizer.state[piece.master] = optimizer.state.pop(piece.param)
+            for key, value in state.items() if not isinstance(optimizer, MomentKeeper) else ():
+                if is_moment(key, value, piece.shape):
+                    state[key] = as_wide(value, piece)
 
     def adopt_edits(self) -> None:
         """See `ShardGroup`."""
