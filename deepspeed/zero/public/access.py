@@ -238,7 +238,7 @@ def _chunk(held: ParameterState, part: Tensor | None, dtype: torch.dtype) -> Ten
 
 def _write(held: ParameterState, target: Tensor | None, part: Tensor) -> None:
     if target is not None:
-        target.detach().view(-1).copy_(part)
+        target.detach().copy_(part.view(target.shape))
 
 
 # ---- optimizer states

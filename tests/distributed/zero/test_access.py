@@ -295,6 +295,36 @@ def test_an_edit_of_the_model_is_seen():
         engine.destroy()
 
 
+class Strided(nn.Module):
+    """Parameters whose memory is not in the order of their elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.image = nn.Conv2d(2, 3, 3, padding=1).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(5, 4).t())
+
+    def forward(self, x):
+        return self.image(x).sum() + self.turned.square().sum()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@ranks(1, 2)
+def test_parameters_whose_memory_is_not_in_order(precision):
+    for stage in STAGES:
+        engine = build(stage, precision, Strided())
+        x = torch.randn(2, 2, 4, 4, dtype=DTYPES[precision])
+        engine.backward(engine(x))
+        engine.step()
+        for param in engine.module.parameters():
+            shape = safe_get_full_fp32_param(param).shape
+            new = torch.arange(float(shape.numel())).view(shape)
+            safe_set_full_fp32_param(param, new)
+            safe_set_full_optimizer_state(param, new + 1, "exp_avg")
+            assert torch.equal(safe_get_full_fp32_param(param), new), stage
+            assert torch.equal(safe_get_full_optimizer_state(param, "exp_avg"), new + 1), stage
+        engine.destroy()
+
+
 @ranks(1, 2)
 def test_handles_end_with_their_engine():
     one, other = build(1), build(3, "bf16")
