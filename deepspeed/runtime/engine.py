@@ -22,6 +22,7 @@ from deepspeed.runtime.phases import phase
 from deepspeed.runtime.regions import compile_module
 from deepspeed.runtime.saving.checkpoints import Checkpoints
 from deepspeed.runtime.saving.methods import CheckpointMethods
+from deepspeed.runtime.step.schedule import require_metric, step_schedule
 from deepspeed.runtime.step.stepper import Outcome
 
 __all__ = ["DeepSpeedEngine"]
@@ -121,6 +122,7 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
                 "'optimizer' to the config",
                 path="optimizer",
             )
+        require_metric(self.lr_scheduler, lr_kwargs)
         used_lr, used_momentum = tuple(self.get_lr()), tuple(self.get_mom())
         taken = getattr(self.optimizer, "take_step", stepper.step)
         outcome = self._outcome = taken()
@@ -136,7 +138,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         self.global_samples += micro_batches * self.train_micro_batch_size_per_gpu() * self.dp_world_size
         if outcome.applied:
             self.skipped_in_a_row = 0
-            self._step_schedule(lr_kwargs)
+            if self.lr_scheduler is not None:
+                step_schedule(self.lr_scheduler, lr_kwargs, self.train_batch_size())
         else:
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
@@ -145,15 +148,6 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         if self.events.wants(StepFinished):
             self.events.emit(news.finished(self, outcome, used_lr, used_momentum))
         self.loss_of_step = None
-
-    def _step_schedule(self, lr_kwargs: dict[str, Any]) -> None:
-        if self.lr_scheduler is None:
-            return
-        try:
-            self.lr_scheduler.step(**lr_kwargs)
-        except TypeError:
-            # Schedules of some libraries count samples instead of steps.
-            self.lr_scheduler.step(self.train_batch_size())
 
     def _look_for_unfrozen(self) -> None:
         """Parameters that were unfrozen since the last step begin to train."""
