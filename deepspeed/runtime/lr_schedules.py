@@ -60,6 +60,7 @@ from deepspeed.runtime.schedules.base import (
     get_torch_optimizer,
     own_lrs,
     positive_int,
+    switch,
     update_lr,
     warmup_steps,
     warmup_type_of,
@@ -254,7 +255,7 @@ class LRRangeTest(LRSchedule):
         self.min_lr = self._per_group(lr_range_test_min_lr, LR_RANGE_TEST_MIN_LR)
         self.step_size = positive_int(lr_range_test_step_size, LR_RANGE_TEST_STEP_SIZE)
         self.step_rate = at_least(lr_range_test_step_rate, LR_RANGE_TEST_STEP_RATE, 0)
-        self.staircase = lr_range_test_staircase
+        self.staircase = switch(lr_range_test_staircase, LR_RANGE_TEST_STAIRCASE)
         self._apply()
 
     def get_lr(self) -> list[float]:
@@ -314,7 +315,7 @@ class OneCycle(LRSchedule):
                 f"{CYCLE_MAX_MOM} is {cycle_max_mom}, {CYCLE_MIN_MOM} {cycle_min_mom}; both must be below 1"
             )
         self.decay_mom_rate = at_least(decay_mom_rate, DECAY_MOM_RATE, 0)
-        self.cycle_momentum = cycle_momentum and self._has_betas()
+        self.cycle_momentum = switch(cycle_momentum, CYCLE_MOMENTUM) and self._has_betas()
         self._apply()
 
     def get_lr(self) -> list[float]:

@@ -20,6 +20,7 @@ __all__ = [
     "number",
     "own_lrs",
     "positive_int",
+    "switch",
     "update_lr",
     "warmup_steps",
     "warmup_type_of",
@@ -145,6 +146,13 @@ def whole(value: Any, name: str, bound: int) -> int:
     """`value`, if it is an integer not below the bound."""
     if isinstance(value, bool) or not isinstance(value, int) or value < bound:
         raise ValueError(f"{name} is {value!r}; it must be an integer of at least {bound}")
+    return value
+
+
+def switch(value: Any, name: str) -> bool:
+    """`value`, if it is true or false: the text "false" would be true."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be true or false")
     return value
 
 

@@ -405,6 +405,8 @@ class TestArguments:
             (lambda: OneCycle(adam(), 0, 1, cycle_max_mom=1), "^cycle_max_mom is 1, cycle_min_mom 0.8"),
             (lambda: OneCycle(adam(), 0, 1, cycle_first_stair_count="x"), "^cycle_first_stair_count is 'x'"),
             (lambda: OneCycle(adam(), 0, 1, cycle_second_stair_count=1.5), "^cycle_second_stair_count is 1.5"),
+            (lambda: OneCycle(adam(), 0, 1, cycle_momentum="false"), "^cycle_momentum is 'false'; it must be true or"),
+            (lambda: LRRangeTest(adam(), lr_range_test_staircase="no"), "^lr_range_test_staircase is 'no'; it must be"),
         ],
     )
     def test_wrong_values(self, build, message):
