@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -169,15 +170,30 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
         self._stepper.reducer.refresh()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer inside and of the loss scale; what a step left behind is done first."""
-        self._stepper.states.settle()
-        return {"optimizer_state_dict": self.optimizer.state_dict(), "loss_scaler": self._scale.state_dict()}
+        """The state of the optimizer inside, of the loss scale and the master weights.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        What a step left behind is done first.
+        """
         self._stepper.states.settle()
+        return {
+            "optimizer_state_dict": self.optimizer.state_dict(),
+            "loss_scaler": self._scale.state_dict(),
+            "masters": [[m.detach().to("cpu", copy=True) for m in group["params"]] for group in self.param_groups],
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave; the model's parameters follow."""
+        self._stepper.states.adopt_edits()
         reload(self.optimizer, state_dict["optimizer_state_dict"])
         self._scale.load_state_dict(state_dict["loss_scaler"])
+        saved = state_dict.get("masters")
+        if saved is None:
+            return  # of an older version, which saved none where nothing is sharded
+        for group, masters in zip(self.param_groups, saved, strict=True):
+            for master, values in zip(group["params"], masters, strict=True):
+                master.copy_(values)
+        self._stepper.states.publish()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optimizer!r}, loss scale {self.cur_scale:g})"

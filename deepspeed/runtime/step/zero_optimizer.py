@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
@@ -57,26 +56,15 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
         return super().__getattr__(name)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizer inside, of the loss scale and the master weights: this rank's parts of them."""
-        return {
-            **super().state_dict(),
-            "masters": [[m.detach().to("cpu", copy=True) for m in group["params"]] for group in self.param_groups],
-            "rank": self._axis.rank,
-            "ranks": self._axis.size,
-        }
+        """As of any engine, of this rank's parts."""
+        return {**super().state_dict(), "rank": self._axis.rank, "ranks": self._axis.size}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave on the same rank of as many; the model's parameters follow."""
+        """Take over what `state_dict` gave on the same rank of as many."""
         found = state_dict.get("rank"), state_dict.get("ranks")
         if found != (self._axis.rank, self._axis.size):
             raise UsageError(
                 f"this optimizer state is that of rank {found[0]} of {found[1]}, but here is rank {self._axis.rank} of "
                 f"{self._axis.size}. Use engine.save_checkpoint and load_checkpoint, which fit any number of ranks."
             )
-        self._stepper.states.adopt_edits()
         super().load_state_dict(state_dict)
-        for group, masters in zip(self.param_groups, state_dict["masters"], strict=True):
-            for master, values in zip(group["params"], masters, strict=True):
-                master.copy_(values)
-        self._stepper.states.publish()
