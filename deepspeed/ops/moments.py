@@ -167,15 +167,31 @@ class MomentKeeper(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over groups and state; unlike in torch, moments are held as this optimizer holds them."""
-        indices = list(chain.from_iterable(group["params"] for group in state_dict["param_groups"]))
-        saved = dict(state_dict["state"])
-        mine = {index: saved.pop(index) for index in indices if index in saved}
-        # Without the states: torch would cast every tensor, codes too, to the dtype of its parameter.
-        super().load_state_dict({**state_dict, "state": saved})
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        for index, param in zip(indices, params, strict=True):
-            if index in mine:
-                self.state[param] = self._restored_state(param, mine[index])
+        found: list[Mapping[str, Any] | None] = []
+
+        def take(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            """Without the states: torch would cast every tensor, codes too, to the dtype of its parameter."""
+            saved = dict(given["state"])
+            indices = chain.from_iterable(group["params"] for group in given["param_groups"])
+            found.extend(saved.pop(index, None) for index in indices)
+            return {**given, "state": saved}
+
+        def put(_: Any) -> None:
+            params = chain.from_iterable(group["params"] for group in self.param_groups)
+            for param, saved in zip(params, found, strict=True):
+                if saved is not None:
+                    self.state[param] = self._restored_state(param, saved)
+
+        # Hooks of others change the states before they are taken, and look at them when they are there.
+        handles = (
+            self.register_load_state_dict_pre_hook(take),
+            self.register_load_state_dict_post_hook(put, prepend=True),
+        )
+        try:
+            super().load_state_dict(dict(state_dict))
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _restored_state(self, param: Tensor, saved: Mapping[str, Any]) -> dict[str, Any]:
         """The saved state of a parameter as this optimizer keeps it, whatever held its moments."""

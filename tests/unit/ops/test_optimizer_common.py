@@ -176,6 +176,23 @@ def test_training_goes_on_after_a_state_dict(cls, dtype):
 
 
 @pytest.mark.parametrize("cls", EVERY)
+def test_hooks_see_the_states_that_are_loaded(cls):
+    def change(optimizer, state_dict):
+        changed = {index: {**state, "step": 77} for index, state in state_dict["state"].items()}
+        return {**state_dict, "state": changed}
+
+    params, steps = parameters(), []
+    optimizer = cls(params)
+    train(optimizer, params, 1)
+    optimizer.register_load_state_dict_pre_hook(change)
+    optimizer.register_load_state_dict_post_hook(
+        lambda loaded: steps.extend(loaded.state[param]["step"] for param in params)
+    )
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert steps == [77] * len(params)
+
+
+@pytest.mark.parametrize("cls", EVERY)
 def test_a_copy_goes_on_alike(cls):
     params = parameters()
     optimizer = cls(params)
