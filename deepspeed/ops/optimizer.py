@@ -45,6 +45,9 @@ TensorLists = Sequence[list[Tensor]]
 # Elements that are copied to float32 at once: the copies of a batch never take more than a few hundred megabytes.
 WIDE_ELEMENTS = 2**24
 
+# What a parameter group may have of its own, and a rule computes with.
+_OF_GROUPS = ("lr", "betas", "eps", "weight_decay", "momentum")
+
 # The place of the gradients among the lists of a batch; they are read, all other lists are written.
 _GRADS = 1
 
@@ -111,6 +114,13 @@ class BatchOptimizer(MomentKeeper):
 
     def _conditions_on(self, device: torch.device) -> Conditions | None:
         return None if self.conditions is None else self.conditions.on(device)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch does; a group's own numbers are checked as those of all are."""
+        if isinstance(param_group, dict):
+            own = {key: param_group[key] for key in _OF_GROUPS if key in param_group}
+            check_hyperparameters(f"{type(self).__name__}, group {len(self.param_groups)}", **own)
+        super().add_param_group(param_group)
 
     def _update_group(self, group: Group) -> None:
         """Apply the rule to every parameter of `group` that has a gradient."""

@@ -334,6 +334,18 @@ def test_what_is_no_number(cls, wrong):
 
 
 @pytest.mark.parametrize("cls", [*FUSED, *CPU, *MUON])
+def test_wrong_numbers_of_a_group(cls):
+    first, second, third = parameters()
+    for wrong in ({"lr": "1e-3"}, {"weight_decay": -1.0}, {"lr": float("inf")}):
+        named = rf"group 1: {next(iter(wrong))} is .*; it must be"
+        with pytest.raises(ValueError, match=named):
+            cls([{"params": [first]}, {"params": [second], **wrong}])
+        optimizer = cls([first])
+        with pytest.raises(ValueError, match=named):
+            optimizer.add_param_group({"params": [third], **wrong})
+
+
+@pytest.mark.parametrize("cls", [*FUSED, *CPU, *MUON])
 def test_wrong_widths_of_moments(cls):
     for wrong in ("8", 9, True, [8]):
         with pytest.raises(ValueError, match="moment_bits is"):
