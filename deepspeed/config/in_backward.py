@@ -10,7 +10,7 @@ __all__ = ["OptimizerInBackwardConfig"]
 
 
 class OptimizerInBackwardConfig(Section):
-    """Whether gradients are used up as they come, so that they never exist all at once; on one rank."""
+    """Whether gradients are used up as they come, so that they never exist all at once."""
 
     enabled: bool = Field(
         False,
