@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,9 @@ def _parts(params: Sequence[nn.Parameter], limit: int | float | None) -> list[li
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
     """Parameters, or groups of them, with the experts' ones in groups of their own; the same list without experts."""
+    for group in model_parameters:
+        if isinstance(group, dict) and isinstance(group["params"], Iterator):
+            group["params"] = list(group["params"])  # as torch does: whoever looks next would find none any more
     if not any(is_moe_param(param) for param in _members(model_parameters)):
         return model_parameters
     if isinstance(model_parameters[0], dict):

@@ -267,6 +267,24 @@ def test_the_returned_optimizer_can_step_by_itself():
     assert torch.equal(net[0].weight, frozen)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Muon", "SGD"])
+@ranks(1)
+def test_generators_of_parameters(kind):
+    """`{"params": layer.parameters()}` can be read once; read by somebody else, nothing was left to train."""
+    net = model()
+    engine, *_ = deepspeed.initialize(
+        model=net,
+        model_parameters=({"params": layer.parameters(), "lr": 0.1} for layer in (net,)),
+        config={"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": kind}},
+    )
+    held = [param for group in engine.basic_optimizer.param_groups for param in group["params"]]
+    assert {id(param) for param in held} == {id(param) for param in net.parameters()}
+    before = net[0].weight.detach().clone()
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    assert not torch.equal(net[0].weight, before)
+
+
 @ranks(1)
 def test_wrong_losses_are_told():
     engine, *_ = deepspeed.initialize(model=model(), config=CONFIG)
