@@ -287,6 +287,12 @@ def _halves(order: _Order, group: Mapping[str, Any], per_head: bool) -> Iterator
     """The group cut in two, or more where heads differ; its own values win over those of the config."""
     halves: dict[tuple[bool, int | None], list[Any]] = {}
     members = group["params"]
+    if not isinstance(group.get("use_muon", True), bool):
+        raise DeepSpeedConfigError(
+            f"use_muon of a parameter group is {group['use_muon']!r}; it must be true or false. Or leave it out: "
+            "matrices of hidden layers go to Muon then",
+            path="optimizer.type",
+        )
     for member in [members] if isinstance(members, Tensor) else members:
         name, param = member if isinstance(member, tuple) else (order.names.get(id(member)), member)
         matrix = group["use_muon"] if "use_muon" in group else _is_matrix(name, param)

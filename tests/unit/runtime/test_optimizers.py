@@ -233,6 +233,12 @@ def test_muon_groups_win():
     assert (third["use_muon"], third["lr"], third["weight_decay"]) == (False, 0.125, 0.3)
 
 
+def test_muon_refuses_text_for_a_mark():
+    group = {"params": [nn.Parameter(torch.ones(2, 2))], "use_muon": "false"}
+    with pytest.raises(DeepSpeedConfigError, match="use_muon of a parameter group is 'false'"):
+        build("Muon", parameters=[group])
+
+
 def test_muon_needs_names():
     weight, bias = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     with pytest.raises(DeepSpeedConfigError, match=r"\(2, 2\) has no name.*use_muon"):
