@@ -151,9 +151,9 @@ def whole(value: Any, name: str, bound: int) -> int:
 
 def switch(value: Any, name: str) -> bool:
     """`value`, if it is true or false: the text "false" would be true."""
-    if not isinstance(value, bool):
+    if value not in (True, False):  # and 1 and 0, which are equal to them
         raise ValueError(f"{name} is {value!r}; it must be true or false")
-    return value
+    return bool(value)
 
 
 def warmup_steps(value: Any) -> int:

@@ -107,9 +107,9 @@ class _Order:
     def flag(self, key: str, default: bool) -> bool:
         """Take a switch out of the params."""
         value = self.params.pop(key, default)
-        if not isinstance(value, bool):
+        if value not in (True, False):  # and 1 and 0, which are equal to them
             raise _wrong(key, f"is {value!r}; it must be true or false")
-        return value
+        return bool(value)
 
 
 def build_optimizer(
@@ -224,7 +224,7 @@ def _accepted(order: _Order, kind: type, arguments: Mapping[str, Any]) -> Iterat
 def _check_kind(key: str, value: Any, default: Any) -> None:
     """Refuse a value of another kind than the parameter's default; classes take some of them and fail in a step."""
     if isinstance(default, bool):
-        if not isinstance(value, bool):
+        if value not in (True, False):  # and 1 and 0, which are equal to them
             raise _wrong(key, f"is {value!r}; it must be true or false")
     elif isinstance(default, (int, float)):
         if not _is_number(value):
