@@ -100,7 +100,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
     precision.require_device()
     rehearsal = _rehearsal(device, request.config, precision, stack)
-    fuse(schema, module, stack, rehearsal, precision.param)
+    fuse(schema, module, stack, rehearsal, precision.param, whole=not isinstance(module, PipelineModule))
     spills = parameters_leave(schema, module, precision, layout["dp", "sp"])
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)

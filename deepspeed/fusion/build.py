@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.config.schema import Schema
-from deepspeed.fusion.find import KINDS, Finding, find, find_feed_forwards8, find_products, put
+from deepspeed.fusion.find import KINDS, Finding, find, find_feed_forwards8, find_products, put, unmatched
 from deepspeed.fusion.swap import Swap
 from deepspeed.fusion.table import lines
 from deepspeed.log import log_dist, print_dist
@@ -26,13 +26,18 @@ def fuse(
     undo: ExitStack,
     rehearsal: Rehearsal | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    *,
+    whole: bool = True,
 ) -> None:
     """Replace what the config asks for, and tell it once; `undo` takes it back.
 
-    A `rehearsal` begins to compile the kernels, for models that compute in `dtype`.
+    A `rehearsal` begins to compile the kernels, for models that compute in `dtype`. Of a model that is not `whole`,
+    other ranks have the rest.
     """
     fused, eight = schema.fused_kernels, schema.fp8
     findings: list[Finding] = []
+    if whole:
+        _tell_unmatched(schema, model)
     if rehearsal is not None and (fused.enabled or eight.enabled):
         rehearsal.begin()
     if fused.enabled:
@@ -62,3 +67,16 @@ def fuse(
     if fused.enabled or eight.enabled:
         told = lines(findings) if findings else ["nothing was found that fused kernels compute"]
         print_dist("\n".join(["Fused kernels", *told]))
+
+
+def _tell_unmatched(schema: Schema, model: nn.Module) -> None:
+    """A pattern that was meant to leave a layer alone and does not is no error: a config may be for many models."""
+    for name, section in (("fused_kernels", schema.fused_kernels), ("fp8", schema.fp8)):
+        given = section.exclude if section.enabled and "exclude" in section.model_fields_set else []
+        for pattern in unmatched(model, given):
+            last = [each for each, _ in model.named_modules()][-1]
+            log_dist(
+                f"{name}.exclude: {pattern!r} matches the name of no module from its start, so that it leaves nothing "
+                f"alone; the last module of this model is {last!r}",
+                level=WARNING,
+            )

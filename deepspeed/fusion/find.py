@@ -22,7 +22,7 @@ from deepspeed.fusion.residual import find_residual
 from deepspeed.fusion.rotation import find_rotation
 from deepspeed.fusion.swap import Refused, Swap
 
-__all__ = ["KINDS", "Finding", "find", "find_feed_forwards8", "find_products", "put"]
+__all__ = ["KINDS", "Finding", "find", "find_feed_forwards8", "find_products", "put", "unmatched"]
 
 Finder = Callable[[nn.Module], "Swap | Refused | None"]
 
@@ -112,6 +112,12 @@ def _alone(model: nn.Module) -> Callable[[nn.Module], bool]:
 def _kept(exclude: Sequence[str]) -> Callable[[str], bool]:
     hidden = [re.compile(pattern) for pattern in exclude]
     return lambda name: not any(pattern.match(name) for pattern in hidden)
+
+
+def unmatched(model: nn.Module, exclude: Sequence[str]) -> list[str]:
+    """Those patterns that leave nothing of a model alone."""
+    names = [name for name, _ in model.named_modules()]
+    return [pattern for pattern in exclude if not any(map(re.compile(pattern).match, names))]
 
 
 def put(findings: Sequence[Finding], undo: ExitStack) -> None:

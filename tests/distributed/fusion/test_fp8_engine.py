@@ -80,6 +80,21 @@ def test_layers_that_stay_are_chosen_by_name():
     assert "forward" not in engine.module.second.__dict__
 
 
+@pytest.mark.parametrize("section", ["fp8", "fused_kernels"])
+@ranks(1)
+def test_a_pattern_that_leaves_nothing_alone_is_told(section):
+    told = []
+    for asked in ({"exclude": ["first", "lsat"]}, {}, {"enabled": False, "exclude": ["lsat"]}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("deepspeed.fusion.build.log_dist", lambda message, **_: told.append(message))
+            config = {"train_micro_batch_size_per_gpu": 16, section: {"enabled": True, **asked}}
+            engine, *_ = deepspeed.initialize(model=Net(), config=config)
+        engine.destroy()
+    (line,) = [message for message in told if "exclude" in message]
+    assert line.startswith(f"{section}.exclude: 'lsat' matches the name of no module")
+    assert line.endswith("the last module of this model is 'last'")
+
+
 def train_decoder(stage, *, leaves=False, together=True):
     """(losses of a training, how often feed-forward layers and how often attention layers were computed as one)."""
     from transformers import LlamaConfig, LlamaForCausalLM
