@@ -34,7 +34,7 @@ def loads_ahead(model: nn.Module, source: Any) -> Iterator[None]:
         return
     load_triton()
     device = _device()
-    loading = [load_vendor(device, _uses(model, config))] if device is not None and isinstance(model, nn.Module) else []
+    loading = [] if device is None else [load_vendor(device, _seen(model, config))]
     try:
         yield
     finally:
@@ -63,6 +63,14 @@ def _device() -> torch.device | None:
     index = int(local_rank) if local_rank.isdecimal() else 0
     sure = local_rank.isdecimal() or count == 1
     return torch.device("cuda", index) if sure and index < count else None
+
+
+def _seen(model: nn.Module, config: Mapping[str, Any]) -> list[Use]:
+    """What the model uses, as far as it can be looked at: properties of somebody's modules may raise anything."""
+    try:
+        return _uses(model, config)
+    except Exception:  # noqa: BLE001
+        return []
 
 
 def _uses(model: nn.Module, config: Mapping[str, Any]) -> list[Use]:

@@ -103,7 +103,13 @@ def test_attention_of_the_models_that_let_torch_attend(loads):
     assert loads == ["triton", ("cuda:0", 3)]
 
 
-@pytest.mark.parametrize("model", [nn.Identity(), nn.Conv2d(1, 1, 1), nn.LazyLinear(4)])
+class Shy(nn.Module):
+    @property
+    def config(self):
+        raise RuntimeError("not yet")
+
+
+@pytest.mark.parametrize("model", [nn.Identity(), nn.Conv2d(1, 1, 1), nn.LazyLinear(4), Shy(), "no module"])
 def test_models_without_such_layers(loads, model):
     start({"fused_kernels": {"enabled": True}}, model)
     assert loads[0] == "triton"
