@@ -1,56 +1,32 @@
-"""The five schedules against formulas written down a second time, and everything around them."""
+"""The five schedules against formulas written down a second time: curves, states, groups, momenta."""
 
 from __future__ import annotations
 
-import argparse
 import copy
-import inspect
-import logging
 import math
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.config.optimizer import SCHEDULER_PARAMS, SchedulerConfig
-from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.lr_schedules import (
-    VALID_LR_SCHEDULES,
     LRRangeTest,
     OneCycle,
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
-    add_tuning_arguments,
-    build_scheduler,
-    get_config_from_args,
-    get_lr_from_config,
-    get_torch_optimizer,
-    override_params,
-    parse_arguments,
     update_lr,
 )
+from tests.unit.runtime.scheduled import adam, lrs_of
 
 rates = st.floats(0, 1, allow_nan=False)
 sizes = st.integers(1, 30)
 steady = settings(deadline=None)
 
 
-def adam(*lrs, **options):
-    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": lr} for lr in lrs or (1.0,)]
-    return torch.optim.Adam(groups, **options)
-
-
 def sgd(lr=1.0):
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-
-
-def lrs_of(optimizer):
-    return [group["lr"] for group in optimizer.param_groups]
 
 
 def trajectory(schedule, optimizer, steps):
@@ -358,287 +334,3 @@ class TestMomentum:
         assert lrs_of(optimizer) == [0.5]
         assert schedule.get_mom() is None
         assert any("no betas" in text for text in warnings_logged)
-
-
-@pytest.fixture
-def warnings_logged():
-    texts = []
-
-    class Keep(logging.Handler):
-        def emit(self, record):
-            texts.append(record.getMessage())
-
-    handler = Keep(logging.WARNING)
-    lr_schedules.logger.addHandler(handler)
-    yield texts
-    lr_schedules.logger.removeHandler(handler)
-
-
-class TestArguments:
-    @pytest.mark.parametrize(
-        ("build", "message"),
-        [
-            (lambda: WarmupLR(adam(), warmup_num_steps=0), r"^warmup_num_steps is 0; it must be a positive integer"),
-            (lambda: WarmupLR(adam(), warmup_num_steps=10.0), "^warmup_num_steps is 10.0"),
-            (lambda: WarmupLR(adam(), warmup_num_steps=True), "^warmup_num_steps is True"),
-            (lambda: WarmupLR(adam(), warmup_max_lr="auto"), "^warmup_max_lr is 'auto'; it must be a number"),
-            (lambda: WarmupCosineLR(adam(), 10, warmup_num_steps=-1), "^warmup_num_steps is -1"),
-            (lambda: WarmupCosineLR(adam(), "auto"), "^total_num_steps is 'auto'"),
-            (lambda: WarmupDecayLR(adam(), float("nan")), "^total_num_steps is nan"),
-            (lambda: LRRangeTest(adam(), lr_range_test_step_size=0), "^lr_range_test_step_size is 0"),
-            (lambda: LRRangeTest(adam(), lr_range_test_step_size=2.5), "^lr_range_test_step_size is 2.5"),
-            (lambda: OneCycle(adam(), 0, 1, cycle_first_step_size=0), "^cycle_first_step_size is 0; .* more than 0"),
-            (lambda: OneCycle(adam(), 0, 1, cycle_second_step_size=-1), "^cycle_second_step_size is -1; .* at least 0"),
-            (lambda: WarmupLR(adam(), warmup_min_lr=-1), "^warmup_min_lr is -1; it must be at least 0"),
-            (lambda: WarmupLR(adam(), warmup_max_lr=[-1]), "^warmup_max_lr is -1"),
-            (lambda: WarmupLR(adam(), last_batch_iteration=-2), "^last_batch_iteration is -2"),
-            (lambda: WarmupDecayLR(adam(), 0), "^total_num_steps is 0; it must be more than 0"),
-            (lambda: WarmupCosineLR(adam(), -5), "^total_num_steps is -5"),
-            (lambda: WarmupCosineLR(adam(), 10, warmup_min_ratio=-1), "^warmup_min_ratio is -1"),
-            (lambda: WarmupCosineLR(adam(), 10, cos_min_ratio=-1), "^cos_min_ratio is -1"),
-            (lambda: LRRangeTest(adam(), lr_range_test_min_lr=-1), "^lr_range_test_min_lr is -1"),
-            (lambda: LRRangeTest(adam(), lr_range_test_step_rate=-1), "^lr_range_test_step_rate is -1"),
-            (lambda: OneCycle(adam(), -1, 1), "^cycle_min_lr is -1"),
-            (lambda: OneCycle(adam(), 0, 1, decay_lr_rate=-1), "^decay_lr_rate is -1"),
-            (lambda: OneCycle(adam(), 0, 1, decay_mom_rate=-1), "^decay_mom_rate is -1"),
-            (lambda: OneCycle(adam(), 0, 1, cycle_min_mom=-1), "^cycle_min_mom is -1"),
-            (lambda: OneCycle(adam(), 0, 1, cycle_max_mom=1), "^cycle_max_mom is 1, cycle_min_mom 0.8"),
-            (lambda: OneCycle(adam(), 0, 1, cycle_first_stair_count="x"), "^cycle_first_stair_count is 'x'"),
-            (lambda: OneCycle(adam(), 0, 1, cycle_second_stair_count=1.5), "^cycle_second_stair_count is 1.5"),
-            (lambda: OneCycle(adam(), 0, 1, cycle_momentum="false"), "^cycle_momentum is 'false'; it must be true or"),
-            (lambda: LRRangeTest(adam(), lr_range_test_staircase="no"), "^lr_range_test_staircase is 'no'; it must be"),
-        ],
-    )
-    def test_wrong_values(self, build, message):
-        with pytest.raises(ValueError, match=message):
-            build()
-
-    def test_an_unknown_warmup_warns_and_is_logarithmic(self, warnings_logged):
-        optimizer = adam()
-        WarmupLR(optimizer, warmup_num_steps=8, warmup_type="cubic").step(1)
-        assert lrs_of(optimizer)[0] == pytest.approx(math.log(2) / math.log(8))
-        assert any("'cubic' is unknown" in text for text in warnings_logged)
-
-    @pytest.mark.parametrize("kind", [WarmupDecayLR, WarmupCosineLR])
-    def test_a_warmup_longer_than_training_only_warns(self, kind, warnings_logged):
-        kind(adam(), 10, warmup_num_steps=20)
-        assert any("total_num_steps (10) is less than warmup_num_steps (20)" in text for text in warnings_logged)
-
-    def test_wrapped_optimizers(self):
-        inner = adam(1.0)
-        wrapper = SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner))
-        assert get_torch_optimizer(inner) is inner
-        assert get_torch_optimizer(wrapper) is inner
-        WarmupLR(wrapper)
-        assert lrs_of(inner) == [0.0]
-
-    def test_a_wrapper_that_only_has_groups(self):
-        wrapper = SimpleNamespace(param_groups=[{"lr": 1.0}])
-        WarmupLR(wrapper, warmup_num_steps=4, warmup_type="linear").step(2)
-        assert wrapper.param_groups == [{"lr": 0.5}]
-
-    def test_something_else_is_a_type_error(self):
-        with pytest.raises(TypeError, match=r"a schedule got a object"):
-            WarmupLR(object())
-
-    def test_the_config_knows_the_constructors(self):
-        kinds = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
-        taken = {kind.__name__: frozenset(inspect.signature(kind).parameters) - {"optimizer"} for kind in kinds}
-        assert taken == dict(SCHEDULER_PARAMS)
-        assert sorted(taken) == sorted(VALID_LR_SCHEDULES)
-
-
-class TestBuild:
-    @pytest.mark.parametrize(
-        ("kind", "params"),
-        [
-            ("WarmupLR", {"warmup_num_steps": 4}),
-            ("WarmupDecayLR", {"total_num_steps": 9}),
-            ("WarmupCosineLR", {"total_num_steps": 9}),
-            ("LRRangeTest", {}),
-            ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
-        ],
-    )
-    def test_ours_by_name(self, kind, params):
-        schedule = build_scheduler(SchedulerConfig(type=kind, params=params), adam())
-        assert type(schedule) is getattr(lr_schedules, kind)
-
-    def test_torch_by_name_on_a_wrapped_optimizer(self):
-        optimizer = adam()
-        wrapper = SimpleNamespace(optimizer=optimizer)
-        schedule = build_scheduler(SchedulerConfig(type="StepLR", params={"step_size": 3}), wrapper)
-        assert type(schedule) is torch.optim.lr_scheduler.StepLR
-        assert schedule.optimizer is optimizer
-
-    @pytest.mark.parametrize(
-        ("kind", "params", "path"),
-        [
-            ("WarmupDecayLR", {}, "scheduler.params.total_num_steps"),
-            ("WarmupCosineLR", {"warmup_num_steps": 3}, "scheduler.params.total_num_steps"),
-            ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr"),
-            ("StepLR", {}, "scheduler.params.step_size"),
-            ("WarmupLR", {"warmup_steps": 3}, "scheduler.params.warmup_steps"),
-            ("StepLR", {"step_size": 3, "gama": 1}, "scheduler.params.gama"),
-            ("WarmupLR", {"warmup_num_steps": 0}, "scheduler.params.warmup_num_steps"),
-            ("WarmupLR", {"warmup_min_lr": [0, 1]}, "scheduler.params.warmup_min_lr"),
-            ("StepLR", {"step_size": 3, "optimizer": 1}, "scheduler.params.optimizer"),
-            ("warmuplr", {}, "scheduler.type"),
-            ("math", {}, "scheduler.type"),
-            ("LambdaLR", {"lr_lambda": "x"}, "scheduler.params"),
-        ],
-    )
-    def test_wrong_sections_name_the_key(self, kind, params, path):
-        with pytest.raises(DeepSpeedConfigError) as caught:
-            build_scheduler(SchedulerConfig(type=kind, params=params), adam())
-        assert caught.value.path == path
-        assert path in str(caught.value)
-
-    def test_no_type(self):
-        with pytest.raises(DeepSpeedConfigError, match=r"scheduler\.type: missing"):
-            build_scheduler(SchedulerConfig(), adam())
-
-    def test_the_section_is_not_changed(self):
-        section = SchedulerConfig(type="WarmupLR", params={"warmup_min_lr": [0.0]})
-        build_scheduler(section, adam())
-        assert section.params == {"warmup_min_lr": [0.0]}
-
-
-class TestCommandLine:
-    @staticmethod
-    def parse(*arguments):
-        parser = argparse.ArgumentParser()
-        assert add_tuning_arguments(parser) is parser
-        return parser.parse_args(arguments)
-
-    def test_defaults(self):
-        assert vars(self.parse()) == {
-            "lr_schedule": None,
-            "lr_range_test_min_lr": 0.001,
-            "lr_range_test_step_rate": 1.0,
-            "lr_range_test_step_size": 1000,
-            "lr_range_test_staircase": False,
-            "cycle_first_step_size": 1000,
-            "cycle_first_stair_count": -1,
-            "cycle_second_step_size": -1,
-            "cycle_second_stair_count": -1,
-            "decay_step_size": 1000,
-            "cycle_min_lr": 0.01,
-            "cycle_max_lr": 0.1,
-            "decay_lr_rate": 0.0,
-            "cycle_momentum": None,
-            "cycle_min_mom": 0.8,
-            "cycle_max_mom": 0.9,
-            "decay_mom_rate": 0.0,
-            "warmup_min_lr": 0,
-            "warmup_max_lr": 0.001,
-            "warmup_num_steps": 1000,
-            "warmup_type": "log",
-            "warmup_min_ratio": 0.01,
-            "cos_min_ratio": 0.01,
-            "total_num_steps": None,
-        }
-
-    @pytest.mark.parametrize("kind", VALID_LR_SCHEDULES)
-    def test_every_schedule_can_be_built_from_the_command_line_alone(self, kind):
-        config, problem = get_config_from_args(self.parse("--lr_schedule", kind, "--total_num_steps", "5000"))
-        assert problem is None
-        schedule = build_scheduler(SchedulerConfig(**config), adam())
-        assert type(schedule).__name__ == kind
-
-    def test_every_flag_reaches_its_schedule(self):
-        arguments = self.parse("--lr_schedule", "OneCycle", "--no-cycle_momentum", "--cycle_second_step_size", "7")
-        config, _ = get_config_from_args(arguments)
-        assert config["params"]["cycle_momentum"] is False
-        assert config["params"]["cycle_second_step_size"] == 7
-        assert "cycle_first_stair_count" not in config["params"], "negative: not given"
-        arguments = self.parse("--lr_schedule", "LRRangeTest", "--lr_range_test_staircase", "true")
-        assert get_config_from_args(arguments)[0]["params"]["lr_range_test_staircase"] is True
-        arguments = self.parse("--lr_schedule", "LRRangeTest", "--lr_range_test_staircase", "False")
-        assert get_config_from_args(arguments)[0]["params"]["lr_range_test_staircase"] is False
-
-    def test_a_flag_that_is_no_truth_value(self, capsys):
-        with pytest.raises(SystemExit):
-            self.parse("--lr_range_test_staircase", "maybe")
-        assert "neither true nor false" in capsys.readouterr().err
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (argparse.Namespace(), "--lr_schedule not specified"),
-            (argparse.Namespace(lr_schedule=None), "--lr_schedule not specified"),
-            (argparse.Namespace(lr_schedule="Cosine"), "Cosine is not a supported LR schedule"),
-        ],
-    )
-    def test_no_section(self, arguments, message):
-        config, problem = get_config_from_args(arguments)
-        assert config is None
-        assert message in problem
-
-    def test_override_all(self):
-        params = {"warmup_num_steps": 3, "other": 1}
-        override_params(self.parse("--warmup_num_steps", "9"), params)
-        assert params["warmup_num_steps"] == 9
-        assert params["other"] == 1
-        assert {"cycle_max_lr", "lr_range_test_min_lr", "cos_min_ratio"} <= set(params)
-
-    @pytest.mark.parametrize(
-        ("function", "names"),
-        [
-            ("override_lr_range_test_params", {"lr_range_test_min_lr"}),
-            ("override_1cycle_params", {"cycle_min_lr", "decay_mom_rate"}),
-            ("override_warmupLR_params", {"warmup_min_lr", "warmup_type"}),
-            ("override_warmupCosineLR_params", {"warmup_min_ratio", "cos_min_ratio", "warmup_num_steps"}),
-        ],
-    )
-    def test_override_one(self, function, names):
-        params = {}
-        getattr(lr_schedules, function)(self.parse(), params)
-        assert names <= set(params)
-
-    def test_parse_arguments_leaves_the_rest(self, monkeypatch):
-        monkeypatch.setattr(sys, "argv", ["train.py", "--lr_schedule", "WarmupLR", "--epochs", "3"])
-        arguments, rest = parse_arguments()
-        assert arguments.lr_schedule == "WarmupLR"
-        assert rest == ["--epochs", "3"]
-
-    @pytest.mark.parametrize(
-        ("config", "expected"),
-        [
-            ({"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 0.2}}, 0.2),
-            ({"type": "LRRangeTest", "params": {}}, 0.001),
-            ({"type": "OneCycle", "params": {"cycle_max_lr": 0.3}}, 0.3),
-            ({"type": "WarmupLR", "params": {"warmup_max_lr": 0.4}}, 0.4),
-            ({"type": "WarmupDecayLR", "params": {}}, 0.001),
-        ],
-    )
-    def test_lr_from_config(self, config, expected):
-        assert get_lr_from_config(config) == (expected, "")
-
-    @pytest.mark.parametrize(
-        ("config", "message"),
-        [
-            ({}, "type not defined"),
-            ({"type": "WarmupLR"}, "params not defined"),
-            ({"type": "StepLR", "params": {}}, "StepLR is not a valid LR schedule"),
-            ({"type": "WarmupLR", "params": {}}, "no warmup_max_lr"),
-            ({"type": "WarmupCosineLR", "params": {}}, "multiplies the optimizer's own"),
-        ],
-    )
-    def test_no_lr_in_config(self, config, message):
-        rate, problem = get_lr_from_config(config)
-        assert rate is None
-        assert message in problem
-
-
-def test_published_names_are_here():
-    names = """
-        COS_MIN_RATIO CYCLE_FIRST_STEP_SIZE CYCLE_MAX_LR CYCLE_MAX_MOM CYCLE_MIN_LR CYCLE_MIN_MOM DECAY_LR_RATE
-        DECAY_MOM_RATE DECAY_STEP_SIZE LR_RANGE_TEST LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STAIRCASE
-        LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE ONE_CYCLE TOTAL_NUM_STEPS WARMUP_COSINE_LR WARMUP_DECAY_LR
-        WARMUP_LINEAR_RATE WARMUP_LOG_RATE WARMUP_LR WARMUP_MAX_LR WARMUP_MIN_LR WARMUP_MIN_RATIO WARMUP_NUM_STEPS
-        WARMUP_TYPE
-    """.split()
-    parameters = {name for params in SCHEDULER_PARAMS.values() for name in params}
-    for name in names:
-        assert getattr(lr_schedules, name) in {*parameters, *VALID_LR_SCHEDULES, "log", "linear"}, name
-        assert name in lr_schedules.__all__
