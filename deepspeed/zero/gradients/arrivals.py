@@ -62,9 +62,7 @@ class Arrivals:
         """Send these buckets from now on, the last `kept` at the end; no more than `budget` elements wait."""
         old = self.departures
         self.departures = Departures(buckets, sizes, self._launch, budget=budget, kept=kept)
-        self.departures.late, self.departures.sequence = set(old.late), old.sequence
-        if self.armed:  # at the end of a backward, when only what is kept back has not left
-            self.departures.next = len(buckets) - kept
+        self.departures.take_over(old, running=self.armed)
 
     def hook(self, name: str, param: nn.Parameter, number: int | None, first: Callable[[], None] | None = None) -> None:
         """Follow the arrival of one parameter's gradient; `first` is called before anything else."""
@@ -118,6 +116,7 @@ class Arrivals:
         self.arm()
         self.armed, self.final, self.more = False, True, False
         self.departures.rest()
+        assert not self.departures.waiting, "every gradient that arrived has left"
         self._counts = self.departures.counts()
         self.dirty = False
 
@@ -130,6 +129,7 @@ class Arrivals:
     def relearn(self) -> None:
         """Parameters have other numbers now: nothing is known about their arrivals."""
         self._counts = None
+        self.departures.late, self.departures.sequence = set(), []
 
     def close(self) -> None:
         """Remove every hook."""

@@ -102,6 +102,18 @@ class Departures:
         """Where the pass was at those, by the clock that `Arrivals` has."""
         self._here: set[int] = set()
 
+    def take_over(self, old: Departures, *, running: bool) -> None:
+        """Continue what `old` began; if a backward is `running`, its gradients have all arrived.
+
+        What has arrived there and not left leaves by the buckets of this one. If `old` has sent all but what is kept
+        back, nothing is sent twice; else every bucket leaves, with zeros for what has left.
+        """
+        self.late, self.sequence = set(old.late), old.sequence
+        if running:
+            self.early = False
+            self._here, self.waiting = set(old._here), old.waiting
+            self.next = self._end if old.next >= old._end else 0
+
     def expect(self, counts: Mapping[int, int] | None) -> None:
         """A backward begins in which each parameter arrives so often; None: each once."""
         self._counts = dict.fromkeys(self._home, 1) if counts is None else dict(counts)

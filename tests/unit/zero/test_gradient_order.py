@@ -128,3 +128,29 @@ def test_buckets_leave_at_places_that_are_given():
     rank.waiting[1] = 7
     rank.departures.arrive(1)
     assert rank.departures.late == {1}
+
+
+@settings(max_examples=200, deadline=None)
+@given(models(), st.data())
+def test_buckets_that_are_packed_anew_inside_a_backward_lose_nothing(model, data):
+    """Everything has arrived; nothing has left, or some of it, or all."""
+    order, sizes, kinds, limit, unused = model
+    rank = Rank(pack_buckets(order, sizes, kinds, limit), sizes, 0)
+    old = rank.departures
+    old.early = False
+    old.expect(None)
+    rank.waiting = dict.fromkeys(data.draw(st.sets(st.sampled_from(order))), 1)
+    wanted = dict(rank.waiting)
+    for each in wanted:
+        old.arrive(each)
+    left = data.draw(st.sampled_from([0, 1, len(rank.buckets)]))
+    old.depart(left)
+    rank.buckets = pack_buckets(order[::-1], sizes, kinds, limit, unused=unused)
+    new = Departures(rank.buckets, sizes, rank._go, budget=0)
+    new.take_over(old, running=True)
+    rank.sent, sent = [], rank.sent
+    new.rest()
+    assert not rank.waiting
+    assert not new.waiting
+    assert {each for _, values in (*sent, *rank.sent) for each in values} == set(wanted)
+    assert len(rank.sent) == (0 if len(sent) == len(old._buckets) else len(rank.buckets)), "all again, or nothing"
