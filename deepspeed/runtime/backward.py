@@ -47,8 +47,8 @@ class Reducer(Protocol):
     def refresh(self) -> None:
         """Look again at which parameters are trained."""
 
-    def announce(self, notice: Callable[[], None]) -> None:
-        """Call `notice` in a backward that nobody has announced, when it is first seen."""
+    def announce(self, begun: Callable[[], None], arrived: Callable[[], None]) -> None:
+        """In a backward that the engine did not begin, call `begun` before any gradient, else `arrived` after one."""
 
     def enter_backward(self) -> None:
         """Called from inside the outermost backward, before anything else happens in it."""
@@ -146,7 +146,7 @@ class Backward:
         self.updates: Updates | None = None
         """What updates parameters while backward runs; None: the step does."""
         if listens:
-            reducer.announce(self._noticed)
+            reducer.announce(self._begin_plain, self._noticed)
 
     @property
     def has_gradients(self) -> bool:
@@ -264,10 +264,10 @@ class Backward:
         """A gradient flows into an output of the module; the first one of a user's backward prepares for the rest."""
         task = torch._C._current_graph_task_id()
         if not self._running and task != self._plain_task:
-            self._begin_plain(task)
+            self._begin_plain()
 
     def _noticed(self) -> None:
-        """A gradient has arrived, or parameters are needed, in a backward through something else than our outputs."""
+        """A gradient has arrived in a user's backward through something else than our outputs."""
         unit = self._plain_unit()
         if self._has_gradients and unit != self.unit:
             raise DeepSpeedError(
@@ -275,14 +275,14 @@ class Backward:
                 f"{self.unit:g} in one accumulation window: run all of its backward passes by engine.backward(loss), "
                 "or call the engine itself in forward"
             )
-        self._begin_plain(torch._C._current_graph_task_id())
+        self._begin_plain()
 
     def _plain_unit(self) -> float:
         factor = self._scale.value if self._scaled_by_user else 1.0
         return 1.0 / (factor * self._accumulation.steps)
 
-    def _begin_plain(self, task: int) -> None:
-        self._plain_task = task
+    def _begin_plain(self) -> None:
+        self._plain_task = torch._C._current_graph_task_id()
         if self._scale.value != 1.0 and not self._scaled_by_user:
             warn_once(
                 "loss.backward() does not scale the loss, so small fp16 gradients become zero; "

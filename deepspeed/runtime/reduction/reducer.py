@@ -207,9 +207,9 @@ class GradientReducer:
         """Multiply every gradient that is held."""
         scale_([slot.holder.grad for slot in self._slots if slot.holder.grad is not None], factor)
 
-    def announce(self, notice: Callable[[], None]) -> None:
-        """Call `notice` when gradients arrive in a backward that nobody has announced."""
-        self.arrivals.notice = notice
+    def announce(self, begun: Callable[[], None], arrived: Callable[[], None]) -> None:
+        """Call `arrived` when gradients arrive in a backward that the engine did not begin."""
+        self.arrivals.notice = arrived
 
     def enter_backward(self) -> None:
         """A backward begins."""

@@ -178,11 +178,11 @@ class ShardReducer:
 
     # ---- a backward
 
-    def announce(self, notice: Callable[[], None]) -> None:
-        """Call `notice` in a backward that nobody has announced, when it is first seen."""
-        self.arrivals.notice = notice
+    def announce(self, begun: Callable[[], None], arrived: Callable[[], None]) -> None:
+        """In a backward that the engine did not begin, call `begun` before any gradient, else `arrived` after one."""
+        self.arrivals.notice = arrived
         if self._passes is not None:
-            self._passes.notice = notice
+            self._passes.notice = begun
 
     def enter_backward(self) -> None:
         """A backward begins."""
