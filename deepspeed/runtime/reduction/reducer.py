@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, zip_longest
 from typing import Any
 
 import torch
@@ -116,6 +117,7 @@ class GradientReducer:
         self._holder_of = holder_of
         self._group_of = over.group_of or (lambda _: over.group)
         self._slots = list(slots)
+        self._trained: list[Slot] = []
         self._group, self._size, self._weights = over.group, over.size, over.weights
         self._alone = over.size == 1 and all(self._group_of(slot.param) is None for slot in slots)
         self._sparse_ids = sparse
@@ -143,16 +145,18 @@ class GradientReducer:
         self._banks = any(slot.banked for slot in self._slots)
 
     def refresh(self) -> None:
-        """Look again at which parameters are trained; freezing and unfreezing between steps is allowed."""
+        """Look again at which parameters are trained; one frozen after its gradient came counts until the step."""
         if self._alone and not self._banks:
             return
         flags = tuple([slot.param.requires_grad for slot in self._slots])  # a list is faster than a generator
+        if flags != self._flags and (self._reduced or self.arrivals.dirty):
+            flags = tuple(now or before for now, before in zip_longest(flags, self._flags, fillvalue=False))
         if flags == self._flags:
             return
         self._flags = flags
         if self._banks and self._holder_of is not None:  # one that was unfrozen has got its master meanwhile
             self._slots = [replace(slot, holder=self._holder_of(slot.param)) for slot in self._slots]
-        trained = [slot for slot in self._slots if slot.param.requires_grad]
+        self._trained = trained = list(compress(self._slots, flags))
         special = self._sparse_ids | self._row_ids
         special = frozenset(
             id(slot.param)
@@ -181,7 +185,7 @@ class GradientReducer:
             members, kept = [], 0
         self.arrivals.watch(members, sizes, sum(sizes), kept=kept)
         for slot in trained:
-            if not self._alone or slot.banked:
+            if slot.param.requires_grad and (not self._alone or slot.banked):
                 number = numbers.get(id(slot)) if not (self._alone or self._is_kept(slot)) else None
                 self.arrivals.hook(slot.name, slot.param, number, slot.bank if slot.banked else None)
 
@@ -230,8 +234,8 @@ class GradientReducer:
         self._reduced = False
 
     def _undo_sums(self) -> None:
-        for slot in self._slots:
-            if slot.param.requires_grad and slot.holder.grad is not None and (again := self._again(slot)) != 1.0:
+        for slot in self._trained:
+            if slot.holder.grad is not None and (again := self._again(slot)) != 1.0:
                 slot.holder.grad.div_(again)
 
     def _again(self, slot: Slot) -> float:

@@ -96,7 +96,7 @@ class ShardReducer:
         self._flights = Flights(self._landed)
         self._landing: Landing | None = None
         self._flags: tuple[bool, ...] = ()
-        self._had: set[int] = set()
+        self._had: set[int] = set()  # ids of parameters, which outlive their numbers
         self._absent: frozenset[int] | None = None
         self._launched = False
         self._kept: frozenset[int] = frozenset()
@@ -105,23 +105,27 @@ class ShardReducer:
     # ---- what is trained
 
     def refresh(self) -> None:
-        """Look again at which parameters are trained."""
-        groups = self._groups()
-        flags = tuple(param.requires_grad for group in groups for param in group.params)
+        """Look again at which parameters are trained; one frozen after its gradient came counts until the step."""
+        groups, departures = self._groups(), self.arrivals.departures
+        before = self._number if self._had or departures.late or self.arrivals.dirty else {}
+        flags = tuple(param.requires_grad or id(param) in before for group in groups for param in group.params)
         if flags == self._flags:
             return
         self._flags = flags
+        late = [id(self._parcels[number].param) for number in departures.late]
         everything = [(group, parcel) for group in groups for parcel in group.parcels(self._reduction_of(group))]
-        trained = [(group, parcel) for group, parcel in everything if parcel.param.requires_grad]
+        trained = [item for item in everything if item[1].param.requires_grad or id(item[1].param) in before]
         self._parcels = [parcel for _, parcel in trained]
         self._number = {id(parcel.param): number for number, parcel in enumerate(self._parcels)}
         self._order, self._unused, self._guessed = self._registered(), frozenset(), True
         self.arrivals.close()
         self.arrivals.relearn()
         self._rebuild()
+        self.arrivals.departures.late = {self._number[each] for each in late}
         for number, (group, parcel) in enumerate(trained):
             followed = None if id(parcel.param) in self._kept else number
-            self.arrivals.hook(parcel.name, parcel.param, followed, told_first(self._landing, parcel.param, group))
+            if parcel.param.requires_grad:
+                self.arrivals.hook(parcel.name, parcel.param, followed, told_first(self._landing, parcel.param, group))
 
     def use_up(self, landing: Landing) -> None:
         """Hand gradients over as they land, on all ranks together."""
@@ -159,12 +163,12 @@ class ShardReducer:
 
     def had_gradient(self, param: nn.Parameter) -> bool:
         """True if this rank sent a gradient of the parameter since the last `forget`."""
-        return self._number.get(id(param), -1) in self._had
+        return id(param) in self._had
 
     def note_gradient(self, param: nn.Parameter) -> None:
         """A gradient of the parameter was given by other means than a backward."""
         if id(param) in self._number:
-            self._had.add(self._number[id(param)])
+            self._had.add(id(param))
             self._absent = None
 
     def absent(self) -> list[nn.Parameter]:
@@ -322,7 +326,7 @@ class ShardReducer:
         grads = [parcel.take() for parcel in bucket.parcels]
         for parcel, grad in zip(bucket.parcels, grads, strict=True):
             if grad is not None:
-                self._had.add(self._number[id(parcel.param)])
+                self._had.add(id(parcel.param))
         packed = bucket.pack(grads)
         del grads
         told = None
@@ -357,7 +361,7 @@ class ShardReducer:
         """A second round for what was late on any rank, who had a gradient, and the order from now on."""
         departures = self.arrivals.departures
         verdict = self._council.meet(
-            had=self._had | departures.late,
+            had={self._number[each] for each in self._had} | departures.late,
             late={departures.place_of(number) for number in departures.late},
             order=self._proposal(),
             sizes=(len(self._parcels), len(self._buckets)),
