@@ -99,6 +99,14 @@ class Sharded:
             self.hooks.look_again()
         else:  # until now every parameter stayed whole
             self.hooks.install()
+            self.leave_by_passes()
+
+    def leave_by_passes(self) -> None:
+        """Where parameters are gathered, let gradients leave by their passes: [Note: gradients leave by the plan]."""
+        coordinator = self.coordinator
+        if coordinator is not None and self.hooks is not None and self.hooks.handles:
+            self.reducer.arrivals.clock = lambda: coordinator.position
+            coordinator.send_with(self.reducer)
 
 
 def house(
@@ -208,12 +216,11 @@ def _states(
         registered=module.parameters,
         passes=coordinator,
     )
-    if coordinator is not None and hooks is not None and hooks.handles:
-        reducer.arrivals.clock = lambda: coordinator.position  # see [Note: gradients leave by the plan]
-        coordinator.send_with(reducer)
     if states is not None:
         states.reducer = reducer
-    return Sharded(reducer, states, planner.names, measure.ranks_of, coordinator, hooks)
+    sharded = Sharded(reducer, states, planner.names, measure.ranks_of, coordinator, hooks)
+    sharded.leave_by_passes()
+    return sharded
 
 
 def _striped(

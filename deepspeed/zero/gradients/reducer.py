@@ -229,7 +229,7 @@ class ShardReducer:
     def conclude(self) -> None:
         """Every rank takes an optimizer step now: `finish`, and an error on all ranks if one does something else."""
         if self._absent is None:
-            if not self._launched and self._passes is None:  # others that had a backward wait for zeros
+            if not self._launched and self.arrivals.clock is None:  # others that had a backward wait for zeros
                 self.arm()
                 self.begin()
                 self.settle()

@@ -372,4 +372,5 @@ class Passes:
 def _where(use: Use | None) -> str:
     if use is None:
         return ""
-    return f" in module {use.name!r}, which uses {', '.join(shard.name for shard in use.shards[:3])}"
+    names = ", ".join(shard.name for shard in use.shards[:3])
+    return f" in module {use.name!r}" + (f", which uses {names}" if names else "")
