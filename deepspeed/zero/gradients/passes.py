@@ -27,6 +27,9 @@ class Passes(Protocol):
     def abandon(self) -> None:
         """A backward failed."""
 
+    def forget_graphs(self) -> None:
+        """Parameters are about to change: no graph that was made with them is differentiated any more."""
+
     def retrace(self) -> None:
         """Gradients came late: look again at when they come."""
 

@@ -228,6 +228,8 @@ class ShardReducer:
 
     def conclude(self) -> None:
         """Every rank takes an optimizer step now: `finish`, and an error on all ranks if one does something else."""
+        if self._passes is not None:
+            self._passes.forget_graphs()
         if self._absent is None:
             if not self._launched and self.arrivals.clock is None:  # others that had a backward wait for zeros
                 self.arm()

@@ -1,6 +1,10 @@
 """`Coordinator`: what hooks on modules and parameters tell stage 3; it makes parameters whole and lets go of them.
 
 Who needs what at this moment is `Holds`; what is gathered when, and how ranks agree on it, is `Passes`.
+
+[Note: differentiated twice] A backward with `create_graph=True` makes a graph of its own. Its nodes need parameters,
+belong to no module, and may run before anything else of the backward that differentiates them. So the parameters of
+all modules that such a backward came to stay whole until the next optimizer step, which changes them.
 """
 
 from __future__ import annotations
@@ -48,6 +52,7 @@ class Coordinator:
 
     def clear(self) -> None:
         """Forget every use and every plan."""
+        self.forget_graphs()
         self._passes.clear()
         self._uses.clear()
         self._users.clear()
@@ -145,8 +150,11 @@ class Coordinator:
         kinds = self.kind or tuple(sorted(self._forwards, key=repr))
         self._passes.open(("backward", kinds, tuple(sorted(self._passes.kept)), False))
 
-    def before_backward(self, use: Use) -> None:
-        """The gradient of a module's output is known: its parameters are needed next."""
+    def before_backward(self, use: Use, *, recorded: bool = False) -> None:
+        """The gradient of a module's output is known: its parameters are needed next.
+
+        `recorded`: this backward makes a graph; see [Note: differentiated twice].
+        """
         if not self.in_backward:
             if self.notice is not None:
                 self.notice()
@@ -155,6 +163,12 @@ class Coordinator:
             self._passes.need(use)
             self._holds.keep(use)
         self._holds.release_frozen(use)
+        if recorded:
+            self._holds.keep_until_step(use)
+
+    def forget_graphs(self) -> None:
+        """Parameters are about to change: no graph that was made with them is differentiated any more."""
+        self._passes.let_go(self._holds.end_step())
 
     def before_weights(self, params: Iterable[Tensor]) -> None:
         """The gradients of these are computed next, apart from those of their modules' inputs."""

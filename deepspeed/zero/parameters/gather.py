@@ -186,9 +186,10 @@ def _packed(shards: Sequence[Shard], group: Any) -> None:
 
 def _by_all_reduce(shard: Shard) -> Pending[Any]:
     shard.allocate()
-    at: Tensor = shard.flat
-    at.zero_()
+    in_use = shard.whole
+    at: Tensor = torch.zeros_like(shard.flat) if in_use else shard.flat.zero_()
     begin = shard.axis.rank * shard.chunk
     at[begin : begin + shard.chunk].copy_(shard.sent)
     with comm.labelled(shard.name):
-        return Pending(None, comm.all_reduce(at, group=shard.axis.group, async_op=True))
+        work = comm.all_reduce(at, group=shard.axis.group, async_op=True)
+    return Pending(at, work, shard.flat.copy_ if in_use else None)

@@ -23,6 +23,7 @@ class Holds:
         """The uses of which backward is running, by the number of the shard that they hold."""
         self._inputs_done: set[int] = set()
         self._recomputed: dict[int, tuple[Use, list[Shard]]] = {}
+        self._until_step: dict[int, Shard] = {}
 
     # ---- forward: modules run inside each other
 
@@ -105,6 +106,20 @@ class Holds:
         _, frozen = self._recomputed.pop(use.number, (use, []))
         for shard in frozen:
             shard.holds -= 1
+
+    def keep_until_step(self, use: Use) -> None:
+        """A graph of the backward of a module needs its parameters, too."""
+        for shard in use.shards:
+            if shard.number not in self._until_step:
+                self._until_step[shard.number] = shard
+                shard.holds += 1
+
+    def end_step(self) -> list[Shard]:
+        """No such graph is needed any more; returns what was kept for one."""
+        kept, self._until_step = list(self._until_step.values()), {}
+        for shard in kept:
+            shard.holds -= 1
+        return kept
 
     def arrived(self, shard: Shard) -> None:
         """The gradient of a parameter is there: every use of it in this backward is over."""

@@ -148,7 +148,7 @@ class ModuleHooks:
                         _hook_base(tensor, before)
 
         def before(_: Tensor) -> None:
-            coordinator.before_backward(use)
+            coordinator.before_backward(use, recorded=torch.is_grad_enabled())  # as create_graph says
 
         return hidden(pre), hidden(post)
 
