@@ -190,6 +190,7 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
     if basic is not None and states is not None:
         stack.callback(states.end_norm)
         owner = open_access(parts, basic, states, stack)
+        trained = {id(param) for group in states.groups for param in group.params}
         parts.stepper = Stepper(
             optimizer=basic,
             states=states,
@@ -201,6 +202,7 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
             clipping=schema.gradient_clipping,
             report_norm=schema.zero_optimization.compute_grad_norm,
             stop=schema.nonfinite_gradients == "stop",
+            others=[param for param in parts.module.parameters() if id(param) not in trained],
             in_backward=_in_backward(parts, basic, states, stack),
         )
         parts.optimizer = returned_optimizer(parts, basic, parts.stepper, owner, stack)

@@ -124,14 +124,13 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
             )
         require_metric(self.lr_scheduler, lr_kwargs)
         used_lr, used_momentum = tuple(self.get_lr()), tuple(self.get_mom())
+        ran = self._parts.backward.has_gradients
         taken = getattr(self.optimizer, "take_step", stepper.step)
         outcome = self._outcome = taken()
         self._applied = outcome.applied
         if outcome.empty:
-            warn_once(
-                "engine.step() was called, but no rank has had a gradient since the last step: nothing was updated, "
-                "and no step is counted. Call engine.backward(loss) first."
-            )
+            warn_once(news.without_gradients(after_backward=ran))
+            self.loss_of_step = None
             return
         self.global_steps += 1
         micro_batches = self._parts.accumulation.micro_batches

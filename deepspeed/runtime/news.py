@@ -1,4 +1,4 @@
-"""What an engine tells of an optimizer step, as events."""
+"""What an engine tells of an optimizer step: events, and a warning where there was nothing to update."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.step.stepper import Outcome
 
-__all__ = ["finished", "overflow"]
+__all__ = ["finished", "overflow", "without_gradients"]
 
 
 def overflow(engine: DeepSpeedEngine, outcome: Outcome) -> OverflowFound:
@@ -41,6 +41,19 @@ def finished(
         find_grad_norm=outcome.norm.wait,
         find_loss=loss.wait if isinstance(loss, Pending) else lambda: loss,
     )
+
+
+def without_gradients(*, after_backward: bool) -> str:
+    """What to say of a step for which no rank had a gradient."""
+    if after_backward:
+        found = (
+            "engine.step() was called after a backward in which no rank has had a gradient of what the optimizer trains"
+        )
+        advice = "Let the loss depend on parameters of the optimizer that require gradients"
+    else:
+        found = "engine.step() was called, but no rank has had a gradient since the last step"
+        advice = "Call engine.backward(loss) first"
+    return f"{found}: nothing was updated, and no step is counted. {advice}."
 
 
 def _scaled(engine: DeepSpeedEngine, outcome: Outcome) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.comm import Pending
@@ -62,7 +63,8 @@ class Stepper:
     report_norm: bool = True
     stop: bool = False
     """Such a step is an error, unless a loss scale adapts to it."""
-
+    others: Sequence[nn.Parameter] = ()
+    """Parameters of the model that the optimizer did not have from the first."""
     in_backward: Updates | None = None
     """What has updated parameters already while backward ran."""
 
@@ -73,13 +75,13 @@ class Stepper:
         self.reducer.conclude()
         if self.in_backward is not None:
             found = self.in_backward.complete(self.backward.unit)
-            self.zero_grad()
+            self._drop_gradients()
             shown = found if found is None or found.device.type != "cpu" else float(found)
             norm = self._reported(Pending(shown))
             value = self.scale.value
             return Outcome(found is not None, norm, value, value, empty=found is None)
         if self.reducer.empty and not self.states.staged:  # else all stages measure and count the step
-            self.zero_grad()
+            self._drop_gradients()
             return Outcome(False, Pending(None), self.scale.value, self.scale.value, empty=True)
         device = self.states.device
         ahead = not self.states.away and steps_ahead(self.optimizer, device)
@@ -138,7 +140,7 @@ class Stepper:
         return reads_narrow(self.optimizer, device)
 
     def _finished(self, norm: Pending[Norm], overflow: bool, before: float) -> Outcome:
-        self.zero_grad()
+        self._drop_gradients()
         if overflow and self.stop and not self.scale.dynamic:
             raise DeepSpeedError(
                 f"nonfinite_gradients is 'stop', and the norm of the gradients of this step is {norm.wait()}: some "
@@ -178,9 +180,15 @@ class Stepper:
         return Pending(known), overflow
 
     def zero_grad(self) -> None:
-        """Drop every gradient."""
+        """Drop the gradients of all that the optimizer trains."""
         self.states.zero_grad()
         self.backward.forget()
+
+    def _drop_gradients(self) -> None:
+        """A step is over: no gradient of it may count in another one, also not of parameters that join later."""
+        self.zero_grad()
+        for param in self.others:
+            param.grad = None
 
     def _known(self, norm: Tensor) -> float | None:
         """The norm as a number, where waiting for it costs nothing or is needed anyway."""

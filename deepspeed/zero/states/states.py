@@ -337,7 +337,7 @@ class States:
             group.spread()
 
     def zero_grad(self) -> None:
-        """Drop every gradient, of pieces and of the model's parameters."""
+        """Drop the gradients of pieces and of the parameters that they are parts of."""
         plain = type(self._optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(self._optimizer)
         if plain:  # the same without its notes for torch's profiler
             for held in self._optimizer.param_groups:

@@ -238,11 +238,32 @@ def _steps_without_backward(stage):
     assert engine.global_steps == 2
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks(2)
-def test_a_rank_without_a_backward_takes_part(stage):
-    """It has no batch left, but the others step: its gradients count as zero."""
-    engine = build(stage)
+def test_a_backward_that_gives_the_optimizer_nothing_is_told(stage):
+    """The loss depends on a layer that the optimizer does not have."""
+    model = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_allow_untested_optimizer": True}
+    engine = deepspeed.initialize(
+        model=model, optimizer=optimizer, config={**config, "zero_optimization": {"stage": stage}}
+    )[0]
+    with Told() as lines:
+        engine.backward(model[1](torch.ones(2, 8)).square().mean())
+        engine.step()
+    assert said(lines, "after a backward", "no rank has had a gradient", "depend on parameters of the optimizer")
+    assert not said(lines, "Call engine.backward")
+    assert engine.global_steps == 0
+
+
+@pytest.mark.parametrize(("stage", "threshold"), [(0, 0), (1, 0), (2, 0), (3, 10**5)])
+@ranks(2)
+def test_a_rank_without_a_backward_takes_part(stage, threshold):
+    """It has no batch left, but the others step: its gradients count as zero.
+
+    At stage 3 it would be missing where parameters are gathered, so that these stay whole here.
+    """
+    engine = build(stage, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": threshold})
     if dist.get_rank() == 0:
         engine.backward(engine(torch.ones(2, 8)).square().mean())
     engine.step()

@@ -36,22 +36,22 @@ class Net(nn.Module):
         return self.last(x * self.gain)
 
 
-def build(model, stage, *, accumulate=1, overlap=None, threshold=0, **config):
+def build(model, stage, *, accumulate=1, threshold=0, trained=nn.Module.parameters, precision=None, **zero):
     plain = copy.deepcopy(model)
-    zero = {"stage": stage, "stage3_param_persistence_threshold": threshold, "overlap_comm": overlap}
+    zero |= {"stage": stage, "stage3_param_persistence_threshold": threshold}
     engine = deepspeed.initialize(
         model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        optimizer=torch.optim.SGD(trained(model), lr=0.1, momentum=0.9),
         config={
             "train_micro_batch_size_per_gpu": 3,
             "gradient_accumulation_steps": accumulate,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {key: value for key, value in zero.items() if value is not None},
-            **config,
+            **({precision: {"enabled": True}} if precision else {}),
         },
     )[0]
-    return engine, plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    return engine, plain, torch.optim.SGD(trained(plain), lr=0.1, momentum=0.9)
 
 
 def batch(number, rank):
@@ -84,7 +84,7 @@ def test_stage_3_trains_as_one_process_from_the_first_step_on():
         (overlap, threshold), layers, reuse, (accumulate, ways), looks = case
         torch.manual_seed(1)
         model = Net(*layers, *reuse)
-        engine, plain, optimizer = build(model, 3, accumulate=accumulate, overlap=overlap, threshold=threshold)
+        engine, plain, optimizer = build(model, 3, accumulate=accumulate, overlap_comm=overlap, threshold=threshold)
 
         def look(when, engine=engine, looks=looks):
             if when == looks:
@@ -128,4 +128,101 @@ def test_what_is_frozen_or_unfrozen_between_micro_steps():
                 optimizer.step()
                 optimizer.zero_grad()
                 compare(engine, plain, (stage, before, after))
+        engine.destroy()
+
+
+@ranks(2)
+def test_a_step_leaves_no_gradient_of_what_the_optimizer_does_not_train():
+    """Or the first update after `add_param_group` would use the sum of all steps before."""
+    for stage, threshold in ((0, 0), (1, 0), (2, 0), (3, 0), (3, 10)):
+        torch.manual_seed(1)
+        engine, plain, optimizer = build(
+            Net(), stage, threshold=threshold, trained=lambda model: model.last.parameters()
+        )
+        for number in range(4):
+            if number == 2:
+                engine.optimizer.add_param_group({"params": list(engine.module.first.parameters())})
+                optimizer.add_param_group({"params": list(plain.first.parameters())})
+            engine.backward(engine(batch(number, dist.get_rank())).square().mean())
+            engine.step()
+            assert all(param.grad is None for param in engine.module.parameters()), stage
+            for rank in range(2):
+                (plain(batch(number, rank)).square().mean() / 2).backward()
+            optimizer.step()
+            plain.zero_grad()
+            compare(engine, plain, stage)
+        engine.destroy()
+
+
+@ranks(1, 2)
+def test_a_step_that_overflows_leaves_no_gradient_either():
+    for stage in (0, 1, 2, 3):
+        engine, *_ = build(Net(), stage, precision="fp16", trained=lambda model: model.last.parameters())
+        engine.backward(engine(torch.ones(3, WIDTH, dtype=torch.half)).float().sum() * 1e30)
+        engine.step()
+        assert engine.skipped_steps == 1
+        assert all(param.grad is None for param in engine.module.parameters()), stage
+        engine.destroy()
+
+
+class Forces(Net):
+    """Differentiates inside of its forward."""
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        energy = super().forward(x)
+        return energy, *torch.autograd.grad(energy.square().sum(), x, create_graph=True)
+
+
+def penalty(model, call, x):
+    x = x.clone().requires_grad_()
+    out = call(x)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return out.square().mean() + slope.square().mean()
+
+
+def penalty_of_weights(model, call, x):
+    loss = call(x).square().mean()
+    slopes = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+    return loss + sum(slope.square().sum() for slope in slopes)
+
+
+def third_order(model, call, x):
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+    (bend,) = torch.autograd.grad(slope.square().sum(), x, create_graph=True)
+    return bend.square().mean()
+
+
+def forces(model, call, x):
+    return sum(each.square().mean() for each in call(x))
+
+
+@ranks(2)
+def test_stage_3_differentiates_twice():
+    cases = [
+        (Net, penalty, "engine", {}),
+        (Net, penalty, "plain", {"overlap_comm": False}),
+        (Net, penalty, "retained", {"stage3_use_all_reduce_for_fetch_params": True}),
+        (Net, penalty_of_weights, "plain", {"threshold": 10}),
+        (Net, third_order, "plain", {}),
+        (Forces, forces, "engine", {}),
+    ]
+    for kind, loss_of, way, keys in cases:
+        torch.manual_seed(1)
+        engine, plain, optimizer = build(kind("owns", "twice"), 3, accumulate=2, **keys)
+        for number in range(4):
+            loss = loss_of(engine.module, engine, batch(number, dist.get_rank()))
+            if way == "retained":
+                engine.backward(loss / 4, retain_graph=True)
+                loss = loss * 3 / 4
+            run_backward(way.replace("retained", "engine"), engine, loss)
+            engine.step()
+            for rank in range(2):
+                (loss_of(plain, plain, batch(number, rank)) / 4).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+                compare(engine, plain, (loss_of.__name__, way, keys))
+                assert engine._parts.sharded.coordinator.live == 0, "nothing stays whole after a step"
         engine.destroy()
