@@ -188,7 +188,6 @@ class _Loading:
         yield
         for shard in shards:
             shard.store()
-            shard.version = shard.param._version
         fetch.release(opened)
 
 

@@ -20,7 +20,7 @@ from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.rng_state import capture
 from deepspeed.runtime.step.scale_names import attributes_of
 from deepspeed.tensor_parallel import marked_splits, splits_of
-from deepspeed.zero.parameters.shard import Shard, shard_of
+from deepspeed.zero.parameters.shard import shard_of
 from deepspeed.zero.states.group import ShardGroup
 
 __all__ = [
@@ -110,13 +110,8 @@ def settle_edits(parts: Parts) -> None:
         parts.states.adopt_edits()
     for param in parts.module.parameters():
         shard = shard_of(param)
-        if shard is not None and _was_edited(shard):
+        if shard is not None and shard.persistent and not shard.alone and shard.edited:
             shard.store()
-            shard.version = param._version
-
-
-def _was_edited(shard: Shard) -> bool:
-    return shard.persistent and shard.whole and not shard.alone and shard.param._version != shard.version
 
 
 def buffer_sum(module: nn.Module) -> int:

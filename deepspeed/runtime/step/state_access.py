@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from deepspeed.errors import UsageError
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.parts import Parts
+from deepspeed.zero.states.edits import spread_edits
 from deepspeed.zero.states.lookup import Owner, attach, detach
 from deepspeed.zero.states.states import States
 
@@ -27,9 +28,14 @@ def open_access(parts: Parts, optimizer: Optimizer, states: States, stack: ExitS
         adopt=states.adopt_edits,
         optimizer=optimizer,
         unit=partial(_unit, parts.backward, parts.reducer),
+        spread=partial(spread_edits, states),
         sharded=parts.config.schema.zero_optimization.stage == 3,
     )
     attach(parts.module.parameters(), owner)
+    for prefix, module in parts.module.named_modules():
+        for key, param in module._parameters.items():
+            if param is not None and param.requires_grad:
+                owner.slots.append((f"{prefix}.{key}" if prefix else key, module, key, param))
     stack.callback(_close, parts.module, owner)
     return owner
 

@@ -71,6 +71,7 @@ class Stepper:
     def step(self) -> Outcome:
         """Reduce what is not reduced yet, then update, or skip where a gradient is inf or NaN."""
         self.owner.require_sole()
+        self.owner.require_own()
         self.backward.expect_gradients()
         self.reducer.conclude()
         if self.in_backward is not None:

@@ -111,7 +111,6 @@ def spread(shards: Sequence[Shard], source: int = 0) -> None:
             broadcast_coalesced([shard.flat for shard in alike], src=axis.ranks[source], group=axis.group)
     for shard in shards:
         shard.store()
-        shard.version = shard.param._version
 
 
 def release(shards: Iterable[Shard]) -> None:

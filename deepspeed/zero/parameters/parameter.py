@@ -18,18 +18,20 @@ from torch.nn.utils import clip_grad
 from deepspeed.log import warn_once
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.data import WatchedData
 from deepspeed.zero.parameters.remote import Remote
 from deepspeed.zero.parameters.shard import Shard, ZeroParamType, shards_of
 
 __all__ = [
     "ResidentParameter",
     "SpreadParameter",
+    "WholeParameter",
     "ZeroParameter",
     "ordinary_class",
     "plain_grad",
     "shard_parameter",
     "spread_class",
-    "watch_gradient",
+    "watch",
 ]
 
 _CLIPPING = clip_grad.__file__
@@ -58,7 +60,7 @@ def _chunk(param: ZeroParameter) -> Tensor:
     return chunk
 
 
-class ZeroParameter(nn.Parameter):
+class ZeroParameter(WatchedData, nn.Parameter):
     """A parameter of which this rank may hold a shard only; the same object as before, with another class.
 
     Outside of its use it is empty (`numel() == 0`); `ds_shape` and `ds_numel` tell what it is as a whole.
@@ -82,6 +84,13 @@ class ZeroParameter(nn.Parameter):
         lambda self: ZeroParamType.PARTITIONED if self._zero.remote is None else ZeroParamType.REMOTE,
         doc="How it is held.",
     )
+
+    def _data_replaced(self, value: Tensor) -> None:
+        """While it is empty, this rank keeps its part of a whole value."""
+        shard = self._zero
+        if not shard.whole and shard.numel and value.shape == shard.shape:
+            shard.release()
+            shard.cut(value)
 
     def partition_numel(self) -> int:
         """Elements of a rank's chunk, padding included."""
@@ -217,8 +226,8 @@ class SpreadParameter(_TakenGradient, ZeroParameter):
             )
 
 
-class ResidentParameter(_TakenGradient, nn.Parameter):
-    """One that is whole, while its gradient lies in shards; a copy, pickled or not, is an ordinary parameter."""
+class WholeParameter(WatchedData, nn.Parameter):
+    """One that is whole, while its master lies elsewhere; a copy, pickled or not, is an ordinary parameter."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An ordinary parameter: clients make new ones of the class of an old one."""
@@ -228,10 +237,17 @@ class ResidentParameter(_TakenGradient, nn.Parameter):
         return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
 
 
-def watch_gradient(param: nn.Parameter) -> None:
-    """Let a parameter that stays whole tell where its gradient is; one of a class of its own is left as it is."""
-    if type(param) is nn.Parameter:
-        param.__class__ = ResidentParameter
+class ResidentParameter(_TakenGradient, WholeParameter):
+    """One that is whole, while its gradient lies in shards."""
+
+
+def watch(param: nn.Parameter, kind: type[WholeParameter] = WholeParameter) -> None:
+    """Let a parameter that stays whole be of a `kind` that notices things; one of a class of its own is left as it is.
+
+    One that an earlier engine has left so stays of the kind that notices more.
+    """
+    if type(param) is nn.Parameter or type(param) is WholeParameter:
+        param.__class__ = kind
 
 
 def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "", remote: Remote | None = None) -> Shard:

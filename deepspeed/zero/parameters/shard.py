@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.comm import Pending
-from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
+from deepspeed.zero.parameters.data import reclaim, show, writes
 
 if TYPE_CHECKING:
     from deepspeed.zero.parameters.gather import Gather
@@ -93,8 +93,8 @@ class Shard:
         """The chunk on the device, while it is gathered from elsewhere."""
         self.strict = False
         """An edit that would be lost is an error."""
-        self.version = param._version
-        """Of the parameter, when its values were last known."""
+        self.version = writes(param)
+        """How often the parameter had been written when its values were last known."""
         self.whole = True
         self._rows: Tensor | None = None
         Shard.made += 1
@@ -111,7 +111,7 @@ class Shard:
             start = self.axis.rank * self.chunk
             self.data = self._kept(self.flat[start : start + self.chunk])
         self.full = self.flat[: self.numel].view(self.shape)
-        self.param.data = self.full
+        show(self.param, self.full)
 
     def _kept(self, chunk: Tensor) -> Tensor:
         """A copy of these values where the chunk lives."""
@@ -157,7 +157,7 @@ class Shard:
         self.full, self._rows = self.flat[: self.numel].view(self.shape), None
         if not self.alone:
             self.flat.untyped_storage().resize_(0)
-        self.param.data = torch.empty(0, dtype=dtype, device=device)
+        show(self.param, torch.empty(0, dtype=dtype, device=device))
 
     @property
     def rows(self) -> Tensor:
@@ -213,7 +213,7 @@ class Shard:
     def attach(self) -> None:
         """Let the parameter be the whole tensor; its memory has been filled."""
         if not self.whole:
-            self.param.data = self.full
+            show(self.param, self.full)
             self.whole = True
         self.pending = self.staged = None
 
@@ -224,30 +224,42 @@ class Shard:
             self.pending = self.staged = None
         if self.nothing is None or self.nothing.dtype != self.dtype or self.nothing.device != self.device:
             self.nothing = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.param.data = self.nothing
+        show(self.param, self.nothing)
         if not self.alone:
             self.flat.untyped_storage().resize_(0)
         self.whole = False
 
-    @torch.no_grad()
-    def reclaim(self) -> None:
-        """If somebody replaced the parameter's data instead of writing into it, write it."""
-        if self.param.shape != self.shape:
-            raise UsageError(
-                f"{self.name} came back with the shape {tuple(self.param.shape)} instead of {tuple(self.shape)}; "
-                "replace the module's parameter by a new one to change its shape"
-            )
-        if self.param.data_ptr() != self.full.data_ptr():
-            self.full.copy_(self.param.detach())
-            self.param.data = self.full
+    def reclaim(self) -> bool:
+        """If somebody replaced the parameter's data instead of writing into it, write it; True if so."""
+        return reclaim(self.name, self.param, self.full)
+
+    @property
+    def edited(self) -> bool:
+        """True if the whole parameter was written since its values were last known."""
+        if not self.whole:
+            return False
+        return writes(self.param) != self.version or self.param.data_ptr() != self.full.data_ptr()
+
+    def mark(self) -> None:
+        """The values of the whole parameter are known."""
+        self.version = writes(self.param)
 
     @torch.no_grad()
     def store(self) -> None:
         """Take this rank's chunk from the whole parameter, which was changed."""
         self.reclaim()
+        self.mark()
         if not self.alone:
             start = self.axis.rank * self.chunk
             self.data.copy_(self.flat[start : start + self.chunk])
+        self.edits += 1
+
+    @torch.no_grad()
+    def cut(self, value: Tensor) -> None:
+        """Take this rank's part of a whole value, while the parameter is not whole."""
+        self.settle()
+        start, stop = self.interval
+        self.local.copy_(value.detach().reshape(-1)[start:stop])
         self.edits += 1
 
     @torch.no_grad()

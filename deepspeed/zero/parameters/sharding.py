@@ -66,7 +66,7 @@ def put_away(module: nn.Module) -> None:
                 "deepspeed.initialize"
             )
         if shard.whole and shard.numel:
-            if shard.param._version != shard.version or shard.param.data_ptr() != shard.full.data_ptr():
+            if shard.edited:
                 shard.store()
             shard.release()
         shard.persistent = False
@@ -91,7 +91,7 @@ def keep_whole(module: nn.Module, axis: AxisGroup) -> None:
     fetch.gather([shard for shard in shards if not shard.whole])
     for shard in shards:
         shard.persistent = True
-        shard.version = shard.param._version
+        shard.mark()
 
 
 def persist(shards: Iterable[Shard], threshold: int, total: int) -> list[Shard]:

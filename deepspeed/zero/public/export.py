@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from deepspeed.log import warn_once
-from deepspeed.zero.parameters.shard import Shard, shard_of
+from deepspeed.zero.parameters.shard import shard_of
 
 __all__ = ["meet_state_dicts"]
 
@@ -65,12 +64,5 @@ def _take(
         elif value.shape != shard.shape:
             errors.append(f"{key} has the shape {tuple(value.shape)} there and {tuple(shard.shape)} in the model")
         else:
-            _cut(shard, value)
+            shard.cut(value)
         state_dict[key] = param.detach()
-
-
-@torch.no_grad()
-def _cut(shard: Shard, value: Tensor) -> None:
-    start, stop = shard.interval
-    shard.local.copy_(value.detach().reshape(-1)[start:stop])
-    shard.edits += 1

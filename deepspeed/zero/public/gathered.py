@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from deepspeed.errors import LostEditError, UsageError
 from deepspeed.log import warn_once
 from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.data import show, writes
 from deepspeed.zero.parameters.external import register_external_parameter
 from deepspeed.zero.parameters.shard import Shard, shards_of
+from deepspeed.zero.states.lookup import Owner, owner_of
 
 __all__ = ["GatheredParameters"]
 
@@ -20,8 +22,9 @@ __all__ = ["GatheredParameters"]
 class GatheredParameters:
     """A context in which some parameters are whole on every rank; all ranks enter it together.
 
-    With `modifier_rank`, what that rank (of the parameters' group) wrote is given to all on exit. Without, edits are
-    dropped, which is told. Ordinary parameters may be among them and are left alone.
+    With `modifier_rank`, what that rank (of the parameters' group) wrote is given to all on exit, also of parameters
+    that an engine keeps whole. Without, edits of sharded ones are dropped, with a warning. Parameters that no engine
+    trains and that are not sharded may be among them and are left alone.
     """
 
     def __init__(
@@ -44,14 +47,17 @@ class GatheredParameters:
     def __enter__(self) -> None:
         if not self.enabled:
             return
-        # On one rank an engine keeps parameters whole for good: they are ordinary.
+        # On one rank an engine keeps parameters whole for good.
         self._shards = [s for s in shards_of(self.params) if s.numel and not (s.alone and s.persistent)]
+        for shard in self._shards:
+            if shard.persistent and not shard.holds and shard.edited:
+                shard.store()  # an edit of before
         missing = [shard for shard in self._shards if not shard.whole]
         fetch.gather(missing)
         for shard in self._shards:
             shard.holds += 1
             shard.users.add(id(self))
-        self._versions = [shard.param._version for shard in self._shards]
+        self._versions = [writes(shard.param) for shard in self._shards]
         if self.src_rank is None:
             self._kept = {id(s): s.full.clone() for s in self._shards if s.persistent or s.strict}
         if self.fwd_module is not None:
@@ -76,6 +82,14 @@ class GatheredParameters:
 
     def _spread(self, modifier: int) -> None:
         """Give what the modifier wrote to all ranks, and cut it again."""
+        sharded = {id(shard.param) for shard in self._shards}
+        whole: dict[Owner, dict[int, nn.Parameter]] = {}
+        for param in self.params:
+            owner = owner_of(param)
+            if owner is not None and id(param) not in sharded and param.numel():
+                whole.setdefault(owner, {})[id(param)] = param
+        for owner, params in whole.items():
+            owner.spread(list(params.values()), modifier)
         for shard in self._shards:
             if not 0 <= modifier < shard.axis.size:
                 raise UsageError(
@@ -97,8 +111,8 @@ class GatheredParameters:
         for shard in changed:
             if shard.persistent:  # it would keep the edit, perhaps on this rank only
                 shard.full.copy_(self._kept[id(shard)])
-                shard.param.data = shard.full
-                shard.version = shard.param._version
+                show(shard.param, shard.full)
+                shard.mark()
         self._kept.clear()
         if not changed:
             return
@@ -115,11 +129,11 @@ class GatheredParameters:
 def _is_changed(shard: Shard, version: int, kept: Tensor | None) -> bool:
     """True if the values were written since `version`, and nobody else will keep them.
 
-    `param.data` writes past the version counter. Without a copy of the whole, this rank's chunk shows most of that.
+    Some code writes past every counter. Without a copy of the whole, this rank's chunk shows most of that.
     """
     if shard.holds:
         return False  # whoever holds it judges
-    if shard.param._version not in (version, shard.version) or shard.param.data_ptr() != shard.full.data_ptr():
+    if writes(shard.param) not in (version, shard.version) or shard.param.data_ptr() != shard.full.data_ptr():
         return True
     if kept is not None:
         return not torch.equal(kept, shard.full)

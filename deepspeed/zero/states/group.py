@@ -14,6 +14,7 @@ from deepspeed.fragments import FlatLayout
 from deepspeed.memory.tier import AT_HOME, Homes
 from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
+from deepspeed.zero.parameters.data import reclaim
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.late import Update
 from deepspeed.zero.states.lookup import ParameterState
@@ -65,6 +66,8 @@ class ShardGroup:
         """The optimizer's own dict of this parameter group."""
         self.pieces: list[Piece] = []
         """Those that have elements on this rank."""
+        self.homes: list[Tensor] = []
+        """The memory that each whole parameter is published in; none where a parameter may lie anywhere."""
 
     @property
     def copies(self) -> bool:
@@ -135,10 +138,15 @@ class ShardGroup:
 
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
+        places = enumerate(self.params) if self.homes else ()
+        moved = {id(param) for place, param in places if self.reclaim(place)}
         for piece in self.pieces:
-            if piece.param._version != piece.version:
+            if piece.edited or id(piece.param) in moved:
                 piece.adopt()
-                piece.version = piece.param._version
+
+    def reclaim(self, place: int) -> bool:
+        """Bring a parameter whose data was replaced back to the memory that it is published in; True if it was."""
+        return bool(self.homes) and reclaim(self.names[place], self.params[place], self.homes[place])
 
     def take_states(self, optimizer: Optimizer) -> None:
         """Take over what the optimizer knows of parameters that it was used with before."""

@@ -11,6 +11,8 @@ import torch
 from deepspeed.fragments import Block
 from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
+from deepspeed.zero.parameters.data import plain_data
+from deepspeed.zero.parameters.parameter import watch
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.arena import move_out
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
@@ -32,8 +34,10 @@ class HousedGroup(ShardGroup):
         for name, param in members:
             if not param.is_contiguous():  # gradients leave as flat tensors
                 param.data = param.data.contiguous()
-            # written beside the version that tells of edits
-            self.pieces.append(Piece(name, param, param.shape, (0, param.numel()), param.data))
+            home = plain_data(param)
+            self.pieces.append(Piece(name, param, param.shape, (0, param.numel()), home))
+            self.homes.append(home)
+            watch(param)
         move_out(self.pieces, dtypes)
 
     @property
@@ -58,12 +62,12 @@ class HousedGroup(ShardGroup):
     def spread(self) -> None:
         """Every rank has all of it already."""
         for piece in self.pieces:
-            piece.version = piece.param._version
+            piece.mark()
 
     @torch.no_grad()
     def publish_one(self, place: int) -> None:
         """Bring the master of the parameter at that place into the model."""
-        self.params[place].data.copy_(self.pieces[place].master)  # not seen by the version that tells of edits
+        self.pieces[place].source.copy_(self.pieces[place].master)
 
     def parcels(self, reduction: Reduction) -> list[Parcel]:
         """This rank owns everything."""

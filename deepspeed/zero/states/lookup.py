@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -61,12 +61,32 @@ class Owner:
     optimizer: Optimizer
     unit: Callable[[], float | None]
     """What gradients that are held have to be multiplied by; None if there are none. Reduces them first."""
+    spread: Callable[[Sequence[nn.Parameter], int], None]
+    """Give what one rank wrote into parameters that are whole on every rank to all of them."""
     sharded: bool
     """Parameters themselves are spread over ranks, also if there is one rank only."""
     rivals: weakref.WeakKeyDictionary[Owner, str] = field(default_factory=weakref.WeakKeyDictionary)
     """Owners that came later and train parameters of this one, with one of those."""
     elders: list[weakref.ref[Owner]] = field(default_factory=list)
     """Those of which this one is a rival."""
+
+    slots: list[tuple[str, nn.Module, str, nn.Parameter]] = field(default_factory=list)
+    """The name of each trained parameter, the module that holds it, under which key, and itself."""
+
+    def require_own(self) -> None:
+        """Refuse a step after a module was given another parameter in place of a trained one: it would not learn."""
+        for at, (name, module, key, param) in enumerate(self.slots):
+            found = module._parameters.get(key)
+            if found is param or found is None or not found.requires_grad:
+                continue
+            if self.find(found) is None:
+                raise UsageError(
+                    f"the module's {name} is not the parameter that the engine trains: another one was put in its "
+                    "place, by load_state_dict(assign=True) or an assignment, and no optimizer group has it. Leave "
+                    "assign=True out, which copies the values, or write them in place; a parameter that is really new "
+                    "goes to engine.optimizer.add_param_group"
+                )
+            self.slots[at] = name, module, key, found
 
     def require_sole(self) -> None:
         """Refuse a step while another engine trains the same parameters: each would undo what the other did."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.ops.moments import MomentKeeper
+from deepspeed.zero.parameters.data import writes
 
 if TYPE_CHECKING:
     from deepspeed.zero.states.arena import Arena
@@ -68,7 +69,8 @@ class Piece:
         """Where master, moments and gradient live, if in another tier than the parameter."""
         self.norm: Tensor | None = None
         """Of a gradient that left the device, as the device saw it; None where it has to be measured at home."""
-        self.version = param._version
+        self.version = self._writes()
+        """What `_writes` said when the values of the parameter were last known."""
         self.adopted = 0
         """How often somebody else's values were taken over."""
         self.chosen: Tensor | None = None
@@ -84,7 +86,9 @@ class Piece:
     @property
     def separate(self) -> bool:
         """True if the master is a copy, in another dtype or another tier."""
-        return self.away or (self.master.dtype, self.master.device) != (self.source.dtype, self.source.device)
+        if self.away or (self.master.dtype, self.master.device) != (self.source.dtype, self.source.device):
+            return True
+        return self.master.data_ptr() != self.source.data_ptr()  # the parameter was given the master's dtype since
 
     def leave(self, arena: Arena, master: Tensor, home: Tensor) -> None:
         """Live in another tier: `master`, shaped like the old one and filled, and `home` for the gradient."""
@@ -104,14 +108,33 @@ class Piece:
             return self.gradient if self.param.device == self.gradient.device else self.gradient.to(self.param.device)
         return self.norm
 
+    @property
+    def edited(self) -> bool:
+        """True if the parameter was written since its values were last known; see [Note: edits]."""
+        return self._writes() != self.version
+
+    def mark(self) -> None:
+        """The values of the parameter are known."""
+        self.version = self._writes()
+
+    def _writes(self) -> tuple[int, int]:
+        return writes(self.param), self.source.data_ptr()
+
     @torch.no_grad()
     def adopt(self) -> None:
-        """Take over what somebody wrote into the parameter since the last step."""
+        """Take over what was written into the parameter since the last step.
+
+        Elements that are still what the master was rounded to keep the master: a script that clamps its weights after
+        each step would else train in the precision of the model.
+        """
         if self.arena is not None:
             self.arena.claim()
         self.adopted += 1
         if self.separate:
-            self.master.copy_(self.source)
+            master, values = self.master, self.source.detach().to(self.master.device)
+            kept = master.to(values.dtype) == values
+            master.copy_(torch.where(kept, master, values.to(master.dtype)))
+        self.mark()
 
     def take_state(self, optimizer: Optimizer) -> None:
         """Take over this interval of what the optimizer knows about the whole parameter, if it was used before."""

@@ -13,7 +13,8 @@ from deepspeed import comm
 from deepspeed.fragments import Block
 from deepspeed.zero.gradients.bucket import Parcel
 from deepspeed.zero.gradients.reduction import Reduction
-from deepspeed.zero.parameters.parameter import watch_gradient
+from deepspeed.zero.parameters.data import show
+from deepspeed.zero.parameters.parameter import ResidentParameter, watch
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.arena import move_out
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
@@ -53,8 +54,9 @@ class ResidentGroup(ShardGroup):
         for param, start, numel in zip(self.params, self.layout.starts, self.layout.numels, strict=True):
             home = whole[start : start + numel].view(param.shape)
             home.copy_(param.detach())
-            param.data = home
-            watch_gradient(param)
+            show(param, home)
+            watch(param, ResidentParameter)
+            self.homes.append(home)
         return whole
 
     def _make_pieces(self) -> None:
@@ -88,7 +90,7 @@ class ResidentGroup(ShardGroup):
     def spread(self) -> None:
         """Gather the blocks of all ranks."""
         for piece in self.pieces:
-            piece.version = piece.param._version
+            piece.mark()
         with comm.labelled(f"updated parameters {self.names[0]} … {self.names[-1]}"):
             self._gather()
 

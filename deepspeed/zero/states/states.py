@@ -13,6 +13,7 @@ from deepspeed.comm import Pending
 from deepspeed.errors import UsageError
 from deepspeed.memory.store import AtHome, Store
 from deepspeed.ops.moments import MomentKeeper
+from deepspeed.parallel import AxisGroup
 from deepspeed.zero.gradients.reducer import ShardReducer
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.afar import Afar
@@ -159,6 +160,10 @@ class States:
     def device(self) -> torch.device:
         """Where the model's parameters are."""
         return next((param.device for group in self.groups for param in group.params), torch.device("cpu"))
+
+    def ranks_of(self, param: nn.Parameter) -> AxisGroup:
+        """The ranks that hold the same elements of a parameter."""
+        return self._measure.ranks_of(param)
 
     @property
     def staged(self) -> bool:

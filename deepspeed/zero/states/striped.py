@@ -50,7 +50,7 @@ class StripedGroup(ShardGroup):
         for shard, name in zip(self.shards, self.names, strict=True):
             if shard.local.numel():
                 piece = Piece(name, shard.param, shard.shape, shard.interval, shard.local)
-                piece.version = shard.edits
+                piece.version = shard.edits, 0
                 self.pieces.append(piece)
                 self._piece_of[id(shard)] = piece
         lasting = {id(shard.param) for shard in self.shards if shard.persistent}
@@ -61,13 +61,12 @@ class StripedGroup(ShardGroup):
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
         for shard in self.shards:
-            if shard.persistent and shard.param._version != shard.version:
+            if shard.persistent and shard.edited:
                 shard.store()
-                shard.version = shard.param._version
             piece = self._piece_of.get(id(shard))
-            if piece is not None and shard.edits != piece.version:
+            if piece is not None and (shard.edits, 0) != piece.version:
                 piece.adopt()
-                piece.version = shard.edits
+                piece.version = shard.edits, 0
 
     @property
     def patient(self) -> bool:

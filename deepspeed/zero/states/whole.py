@@ -11,6 +11,8 @@ from torch.optim import Optimizer
 
 from deepspeed.fragments import Block
 from deepspeed.ops.moments import MomentKeeper
+from deepspeed.zero.parameters.data import plain_data
+from deepspeed.zero.parameters.parameter import watch
 from deepspeed.zero.placement import AxisOf, Placement
 from deepspeed.zero.states.group import Dtypes, Named, ShardGroup, name_of
 from deepspeed.zero.states.piece import Piece, as_wide, is_moment
@@ -54,6 +56,8 @@ class WholeGroup(ShardGroup):
             self.params.append(param)
             self.pieces.append(Piece(name, param, param.shape, (0, param.numel()), param, wide))
         self._copied = [piece for piece in self.pieces if piece.separate]
+        for piece in self._copied:
+            watch(piece.param)
         self.layout = Block(tuple(param.numel() for param in self.params), 1)
 
     def take_states(self, optimizer: Optimizer) -> None:
@@ -69,9 +73,8 @@ class WholeGroup(ShardGroup):
     def adopt_edits(self) -> None:
         """See `ShardGroup`."""
         for piece in self._copied:
-            if piece.param._version != piece.version:
+            if piece.edited:
                 piece.adopt()
-                piece.version = piece.param._version
 
     @torch.no_grad()
     def hand_over(self, lines: dict[Hashable, Tensor], *, narrow: bool = False) -> None:
@@ -102,7 +105,7 @@ class WholeGroup(ShardGroup):
     def use_up(self, piece: Piece) -> None:
         """See `ShardGroup`."""
         piece.master.grad = piece.param.grad = None
-        piece.version = piece.param._version
+        piece.mark()
 
     def narrow_gradient(self, piece: Piece) -> Tensor | None:
         """See `ShardGroup`."""
@@ -125,7 +128,7 @@ class WholeGroup(ShardGroup):
     def spread(self) -> None:
         """Every rank has all of it already."""
         for piece in self._copied:
-            piece.version = piece.param._version
+            piece.mark()
 
     def forget(self) -> None:
         """Drop gradients that were not handed over."""
@@ -197,4 +200,4 @@ class WholeState:
     def publish(self) -> None:
         """See `ParameterState`."""
         if self._piece.separate:
-            self._param.data.copy_(self._master)  # not seen by the version that tells of edits
+            plain_data(self._param).copy_(self._master)

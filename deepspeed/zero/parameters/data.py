@@ -1,0 +1,106 @@
+"""What scripts write into parameters: whether it happened, and how a parameter gets its memory back.
+
+[Note: edits] A master, a flat buffer or a shard has to follow what a script writes into the parameter. It can write in
+three ways. In place: the parameter's version counter tells. In place through `param.data`, which has a counter of its
+own: all tensors that a watched parameter gives away as its data share one counter, and that is kept. By another tensor
+as the data, as `module.to` and `vector_to_parameters` do: the address tells, and the values are copied to where the
+engine publishes its updates. Nothing of this reads values, so that looking costs no wait for a device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.errors import UsageError
+from deepspeed.log import warn_once
+
+__all__ = ["WatchedData", "plain_data", "reclaim", "show", "writes"]
+
+_DATA: Any = torch.Tensor.data
+show = _DATA.__set__
+"""Let a parameter lie in some memory; not counted as a write."""
+
+
+def plain_data(param: Tensor) -> Tensor:
+    """The parameter's values as a tensor whose writes are not counted."""
+    found: Tensor = _DATA.__get__(param)
+    return found
+
+
+class WatchedData:
+    """A parameter that counts the writes through its `data`."""
+
+    _given: Tensor | None = None
+    """What shares its version counter with all that was given away as the data."""
+    _past = 0
+    """Writes through the data that it had before."""
+
+    @property
+    def data(self) -> Tensor:
+        """As of any tensor."""
+        found, given = plain_data(self), self._given  # type: ignore[arg-type]
+        if not found.numel():
+            return found
+        if given is None or not _is_same(given, found):
+            self._drop_given()
+            given = self._given = found
+        return given.detach()  # another tensor with the same counter
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._drop_given()  # it would keep the memory alive
+        show(self, value)
+        self._data_replaced(value)
+
+    def _data_replaced(self, value: Tensor) -> None:
+        """Called after another tensor was given as the data."""
+
+    def _drop_given(self) -> None:
+        if self._given is not None:
+            self._past += self._given._version
+            self._given = None
+
+
+def writes(param: Tensor) -> int:
+    """How often the parameter was written in place, by itself or, where that is watched, through its data."""
+    if not isinstance(param, WatchedData):
+        return param._version
+    given = param._given
+    return param._version + param._past + (0 if given is None else given._version)
+
+
+@torch.no_grad()
+def reclaim(name: str, param: Tensor, home: Tensor) -> bool:
+    """Let a parameter whose data was replaced lie in its own memory again, with the new values; True if it was."""
+    if _is_same(param, home):
+        return False
+    if param.shape != home.shape:
+        raise UsageError(
+            f"{name} came back with the shape {tuple(param.shape)} instead of {tuple(home.shape)}; replace the "
+            "module's parameter by a new one to change its shape"
+        )
+    if (param.dtype, param.device) != (home.dtype, home.device):
+        warn_once(
+            f"{name} is {param.dtype} on {param.device} by now, but the engine trains it as {home.dtype} on "
+            f"{home.device}: it is converted back. Choose the dtype by bf16 or fp16 in the config, and leave the "
+            "module on the engine's device."
+        )
+    values = plain_data(param)
+    if values.untyped_storage().data_ptr() == home.untyped_storage().data_ptr():
+        values = values.clone()  # the same memory in another order
+    home.copy_(values)
+    show(param, home)
+    return True
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """True for tensors that are the same view of the same memory."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype == other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
