@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from deepspeed import comm
+from deepspeed.config.offload import OffloadStateTypeEnum as Kind
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 from deepspeed.log import logger
 from deepspeed.runtime.parts import Parts
@@ -159,12 +160,10 @@ class ModelMethods:
         return self.save_16bit_model(save_dir, save_filename)
 
     def empty_partition_cache(self) -> None:
-        """Let go of gathered parameters that nobody uses at the moment."""
-        if self._parts.sharded is None:
-            return
-        whole = [s for s in shards_of(self._parts.module.parameters()) if s.whole or s.pending is not None]
-        idle = [shard for shard in whole if not shard.persistent and not shard.holds and shard.numel]
-        for shard in idle:
-            shard.release()
-        if idle and self._parts.sharded.coordinator is not None:
-            self._parts.sharded.coordinator.invalidate()  # its plans may count on what is whole between passes
+        """Free whole parameters that are not in use at the moment, on all ranks together.
+
+        Those that stay whole between uses (`stage3_param_persistence_threshold`), too: they return before the next use.
+        """
+        sharded = self._parts.sharded
+        if sharded is not None and sharded.hooks is not None and Kind.lp_params not in self._parts.moved:
+            sharded.hooks.let_go()

@@ -40,6 +40,8 @@ class Coordinator:
         """A backward computes the gradients of inputs alone: modules are through when theirs are known."""
         self.notice: Callable[[], None] | None = None
         """Called when a backward begins that nobody has announced."""
+        self.bring: Callable[[], None] | None = None
+        """Brings back parameters that stay whole and were let go, before a pass."""
 
     # ---- what is used
 
@@ -104,6 +106,7 @@ class Coordinator:
     def enter(self, use: Use) -> None:
         """A module begins to run."""
         if not self._passes.running:
+            self._bring()
             self._passes.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
         self._passes.need(use)
         self._holds.push(use)
@@ -144,11 +147,16 @@ class Coordinator:
 
     def begin_backward(self) -> None:
         """A backward begins."""
+        self._bring()
         if self.in_backward or not self._uses:
             return
         self.in_backward = True
         kinds = self.kind or tuple(sorted(self._forwards, key=repr))
         self._passes.open(("backward", kinds, tuple(sorted(self._passes.kept)), False))
+
+    def _bring(self) -> None:
+        if self.bring is not None:
+            self.bring()
 
     def before_backward(self, use: Use, *, recorded: bool = False) -> None:
         """The gradient of a module's output is known: its parameters are needed next.

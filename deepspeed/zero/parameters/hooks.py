@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.coordinator import Coordinator
 from deepspeed.zero.parameters.external import WatchedParameters, external_parameters
 from deepspeed.zero.parameters.hidden import hidden
@@ -45,12 +46,15 @@ class ModuleHooks:
         self._watched: list[nn.Module] = []
         self._known: set[int] = set()
         self._made = Shard.made
+        self._returning: list[Any] = []
+        """Hooks that bring back, once, parameters that stay whole and were let go."""
         self.handles: list[Any] = []
         self.watches_inputs = False
         """Tell when the gradients of a module's inputs are known, also where it trains all of its parameters."""
 
     def install(self) -> None:
         """Hook every module that owns parameters which are not always whole, and the root."""
+        self._expect_return()
         if not any(not shard.persistent for shard in shards_of(self._root.parameters())):
             return
         self._blocks, _ = blocks_of(self._root)
@@ -86,11 +90,57 @@ class ModuleHooks:
         for handle in self.handles:
             handle.remove()
         self.handles.clear()
+        self._forget_return()
         for module in self._watched:
             module._parameters = dict(module._parameters)
         self._watched.clear()
         self._known.clear()
         self._coordinator.clear()
+
+    def let_go(self) -> None:
+        """Free every whole parameter that is not in use; those that stay whole return before the model is used again.
+
+        All ranks call it together. On an axis of one rank there is nothing to free.
+        """
+        whole = [s for s in shards_of(self._root.parameters()) if s.whole or s.pending is not None]
+        idle = [shard for shard in whole if not shard.holds and shard.numel and not shard.alone]
+        for shard in idle:
+            if shard.persistent and shard.edited:
+                shard.store()
+            shard.release()
+        if idle:
+            self._coordinator.invalidate()  # plans may count on what is whole between passes
+        self._expect_return()
+
+    def _absent(self) -> list[Shard]:
+        """Parameters that stay whole, and were let go all the same."""
+        return [s for s in shards_of(self._root.parameters()) if s.persistent and not s.whole and s.numel]
+
+    def _expect_return(self) -> None:
+        absent = {id(shard.param) for shard in self._absent()}
+        if not absent or self._returning:
+            return
+        self._coordinator.bring = self._bring
+        for module in self._root.modules():
+            if module is self._root or any(id(param) in absent for param in module.parameters(recurse=False)):
+                self._returning.append(module.register_forward_pre_hook(self._bring_before(module), prepend=True))
+
+    def _bring_before(self, owner: nn.Module) -> Callable[..., None]:
+        def bring(module: nn.Module, _: Any) -> None:
+            if module is owner:  # no copy of it
+                self._bring()
+
+        return hidden(bring)
+
+    def _bring(self) -> None:
+        self._forget_return()
+        fetch.gather(self._absent())
+
+    def _forget_return(self) -> None:
+        self._coordinator.bring = None
+        for handle in self._returning:
+            handle.remove()
+        self._returning.clear()
 
     def _units(self) -> Iterator[tuple[str, nn.Module, list[Shard]]]:
         """Modules that are gathered as one: leaves with all below them, others with their own parameters."""

@@ -263,9 +263,11 @@ def test_all_ranks_learn_that_writing_failed(tmp_path):
     engine.destroy()
 
 
+@pytest.mark.parametrize("persistent", [0, 10, 10**6])
 @ranks(1, 2)
-def test_empty_partition_cache():
-    engine = build(3, stage3_param_persistence_threshold=0, stage3_max_reuse_distance=10**9)
+def test_empty_partition_cache(persistent):
+    """Everything is freed, also parameters that stay whole, and returns before it is used."""
+    engine = build(3, stage3_param_persistence_threshold=persistent, stage3_max_reuse_distance=10**9)
     batch = share(batches(1, 4)[0], dist.get_rank(), 2)
     losses = []
     for _ in range(3):
@@ -276,11 +278,22 @@ def test_empty_partition_cache():
         engine.empty_partition_cache()
         if dist.get_world_size() > 1:
             assert not any(shard.whole for shard in shards_of(engine.module.parameters()) if shard.numel)
+    loss = engine(*batch)
+    engine.empty_partition_cache()
+    engine.backward(loss)
+    engine.empty_partition_cache()
+    engine.step()
+    losses.append(loss.item())
+    engine.empty_partition_cache()
+    with torch.no_grad():
+        part = engine.module.up(torch.ones(2, 8))  # a module by itself
     other = build(3, stage3_param_persistence_threshold=0)
     for expected in losses:
         loss = other(*batch)
         other.backward(loss)
         other.step()
         assert loss.item() == expected
+    with torch.no_grad():
+        assert torch.equal(part, other.module.up(torch.ones(2, 8)))
     engine.destroy()
     other.destroy()
