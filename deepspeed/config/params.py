@@ -22,6 +22,19 @@ __all__ = ["REFUSALS", "check_optimizer", "check_scheduler"]
 REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What constructors, torch's among them, raise when they cannot take a value."""
 
+# How client libraries call what the classes call otherwise.
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "adam_epsilon": "eps",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "warmup_steps": "warmup_num_steps",
+    "num_warmup_steps": "warmup_num_steps",
+    "total_steps": "total_num_steps",
+    "num_training_steps": "total_num_steps",
+}
+
 # What the library passes itself; naming it in the config is an error.
 _PASSED = frozenset({"self", "params", "optimizer"})
 
@@ -72,7 +85,7 @@ def _check(
 
 
 def _no_such_param(prefix: str, key: str, kind: str, known: Iterable[str]) -> Problem:
-    meant = nearest(key, known)
+    meant = _SYNONYMS.get(key) if _SYNONYMS.get(key) in known else nearest(key, known)
     if meant is not None:
         return Problem(f"{prefix}{key}", f"{kind} has no such parameter; did you mean {meant!r}?")
     return Problem(f"{prefix}{key}", f"{kind} has no such parameter; it takes {', '.join(sorted(known))}")
