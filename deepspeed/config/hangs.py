@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from pydantic import Field
 
 from .model import Section
+from .values import Folder
 
 __all__ = ["HangsConfig"]
 
@@ -30,6 +29,6 @@ class HangsConfig(Section):
     patience: float = Field(
         3.0, gt=0, allow_inf_nan=False, description="How long other ranks get to tell where they are."
     )
-    folder: Path | None = Field(
+    folder: Folder = Field(
         None, description="Where stacks of hanging ranks are written; null is the folder for temporary files."
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from .model import Section
+from .values import Folder
 
 __all__ = ["Bytes", "MemoryConfig", "read_size", "size_text"]
 
@@ -68,12 +68,14 @@ class MemoryConfig(Section):
     disk: Bytes | None = Field(
         None, description="Bytes of a machine's disk for them, shared likewise; null is no disk. It needs path."
     )
-    path: Path | None = Field(None, description="Folder on a local disk for what disk holds; needed with disk.")
+    path: Folder = Field(None, description="Folder on a local disk for what disk holds; needed with disk.")
 
     @model_validator(mode="after")
     def _disk_has_a_path(self) -> MemoryConfig:
         if self.disk and self.path is None:
-            raise ValueError(f"disk is {size_text(self.disk)} but path is not given; set path to a folder on that disk")
+            raise ValueError(
+                f"disk is {size_text(self.disk)} but path is not given or empty; set path to a folder on that disk"
+            )
         if self.path is not None and self.disk is None:
             raise ValueError(f"path is {str(self.path)!r} but disk is not given; set disk to what may be used there")
         return self

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
-from pathlib import Path
 
 from pydantic import Field, model_validator
 
 from .model import Count, Elements, Section, Share
+from .values import Folder
 
 __all__ = [
     "DeepSpeedZeroOffloadOptimizerConfig",
@@ -41,7 +41,7 @@ class _Offload(Section):
     device: OffloadDeviceEnum = Field(
         OffloadDeviceEnum.none, description="Where the state lives: none (the accelerator), cpu or nvme."
     )
-    nvme_path: Path | None = Field(
+    nvme_path: Folder = Field(
         None, description="Folder on a local NVMe disk for the swap files; required with device nvme."
     )
     pin_memory: bool = Field(
@@ -52,7 +52,7 @@ class _Offload(Section):
     def _has_path(self) -> _Offload:
         if self.device is OffloadDeviceEnum.nvme and self.nvme_path is None:
             raise ValueError(
-                'device is "nvme" but nvme_path is not given; set nvme_path to a folder on a local disk, '
+                'device is "nvme" but nvme_path is not given or empty; set nvme_path to a folder on a local disk, '
                 'or device to "cpu"'
             )
         return self

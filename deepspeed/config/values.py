@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AllowInfNan, BeforeValidator
@@ -12,6 +13,7 @@ from pydantic import AfterValidator, AllowInfNan, BeforeValidator
 __all__ = [
     "CountOrAuto",
     "DtypeName",
+    "Folder",
     "Lower",
     "Names",
     "Number",
@@ -23,6 +25,7 @@ __all__ = [
     "Upper",
     "Whole",
     "absent",
+    "from_text",
     "not_boolean",
     "raise_together",
 ]
@@ -49,7 +52,7 @@ def not_boolean(value: Any) -> Any:
 def _positive_or_auto(value: Any) -> Any:
     if value == "auto":
         return value
-    number = _from_text(value)
+    number = from_text(value)
     if number is None or number != math.floor(number) or number < 1:
         raise ValueError(f'expected a whole number above zero or "auto", found {value!r}')
     return int(number)
@@ -58,13 +61,13 @@ def _positive_or_auto(value: Any) -> Any:
 def _number_or_auto(value: Any) -> Any:
     if value == "auto":
         return value
-    number = _from_text(value)
+    number = from_text(value)
     if number is None:
         raise ValueError(f'expected a number or "auto", found {value!r}')
     return number
 
 
-def _from_text(value: Any) -> float | None:
+def from_text(value: Any) -> float | None:
     """The finite number that `value` is or spells, otherwise None."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return None
@@ -92,6 +95,10 @@ def _dtype_name(value: Any) -> str:
             f"{value!r} is not a supported dtype; use fp16 (float16, half), bf16 (bfloat16) or fp32 (float32, float)"
         )
     return short
+
+
+def _empty_is_none(value: Any) -> Any:
+    return None if isinstance(value, str) and not value.strip() else value
 
 
 def _not_a_bare_string(value: Any) -> Any:
@@ -153,6 +160,8 @@ Upper = BeforeValidator(_upper)
 """Makes a choice independent of case; the stored value is upper case."""
 DtypeName = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype_name)]
 """A floating dtype by any of its usual names, stored as the short one."""
+Folder = Annotated[Path | None, BeforeValidator(_empty_is_none)]
+"""The path of a folder; empty text is none, not the current folder."""
 Names = Annotated[list[str], BeforeValidator(_not_a_bare_string)]
 """A list of names; a bare string is refused, since it would be read letter by letter."""
 OneOrMoreNames = Annotated[list[str], BeforeValidator(_one_or_more), AfterValidator(_without_repeats)]

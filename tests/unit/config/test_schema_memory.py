@@ -62,7 +62,7 @@ def test_a_disk_has_a_path_and_a_path_a_disk():
     assert MemoryConfig(disk="1TB", path="/fast").path == Path("/fast")
     assert MemoryConfig(disk=0).path is None
     with pytest.raises(ValidationError, match=r"disk is 1.00 TB but path is not given"):
-        MemoryConfig(disk="1TB")
+        MemoryConfig(disk="1TB", path="")
     with pytest.raises(ValidationError, match=r"path is '/fast' but disk is not given"):
         MemoryConfig(path="/fast")
 
