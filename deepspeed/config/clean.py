@@ -40,6 +40,8 @@ class Findings:
     """Paths whose value is "auto" although the key does not own that word; they are not in `data`."""
     given: dict[str, str] = field(default_factory=dict)
     """Usual path of every key that was given → the path as the user spelled it."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Usual path of every key that is no section → its value before validation."""
 
 
 def clean(raw: dict[str, Any], schema: Model) -> Findings:
@@ -112,7 +114,7 @@ def _value(name: str, value: Any, key: Key, here: _Place, kept: dict[str, Any]) 
     elif key.free and isinstance(value, dict):
         kept[name] = _free(value, here)
     else:
-        kept[name] = value
+        kept[name] = here.found.values[here.path] = value
 
 
 def _free(value: dict[str, Any], place: _Place) -> dict[str, Any]:

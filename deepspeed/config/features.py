@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed.config.clean import Problem
 from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.optimizer import ONE_BIT_OPTIMIZERS
 from deepspeed.config.schema import Schema
 from deepspeed.errors import FeatureUnavailable
 
-__all__ = ["UNBUILT", "Feature", "data_techniques", "require", "unbuilt"]
+__all__ = ["UNBUILT", "Feature", "data_techniques", "missing_first", "require", "unbuilt"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,14 @@ class Feature:
     path: str
     name: str
     asked: Callable[[Schema], bool]
+    instead: str = "remove the key or turn it off"
+    conditional: bool = False
+    """The key exists; it is only its combination with others that does not."""
+
+    @property
+    def problem(self) -> Problem:
+        """What is told where it is asked for."""
+        return Problem(self.path, f"{self.name}: not part of this version yet; {self.instead}")
 
 
 def _switched_on(section: DeepSpeedConfigModel) -> bool:
@@ -63,11 +73,13 @@ UNBUILT: tuple[Feature, ...] = (
         "fused_kernels.loss",
         "the fused loss of sequences that ranks share (sequence_parallel.attention)",
         lambda c: c.fused_kernels.enabled and c.fused_kernels.loss and c.sequence_parallel.attention is not None,
+        conditional=True,
     ),
     Feature(
         "sequence_parallel.tiled_loss",
         "tiles of a loss that is fused, and tiled by itself (fused_kernels.loss)",
         lambda c: c.fused_kernels.enabled and c.fused_kernels.loss and c.sequence_parallel.tiled_loss is not None,
+        conditional=True,
     ),
     Feature(
         "tensor_parallel.keep_module_on_host",
@@ -78,6 +90,7 @@ UNBUILT: tuple[Feature, ...] = (
         "tensor_parallel.vocab_parallel_ce_backend",
         "Liger's cross-entropy over a split vocabulary",
         lambda c: c.tensor_parallel.vocab_parallel_ce_backend == "liger",
+        instead='use "torch"',
     ),
     Feature(
         "tensor_parallel.injection_policy_tuple",
@@ -89,6 +102,7 @@ UNBUILT: tuple[Feature, ...] = (
         "expert_parallel",
         "spread experts together with divided sequences (tensor_parallel.sequence_parallel)",
         lambda c: c.expert_parallel.enabled and c.axis_sizes["tp"] > 1 and c.tensor_parallel.sequence_parallel,
+        conditional=True,
     ),
     *(
         Feature(
@@ -124,18 +138,41 @@ UNBUILT: tuple[Feature, ...] = (
     Feature(
         "optimizer.type",
         "1-bit optimizers",
-        lambda c: (c.optimizer.type or "").lower() in ("onebitadam", "zerooneadam", "onebitlamb"),
+        lambda c: c.optimizer.type in ONE_BIT_OPTIMIZERS,
+        instead="use AdamW in place of OneBitAdam and ZeroOneAdam, Lamb in place of OneBitLamb, and remove the params "
+        "that only those have, such as freeze_step",
     ),
 )
 
 
 def unbuilt(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> list[Problem]:
     """What this config asks for and this version does not have."""
-    return [
-        Problem(feature.path, f"{feature.name}: not part of this version yet; remove the key or turn it off")
-        for feature in features
-        if feature.asked(schema)
-    ]
+    return [feature.problem for feature in features if feature.asked(schema)]
+
+
+def missing_first(problems: list[Problem], data: Mapping[str, Any]) -> list[Problem]:
+    """The problems of a config that is not valid: what no correction would make work goes before everything else.
+
+    What is wrong inside of a section of a missing feature is left out.
+    """
+    missing = [each for each in UNBUILT if not each.conditional and _turned_on(data, each.path)]
+    inside = tuple(f"{each.path}{mark}" for each in missing for mark in ".:,")
+    return [*(each.problem for each in missing), *(each for each in problems if not str(each).startswith(inside))]
+
+
+def _turned_on(data: Mapping[str, Any], path: str) -> bool:
+    """Whether a config that may not be valid asks for what is at `path`, as far as that can be seen."""
+    value: Any = data
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    if isinstance(value, str):
+        return value.lower() in {name.lower() for name in ONE_BIT_OPTIMIZERS}
+    return value is True or (isinstance(value, Mapping) and _has_switch_on(value))
+
+
+def _has_switch_on(section: Mapping[str, Any]) -> bool:
+    inner = (value for value in section.values() if isinstance(value, Mapping))
+    return section.get("enabled") is True or any(map(_has_switch_on, inner))
 
 
 def require(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> None:

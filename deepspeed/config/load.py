@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,15 +12,20 @@ from pydantic import TypeAdapter, ValidationError
 from deepspeed.config import auto, params, renamed
 from deepspeed.config.batch import MICRO, STEPS, TRAIN
 from deepspeed.config.clean import Findings, Problem, clean
+from deepspeed.config.explain import values_of
+from deepspeed.config.features import UNBUILT, missing_first
 from deepspeed.config.read import ConfigSource, read
 from deepspeed.config.schema import Schema
 from deepspeed.config.shape import Model, keys_of
-from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
+from deepspeed.config.values import from_text
+from deepspeed.errors import BatchSizeError, DeepSpeedConfigError, FeatureUnavailable
 from deepspeed.log import warn_once
 
-__all__ = ["Loaded", "load"]
+__all__ = ["BY_STRICT", "Loaded", "load"]
 
 _FLAG = TypeAdapter(bool)
+BY_STRICT = ' (an error because of "strict": true)'
+"""What is added to what would be a warning otherwise."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,17 @@ def load(source: ConfigSource, *, partial: bool = False) -> Loaded:
         stage = stage.get("stage") if isinstance(stage, dict) else None
         problems += [Problem(path, auto.unresolved(path)) for path in found.autos if not auto.is_inert(path, stage)]
     if _is_strict(found):
-        problems += [Problem(path, 'unknown key (an error because of "strict": true)') for path in found.aliens]
+        problems += [Problem(path, f"unknown key{BY_STRICT}") for path in found.aliens]
     schema = _validate(found, problems)
+    texts = [] if schema is None else list(_numbers_as_text(found, schema))
+    if _is_strict(found):
+        problems += [Problem(each.path, f"{each.text}{BY_STRICT}") for each in texts]
     if problems:
-        raise _error(problems, name)
+        raise _error(missing_first(problems, found.data), name)
     assert schema is not None, "without a problem there is a schema"
     _tell(found, moved, name)
+    for each in texts:
+        warn_once(f"config: {each}")
     return Loaded(
         schema,
         raw,
@@ -102,6 +113,18 @@ def _validate(found: Findings, problems: list[Problem]) -> Schema | None:
     return None
 
 
+def _numbers_as_text(found: Findings, schema: Schema) -> Iterator[Problem]:
+    """The keys at which text was read as a number or as true or false."""
+    for path, value, _ in values_of(schema):
+        given = found.values.get(path)
+        pairs = zip(given, value, strict=False) if isinstance(given, list) else [(given, value)]
+        for text, number in pairs:
+            spelled = isinstance(number, bool) or (isinstance(number, (int, float)) and from_text(text) is not None)
+            if isinstance(text, str) and spelled:  # a size such as "70GB" is meant to be text
+                shown = json.dumps(number)
+                yield Problem(found.given[path], f"the text {text!r} was read as {shown}; write {shown} without quotes")
+
+
 def _path_of(loc: Iterable[int | str]) -> str:
     """pydantic's location as a dotted path of JSON keys; its marks for union members are left out."""
     path, model = "", cast(Model, Schema)
@@ -132,6 +155,8 @@ def _shown(value: Any) -> str:
 def _error(problems: list[Problem], source: str) -> DeepSpeedConfigError:
     unique = list(dict.fromkeys(problems))
     kind = BatchSizeError if any(problem.path in (TRAIN, MICRO, STEPS) for problem in unique) else DeepSpeedConfigError
+    if all(problem in (feature.problem for feature in UNBUILT) for problem in unique):
+        kind = FeatureUnavailable
     if len(unique) == 1:
         return kind(str(unique[0]), path=unique[0].path)
     lines = "\n".join(f"  {problem}" for problem in unique)
