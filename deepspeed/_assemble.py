@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from deepspeed._watch import watch, watch_hangs
 from deepspeed.checkpoint.pretrained import fill, take_place
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.idle import unused_by_model
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
@@ -105,6 +106,7 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)
     experts = _experts(request, layout, stack)
+    _tell_unused(request, layout, experts)
     lies_on = (lambda _: layout["dp", "sp"]) if experts is None else experts.lies_on
     replicate(module, lies_on, remote=remote)
     log_dist(f"precision: {precision.describe()}")
@@ -157,6 +159,13 @@ def _experts(request: Request, layout: ParallelLayout, stack: ExitStack) -> Spre
     if not isinstance(request.module, PipelineModule):  # a stage is no model
         export_whole(request.module, experts, stack)
     return experts
+
+
+def _tell_unused(request: Request, layout: ParallelLayout, experts: SpreadExperts | None) -> None:
+    """Log the keys that this model, or this layout, has no use for."""
+    staged = isinstance(request.module, PipelineModule)
+    shared = layout["sp"].size > 1
+    request.config.tell_unused(unused_by_model(staged=staged, experts=experts is not None, shared_sequences=shared))
 
 
 def _rehearsal(

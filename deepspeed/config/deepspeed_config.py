@@ -12,11 +12,12 @@ from typing import Any
 
 from deepspeed.config.attributes import ATTRIBUTES
 from deepspeed.config.batch import Batch, batch_of
+from deepspeed.config.clean import Problem
 from deepspeed.config.elastic_batch import elastic_batch
 from deepspeed.config.explain import batch_values, rows, without_secrets
 from deepspeed.config.features import require
-from deepspeed.config.idle import idle
-from deepspeed.config.load import Loaded, load
+from deepspeed.config.idle import IDLE, Idle, idle
+from deepspeed.config.load import BY_STRICT, Loaded, load
 from deepspeed.config.read import ConfigSource
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
@@ -46,6 +47,8 @@ class DeepSpeedConfig:
         self.mpu = mpu
         self.mesh_device = mesh_device
         require(self.schema)
+        if not partial:
+            self._refuse_if_strict(self._idle(IDLE))
         self.world_size = data_parallel_ranks(self.schema, mpu, mesh_device, world_size)
         _check_data_parallel_size(self.schema, self.world_size)
         self.batch: Batch | None = _batch(self.schema, self.world_size, partial, alone=mpu is None)
@@ -68,7 +71,7 @@ class DeepSpeedConfig:
     @property
     def notes(self) -> list[str]:
         """What is to be told of a valid config: keys that have no effect, and why."""
-        found = [str(note) for note in idle(self.schema, self.loaded.given)]
+        found = [str(note) for note in self._idle(IDLE)]
         if self.batch is not None and self.schema.train_batch_size not in (None, self.batch.train):
             found += _counted_tensor_ranks(self.schema, self.batch)
         return found
@@ -77,6 +80,20 @@ class DeepSpeedConfig:
         """Log the notes, each of them once, by rank 0."""
         for note in self.notes:
             log_dist_once(f"config: {note}", level=logging.WARNING)
+
+    def tell_unused(self, rows: tuple[Idle, ...]) -> None:
+        """Log which given keys the model has no use for, by rows that it chose; with `strict` that is an error."""
+        found = self._idle(rows)
+        self._refuse_if_strict(found)
+        for note in found:
+            log_dist_once(f"config: {note}", level=logging.WARNING)
+
+    def _idle(self, rows: tuple[Idle, ...]) -> list[Problem]:
+        return idle(self.schema, self.loaded.given, rows)
+
+    def _refuse_if_strict(self, found: list[Problem]) -> None:
+        if found and self.schema.strict:
+            raise DeepSpeedConfigError("\n".join(f"{each}{BY_STRICT}" for each in found), path=found[0].path)
 
     @property
     def _param_dict(self) -> dict[str, Any]:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container
+import math
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from deepspeed.config.clean import Problem
 from deepspeed.config.compile import CompileConfig
 from deepspeed.config.explain import values_of
 from deepspeed.config.features import data_techniques
+from deepspeed.config.offload import OffloadDeviceEnum
 from deepspeed.config.schema import Schema
+from deepspeed.config.shape import walk
 
-__all__ = ["IDLE", "Idle", "idle"]
+__all__ = ["IDLE", "Idle", "idle", "unused_by_model"]
 
 
 def _always(schema: Schema) -> bool:
@@ -28,6 +32,8 @@ class Idle:
     when: Callable[[Schema], bool] = _always
     switch: str = ""
     """The key that would turn the section on; off, it has the effect that is meant."""
+    unless: str = ""
+    """A key that says the same where it is given: a section that is switched off needs no word."""
 
     def covers(self, path: str) -> bool:
         """True for the key itself and for what lies in it."""
@@ -35,6 +41,7 @@ class Idle:
 
 
 _IN_THE_MODULE = "PipelineModule decides it, by its arguments"
+_NO_SEQUENCES = "sequence_parallel_size is below 2, so that sequences are not shared out"
 _BY_STRUCTURE = "experts are recognised by their structure: parameters of the shape [experts, …]"
 _OWN_ROUTER = "router and shared experts of a block stay as the model has them"
 _SLICES = "a rank sends what it has to the rank with the same slice, which needs all of it"
@@ -49,13 +56,31 @@ def _wants_data_efficiency(schema: Schema) -> bool:
 _OPTIMIZER, _PARAM = "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
 
 
-def _device(schema: Schema, name: str) -> str:
+def _sharded(schema: Schema) -> bool:
+    return int(schema.zero_optimization.stage) == 3
+
+
+def _keeps_states(schema: Schema) -> bool:
+    return not schema.zero_optimization.offloads_optimizer
+
+
+def _on_disk(schema: Schema, name: str) -> bool:
     block = getattr(schema.zero_optimization, name)
-    return "none" if block is None else str(getattr(block.device, "value", block.device))
+    return block is not None and block.device == OffloadDeviceEnum.nvme
 
 
-def _not_on_disk(name: str) -> Callable[[Schema], bool]:
-    return lambda schema: _device(schema, name) != "nvme"
+def _switched() -> Iterator[Idle]:
+    """The sections that are off unless their `enabled` is given; a section inside of one says nothing more."""
+    found: list[str] = []
+    for path, key in walk(Schema):
+        inner = path.startswith(tuple(f"{section}." for section in found))
+        if key.json == "enabled" and key.info.default is False and not inner:
+            found.append(path.removesuffix(".enabled").removesuffix(".shared_parameters"))
+            yield Idle(found[-1], f"{path} is not given, and false by default", _is_off(path), unless=path)
+
+
+def _is_off(switch: str) -> Callable[[Schema], bool]:
+    return lambda schema: not attrgetter(switch)(schema)
 
 
 def _no_limit(schema: Schema) -> bool:
@@ -67,7 +92,7 @@ IDLE: tuple[Idle, ...] = (
     Idle(
         "zero_force_ds_cpu_optimizer",
         "zero_optimization.offload_optimizer is off, so no optimizer runs on the CPU for a GPU",
-        lambda c: not c.zero_optimization.offloads_optimizer,
+        _keeps_states,
     ),
     Idle("bf16.immediate_grad_update", "gradients are always summed as backward brings them"),
     Idle("allgather_size", "write zero_optimization.allgather_bucket_size"),
@@ -86,19 +111,38 @@ IDLE: tuple[Idle, ...] = (
         "aio",
         "neither offload_optimizer nor offload_param of zero_optimization has the device nvme, and memory.disk is not "
         "given; the checkpoint writer has its own keys, checkpoint.writer",
-        lambda c: not c.memory.disk and "nvme" not in (_device(c, "offload_optimizer"), _device(c, "offload_param")),
+        lambda c: not (c.memory.disk or c.zero_optimization.swap_folders),
     ),
     *(
         Idle(f"memory.{key}", "memory.device is not given, so that all states are on the device", _no_limit)
         for key in ("host", "disk", "path")
     ),
     *(
-        Idle(f"{_OPTIMIZER}.{key}", f"{_OPTIMIZER}.device is not nvme", _not_on_disk("offload_optimizer"))
+        Idle(f"{_OPTIMIZER}.{key}", f"{_OPTIMIZER}.device is not nvme", lambda c: not _on_disk(c, "offload_optimizer"))
         for key in ("nvme_path", "buffer_count", "pipeline_read", "pipeline_write")
     ),
+    Idle(
+        _PARAM,
+        "zero_optimization.stage is below 3, so that every rank has all parameters on its device",
+        lambda c: not _sharded(c),
+    ),
     *(
-        Idle(f"{_PARAM}.{key}", f"{_PARAM}.device is not nvme", _not_on_disk("offload_param"))
+        Idle(
+            f"{_PARAM}.{key}",
+            f"{_PARAM}.device is not nvme",
+            lambda c: _sharded(c) and not _on_disk(c, "offload_param"),
+        )
         for key in ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu")
+    ),
+    *(
+        Idle(f"{_OPTIMIZER}.{key}", f"{_OPTIMIZER}.device is not given", _keeps_states, unless=f"{_OPTIMIZER}.device")
+        for key in ("pin_memory", "ratio", "super_offload")
+    ),
+    Idle(
+        f"{_PARAM}.pin_memory",
+        f"{_PARAM}.device is not given",
+        lambda c: _sharded(c) and not c.zero_optimization.offloads_parameters,
+        unless=f"{_PARAM}.device",
     ),
     Idle(f"{_OPTIMIZER}.fast_init", "moments on NVMe are written by the first step and never before"),
     Idle(
@@ -115,7 +159,7 @@ IDLE: tuple[Idle, ...] = (
     *(
         Idle(
             f"sequence_parallel.{key}",
-            "sequence_parallel_size is below 2, so that sequences are not shared out",
+            _NO_SEQUENCES,
             lambda c: (c.sequence_parallel_size or 1) < 2,
         )
         for key in ("attention", "ulysses_size")
@@ -139,12 +183,6 @@ IDLE: tuple[Idle, ...] = (
             ("kernel_inject", "kernels are injected for inference only"),
         )
     ),
-    Idle(
-        "expert_parallel",
-        "expert_parallel.enabled is false, so that experts are not spread",
-        lambda c: not c.expert_parallel.enabled,
-        switch="expert_parallel.enabled",
-    ),
     *(
         Idle(f"expert_parallel.{key}", why)
         for keys, why in (
@@ -164,38 +202,14 @@ IDLE: tuple[Idle, ...] = (
         "tensor_parallel.autotp_size is 1, so that no two ranks have the same tokens",
         lambda c: c.axis_sizes["tp"] == 1,
     ),
-    Idle(
-        "fused_kernels",
-        "fused_kernels.enabled is false, so that modules stay as they are",
-        lambda c: not c.fused_kernels.enabled,
-        switch="fused_kernels.enabled",
-    ),
-    Idle(
-        "fp8",
-        "fp8.enabled is false, so that products keep their precision",
-        lambda c: not c.fp8.enabled,
-        switch="fp8.enabled",
-    ),
-    Idle(
-        "flops_profiler",
-        "flops_profiler.enabled is false, so that no step is profiled",
-        lambda c: not c.flops_profiler.enabled,
-        switch="flops_profiler.enabled",
-    ),
-    Idle(
-        "memory_profiler",
-        "memory_profiler.enabled is false, so that no step is profiled",
-        lambda c: not c.memory_profiler.enabled,
-        switch="memory_profiler.enabled",
-    ),
     Idle("elasticity.min_time", "it is for schedulers, who decide whether a job is worth starting"),
     *(Idle(f"pipeline.{key}", _IN_THE_MODULE) for key in ("stages", "partition", "seed_layers")),
     *(Idle(f"pipeline.{key}", _SLICES) for key in ("pipe_partitioned", "grad_partitioned")),
     Idle("checkpoint.parallel_write", "every file is written by one rank, and different ranks write at the same time"),
     Idle(
         "optimizer_in_backward.clip_by_last_norm",
-        "optimizer_in_backward.enabled is false, or gradient_clipping is 0",
-        lambda c: not c.optimizer_in_backward.enabled or c.gradient_clipping <= 0,
+        "gradient_clipping is 0",
+        lambda c: c.gradient_clipping <= 0,
     ),
     *(
         Idle(
@@ -212,9 +226,25 @@ IDLE: tuple[Idle, ...] = (
         "only quantized_initialization and post_init_quant say what is quantised",
         lambda c: not (c.weight_quantization.quantized_initialization or c.weight_quantization.post_init_quant),
     ),
+    Idle(
+        "timers.throughput.synchronized",
+        "steps_per_print is not given, so that no throughput is measured",
+        lambda c: c.steps_per_print in (None, math.inf),
+    ),
     Idle("data_efficiency", "none of its techniques has its own switch on", _wants_data_efficiency),
+    *_switched(),
 )
-"""In the order of the schema."""
+"""In the order of the schema; then the sections that are off."""
+
+
+def unused_by_model(*, staged: bool, experts: bool, shared_sequences: bool) -> tuple[Idle, ...]:
+    """The rows that depend on what the config does not say: the kind of the model, and the layout of an mpu."""
+    rows = {
+        Idle("pipeline", "the model is not a PipelineModule"): staged,
+        Idle("use_data_before_expert_parallelism", "the model has no experts that lie on several ranks"): experts,
+        Idle("seq_parallel_communication_data_type", _NO_SEQUENCES): shared_sequences,
+    }
+    return tuple(row for row, used in rows.items() if not used)
 
 
 def idle(schema: Schema, given: Container[str], rows: tuple[Idle, ...] = IDLE) -> list[Problem]:
@@ -223,7 +253,8 @@ def idle(schema: Schema, given: Container[str], rows: tuple[Idle, ...] = IDLE) -
     notes = []
     for row in rows:
         keys = [path for path in changed if row.covers(path)]
-        if keys and row.when(schema):
+        said = row.unless != "" and row.unless in given
+        if keys and not said and row.when(schema):
             notes.append(Problem(", ".join(keys), f"no effect: {row.why}"))
     return notes
 

@@ -69,7 +69,9 @@ class Keys(DeepSpeedConfigModel):
     # Only Schema is ever instantiated, so only its validator is built.
     model_config = ConfigDict(defer_build=True)
 
-    strict: bool = Field(False, description="Whether an unknown key is an error even if it resembles no known key.")
+    strict: bool = Field(
+        False, description="Whether unknown keys, keys without effect and numbers as text are errors, not warnings."
+    )
 
     # Batch
     train_batch_size: Whole | None = Field(

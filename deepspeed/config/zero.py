@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -222,8 +223,16 @@ class DeepSpeedZeroConfig(Section):
 
     @property
     def offloads_parameters(self) -> bool:
-        """Whether parameters leave the device; a block with device "none" does not."""
-        return self.offload_param is not None and self.offload_param.device is not OffloadDeviceEnum.none
+        """Whether parameters leave the device: only sharded ones do, and a block with device "none" moves nothing."""
+        away = self.offload_param is not None and self.offload_param.device is not OffloadDeviceEnum.none
+        return away and self.stage == ZeroStageEnum.weights
+
+    @property
+    def swap_folders(self) -> list[Path]:
+        """The folders in which states or parameters live by the offload blocks."""
+        blocks = (self.offload_optimizer, self.offload_param if self.offloads_parameters else None)
+        on_disk = [block for block in blocks if block is not None and block.device == OffloadDeviceEnum.nvme]
+        return [block.nvme_path for block in on_disk if block.nvme_path is not None]
 
     @field_validator("mics_shard_size", mode="after")
     @classmethod
@@ -243,11 +252,6 @@ class DeepSpeedZeroConfig(Section):
         if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1 and stage != 3:
             problems.append(
                 f"offload_optimizer.ratio below 1 ({self.offload_optimizer.ratio}) needs stage 3, found stage {stage}"
-            )
-        if self.offloads_parameters and stage != 3:
-            problems.append(
-                f"offload_param.device needs stage 3, found stage {stage}: at the others parameters stay whole on the "
-                "device; set stage to 3, or remove offload_param"
             )
         if self.zero_quantized_gradients and not self.reduce_scatter:
             problems.append("zero_quantized_gradients needs reduce_scatter, which is false")

@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.memory import size_text
@@ -75,12 +74,10 @@ class Offload(Check[OffloadFact]):
 
 def _disk(schema: Schema) -> tuple[str, int | None, str | None]:
     """The folder of a swap file, the bytes that are free there, and why they are not known."""
-    zero = schema.zero_optimization
-    sections = (zero.offload_optimizer, zero.offload_param)
-    paths = [each.nvme_path for each in sections if each is not None and each.device.value == "nvme" and each.nvme_path]
-    if not paths:
+    folders = schema.zero_optimization.swap_folders
+    if not folders:
         return "", None, None
-    path = Path(paths[0])
+    path = folders[0]
     place = next((level for level in (path, *path.absolute().parents) if level.exists()), path)
     try:
         room = os.statvfs(place)

@@ -57,9 +57,7 @@ def remote_of(schema: Schema, stack: ExitStack) -> Remote | None:
 
 def uses_disk(schema: Schema) -> bool:
     """True if states or parameters may lie in files."""
-    zero = schema.zero_optimization
-    sections = (zero.offload_optimizer, zero.offload_param)
-    return bool(schema.memory.disk) or any(each is not None and each.device.value == "nvme" for each in sections)
+    return bool(schema.memory.disk or schema.zero_optimization.swap_folders)
 
 
 def reserve(remotes: Remotes, module: nn.Module, lies_on: LiesOn) -> None:

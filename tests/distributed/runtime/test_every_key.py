@@ -3,6 +3,9 @@
 A key works if something outside `deepspeed/config` reads it while engines are built, trained, saved and loaded, which
 is recorded here. That a key is refused or told is found out by setting it, with the switches of the sections around it
 on. A few keys are for the loader itself; of those it is shown that a valid value is refused beside others.
+
+A key that only some engines read (those of a pipeline, of a section that is on) is set alone as well, for a plain
+model: there, too, it is read, refused or told.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import deepspeed
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import unbuilt
-from deepspeed.config.idle import IDLE, Idle, idle
+from deepspeed.config.idle import IDLE, Idle, idle, unused_by_model
 from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.schema import Schema
 from deepspeed.config.shape import Key, Model, keys_of, members_of
@@ -41,8 +44,10 @@ MERE_ANSWERS = ("deepspeed.config", "deepspeed.runtime.getters", "deepspeed._leg
 PLANS_BATCHES = "deepspeed.config.elastic_batch"
 FOR_THE_LOADER = {
     *("strict", "train_batch_size", "train_micro_batch_size_per_gpu"),
-    *("data_types.param_dtype", "zero_optimization.legacy_stage1"),
+    *("data_types.param_dtype", "zero_optimization.legacy_stage1", "tensor_parallel.tp.tp_size"),
 }
+FOR_A_CALL = {"compile.region"}  # of engine.compile(), which a script may call at any time
+PLAIN = unused_by_model(staged=False, experts=False, shared_sequences=False)
 BATCH = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
 
 
@@ -90,7 +95,7 @@ def sample(leaf):
 
 def switched_on(section):
     """The section with the switches that its own keys depend upon."""
-    on = {"enabled": True, "device": "cpu"}
+    on = {"enabled": True, "device": "cpu", "autotp_size": 2}
     values = {name: value for name, value in on.items() if name in type(section).model_fields}
     if "shared_parameters" in type(section).model_fields:
         values["shared_parameters"] = switched_on(section.shared_parameters)
@@ -124,18 +129,33 @@ def has_a_word(leaf):
     return refused or any(leaf.path in note.path.split(", ") for note in idle(schema, Everything()))
 
 
+def nested(leaf):
+    """The key with a value, as it stands in a config that has no other."""
+    value = sample(leaf)
+    for key in reversed(leaf.chain):
+        value = {key.json: {"one": value, "dict": {"x": value}, "list": [value]}[key.container]}
+    return value
+
+
 def is_checked(leaf):
     """Whether a valid value of the key is refused together with other keys."""
-    config = {**BATCH, "somebody's key": 1}
-    here = config
-    for key in leaf.chain[:-1]:
-        here = here.setdefault(key.json, {})
-    here[leaf.chain[-1].json] = sample(leaf)
     try:
-        DeepSpeedConfig(config, world_size=1)
+        DeepSpeedConfig({**BATCH, "somebody's key": 1, **nested(leaf)}, world_size=1)
     except DeepSpeedConfigError as error:
         return leaf.chain[-1].json in str(error)
     return False
+
+
+def has_a_word_alone(leaf):
+    """Whether the key is refused or told where nothing else is set, and the model is a plain one."""
+    try:
+        config = DeepSpeedConfig({"train_micro_batch_size_per_gpu": 2, **nested(leaf)}, world_size=2)
+    except DeepSpeedConfigError:
+        return True
+    told = {
+        path for note in idle(config.schema, config.loaded.given, (*IDLE, *PLAIN)) for path in note.path.split(", ")
+    }
+    return leaf.path in told or any(path.startswith(f"{leaf.path}.") for path in told)
 
 
 def record():
@@ -191,13 +211,33 @@ KEPT = {
 }
 
 
-def readers(folder):
-    """Build, train, save and load engines of every kind; returns the keys that were read."""
-    sys.modules.update({"wandb": MagicMock(), "comet_ml": MagicMock()})
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    seen = record()
+def among(seen):
+    """The keys that stand for (model, field) pairs."""
+    return {leaf.path for leaf in leaves() if (leaf.owner, leaf.chain[-1].name) in seen}
+
+
+def plain_readers(seen, folder):
+    """Build, train, save and load engines of plain models; returns the keys that were read."""
     for stage in range(4):
         run({"zero_optimization": {"stage": stage, "reduce_bucket_size": 100}, "bf16": {"enabled": True}}, folder)
+    return among(seen)
+
+
+def silent_alone(read, seen, folder):
+    """The keys that a plain engine does not read, without a word, where they are all that is set."""
+    silent = []
+    for leaf in leaves():
+        if leaf.path in read | FOR_THE_LOADER | FOR_A_CALL or has_a_word_alone(leaf):
+            continue
+        seen.clear()
+        with contextlib.suppress(DeepSpeedConfigError):
+            run(nested(leaf), folder)
+            silent += [] if leaf.path in among(seen) else [leaf.path]
+    return silent
+
+
+def readers(seen, folder):
+    """Build, train, save and load engines of every other kind; returns the keys that were read."""
     run({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "super_offload": True}}}, folder)
     disk = {"device": "nvme", "nvme_path": str(folder / "swap")}
     run({"zero_optimization": {"stage": 3, "offload_optimizer": disk, "offload_param": disk}}, folder)
@@ -222,6 +262,12 @@ def readers(folder):
     run({}, folder, mesh_param=(1, 2))
     spread = {"train_batch_size": 4, "expert_parallel": {"enabled": True, "autoep_size": 2}}
     deepspeed.initialize(model=StackedModel(), config=spread)[0].destroy()
+    kinds = {"0": {"shape": [2, -1]}, "1": {"partition_type": "row"}, "2": {"partition_type": "skip"}}
+    specs = [{"patterns": [rf"{name}\."], **spec} for name, spec in kinds.items()]
+    split = {"autotp_size": 2, "dtype": "fp32", "preset_model": "llama", "partition_config": {"layer_specs": specs}}
+    layers = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in kinds))
+    deepspeed.tp_model_init(layers, 2, torch.float32)
+    deepspeed.initialize(model=layers, config={"train_batch_size": 4, "tensor_parallel": split})[0].destroy()
     blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(16, 16)) for _ in range(2))
     fast = {"train_batch_size": 4, "fused_kernels": {"enabled": True}, "fp8": {"enabled": True}}
     deepspeed.initialize(model=torch.nn.Sequential(*blocks), config=fast)[0].destroy()
@@ -230,7 +276,7 @@ def readers(folder):
     engine.destroy()
     row = PipelineModule([torch.nn.Linear(2, 2)], num_stages=1)
     deepspeed.initialize(model=row, config={"train_batch_size": 4, "pipeline": {"schedule": "gpipe"}})[0].destroy()
-    return {leaf.path for leaf in leaves() if (leaf.owner, leaf.chain[-1].name) in seen}
+    return among(seen)
 
 
 @ranks(1, init=False)
@@ -241,13 +287,18 @@ def test_no_key_is_silent(tmp_path):
     with pytest.raises(DeepSpeedConfigError, match=r"elasticity\.ignore_non_elastic_batch_info to true"):
         DeepSpeedConfig({**BATCH, "elasticity": {**ELASTIC, "ignore_non_elastic_batch_info": False}}, world_size=1)
     checked |= {"elasticity.enabled", "elasticity.ignore_non_elastic_batch_info"}
-    read = readers(tmp_path)
+    sys.modules.update({"wandb": MagicMock(), "comet_ml": MagicMock()})
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    seen = record()
+    plain = plain_readers(seen, tmp_path)
+    read = plain | readers(seen, tmp_path)
     silent = [leaf.path for leaf in leaves() if leaf.path not in told | checked | read]
     assert silent == [], "each of these needs a reader, a row in config/features.py, or one in config/idle.py"
     assert FOR_THE_LOADER.isdisjoint(read | told), "a key that has a reader needs no exception"
     always = [row for row in IDLE if row.when is Idle.when]
     contradicted = [path for path in read for row in always if row.covers(path)]
     assert contradicted == [], "these are said to have no effect, and yet they are read"
+    assert silent_alone(plain, seen, tmp_path) == [], "a plain model has no use for these, and that is not told"
 
 
 def test_a_model_that_is_read_stands_in_one_place():
@@ -262,7 +313,18 @@ def test_what_has_no_effect_is_told_once():
     logger.warning = logger.log = lambda *args: said.append(str(args[-1]))
     for _ in range(2):
         config = {"train_batch_size": 2, "pipeline": {"stages": 4}, "scheduler": {"type": "WarmupLR"}}
+        config["use_data_before_expert_parallelism"] = True
         deepspeed.initialize(model=Tiny(), config=config)[0].destroy()
     notes = [line for line in said if "no effect" in line]
     assert sum("pipeline.stages: no effect: PipelineModule decides" in line for line in notes) == 1
     assert any("scheduler: no effect, since there is no optimizer" in line for line in notes)
+    assert sum("pipeline.stages: no effect: the model is not a PipelineModule" in line for line in notes) == 1
+    assert sum("use_data_before_expert_parallelism: no effect: the model has no experts" in line for line in notes) == 1
+    strict = {"train_batch_size": 2, "pipeline": {"activation_checkpoint_interval": 2}, "strict": True}
+    with pytest.raises(
+        DeepSpeedConfigError, match=r"pipeline\.activation_checkpoint_interval: no effect: .* PipelineM"
+    ):
+        deepspeed.initialize(model=Tiny(), config=strict)
+    row = PipelineModule([torch.nn.Linear(2, 2)], num_stages=1)
+    deepspeed.initialize(model=row, config=strict)[0].destroy()
+    assert row.activation_checkpoint_interval == 2

@@ -8,10 +8,11 @@ import math
 import pytest
 
 from deepspeed import log as ds_logging
+from deepspeed.config.deepspeed_config import DeepSpeedConfig
 from deepspeed.config.idle import idle
 from deepspeed.config.load import load
 from deepspeed.config.schema import Schema
-from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
+from deepspeed.errors import BatchSizeError, DeepSpeedConfigError, FeatureUnavailable
 
 BASE = {"train_batch_size": 8}
 
@@ -109,6 +110,97 @@ def test_alien_keys_warn_once_and_load(warnings):
 def test_strict_makes_aliens_errors():
     error = failure({**BASE, "strict": True, "my_company": 1})
     assert error.path == "my_company"
+
+
+def test_numbers_as_text_are_told(warnings):
+    zero = {"stage": "3", "sub_group_size": "100", "overlap_comm": "yes", "reduce_scatter": True}
+    config = {
+        **BASE,
+        "zero_optimization": zero,
+        "elasticity": {"micro_batch_sizes": ["2", 4]},
+        "memory": {"host": "1GB"},
+    }
+    loaded = load({**config, "gradient_clipping": "auto", "log_level": "info"}, partial=True)
+    assert (loaded.schema.zero_optimization.stage, loaded.schema.zero_optimization.overlap_comm) == (3, True)
+    assert warnings == [
+        "config: zero_optimization.stage: the text '3' was read as 3; write 3 without quotes",
+        "config: zero_optimization.overlap_comm: the text 'yes' was read as true; write true without quotes",
+        "config: zero_optimization.sub_group_size: the text '100' was read as 100; write 100 without quotes",
+        "config: elasticity.micro_batch_sizes: the text '2' was read as 2; write 2 without quotes",
+    ]
+    assert "3 without quotes (an error because of" in str(failure({**config, "strict": True}))
+
+
+BELOW = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (BELOW, "zero_optimization.offload_param.device: no effect: zero_optimization.stage is below 3"),
+        ({"fp16": {"loss_scale": 8}}, "fp16.loss_scale: no effect: fp16.enabled is not given, and false by default"),
+    ],
+)
+def test_keys_without_effect_are_told_or_refused_if_strict(config, said):
+    assert said in str(DeepSpeedConfig({**BASE, **config}).notes)
+    with pytest.raises(DeepSpeedConfigError, match="because of") as caught:
+        DeepSpeedConfig({**BASE, **config, "strict": True})
+    assert said in str(caught.value)
+    DeepSpeedConfig({**BASE, **config, "strict": True}, partial=True)  # a client may still fill what gives it effect
+
+
+def test_a_section_that_is_switched_off_is_off_on_purpose():
+    sections = {"fp16": {"enabled": False, "loss_scale": 8}, "tensorboard": {"enabled": False, "job_name": "x"}}
+    assert DeepSpeedConfig({**BASE, **sections, "strict": True}).notes == []
+
+
+GROUPS = {"g": {"params": {"quantization_period": 0}, "modules": ["*"]}}
+
+
+@pytest.mark.parametrize(
+    ("config", "path", "others"),
+    [
+        (
+            {
+                "compression_training": {
+                    "weight_quantization": {"shared_parameters": {"enabled": True}, "different_groups": GROUPS}
+                }
+            },
+            "compression_training",
+            "quantization_period",
+        ),
+        ({"amp": {"enabled": True}, "fp16": {"enabled": True}}, "amp", "does not work with"),
+        ({"curriculum_learning": {"enabled": True, "curiculum_type": 1}}, "curriculum_learning", "did you mean"),
+        ({"optimizer": {"type": "onebitadam"}, "zero_optimization": {"stage": 1}}, "optimizer.type", "needs stage 0"),
+    ],
+)
+def test_a_missing_feature_is_told_before_what_is_wrong_with_its_keys(config, path, others):
+    error = failure({**BASE, **config})
+    assert isinstance(error, FeatureUnavailable)
+    assert error.path == path
+    assert others not in str(error)
+    beside = failure({**BASE, **config, "gradient_cliping": 1})
+    assert not isinstance(beside, FeatureUnavailable)
+    assert beside.path == path
+    assert "did you mean 'gradient_clipping'" in str(beside)
+
+
+def test_an_optimizer_that_is_missing_has_a_substitute():
+    with pytest.raises(FeatureUnavailable, match="use AdamW in place of OneBitAdam") as caught:
+        DeepSpeedConfig({**BASE, "optimizer": {"type": "OneBitAdam"}})
+    assert "turn it off" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"learning_rate": 1}}}, "did you mean 'lr'?"),
+        ({"optimizer": {"type": "SGD", "params": {"learning_rate": 1}}}, "did you mean 'lr'?"),
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 1}}}, "did you mean 'warmup_num_steps'?"),
+    ],
+)
+def test_names_of_client_libraries_are_understood(section, said):
+    assert said in str(failure({**BASE, **section}))
 
 
 def test_comments_are_silent(warnings):

@@ -133,13 +133,16 @@ def test_what_accelerate_and_lightning_write():
 def test_offload_devices():
     assert "'none', 'cpu' or 'nvme'" in refused(DeepSpeedZeroOffloadParamConfig, device="CPU")
     for model in (DeepSpeedZeroOffloadParamConfig, DeepSpeedZeroOffloadOptimizerConfig):
-        assert "nvme_path is not given" in refused(model, device="nvme")
+        for path in (None, "", "  "):
+            assert "nvme_path is not given" in refused(model, device="nvme", nvme_path=path)
         assert model(device="nvme", nvme_path="/disk").nvme_path == Path("/disk")
     assert DeepSpeedZeroConfig(offload_optimizer=CPU).offloads_optimizer
     assert DeepSpeedZeroConfig(stage=3, offload_param=CPU).offloads_parameters
-    assert "offload_param.device needs stage 3, found stage 2" in refused(
-        DeepSpeedZeroConfig, stage=2, offload_param=CPU
-    )
+    disk = {"device": "nvme", "nvme_path": "/disk"}
+    assert DeepSpeedZeroConfig(stage=3, offload_optimizer=disk, offload_param=disk).swap_folders == [Path("/disk")] * 2
+    below = DeepSpeedZeroConfig(stage=2, offload_param=disk)  # published configs have it there
+    assert not below.offloads_parameters
+    assert below.swap_folders == []
 
 
 def test_the_derived_pipeline_flag():
