@@ -41,8 +41,9 @@ class DeepSpeedTransformerConfig(TransformerConfig):
     """Options of `DeepSpeedTransformerLayer`.
 
     `normalize_invertible` and `gelu_checkpoint` compute the results of norms and of GELU again in backward,
-    `attn_dropout_checkpoint` those of attention. `batch_size`, `seed` and `stochastic_mode` change nothing: any batch
-    fits, dropout draws from torch's random state, and the kernels have one way.
+    `attn_dropout_checkpoint` those of attention. A dropout ratio of -1, the default, is no dropout. `batch_size`,
+    `seed` and `stochastic_mode` change nothing: any batch fits, dropout draws from torch's random state, and the
+    kernels have one way.
     """
 
     def __init__(
@@ -122,5 +123,6 @@ class DeepSpeedTransformerConfig(TransformerConfig):
             )
         for name in ("attn_dropout_ratio", "hidden_dropout_ratio", "layer_norm_eps"):
             found = getattr(self, name)
-            if not isinstance(found, Real) or not 0 <= float(found) < 1:
+            unset = found == -1 and name != "layer_norm_eps"
+            if not unset and (not isinstance(found, Real) or not 0 <= float(found) < 1):
                 raise UsageError(f"DeepSpeedTransformerConfig: {name} is {found!r}; give 0 or more, below 1")

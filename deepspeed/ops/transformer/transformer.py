@@ -185,7 +185,7 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _attend(self, qkv: Tensor, mask: Tensor | None) -> Tensor:
         batch, tokens, _ = qkv.shape
         heads, width = self.config.heads, self.config.hidden_size
-        dropped = self.config.attn_dropout_ratio if self.training else 0.0
+        dropped = max(self.config.attn_dropout_ratio, 0.0) if self.training else 0.0
         added = mask if mask is None or mask.dtype == torch.bool else mask.to(qkv.dtype)
 
         def attention(qkv: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         return self._drop(self._recomputed(self.config.gelu_checkpoint, out, inner))
 
     def _drop(self, x: Tensor) -> Tensor:
-        return functional.dropout(x, self.config.hidden_dropout_ratio, self.training)
+        return functional.dropout(x, max(self.config.hidden_dropout_ratio, 0.0), self.training)
 
     @staticmethod
     def _recomputed(asked: bool, run: Callable[[Tensor], Any], x: Tensor) -> Any:

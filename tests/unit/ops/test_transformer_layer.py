@@ -160,13 +160,21 @@ def test_weights_of_its_own_tuples_and_files(tmp_path):
     assert out.shape == (1, 3, 64)
 
 
+def test_dropout_is_off_by_default():
+    torch.manual_seed(0)
+    layer = DeepSpeedTransformerLayer(DeepSpeedTransformerConfig(**SHAPE, initializer_range=0.02)).train()
+    assert (layer.config.attn_dropout_ratio, layer.config.hidden_dropout_ratio) == (-1, -1)
+    x = numbers(1, 3, HIDDEN)
+    assert torch.equal(layer(x), layer(x))
+
+
 def test_what_cannot_be_is_an_error_with_its_name():
     for wrong in (
         {"hidden_size": 0},
         {"hidden_size": 16.0},
         {"heads": 3},
         {"heads": "4"},
-        {"attn_dropout_ratio": -1},
+        {"attn_dropout_ratio": -0.5},
         {"hidden_dropout_ratio": None},
         {"initializer_range": -1},
         {"layer_norm_eps": -1.0},
