@@ -74,6 +74,9 @@ class BatchOptimizer(MomentKeeper):
     cpu_only: ClassVar[bool] = False
     """Updates parameters in host memory."""
 
+    takes_sparse: ClassVar[bool] = False
+    """Updates the elements of a parameter that a sparse gradient has."""
+
     one_pass: OnePass | None = None
     """What the next steps do besides; set and cleared by whoever takes them."""
 
@@ -150,11 +153,12 @@ class BatchOptimizer(MomentKeeper):
                 grad = param.grad if host is None else host.gradient(param)
                 if grad is None:
                     continue
-                if grad.layout is not torch.strided:
+                if grad.layout is not torch.strided and not (grad.is_sparse and self.takes_sparse):
                     raise RuntimeError(
                         f"{type(self).__name__} found a {grad.layout} gradient of a parameter of shape "
-                        f"{tuple(param.shape)}; it updates dense gradients only. Turn sparse gradients off in the "
-                        "layer (nn.Embedding(sparse=False)), or use torch.optim.SparseAdam"
+                        f"{tuple(param.shape)}, which it does not take. Turn sparse gradients off in the layer "
+                        "(nn.Embedding(sparse=False)), or use torch.optim.SparseAdam or DeepSpeedCPUAdagrad, which "
+                        "take those of torch.sparse_coo"
                     )
                 if not param.is_floating_point():
                     raise TypeError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 from deepspeed.ops.adagrad.host import cpu_adagrad_
 from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_
 from deepspeed.ops.moments import moment_width
@@ -17,13 +19,15 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
     """Adagrad with an L2 term, of parameters on the CPU.
 
     The sums of squares are float32, or have the dtype of their parameter if `fp32_optimizer_states` is false;
-    `moment_bits` chooses itself: 32, 16 (bfloat16) or 8 (block-wise). `adamw_mode` is there for client libraries that
-    hand it to every CPU optimizer; it changes nothing.
+    `moment_bits` chooses itself: 32, 16 (bfloat16) or 8 (block-wise). A sparse gradient updates the rows that it has,
+    and weight decay is applied to these alone. `adamw_mode` is there for client libraries that hand it to every CPU
+    optimizer; it changes nothing.
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     settings: ClassVar[tuple[str, ...]] = ("fp32_optimizer_states",)
     cpu_only: ClassVar[bool] = True
+    takes_sparse: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -48,6 +52,37 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
     def step(self, closure: Closure | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` returns."""
         return self._step(closure)
+
+    def _update_group(self, group: Group) -> None:
+        params = group["params"]
+        sparse = [param for param in params if (grad := self._gradient(param)) is not None and grad.is_sparse]
+        for param in sparse:
+            self._update_rows(group, param)
+        if sparse:
+            done = set(map(id, sparse))
+            group = {**group, "params": [param for param in params if id(param) not in done]}
+        super()._update_group(group)
+
+    def _update_rows(self, group: Group, param: Tensor) -> None:
+        """Update what a sparse gradient has of a parameter: copies of those rows are a batch of their own."""
+        grad, state = self._gradient(param), self.state[param]
+        assert grad is not None, "the caller has looked"
+        grad, out = grad.coalesce(), None if self.one_pass is None else self.one_pass.out(param)
+        if "step" not in state:
+            self._begin(group, param, state, self.moments)
+        state["step"] += 1
+        at, sums = tuple(grad.indices()), self.moment(param, "exp_avg_sq")
+        rows = Batch(state["step"], ([sums[at]],), [param[at]], [grad.values()])
+        if self.one_pass is not None:
+            rows.factor = self.one_pass.factor
+        if not rows.grads[0].numel():
+            return
+        self._apply(group, rows)
+        param[at], sums[at] = rows.params[0], rows.moments[0][0]
+        if out is not None:
+            out[at] = rows.params[0].to(out.dtype)
+        if sums is not state["exp_avg_sq"]:  # what 8-bit codes stand for
+            self.set_moment(param, "exp_avg_sq", sums)
 
     def _apply(self, group: Group, batch: Batch) -> None:
         # an engine may keep some on its device

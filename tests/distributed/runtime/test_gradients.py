@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import deepspeed
 from deepspeed.events import StepFinished
+from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from tests.harness import ranks
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
@@ -109,6 +110,40 @@ def test_embeddings(sparse, rows):
     torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs - theirs.grad)
+
+
+@ranks(2)
+def test_adagrad_updates_the_rows_of_embeddings():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tokens = [torch.tensor([[0, 1, 1], [7, rank_, 9]]) for rank_ in range(world)]
+
+    def make(sparse):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(10, 3, sparse=sparse), nn.Linear(3, 1))
+
+    plain = make(sparse=False)
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (sum(plain(t).square().sum() for t in tokens) / world).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+    section = {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1}}}
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for stage, more in ((0, {}), (0, offload), (2, offload), (3, offload)):
+        model, given = make(sparse=True), None
+        if not more:
+            given = DeepSpeedCPUAdagrad(model.parameters(), lr=0.1)
+        config = {"train_batch_size": world, "gradient_clipping": 0.5, **({} if given else section)}
+        config["zero_optimization"] = {"stage": stage, **more}
+        engine = deepspeed.initialize(model=model, optimizer=given, config=config)[0]
+        for _ in range(2):
+            engine.backward(engine(tokens[rank]).square().sum())
+            engine.step()
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs)
+        engine.destroy()
 
 
 class Recomputed(nn.Module):

@@ -9,6 +9,7 @@ import torch
 
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_reference
+from deepspeed.ops.one_pass import OnePass
 from deepspeed.ops.registry import operations
 
 WAYS = [
@@ -79,6 +80,48 @@ def test_equal_to_torch(forced, monkeypatch):
     finally:
         monkeypatch.delenv("DS_OP_ADAGRAD")
         operations()["adagrad"].forget()
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(None, 1e-6), (16, 1e-2), (8, 1e-2)])
+def test_rows_of_sparse_gradients_are_updated_as_torch_does(bits, bound):
+    theirs, mine = (torch.nn.Embedding(20, 8, sparse=True) for _ in range(2))
+    mine.load_state_dict(theirs.state_dict())
+    gains = [torch.nn.Parameter(torch.ones(8)) for _ in range(2)]  # dense, in the same group
+    optimizers = (
+        DeepSpeedCPUAdagrad([mine.weight, gains[0]], lr=0.1, moment_bits=bits),
+        torch.optim.Adagrad([theirs.weight, gains[1]], lr=0.1),
+    )
+    before = mine.weight.detach().clone()
+    for step in range(3):
+        tokens = torch.tensor([[1, 5, 1], [7, 5 + step, 19]])  # a row may come several times
+        for table, gain, optimizer in zip((mine, theirs), gains, optimizers, strict=True):
+            optimizer.zero_grad()
+            (table(tokens) * gain).square().sum().backward()
+            assert table.weight.grad.is_sparse
+            optimizer.step()
+    torch.testing.assert_close(mine.weight, theirs.weight, rtol=bound, atol=bound)
+    torch.testing.assert_close(gains[0], gains[1], rtol=bound, atol=bound)
+    untouched = [row for row in range(20) if row not in (1, 5, 6, 7, 19)]
+    assert torch.equal(mine.weight[untouched], before[untouched])
+    assert optimizers[0].state[mine.weight]["step"] == 3
+
+
+def test_rows_of_sparse_gradients_in_one_pass_and_with_weight_decay():
+    dense, sparse = (torch.nn.Parameter(torch.arange(6.0).view(3, 2) + 1) for _ in range(2))
+    rows = torch.tensor([0, 2])
+    sparse.grad = torch.sparse_coo_tensor(rows[None], torch.ones(2, 2), (3, 2), check_invariants=True)
+    dense.grad = torch.ones(3, 2)
+    copies = {param: torch.zeros(3, 2, dtype=torch.bfloat16) for param in (dense, sparse)}
+    for param in (dense, sparse):
+        optimizer = DeepSpeedCPUAdagrad([param], lr=0.1, weight_decay=0.5)
+        optimizer.one_pass = OnePass(factor=0.5, outs=copies)
+        optimizer.step()
+    torch.testing.assert_close(sparse[rows], dense[rows])
+    torch.testing.assert_close(copies[sparse][rows], copies[dense][rows])
+    assert torch.equal(sparse[1], torch.tensor([3.0, 4.0]))
+    sparse.grad = torch.sparse_coo_tensor(size=(3, 2))
+    optimizer.step()
+    assert optimizer.state[sparse]["step"] == 2
 
 
 def test_defaults_of_the_reference():
