@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
+from deepspeed.config.memory import size_text
 from deepspeed.log import warn_once
 
 __all__ = ["Slabs", "host_empty"]
@@ -51,7 +52,7 @@ def _register(memory: Tensor) -> None:
     failed = int(runtime.cudaHostRegister(address, size, 0))
     if failed:
         warn_once(
-            f"pin_memory: {size / 2**30:.1f} GiB of host memory could not be page-locked (CUDA error {failed}); copies "
+            f"pin_memory: {size_text(size)} of host memory could not be page-locked (CUDA error {failed}); copies "
             "to and from it are slower. Raise the limit of locked memory (ulimit -l), or set pin_memory to false."
         )
         return

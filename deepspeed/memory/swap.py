@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deepspeed.config.memory import size_text
 from deepspeed.errors import FileError
 
 __all__ = ["SwapFile"]
@@ -91,8 +92,8 @@ class SwapFile:
             free = shutil.disk_usage(self._folder).free
             raise FileError(
                 error.errno,
-                f"{self._key}: {size / 2**30:.2f} GiB more were needed beside {offset / 2**30:.2f} GiB of this rank, "
-                f"and {free / 2**30:.2f} GiB are free. Free space, name another folder, or offload to the cpu",
+                f"{self._key}: {size_text(size)} more were needed beside {size_text(offset)} of this rank, and "
+                f"{size_text(free)} are free. Free space, name another folder, or offload to the cpu",
                 str(self._folder),
             ) from error
 

@@ -63,7 +63,8 @@ def store_of(schema: Schema, homes: Homes, optimizer: Optimizer, stack: ExitStac
         key = "memory.disk" if schema.memory.disk else "zero_optimization.offload_optimizer.device"
         raise DeepSpeedConfigError(
             f"{key}: states are to live on the disk, but a step of {type(optimizer).__name__} needs those of all "
-            "parameters at once. Use an optimizer of torch or of this library, or host memory.",
+            "parameters at once, or is not known to do without. Use AdamW or another optimizer of torch or of this "
+            "library (except LBFGS), or host memory.",
             path=key,
         )
     offload = schema.zero_optimization.offload_optimizer

@@ -44,7 +44,7 @@ def tiles_well(optimizer: Optimizer) -> bool:
     the parameters.
     """
     home = type(optimizer).__module__
-    known = home.startswith(("torch.optim.", "deepspeed.ops."))
+    known = f"{home}.".startswith(("torch.optim.", "deepspeed.ops."))
     return known and not isinstance(optimizer, LBFGS) and not _mixes(optimizer)
 
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -150,6 +151,21 @@ def test_optimizers_of_others_in_host_memory(tmp_path):
             torch.testing.assert_close(found[name].float(), value.float(), rtol=2e-2, atol=2e-3)
 
 
+@ranks(1, 2)
+def test_adafactor_rests_on_the_disk_as_in_memory(tmp_path):
+    allowed = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    results = []
+    for place in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(tmp_path)}):
+        engine = build({"stage": 2, "offload_optimizer": place, "sub_group_size": 50}, torch.optim.Adafactor, **allowed)
+        step(engine, batches(3, 2))
+        results.append(whole(engine))
+        engine.destroy()
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    disk = {"stage": 2, "offload_optimizer": place}
+    with pytest.raises(DeepSpeedConfigError, match=r"a step of LBFGS needs .*except LBFGS"):
+        build(disk, torch.optim.LBFGS, **allowed)
+
+
 @ranks(1)
 def test_moments_in_eight_bits_on_every_tier(tmp_path):
     losses = []
@@ -166,8 +182,16 @@ def test_moments_in_eight_bits_on_every_tier(tmp_path):
 
 def test_a_disk_that_is_full_is_named(tmp_path):
     swap = SwapFile(tmp_path, "zero_optimization.offload_optimizer.nvme_path")
-    with pytest.raises(FileError, match=r"offload_optimizer\.nvme_path: .* GiB more were needed"):
+    with pytest.raises(FileError, match=r"offload_optimizer\.nvme_path: 4\.50 PB more were needed beside 0 B of"):
         swap.take(1 << 50, torch.float32)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    room = SimpleNamespace(free=100)
+    with (
+        mock.patch("os.posix_fallocate", side_effect=full),
+        mock.patch("shutil.disk_usage", return_value=room),
+        pytest.raises(FileError, match=r"4\.10 KB more were needed beside 0 B of this rank, and 100 B are free"),
+    ):
+        swap.take(1024, torch.float32)
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match=r"nvme_path: no file can be made in this folder"):
         SwapFile(tmp_path / "file", "zero_optimization.offload_param.nvme_path")
@@ -190,7 +214,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(what, tmp_path):
         build(zero)
     text = str(caught.value)
     if rank == 1:
-        assert ("no file can be made" if what == "open" else "GiB more were needed") in text
+        assert ("no file can be made" if what == "open" else "KB more were needed") in text
     else:
         assert "failed on rank 1, whose own error says why" in text
     build({"stage": 2, "offload_optimizer": {**disk, "nvme_path": str(mine)}})  # and nothing hangs afterwards
