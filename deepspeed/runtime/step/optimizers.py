@@ -39,6 +39,15 @@ TESTED_WITH_ZERO: tuple[type[torch.optim.Optimizer], ...] = (
 )
 """The exact types that ZeRO takes without `zero_allow_untested_optimizer`."""
 
+# Parts of class names, in lower case → what an optimizer of that name computes of more than single elements.
+_OF_WHOLE_PARAMETERS: Mapping[str, str] = {
+    "lamb": "the norm of each whole parameter and of its update",
+    "lars": "the norm of each whole parameter and of its gradient",
+    "adafactor": "means over rows and columns, and norms of whole parameters",
+    "muon": "with whole matrices",
+    "lbfgs": "products over all parameters",
+}
+
 # Where a class has no switch for what it does anyway, naming that very thing is no mistake.
 _IMPLIED: Mapping[str, Any] = {
     "amsgrad": False,
@@ -68,12 +77,21 @@ def is_tested_with_zero(optimizer: torch.optim.Optimizer) -> bool:
 def require_tested(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer of which it is not known that it works over shards."""
     if not is_tested_with_zero(optimizer):
-        names = ", ".join(sorted({kind.__name__ for kind in TESTED_WITH_ZERO}))
+        kind, names = type(optimizer).__name__, ", ".join(sorted({kind.__name__ for kind in TESTED_WITH_ZERO}))
+        given = "ZeRO gives an optimizer this rank's part of each parameter as a 1-D tensor"
+        whole = next((what for name, what in _OF_WHOLE_PARAMETERS.items() if name in kind.lower()), None)
+        if whole is not None:
+            why = (
+                f"{kind} computes {whole}, and {given}: its numbers would change with the number of ranks. Use a "
+                "tested optimizer or zero_optimization.stage 0; set the key to true only if that is acceptable."
+            )
+        else:
+            why = (
+                f"{kind} was not tested with ZeRO. {given}. If it works element by element, set the key to true; if it "
+                "computes norms or means of whole parameters, its numbers would change with the number of ranks."
+            )
         raise DeepSpeedConfigError(
-            f"zero_allow_untested_optimizer: {type(optimizer).__name__} was not tested with ZeRO, which gives an "
-            f"optimizer this rank's part of each parameter as a 1-D tensor. One that works element by element is safe: "
-            f"set the key to true. Tested are {names}.",
-            path="zero_allow_untested_optimizer",
+            f"zero_allow_untested_optimizer: {why} Tested are {names}.", path="zero_allow_untested_optimizer"
         )
 
 

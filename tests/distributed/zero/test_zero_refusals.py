@@ -8,6 +8,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError, LostEditError, UsageError
+from deepspeed.ops.lamb import FusedLamb
 from tests.harness import ranks
 
 CONFIG = {
@@ -36,6 +37,15 @@ def test_an_untested_optimizer(stage):
     )
     engine.backward(engine(torch.ones(2, 4)).sum())
     engine.step()
+
+
+@ranks(1)
+def test_an_optimizer_that_does_not_work_element_by_element():
+    model = nn.Linear(4, 4)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    for kind in (torch.optim.Adafactor, FusedLamb):
+        with pytest.raises(DeepSpeedConfigError, match="its numbers would change with the number of ranks"):
+            deepspeed.initialize(model=model, optimizer=kind(model.parameters(), lr=0.1), config=config)
 
 
 @ranks(2)
