@@ -358,6 +358,10 @@ def _forward(
             hooks.look_again()
         cast_args, cast_kwargs = precision.cast_inputs(args, kwargs)
         with precision.forward_context():
-            return module(*cast_args, **cast_kwargs)
+            try:
+                return module(*cast_args, **cast_kwargs)
+            except RuntimeError as error:
+                precision.explain(error, (cast_args, cast_kwargs))
+                raise
 
     return call

@@ -21,14 +21,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import log_dist, warn_once
 from deepspeed.precision.dtypes import CASTABLE, short
 
-__all__ = ["BufferRule", "CastReport", "cast_inputs", "cast_module", "parameter_dtypes"]
+__all__ = ["BufferRule", "CastReport", "cast_inputs", "cast_module", "explain_dtypes", "parameter_dtypes"]
 
 _KEEP_KEY = "data_types.keep_in_fp32_modules"
+_CAST_INPUTS = "cast inputs"
 
 _WITH_STATISTICS = (
     nn.BatchNorm1d,
@@ -209,6 +211,15 @@ def cast_inputs(
     A container in which nothing changes is passed on as it is.
     """
     return tuple(_cast(each, dtype) for each in args), {key: _cast(each, dtype) for key, each in kwargs.items()}
+
+
+def explain_dtypes(error: RuntimeError, inputs: Any, dtype: torch.dtype) -> None:
+    """Add to torch's error about dtypes what the model computes in, if an input has another one."""
+    given = [each.dtype for each in tree_leaves(inputs) if isinstance(each, Tensor) and each.dtype in CASTABLE]
+    other = sorted({short(each) for each in given if each != dtype})
+    if other and "type" in str(error) and _CAST_INPUTS not in str(error):
+        hint = f"the model computes in {short(dtype)}: {_CAST_INPUTS}, which are {' and '.join(other)}, to {dtype}"
+        error.args = (f"{error}\n{hint}", *error.args[1:])
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

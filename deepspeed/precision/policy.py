@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -12,8 +14,9 @@ from torch import nn
 
 from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import log_dist_once
 from deepspeed.precision.autocast import AutocastPolicy, forward_context
-from deepspeed.precision.cast import BufferRule, CastReport, cast_inputs, cast_module
+from deepspeed.precision.cast import BufferRule, CastReport, cast_inputs, cast_module, explain_dtypes
 from deepspeed.precision.dtypes import DTYPES, short
 from deepspeed.precision.scale import DynamicScale, LossScale, NoScale, StaticScale
 
@@ -101,6 +104,12 @@ class Precision:
                     f"{key}: the {device.device_name()} device does not compute in {short(dtype)}; it has {able}",
                     path=key,
                 )
+            if dtype in supported and device.device_name() == "cpu" and not _has_fast_products(dtype):
+                log_dist_once(
+                    f"{key}: torch has no fast {short(dtype)} products for this CPU and computes them by general code; "
+                    "steps take much longer than in fp32",
+                    level=logging.WARNING,
+                )
 
     def cast_module(self, module: nn.Module) -> CastReport:
         """Give the module its training dtype, in place."""
@@ -109,6 +118,11 @@ class Precision:
     def cast_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """What forward is called with: the arguments themselves unless `inputs` says otherwise."""
         return (args, kwargs) if self.inputs is None else cast_inputs(args, kwargs, self.inputs)
+
+    def explain(self, error: RuntimeError, inputs: Any) -> None:
+        """Add to torch's error in a forward what inputs of another dtype have to do with it."""
+        if self.autocast is None:
+            explain_dtypes(error, inputs, self.param)
 
     def forward_context(self) -> AbstractContextManager[Any]:
         """A context for one forward: autocast as configured, whatever is open outside."""
@@ -154,6 +168,19 @@ def make_scale(schema: Schema, precision: Precision | None = None) -> LossScale:
         # row, and its gradients could not be unscaled any more.
         return DynamicScale(init=2.0**16, window=2000, hysteresis=1, minimum=torch.finfo(torch.float32).tiny)
     return NoScale()
+
+
+def _has_fast_products(dtype: torch.dtype) -> bool:
+    """Whether torch finds a kernel for products on the CPU; otherwise it warns, with its stack, of the first it tries.
+
+    torch then goes without that library for the rest of the process, so that the warning does not come again.
+    """
+    matrix = torch.ones(32, 32, dtype=dtype)  # smaller ones go to the general code at once
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.mm(matrix, matrix)
+        torch.bmm(matrix[None], matrix[None])
+    return not any("mkldnn" in str(each.message) for each in told)
 
 
 def _computes_in_fp16(param: torch.dtype, autocast: AutocastPolicy | None) -> bool:

@@ -48,6 +48,21 @@ def whole(engine):
     return {name: value.clone() for name, value in values.items()}
 
 
+@ranks(1)
+def test_inputs_of_another_dtype():
+    for keys, given in (({"bf16": {"enabled": True}}, torch.float32), ({}, torch.float64)):
+        engine = build(1, **keys)
+        hint = f"the model computes in {'bf16' if keys else 'fp32'}: cast inputs, which are"
+        for call in (engine, engine.eval(), torch.no_grad()(engine)):
+            with pytest.raises(RuntimeError, match=hint) as caught:
+                call({"x": torch.ones(2, 8, dtype=given)}["x"])
+            assert str(caught.value).count("cast inputs") == 1
+        with pytest.raises(RuntimeError) as caught:
+            engine(torch.ones(2, 8, dtype=torch.long))  # no cast makes an embedding of it
+        assert "cast inputs" not in str(caught.value)
+        engine.destroy()
+
+
 class Told(logging.Handler):
     """What the library says meanwhile on this rank."""
 

@@ -1,5 +1,7 @@
 """From a config to dtypes and a loss scale."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -164,6 +166,28 @@ def test_a_device_without_the_dtype(config, key):
     assert isinstance(caught.value, ValueError)
     precision({"bf16": ON}).require_device(Device())
     precision().require_device()
+
+
+@pytest.mark.parametrize("slow", ["mm", "bmm"])
+def test_a_cpu_without_fast_products_is_told_in_one_line(slow, monkeypatch, recwarn):
+    told = []
+    product = getattr(torch, slow)
+
+    def warns(*args):
+        warnings.warn("mkldnn_matmul failed, switching to BLAS gemm: \n" + "frame #1\n" * 30, stacklevel=1)
+        return product(*args)
+
+    monkeypatch.setattr("deepspeed.precision.policy.log_dist_once", lambda text, level: told.append(text))
+    precision({"bf16": ON}).require_device(CPU_Accelerator())
+    before = len(told)  # by the machine's own CPU
+    monkeypatch.setattr(torch, slow, warns)
+    precision().require_device(CPU_Accelerator())
+    precision({"bf16": ON}).require_device(CPU_Accelerator())
+    precision({"torch_autocast": {**ON, "dtype": "bf16"}}).require_device(CPU_Accelerator())
+    assert [text.partition(":")[0] for text in told[before:]] == ["bf16.enabled", "torch_autocast.dtype"]
+    assert "no fast bf16 products" in told[-1]
+    assert "frame" not in told[-1]
+    assert len(recwarn) == 0
 
 
 def test_it_describes_itself_in_one_line():
