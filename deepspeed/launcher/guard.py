@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from deepspeed.comm.verdict_pipe import Told, VerdictPipe
 from deepspeed.launcher import messages, processes
 from deepspeed.launcher.folding import labelled
 from deepspeed.launcher.frames import receive
@@ -61,6 +62,7 @@ class _Rank:
     code: int | None = None
     at: float = 0.0
     told: bool = False
+    verdict: Told | None = None  # the newest one of its watch for hangs
 
     def ending(self) -> Ending:
         """How it ended; its output must have been read to the end."""
@@ -74,7 +76,8 @@ class _Rank:
             source, chosen = ("stderr", err) if err.tail.lines() else ("stdout", out)
             lines = chosen.tail.lines()
         code = 0 if self.code is None else self.code
-        return Ending(self.plan, self.process.pid, code, self.at, self.told, source, lines)
+        verdict = self.verdict if self.verdict is not None and self.verdict.explains(self.started + self.at) else None
+        return Ending(self.plan, self.process.pid, code, self.at, self.told, source, lines, verdict)
 
 
 class Guard:
@@ -92,11 +95,13 @@ class Guard:
         self._stop_read, self._stop_write = os.pipe()
         self._locks = {1: threading.Lock(), 2: threading.Lock()}
         self._relayed = messages.Relayed.parse(plan.relay)
+        self._verdicts = VerdictPipe()
 
     def run(self) -> int:
         """Start the ranks, wait for all, and return the exit status of the job."""
         processes.adopt_orphans()
         self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
+        self._selector.register(self._verdicts.source, selectors.EVENT_READ, self._on_verdicts)
         with waking(self._selector, self._on_own_signal):
             trouble = self._start()
             if trouble is not None:
@@ -149,7 +154,7 @@ class Guard:
 
         process = subprocess.Popen(
             plan.command,
-            env={**os.environ, **plan.environment},
+            env={**os.environ, **plan.environment, **self._verdicts.environment},
             stdout=inlets[0],
             stderr=inlets[1],
             start_new_session=True,
@@ -221,6 +226,12 @@ class Guard:
                 os.killpg(rank.process.pid, 0)
                 groups.append(-rank.process.pid)
         return groups
+
+    def _on_verdicts(self) -> None:
+        for number, told in self._verdicts.read().items():
+            for rank in self._ranks:
+                if rank.plan.rank == number:
+                    rank.verdict = told
 
     # ---- signals
 
@@ -337,6 +348,7 @@ class Guard:
             self._turn(_TICK / 10)
 
     def _verdict(self) -> int:
+        self._on_verdicts()
         endings = [rank.ending() for rank in self._ranks]
         if self._first is not None:
             first = self._first.ending()

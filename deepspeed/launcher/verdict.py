@@ -1,18 +1,21 @@
-"""The words about a job that did not end well: which rank failed first, how, and the last it said."""
+"""The words about a job that did not end well: which rank is at fault or failed first, how, and the last it said."""
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deepspeed.comm.verdict_pipe import Told
 from deepspeed.launcher.plan import RankPlan
 from deepspeed.launcher.processes import described
 
 __all__ = ["Ending", "Loss", "failure", "lost", "rank_list"]
 
 _SSH_FAILED = 255
+_FRAME = re.compile(r'(\[rank\d+\]:)?\s+File ".*", line \d+, in ')  # a line of a traceback, with torch's prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class Ending:
     told: bool
     source: str  # which output `lines` are from
     lines: Sequence[str] = ()
+    verdict: Told | None = None  # whom its watch for hangs found at fault right before it ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +52,24 @@ def rank_list(ranks: Sequence[int]) -> str:
 
 
 def failure(first: Ending, others: Sequence[Ending], host: str) -> str:
-    """The report about a failed job, for the end of its output."""
-    plan = first.plan
-    text = [
-        f"rank {plan.rank} failed first: it {described(first.code)} after {first.at:.1f} s",
-        f"  where:   host {host}, local rank {plan.local_rank}, pid {first.pid}",
-        f"  command: {plan.shown}",
-    ]
-    if plan.log is not None:
-        text.append(f"  log:     {plan.log}")
-    if hint := _hint(first.code):
-        text.append(f"  hint:    {hint}")
-    if first.lines:
-        text.append(f"  its last lines ({first.source}):")
-        text += [f"    | {line}" for line in first.lines]
+    """The report about a failed job, for the end of its output.
+
+    A rank that ended because it waited in vain is a victim: the ranks' own verdict then says who is at fault.
+    """
+    verdict = first.verdict
+    if verdict is None:
+        text = [f"rank {first.plan.rank} failed first: it {_how(first)}", *_place(first, host), *_said(first)]
     else:
-        text.append(f"  it wrote nothing to {first.source}")
+        text = [f"the job failed because {verdict.text}"]
+        here = {ending.plan.rank: ending for ending in (first, *others)}
+        for culprit in [here[rank] for rank in verdict.ranks if rank in here][:1]:
+            if not culprit.told:
+                text.append(f"  ended:   rank {culprit.plan.rank} {_how(culprit)}")
+            text += _place(culprit, host)
+            if not culprit.told and culprit.code != 0 and culprit is not first:
+                text += _said(culprit)
+        if first.plan.rank not in verdict.ranks[:1]:
+            text.append(f"  noticed: by rank {first.plan.rank}, which {_how(first)}")
     for other in sorted(others, key=lambda ending: ending.at):
         if not other.told and other.code != 0:
             text.append(f"  then, before it was told to stop, rank {other.plan.rank} {described(other.code)}")
@@ -72,9 +78,34 @@ def failure(first: Ending, others: Sequence[Ending], host: str) -> str:
     return "\n".join(text)
 
 
+def _how(ending: Ending) -> str:
+    return f"{described(ending.code)} after {ending.at:.1f} s"
+
+
+def _place(ending: Ending, host: str) -> list[str]:
+    plan = ending.plan
+    text = [f"  where:   host {host}, local rank {plan.local_rank}, pid {ending.pid}", f"  command: {plan.shown}"]
+    if plan.log is not None:
+        text.append(f"  log:     {plan.log}")
+    if not ending.told and (hint := _hint(ending.code)):
+        text.append(f"  hint:    {hint}")
+    return text
+
+
+def _said(ending: Ending) -> list[str]:
+    """The last lines of a rank; of a traceback that the user has seen already, the innermost line and the error."""
+    lines = ending.lines
+    if not lines:
+        return [f"  it wrote nothing to {ending.source}"]
+    frames = [at for at, line in enumerate(lines) if _FRAME.match(line)]
+    if frames and ending.plan.log is None:
+        lines = lines[frames[-1] :]
+    return [f"  its last lines ({ending.source}):", *(f"    | {line}" for line in lines)]
+
+
 def _hint(code: int) -> str | None:
     if code == -signal.SIGKILL:
-        return "the launcher did not do this: somebody did, or the kernel because memory ran out (see dmesg)"
+        return "the launcher did not send it: another process did, or the kernel because memory ran out (see dmesg)"
     if code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGABRT):
         return "native code crashed; PYTHONFAULTHANDLER=1 shows the Python line it was called from"
     return None

@@ -14,7 +14,7 @@ from typing import Any
 
 from deepspeed.comm.watch.mailbox import Mailbox
 from deepspeed.comm.watch.report import Report, Wait
-from deepspeed.comm.watch.verdict import judge
+from deepspeed.comm.watch.verdict import Verdict, judge
 from deepspeed.comm.watch.witness import Witness
 
 __all__ = ["Inquiry", "incident_of"]
@@ -46,12 +46,12 @@ class Inquiry:
         self._stop = stop
 
     def decide(self, wait: Wait, *, over: bool) -> dict[str, Any]:
-        """Ask all ranks and judge. With `over`, all write their stacks."""
-        name = f"deepspeed-hang-{secrets.token_hex(8)}" if over else ""
-        number = self._mailbox.ask({"stacks": name, "by": self._witness.rank})
+        """Ask all ranks and judge. With `over` the call has failed; if it was waited for, all write their stacks."""
+        name = f"deepspeed-hang-{secrets.token_hex(8)}" if over and wait.seconds else ""
+        number = self._mailbox.ask({"stacks": name, "over": over, "by": self._witness.rank})
         reports = self._collect(wait, number)
         verdict = judge(wait, reports, over=over)
-        text = verdict.text + (_stacks(reports, name) if over else "")
+        text = verdict.text + (_stacks(reports, name) if name else "")
         answered = sum(not (report.condition or report.ended) for report in reports.values())
         return {"text": text, "ranks": list(verdict.ranks), "answered": answered}
 
@@ -104,10 +104,11 @@ def _stacks(reports: dict[int, Report], name: str) -> str:
         return ""
     folder = PurePath(written[0].stacks).parent.parent / name
     hosts = len({report.host for report in written})
-    return f"\n  stacks   : {folder} has those of {len(written)} ranks" + (f", on {hosts} hosts" if hosts > 1 else "")
+    ranks = "1 rank" if len(written) == 1 else f"{len(written)} ranks"
+    return f"\n  stacks   : {folder} has those of {ranks}" + (f", on {hosts} hosts" if hosts > 1 else "")
 
 
-def judge_by_eye(wait: Wait, mine: Report, witness: Witness) -> str:
+def judge_by_eye(wait: Wait, mine: Report, witness: Witness) -> Verdict:
     """A judgement without the store: this rank, and what can be seen of others of this host."""
     reports = {mine.rank: mine}
     if witness.neighbours is not None:
@@ -115,7 +116,7 @@ def judge_by_eye(wait: Wait, mine: Report, witness: Witness) -> str:
             with contextlib.suppress(OSError, ValueError):
                 reports[rank] = neighbour.report()
     found = judge(replace(wait, ranks=tuple(rank for rank in wait.ranks if rank in reports)), reports)
-    return found.text if found.ranks else "no rank of this host is at fault"
+    return found if found.ranks else Verdict((), "no rank of this host is at fault")
 
 
 def _unseen(host: str | None, answering: set[str]) -> str:

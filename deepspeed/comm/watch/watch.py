@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +24,10 @@ from deepspeed.comm.watch.settings import Settings, limit_group, limit_groups
 from deepspeed.comm.watch.watcher import Watcher
 from deepspeed.errors import CommError
 
-__all__ = ["Watch", "is_loss"]
+__all__ = ["Watch", "is_loss", "is_timeout"]
 
-_LOSSES = ("timed out", "timeout", "time out", "connection", "closed", "reset by", "broken pipe", "socket", "aborted")
+_TIMEOUTS = ("timed out", "timeout", "time out")
+_LOSSES = (*_TIMEOUTS, "connection", "closed", "reset by", "broken pipe", "socket", "aborted")
 _FAREWELL = 2.0  # seconds that the end of a world or a program waits for its last words to be told
 
 
@@ -35,6 +37,11 @@ def is_loss(error: BaseException) -> bool:
         return False
     kinds = (td.DistBackendError, td.DistNetworkError, td.DistStoreError)
     return isinstance(error, kinds) or any(word in str(error).lower() for word in _LOSSES)
+
+
+def is_timeout(error: BaseException) -> bool:
+    """Whether torch gave up waiting."""
+    return any(word in str(error).lower() for word in _TIMEOUTS)
 
 
 class Watch:
@@ -129,7 +136,7 @@ class Watch:
         """Who kept this operation from completing, in sentences; empty if nothing says that somebody did."""
         if self._watcher is None or not is_loss(error) or len(entry[2].ranks) < 2:
             return ""
-        return self._watcher.explain(Wait(call_of(entry), entry[2].ranks, 0.0, here()))
+        return self._watcher.explain(Wait(call_of(entry), entry[2].ranks, self._waited(entry[2].name, error), here()))
 
     def explain_foreign(self, error: BaseException) -> str:
         """The same for a call of torch.distributed that the script made itself."""
@@ -138,8 +145,14 @@ class Watch:
         found = failed_inside(error, self._finders)
         if found is None or len(found.ranks) < 2:
             return ""
-        text = self._watcher.explain(Wait(found.call, found.ranks, 0.0, found.place))
+        waited = self._waited(found.call.group, error)
+        text = self._watcher.explain(Wait(found.call, found.ranks, waited, found.place))
         return f"{found.call.op} failed on rank {self._watcher.rank}: {text}\n  called at : {found.place}"
+
+    def _waited(self, group: str, error: BaseException) -> float:
+        """Seconds that a failed call has waited for others, as far as its error tells."""
+        limit = self._watcher.limit(group) if self._watcher is not None and is_timeout(error) else 0.0
+        return limit if math.isfinite(limit) else 0.0
 
     def _forked(self) -> None:
         """A child has neither the thread nor a part in the job."""

@@ -26,6 +26,7 @@ import torch.distributed as td
 from torch.distributed import distributed_c10d as c10d
 
 from deepspeed.comm.records import Entry
+from deepspeed.comm.verdict_pipe import tell_launcher
 from deepspeed.comm.watch.box import Box
 from deepspeed.comm.watch.inquiry import Inquiry, incident_of, judge_by_eye
 from deepspeed.comm.watch.launched import interrupt, last_launched
@@ -110,8 +111,11 @@ class Watcher:
         self._jobs.put(failed)
         if failed.done.wait(self.settings.patience + _MORE):
             return failed.text
-        mine = self._witness.report(0, [wait])
-        return f"{judge_by_eye(wait, mine, self._witness)}{self._store_words('has not answered')}"
+        return self._judged_by_eye(wait, "has not answered")
+
+    def limit(self, group: str) -> float:
+        """Seconds that an operation of this group may take."""
+        return self.settings.timeout or _limit(group)
 
     @property
     def neighbours(self) -> tuple[int, ...]:
@@ -225,8 +229,10 @@ class Watcher:
     def _waits(self, extra: Wait | None = None) -> list[Wait]:
         now = time.monotonic()
         found = [Wait(i.call, i.ranks, now - self._since.get(i.key, now), i.place) for i in insides(self._finders)]
-        if extra is not None and not extra.call.launched and all(wait.call.key != extra.call.key for wait in found):
-            found.append(extra)
+        if extra is not None and not extra.call.launched:
+            same = [wait.seconds for wait in found if wait.call.key == extra.call.key]
+            found = [wait for wait in found if wait.call.key != extra.call.key]
+            found.insert(0, replace(extra, seconds=max([extra.seconds, *same])))
         return found
 
     # --- answers -------------------------------------------------------------------------------------------------
@@ -240,7 +246,7 @@ class Watcher:
             self._asked = number
             stacks = write_stacks(self.settings.folder, question["stacks"], self.rank)
             mailbox.publish(self._witness.report(number, self._waits(extra), stacks))
-            if question["stacks"]:
+            if question["over"]:
                 now = time.monotonic()
                 self._alert = now + self.settings.patience + 3.0
                 self._silent_at = now + self.settings.patience * 0.6
@@ -280,7 +286,11 @@ class Watcher:
 
     def _warn(self, one: Inside, age: float) -> None:
         """Tell of a call that takes long, once, on one rank."""
-        if age < self.settings.warns_after(self._limit(one)) or one.key in self._told or self._mailbox is None:
+        if (
+            age < self.settings.warns_after(self.limit(one.call.group))
+            or one.key in self._told
+            or self._mailbox is None
+        ):
             return
         self._told.add(one.key)
         wait = Wait(one.call, one.ranks, age, one.place)
@@ -288,12 +298,13 @@ class Watcher:
             found = self._inquiry(hurry=True).decide(wait, over=False)
             # What was launched may well be done: only a rank that is behind shows that it is not.
             still = [*insides(self._finders), *(last_launched(self._entries()) if found["ranks"] else ())]
-            if one.key in {other.key for other in still}:
+            # A call that has failed meanwhile cut the inquiry short, and gets a verdict of its own.
+            if one.key in {other.key for other in still} and self._jobs.empty():
                 logger.warning("%s has not completed for %.0f s: %s", one.call, age, found["text"])
 
     def _give_up(self, one: Inside, age: float) -> None:
         """End what a device would wait for until torch ends the process without a word."""
-        limit, key = self._limit(one), ("gave up", one.key)
+        limit, key = self.limit(one.call.group), ("gave up", one.key)
         if age < limit - min(limit / 10, _BEFORE_TORCH) or key in self._told or self._mailbox is None:
             return
         self._told.add(key)
@@ -302,24 +313,26 @@ class Watcher:
             interrupt(f"{one.call} did not complete: {self._explained(wait)}")
             self._linger()
 
-    def _limit(self, one: Inside) -> float:
-        return self.settings.timeout or _limit(one.call.group)
-
     def _inquiry(self, *, hurry: bool) -> Inquiry:
         assert self._mailbox is not None, "there is a store"
         stop = (lambda: not self._jobs.empty()) if hurry else (lambda: False)
         return Inquiry(self._mailbox, self._witness, self.settings.patience, self._serve, stop)
 
     def _explained(self, wait: Wait) -> str:
-        text = ""
+        found = None
         with self._lost_store():
-            text = self._asked_for(wait)
-        if text:
-            return text
-        mine = self._witness.report(0, [wait])
-        return f"{judge_by_eye(wait, mine, self._witness)}{self._store_words('is gone')}"
+            found = self._asked_for(wait)
+        if found is None:
+            return self._judged_by_eye(wait, "is gone")
+        tell_launcher(self.rank, tuple(found["ranks"]), found["text"])
+        return str(found["text"])
 
-    def _asked_for(self, wait: Wait) -> str:
+    def _judged_by_eye(self, wait: Wait, store: str) -> str:
+        found = judge_by_eye(wait, self._witness.report(0, [wait]), self._witness)
+        tell_launcher(self.rank, found.ranks, found.text)
+        return f"{found.text}{self._store_words(store)}"
+
+    def _asked_for(self, wait: Wait) -> dict[str, Any] | None:
         """The verdict, by whoever gives it: heard already, given by another rank, or ours."""
         mailbox = self._mailbox
         if mailbox is None:
@@ -327,7 +340,7 @@ class Watcher:
         newest = mailbox.verdict()
         if newest is not None and self._is_news(newest):
             self._heard = newest
-        if known := self._known():
+        if (known := self._known()) is not None:
             return known
         incident = incident_of(wait)
         if mailbox.add(f"claim/{incident}") == 1:
@@ -335,23 +348,23 @@ class Watcher:
             mailbox.decide(incident, found)
             self._used.add(incident)
             self._given = (incident, found["answered"])
-            return str(found["text"])
+            return found
         until = time.monotonic() + self.settings.patience + _MORE
         while (other := mailbox.verdict(incident)) is None and time.monotonic() < until:
             self._serve(wait)
             time.sleep(_QUICK / 2)
         self._used.add(incident)
         if other is None:
-            return str(self._inquiry(hurry=True).decide(wait, over=True)["text"])
+            return self._inquiry(hurry=True).decide(wait, over=True)
         mailbox.add(f"heard/{incident}")
-        return str(other["text"])
+        return other
 
-    def _known(self) -> str:
+    def _known(self) -> dict[str, Any] | None:
         heard, self._heard = self._heard, None
         if heard is None or not self._is_news(heard):
-            return ""
+            return None
         self._used.add(heard["incident"])
-        return str(heard["text"])
+        return heard
 
     def _linger(self) -> None:
         """The rank that keeps the store stays until the others have heard: its end is the end of the store.

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deepspeed.comm.verdict_pipe import Told
 from deepspeed.launcher import processes
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.launch import parse_args
@@ -63,9 +64,9 @@ def test_the_tail_of_a_file(tmp_path):
 # ---- words
 
 
-def ending(rank, code, *, told=False, at=1.0, lines=(), log=None):
+def ending(rank, code, *, told=False, at=1.0, lines=(), log=None, verdict=None):
     plan = RankPlan(rank=rank, local_rank=rank, command=("c",), shown="c --x", environment={}, log=log)
-    return Ending(plan, 100 + rank, code, at, told, "stderr", lines)
+    return Ending(plan, 100 + rank, code, at, told, "stderr", lines, verdict)
 
 
 def test_the_report_of_a_failure():
@@ -85,6 +86,70 @@ def test_the_report_of_a_failure():
     assert "it wrote nothing to stderr" in failure(ending(0, 1), [], "h")
     assert "  log:     /x/y.log" in failure(ending(0, 1, log="/x/y.log"), [], "h")
     assert "dmesg" in failure(ending(0, -9), [], "h")
+
+
+def test_the_report_names_the_rank_that_the_others_waited_for():
+    victim = ending(0, 1, at=30.5, lines=["CommError: rank 2 hangs"], verdict=Told((2,), "rank 2 never entered x", 0.0))
+    others = [ending(1, 1, at=30.6), ending(2, -15, told=True, at=31.0, lines=["still here"])]
+    assert failure(victim, others, "node7").splitlines() == [
+        "the job failed because rank 2 never entered x",
+        "  where:   host node7, local rank 2, pid 102",
+        "  command: c --x",
+        "  noticed: by rank 0, which exited with code 1 after 30.5 s",
+        "  then, before it was told to stop, rank 1 exited with code 1",
+        "  stopped because of this: rank 2",
+    ]
+
+
+def test_the_report_names_a_rank_that_ended_before_the_others():
+    victim = ending(0, 1, at=30.5, lines=["CommError"], verdict=Told((1,), "rank 1 has finished", 0.0))
+    text = failure(victim, [ending(1, 0, at=20.0, lines=["bye"])], "node7").splitlines()
+    assert text[:2] == [
+        "the job failed because rank 1 has finished",
+        "  ended:   rank 1 exited with code 0 after 20.0 s",
+    ]
+    assert "  where:   host node7, local rank 1, pid 101" in text
+    assert not any("|" in line for line in text)
+    late = ending(1, 1, at=30.5, lines=["CommError"], verdict=Told((1,), "rank 1 came late", 0.0))
+    assert failure(late, [ending(0, -15, told=True)], "node7").splitlines() == [
+        "the job failed because rank 1 came late",
+        "  ended:   rank 1 exited with code 1 after 30.5 s",
+        "  where:   host node7, local rank 1, pid 101",
+        "  command: c --x",
+        "  stopped because of this: rank 0",
+    ]
+    failed = failure(victim, [ending(1, 3, at=20.0, lines=["bye"])], "node7")
+    assert "  ended:   rank 1 exited with code 3 after 20.0 s" in failed
+    assert "    | bye" in failed
+
+
+def test_the_report_about_a_rank_of_another_host():
+    victim = ending(0, 1, at=30.5, verdict=Told((9,), "rank 9 is dead", 0.0))
+    assert failure(victim, [], "node7").splitlines() == [
+        "the job failed because rank 9 is dead",
+        "  noticed: by rank 0, which exited with code 1 after 30.5 s",
+    ]
+
+
+def test_a_traceback_is_not_repeated():
+    lines = [
+        "[rank1]: Traceback (most recent call last):",
+        '[rank1]:   File "/x/train.py", line 49, in <module>',
+        "[rank1]:     for x in batches():",
+        '[rank1]:   File "/x/train.py", line 33, in batches',
+        '[rank1]:     raise ValueError("no label")',
+        "[rank1]: ValueError: no label",
+    ]
+    for shown in (lines, [line.removeprefix("[rank1]: ") for line in lines]):
+        text = failure(ending(1, 1, lines=shown), [], "h").splitlines()
+        assert text[-4:] == ["  its last lines (stderr):", *(f"    | {line}" for line in shown[3:])]
+    assert f"    | {lines[0]}" in failure(ending(1, 1, lines=lines, log="/x/y.log"), [], "h"), "seen for the first time"
+    native = [
+        "Fatal Python error: Segmentation fault",
+        '  File "a.py", line 3 in inner',
+        '  File "a.py", line 9 in outer',
+    ]
+    assert failure(ending(1, -11, lines=native), [], "h").count("|") == 3
 
 
 def test_lists_of_ranks():
