@@ -53,6 +53,7 @@ _COLLECTIVES = {
     *("new_group", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
 }
 _TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output")
+_UNCOUNTED = {"monitored_barrier", "new_group"}  # of these, those that backends do not count
 
 Lines = list[tuple[str, int]]
 """Files and lines, innermost first."""
@@ -138,7 +139,7 @@ def _raw(ident: int, frame: FrameType) -> Inside | None:
     call = Call(
         group="world" if group is world else name,
         title="world" if group is world else title_of(group),
-        sequence=count,
+        sequence=count + (frame.f_code.co_name in _UNCOUNTED),
         op=f"torch.distributed.{frame.f_code.co_name}",
         counted="backend",
         shape="" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}",

@@ -4,6 +4,8 @@
 fault if it cannot answer, has ended, has not entered the call, or entered something else under that number. One that
 has not entered because it waits elsewhere only passes the delay on: whoever keeps it waiting is looked for in the same
 way, and told first. The first number under which ranks differ is told, since all later ones follow from it.
+A rank may enter while it is being asked, after others have given up: it is told as late. Only where all ranks have
+waited inside the call is nobody at fault.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class _Finding:
 
 def judge(wait: Wait, reports: Mapping[int, Report], *, over: bool = True) -> Verdict:
     """Why this call does not complete. With `over` it was given up; otherwise it may still come."""
-    findings = _follow(wait, reports, over)
+    findings = _follow(wait, reports, over) or _latecomers(wait, reports)
     if not findings:
         return Verdict((), _nobody(wait, reports))
     roots = [finding for finding in findings if not finding.waits]
@@ -126,9 +128,7 @@ def _late(report: Report, call: Call, over: bool) -> _Finding | None:
     """A rank that answers and has not entered the call."""
     member = report.groups.get(call.group, Member())
     count = member.entered if call.counted == "dispatcher" else member.position
-    if any(wait.call.key == call.key for wait in report.waits):
-        return None
-    if (count or 0) >= call.sequence:
+    if _inside(report, call) is not None or (count or 0) >= call.sequence:
         return None
     never = "never entered" if over else "has not yet entered"
     text = f"rank {report.rank} {never} {call}"
@@ -140,6 +140,22 @@ def _late(report: Report, call: Call, over: bool) -> _Finding | None:
     return _Finding(report.rank, text, waits)
 
 
+def _inside(report: Report, call: Call) -> Wait | None:
+    """How a rank waits in this call, if it does."""
+    return next((wait for wait in report.waits if wait.call.key == call.key), None)
+
+
+def _latecomers(wait: Wait, reports: Mapping[int, Report]) -> list[_Finding]:
+    """Ranks that are inside by now, and came when others had waited for long."""
+    found = []
+    for rank in wait.ranks:
+        own = _inside(reports.get(rank, Report(rank)), wait.call)
+        if own is not None and own.seconds < wait.seconds / 2:
+            late = f"rank {rank} entered {wait.call} {wait.seconds - own.seconds:.0f} s later than others"
+            found.append(_Finding(rank, f"{late}, at {own.place}"))
+    return found
+
+
 def _blame_peers(wait: Wait, reports: Mapping[int, Report], over: bool) -> Iterable[_Finding]:
     call = wait.call
     peers = [rank for rank in wait.ranks if call.peer in (None, rank)]
@@ -147,7 +163,7 @@ def _blame_peers(wait: Wait, reports: Mapping[int, Report], over: bool) -> Itera
     for rank in peers:
         report = reports.get(rank)
         finding = _absent(rank, report, call)
-        if finding is None and report is not None and not any(w.call.key == call.key for w in report.waits):
+        if finding is None and report is not None and _inside(report, call) is None:
             text = f"rank {rank} {'did not do' if over else 'has not yet done'} its part of {call}"
             if report.waits:
                 text += f": it waits in {_with_shape(report.waits[0].call)}, {report.waits[0].place}"
@@ -221,8 +237,10 @@ def _list(ranks: list[int]) -> str:
 
 
 def _nobody(wait: Wait, reports: Mapping[int, Report]) -> str:
-    inside = [rank for rank in wait.ranks if rank in reports]
-    return (
-        f"ranks {_list(inside)} all entered {wait.call} with the same operation and size, and it does not complete: "
-        "the network between them, or a device, is stuck"
-    )
+    known = [rank for rank in wait.ranks if rank in reports]
+    text = f"ranks {_list(known)} all entered {wait.call} with the same operation and size, and "
+    left = [rank for rank in known if _inside(reports[rank], wait.call) is None]
+    if left and not wait.call.launched:
+        where = f"; the main thread of rank {left[0]} is in {reports[left[0]].main}" if reports[left[0]].main else ""
+        return f"{text}it has ended on ranks {_list(left)}{where}"
+    return f"{text}it does not complete: the network between them, or a device, is stuck"

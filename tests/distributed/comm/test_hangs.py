@@ -11,6 +11,9 @@ import torch
 
 from deepspeed import comm as dist
 from deepspeed.comm.watch import Settings
+from deepspeed.comm.watch.look import insides
+from deepspeed.comm.watch.report import Wait
+from deepspeed.comm.watch.witness import Witness
 from tests.hanging import TIMEOUT, die_with_parent, linger, play
 from tests.harness import ranks
 
@@ -36,6 +39,30 @@ def test_a_rank_that_skips_a_collective():
     assert folder.stat().st_mode & 0o777 == 0o700
     assert sorted(file.name for file in folder.iterdir()) == ["rank-0.txt", "rank-1.txt", "rank-2.txt"]
     assert "in linger" in (folder / "rank-1.txt").read_text()
+
+
+def enter_when_asked(rank):
+    """Rank 1 enters the collective while it writes the report that others ask for: they have given up by then."""
+    if rank == 1:
+        asked, write = threading.Event(), Witness.report
+
+        def report(witness, number, waits, stacks=""):
+            asked.set()
+            while not (inside := insides(dist.dispatcher.watch._finders)):
+                threading.Event().wait(0.02)
+            return write(witness, number, [Wait(one.call, one.ranks, 0.0, one.place) for one in inside], stacks)
+
+        Witness.report = report
+        asked.wait()
+    dist.all_reduce(torch.ones(8))
+
+
+@ranks(1, init=False)
+def test_a_rank_that_enters_after_others_have_given_up():
+    said = play(enter_when_asked, settings=Settings(timeout=TIMEOUT, warn_after=60, patience=50))
+    for rank in (0, 2):
+        assert "rank 1 entered all_reduce 3 on group world 2 s later than others, at " in said[rank].error
+        assert "is stuck" not in said[rank].text
 
 
 def swap(rank):
@@ -274,19 +301,32 @@ def come_late(rank):
     dist.all_reduce(torch.ones(8))
 
 
+def come_late_to_a_new_group(rank):
+    if rank == 1:
+        while not any("has not completed" in line for line in written()):
+            threading.Event().wait(0.02)
+    torch.distributed.new_group([0, 1, 2])
+
+
 def written():
     """What the other ranks have written so far; all write to one folder."""
     own = Path(os.readlink("/proc/self/fd/1"))
     return [line for file in own.parent.glob("out*") for line in file.read_text().splitlines()]
 
 
+@pytest.mark.parametrize(
+    ("fault", "call"),
+    # The second is a call that the backend does not count.
+    [(come_late, "all_reduce 3 on"), (come_late_to_a_new_group, "torch.distributed.new_group 3 on")],
+)
 @ranks(1, init=False)
-def test_a_slow_rank_is_only_warned_of():
-    said = play(come_late, settings=Settings(timeout=100, warn_after=0.5, patience=50))
+def test_a_slow_rank_is_only_warned_of(fault, call):
+    said = play(fault, settings=Settings(timeout=100, warn_after=0.5, patience=50))
     assert [one.status for one in said] == [0, 0, 0]
     warnings = [line for one in said for line in one.text.splitlines() if "WARNING" in line]
     assert len(warnings) == 1, "one rank tells it for all"
-    assert "all_reduce 3 on group world has not completed for" in warnings[0]
-    assert "rank 1 has not yet entered all_reduce 3 on group world; its main thread is in" in warnings[0]
+    assert f"{call} group world has not completed for" in warnings[0]
+    assert f"rank 1 has not yet entered {call} group world; its main thread is in" in warnings[0]
+    assert "is stuck" not in warnings[0]
     assert "test_hangs.py" in warnings[0]
     assert not any("CommError" in one.text for one in said)

@@ -63,6 +63,30 @@ def test_nobody_is_blamed_where_all_are_there(job):
     assert "all entered" in found.text
 
 
+@given(jobs())
+def test_a_rank_that_entered_while_it_was_asked_is_late(job):
+    reports, wait, culprit = job
+    (own,) = reports[culprit].waits
+    reports[culprit] = replace(reports[culprit], waits=(replace(own, seconds=0.4),))
+    found = judge(wait, reports)
+    assert found.ranks == (culprit,)
+    assert found.text == f"rank {culprit} entered {wait.call} 3 s later than others, at train.py:40 `step()`"
+    # Where another rank never came, one that came late does not matter.
+    worse = next(rank for rank in reports if rank != culprit)
+    reports[worse] = Report(worse, condition="is dead")
+    assert judge(wait, reports).ranks == (worse,)
+
+
+@given(jobs())
+def test_the_network_is_not_suspected_where_a_rank_has_left_the_call(job):
+    reports, wait, culprit = job
+    reports[culprit] = replace(reports[culprit], waits=(), main="train.py:99 `retry()`")
+    found = judge(wait, reports)
+    assert found.ranks == ()
+    assert "is stuck" not in found.text
+    assert f"it has ended on ranks {culprit}; the main thread of rank {culprit} is in train.py:99" in found.text
+
+
 @given(jobs(), st.sampled_from(["is dead: its process 7 was killed", "is stopped: SIGSTOP"]), st.booleans())
 def test_a_rank_that_cannot_answer(job, condition, told):
     reports, wait, culprit = job
