@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from deepspeed.comm.watch.report import Member, Report, Wait, call_of
 __all__ = ["Witness"]
 
 _HISTORY = 32  # calls of each group that are told
+_KEPT = 5  # folders with stacks that stay on a host, the newest
 _NAME = re.compile(r"deepspeed-hang-[0-9a-f]{16}")
 
 
@@ -77,12 +80,31 @@ def write_stacks(folder: Path | None, name: str, rank: int) -> str:
         return ""
     try:
         path = (Path(tempfile.gettempdir()) if folder is None else folder) / name
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            return ""  # somebody else's, who guessed the name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700)
+            _remove_old(path.parent)  # by the first rank of the host that comes
+        except FileExistsError:
+            pass
+        if not _is_own(path.lstat()):
+            return ""  # another user's, who guessed the name
         file = path / f"rank-{rank}.txt"
         file.write_text(all_stacks())
     except OSError as error:
         return f"(not written: {error})"
     return str(file)
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _remove_old(folder: Path) -> None:
+    """Nothing else ever removes stacks: a job that hangs does not end well, and its user reads them later."""
+    own = []
+    for path in folder.glob("deepspeed-hang-*"):
+        with suppress(OSError):  # another job has just removed it
+            if _NAME.fullmatch(path.name) and _is_own(path.lstat()):
+                own.append((path.lstat().st_mtime, path))
+    for _, path in sorted(own)[:-_KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
