@@ -24,7 +24,6 @@ import socket
 import sys
 import tempfile
 import threading
-import traceback
 from typing import Any
 
 VARIABLE = "WARM_PYTHON"  # the socket at which the process waits
@@ -175,8 +174,9 @@ def _become(job: dict[str, Any], descriptors: list[int]) -> None:
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        except BaseException:
-            traceback.print_exc()
+        except BaseException as error:
+            sys.last_value = error
+            sys.excepthook(type(error), error, error.__traceback__)
         threading._shutdown()
         atexit._run_exitfuncs()
     finally:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as td
 
 from deepspeed.comm.records import Entry, OperationRecord, read
+from deepspeed.comm.watch.watch import is_timeout
 from deepspeed.errors import CommError
 
 __all__ = ["FAILURES", "explain"]
@@ -48,13 +49,13 @@ def explain(
 ) -> Exception:
     """The error to raise instead of `error`; errors that already say enough come back unchanged.
 
-    `found` is what the ranks together know about it, told first.
+    `found` is what the ranks together know about it, told first; what this rank alone would guess is left out then.
     """
     if isinstance(error, (CommError, torch.OutOfMemoryError)) or _came_by_signal(error):
         return error
     kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), CommError)
-    message = _message(entry, error, args, history)
-    return kind(f"{found}\n{message}" if found else message)
+    message = _message(entry, error, args)
+    return kind("\n".join([found, *message] if found else [*message, *_clues(entry, error, history)]))
 
 
 def _came_by_signal(error: Exception) -> bool:
@@ -64,7 +65,7 @@ def _came_by_signal(error: Exception) -> bool:
     return any(code in handlers for code in frames)
 
 
-def _message(entry: Entry, error: Exception, args: tuple[object, ...], history: Sequence[OperationRecord]) -> str:
+def _message(entry: Entry, error: Exception, args: tuple[object, ...]) -> list[str]:
     record, group = read(entry), entry[2]
     number = f"{'point-to-point operation' if record.p2p else 'collective'} #{record.sequence}"
     members = f"group {group.name!r}, ranks {list(group.ranks)}, {group.backend}"
@@ -76,12 +77,18 @@ def _message(entry: Entry, error: Exception, args: tuple[object, ...], history: 
     ]
     if record.peer is not None:
         lines.append(f"  peer/root : rank {record.peer}")
-    lines.append(f"  {_advice(error, record)}")
+    return lines
+
+
+def _clues(entry: Entry, error: Exception, history: Sequence[OperationRecord]) -> list[str]:
+    """What may be wrong, and what this rank did before, to be compared with others."""
+    record = read(entry)
+    lines = [f"  {_advice(error, record)}"]
     earlier = [item for item in history if (item.sequence, item.p2p, item.group) != _key(record)][-_HISTORY:]
     if earlier:
         lines.append("  this rank's operations before it, latest last:")
         lines += [f"    {item}" for item in earlier]
-    return "\n".join(lines)
+    return lines
 
 
 def _tensors(args: tuple[object, ...]) -> str:
@@ -103,7 +110,7 @@ def _advice(error: Exception, record: OperationRecord) -> str:
     others = list(record.ranks)
     if isinstance(error, (ValueError, TypeError)):
         return "torch refused this rank's own arguments before anything was sent; correct them here."
-    if "timeout" in text or "timed out" in text or "time out" in text:
+    if is_timeout(error):
         return (
             f"At least one of ranks {others} did not make this call in time. Compare this history with theirs: "
             "the first difference is where they went apart."

@@ -21,6 +21,7 @@ from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import is_initialized
 from deepspeed.comm.logger import COMMS_LOGGER
 from deepspeed.comm.mpi import ask_mpi
+from deepspeed.comm.tracebacks import shorten_uncaught
 from deepspeed.comm.variables import Found, number, problem, show
 from deepspeed.errors import CommError, RendezvousError
 from deepspeed.log import log_dist, log_dist_once, warn_once
@@ -62,6 +63,7 @@ def init_distributed(
     """
     if config is not None:
         COMMS_LOGGER.join(config)
+    shorten_uncaught()
     if get_accelerator().device_name() == "cpu":
         keep_heap()
     if is_initialized():

@@ -32,6 +32,7 @@ __all__ = [
     "failed_inside",
     "here",
     "insides",
+    "is_users",
     "main_place",
     "place_in",
     "place_of_error",
@@ -52,8 +53,8 @@ _COLLECTIVES = {
     *("broadcast", "broadcast_object_list", "gather", "gather_object", "scatter", "scatter_object_list"),
     *("new_group", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor"),
 }
-_TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output")
 _UNCOUNTED = {"monitored_barrier", "new_group"}  # of these, those that backends do not count
+_TENSORS = ("tensor", "input_tensor", "input", "output_tensor", "output")
 
 Lines = list[tuple[str, int]]
 """Files and lines, innermost first."""
@@ -169,7 +170,8 @@ def title_of(group: Any) -> str:
     return group.group_name if described in ("", "undefined") else described
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Whether a file is neither torch's, nor Python's, nor ours."""
     library = file.startswith(_LIBRARY) and "site-packages" not in file
     return not (file.startswith((_OURS, _TORCH, "<")) or library)
 
@@ -184,7 +186,7 @@ def place_in(frames: Iterable[tuple[str, int]]) -> str:
     `frames` are files and lines, innermost first; without one of the user's it is the first.
     """
     known = list(frames)
-    found = next((frame for frame in known if _is_users(frame[0])), known[0] if known else None)
+    found = next((frame for frame in known if is_users(frame[0])), known[0] if known else None)
     if found is None:
         return ""
     file, line = found
