@@ -12,6 +12,7 @@ import torch
 from deepspeed.bench.operations import OPERATIONS
 from deepspeed.io.ds_io import count
 from deepspeed.io.sizes import parse_size
+from deepspeed.launcher.arguments import HelpFormatter
 
 __all__ = ["PICTURES", "parse", "sizes_of", "words_of"]
 
@@ -25,7 +26,7 @@ def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
         prog="ds_bench",
         description="How fast ranks exchange bytes. Started alone, it starts ranks with `deepspeed`, whose options "
         "(--num_gpus, --hostfile, --include, --launcher, ...) it takes too; under a launcher it is one of the ranks.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     which = parser.add_argument_group("operations (all of them if none is given)").add_argument

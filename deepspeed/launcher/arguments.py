@@ -10,15 +10,23 @@ from deepspeed.launcher.elastic_options import add_counts
 from deepspeed.launcher.ports import DEFAULT_PORT
 from deepspeed.log import log_levels
 
-__all__ = ["DEFAULT_HOSTFILE", "LAUNCHERS", "STYLES", "parse_args"]
+__all__ = ["DEFAULT_HOSTFILE", "LAUNCHERS", "STYLES", "HelpFormatter", "parse_args"]
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 LAUNCHERS = ("pdsh", "ssh", "openmpi", "mpich", "impi", "slurm", "mvapich")
 STYLES = ("plain", "rank", "fold")
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default of an option that has one; those that only mean "not given" say nothing."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        absent = action.default in (None, "", "None", -1, ()) or isinstance(action.default, bool)
+        return action.help if absent else super()._get_help_string(action)
+
+
 class _StoreChoice(argparse.Action):
-    """Stores the value, and that the user chose it: only a default gives way, to a free port or to ssh."""
+    """Stores the value, and that the user chose it: only a default gives way, to a free port, to ssh or to one host."""
 
     def __call__(
         self,
@@ -36,7 +44,7 @@ def parse_args(args: Sequence[str] | None = None, prog: str = "deepspeed") -> ar
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Starts one process per device, here or on several hosts, and waits for all of them.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     _add_resources(parser)
     _add_meeting(parser)
@@ -45,13 +53,19 @@ def parse_args(args: Sequence[str] | None = None, prog: str = "deepspeed") -> ar
     _add_elastic(parser)
     parser.add_argument("user_script", help="the script to start, followed by its own arguments")
     parser.add_argument("user_args", nargs=argparse.REMAINDER, help="arguments of the script")
-    parser.set_defaults(master_port_chosen=False, launcher_chosen=False)
+    parser.set_defaults(hostfile_chosen=False, master_port_chosen=False, launcher_chosen=False)
     return parser.parse_args(args)
 
 
 def _add_resources(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("devices").add_argument
-    add("-H", "--hostfile", default=DEFAULT_HOSTFILE, help="hosts, one `name slots=count` per line")
+    add(
+        "-H",
+        "--hostfile",
+        default=DEFAULT_HOSTFILE,
+        action=_StoreChoice,
+        help="hosts, one `name slots=count` per line; if it is not given and there is no such file, this machine",
+    )
     add("-i", "--include", default="", help="hosts and slots to use: w0@w1:0,2 is all of w0 and two slots of w1")
     add("-e", "--exclude", default="", help="hosts and slots not to use, written like --include")
     add("--num_nodes", type=int, default=-1, help="use only the first hosts of the hostfile")
@@ -107,7 +121,7 @@ def _add_script(parser: argparse.ArgumentParser) -> None:
         metavar="WORDS",
         help="options of the preflight: --preflight_args='--params 7B --json'",
     )
-    add("--autotuning", choices=("tune", "run"), default="", help="search a fast configuration (not in this version)")
+    add("--autotuning", choices=("tune", "run"), default="", help=argparse.SUPPRESS)  # refused: not in this version
 
 
 def _add_process(parser: argparse.ArgumentParser) -> None:

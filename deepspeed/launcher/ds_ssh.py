@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from deepspeed.launcher.arguments import DEFAULT_HOSTFILE
+from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, HelpFormatter
 from deepspeed.launcher.backends.ssh import check_hosts, ssh_words
 from deepspeed.launcher.errors import LaunchError, option_words, run_program
 from deepspeed.launcher.hostfile import fetch_hostfile
@@ -31,7 +32,7 @@ def add_hosts(parser: argparse._ActionsContainer, default: str | None) -> None:
 
 def hosts_of(args: argparse.Namespace) -> list[str]:
     """The hosts that the options name."""
-    pool = fetch_hostfile(args.hostfile)
+    pool = fetch_hostfile(args.hostfile) if Path(args.hostfile).is_file() else None
     if pool is None:
         raise LaunchError(f"there is no hostfile {args.hostfile}; name one with --hostfile")
     hosts = list(parse_inclusion_exclusion(pool, args.include, args.exclude))
@@ -48,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ds_ssh",
         description="Runs a command on all hosts at once; it is put together and run by their shells, as ssh does.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_hosts(parser, DEFAULT_HOSTFILE)
     parser.add_argument("command", help="the command")

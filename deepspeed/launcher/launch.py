@@ -19,6 +19,7 @@ from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.launcher import messages
+from deepspeed.launcher.arguments import HelpFormatter
 from deepspeed.launcher.binding import Binding, bind
 from deepspeed.launcher.elastic_options import add_counts, elastic_nodes
 from deepspeed.launcher.errors import LaunchError, run_program
@@ -40,7 +41,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="deepspeed.launcher.launch",
         description="Starts the ranks of one node and waits for them; `deepspeed` calls it.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

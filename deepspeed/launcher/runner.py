@@ -11,7 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.interface import DeepSpeedAccelerator
 from deepspeed.errors import AcceleratorError
 from deepspeed.launcher import launch
-from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, parse_args
+from deepspeed.launcher.arguments import parse_args
 from deepspeed.launcher.elastic_options import elastic_nodes
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.exports import ENVIRONMENT_FILE
@@ -63,8 +63,13 @@ def _run(args: argparse.Namespace) -> int:
     visible = _take_visible(accelerator)
     there = accelerator.device_count()
     pool = None
-    if args.hostfile != DEFAULT_HOSTFILE or Path(args.hostfile).is_file():
+    if Path(args.hostfile).is_file():
         pool = fetch_hostfile(args.hostfile)
+    elif args.hostfile_chosen:
+        raise LaunchError(
+            f"--hostfile {args.hostfile}: there is no such file; write one line such as `worker-1 slots=8` for each "
+            "host, or leave --hostfile out to use this machine alone"
+        )
     active: Slots
     if pool is None and visible is not None and not asked:
         active = {"localhost": _named_devices(*visible, there)}

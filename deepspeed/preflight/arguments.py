@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from deepspeed.io.sizes import parse_size
+from deepspeed.launcher.arguments import HelpFormatter
 from deepspeed.preflight.program import Program
 
 __all__ = ["Options", "parse"]
@@ -36,7 +37,7 @@ def parse(argv: Sequence[str] | None, checks: Sequence[str]) -> tuple[Options, P
         prog="deepspeed.preflight",
         description="Checks whether a job can run on these ranks, and trains nothing. Start it like the job: "
         "deepspeed --preflight [options of the launcher] script [arguments], or under any other launcher.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -92,6 +92,7 @@ DEFAULTS = {
     "max_elastic_restarts": 100,
     "user_script": "s.py",
     "user_args": [],
+    "hostfile_chosen": False,
     "master_port_chosen": False,
     "launcher_chosen": False,
 }
@@ -99,6 +100,16 @@ DEFAULTS = {
 
 def test_every_option_and_its_default():
     assert vars(runner.parse_args(["s.py"])) == DEFAULTS
+
+
+def test_the_help_shows_defaults_that_mean_something(capsys):
+    with pytest.raises(SystemExit):
+        runner.parse_args(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "--autotuning" not in shown
+    for default in ("/job/hostfile", "29500", "pdsh", "info", "100"):
+        assert f"(default: {default})" in shown
+    assert shown.count("(default:") == 5
 
 
 def test_options_after_the_script_belong_to_it():
@@ -254,12 +265,13 @@ def test_mistakes_with_hostfiles(start, hostfile, capsys, text, words, message):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_hostfile_that_is_not_there_is_told(start, caplog):
-    assert slots(start("--hostfile", "/no/such/file")) == {"localhost": [0, 1, 2, 3]}
-    assert "there is no hostfile /no/such/file" in caplog.text
-    caplog.clear()
-    start()
-    assert "hostfile" not in caplog.text  # nobody asked for the default one
+@pytest.mark.parametrize("path", ["/no/such/file", "/job/hostfile"])
+def test_a_hostfile_that_is_not_there(start, capsys, path):
+    """The default one need not exist, and is no other where it is asked for."""
+    start("--hostfile", path, status=2)
+    assert f"--hostfile {path}: there is no such file" in capsys.readouterr().err
+    assert slots(start()) == {"localhost": [0, 1, 2, 3]}
+    assert "hostfile" not in capsys.readouterr().err
 
 
 # ---- the rest
