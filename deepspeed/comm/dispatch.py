@@ -21,6 +21,7 @@ from deepspeed.comm.pending import CollectiveWork
 from deepspeed.comm.records import CollectiveFinished, Entry, GroupState, OperationRecord, outline, read, size_of
 from deepspeed.comm.watch import Watch
 from deepspeed.comm.watch.look import Finder, title_of
+from deepspeed.comm.watch.verdict import NO_VERDICT
 from deepspeed.errors import CommError
 from deepspeed.events import EventStream, Subscription
 from deepspeed.log import warn_once
@@ -159,7 +160,7 @@ class Dispatcher:
 
     def failed(self, entry: Entry, error: Exception, args: tuple[Any, ...] = ()) -> Exception:
         """The error to raise in place of `error`, with all that is known about the operation."""
-        found = "" if self.watch is None else self.watch.explain(entry, error)
+        found = NO_VERDICT if self.watch is None else self.watch.explain(entry, error)
         return explain(entry, error, args, self.recent(), found)
 
     def watched(self) -> Watch:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as td
 
 from deepspeed.comm.records import Entry, OperationRecord, read
+from deepspeed.comm.watch.verdict import NO_VERDICT, Verdict
 from deepspeed.comm.watch.watch import is_timeout
 from deepspeed.errors import CommError
 
@@ -45,17 +46,22 @@ _KINDS: tuple[tuple[type[Exception], type[CommError]], ...] = (
 
 
 def explain(
-    entry: Entry, error: Exception, args: tuple[object, ...], history: Sequence[OperationRecord], found: str = ""
+    entry: Entry,
+    error: Exception,
+    args: tuple[object, ...],
+    history: Sequence[OperationRecord],
+    found: Verdict = NO_VERDICT,
 ) -> Exception:
     """The error to raise instead of `error`; errors that already say enough come back unchanged.
 
-    `found` is what the ranks together know about it, told first; what this rank alone would guess is left out then.
+    `found` is what the ranks together know about it, told first. Where it names ranks, this one's history is left out:
+    it only served to find them.
     """
     if isinstance(error, (CommError, torch.OutOfMemoryError)) or _came_by_signal(error):
         return error
     kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), CommError)
-    message = _message(entry, error, args)
-    return kind("\n".join([found, *message] if found else [*message, *_clues(entry, error, history)]))
+    earlier = [] if found.ranks else _earlier(entry, history)
+    return kind("\n".join([*filter(None, [found.text]), *_message(entry, error, args), *earlier]))
 
 
 def _came_by_signal(error: Exception) -> bool:
@@ -77,18 +83,14 @@ def _message(entry: Entry, error: Exception, args: tuple[object, ...]) -> list[s
     ]
     if record.peer is not None:
         lines.append(f"  peer/root : rank {record.peer}")
-    return lines
+    return [*lines, f"  {_advice(error, record)}"]
 
 
-def _clues(entry: Entry, error: Exception, history: Sequence[OperationRecord]) -> list[str]:
-    """What may be wrong, and what this rank did before, to be compared with others."""
-    record = read(entry)
-    lines = [f"  {_advice(error, record)}"]
-    earlier = [item for item in history if (item.sequence, item.p2p, item.group) != _key(record)][-_HISTORY:]
-    if earlier:
-        lines.append("  this rank's operations before it, latest last:")
-        lines += [f"    {item}" for item in earlier]
-    return lines
+def _earlier(entry: Entry, history: Sequence[OperationRecord]) -> list[str]:
+    key = _key(read(entry))
+    shown = [f"    {item}" for item in history if (item.sequence, item.p2p, item.group) != key][-_HISTORY:]
+    advice = "compare them with other ranks': the first difference is where they went apart"
+    return [f"  this rank's operations before it, latest last ({advice}):", *shown] if shown else []
 
 
 def _tensors(args: tuple[object, ...]) -> str:
@@ -111,10 +113,7 @@ def _advice(error: Exception, record: OperationRecord) -> str:
     if isinstance(error, (ValueError, TypeError)):
         return "torch refused this rank's own arguments before anything was sent; correct them here."
     if is_timeout(error):
-        return (
-            f"At least one of ranks {others} did not make this call in time. Compare this history with theirs: "
-            "the first difference is where they went apart."
-        )
+        return f"At least one of ranks {others} did not make this call in time."
     if "connection" in text or "closed" in text or "peer" in text:
         return (
             f"One of ranks {others} ended or left. Its own error, printed earlier, is the cause. If it printed none, "

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from deepspeed.comm.watch.report import Call, Member, Report, Wait
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["NO_VERDICT", "Verdict", "judge"]
 
 SHOWN = 8  # ranks that are told one by one
 
@@ -35,6 +35,9 @@ class Verdict:
 
     ranks: tuple[int, ...]
     text: str
+
+
+NO_VERDICT = Verdict((), "")  # nothing says that a rank kept others waiting
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +241,12 @@ def _list(ranks: list[int]) -> str:
 
 def _nobody(wait: Wait, reports: Mapping[int, Report]) -> str:
     known = [rank for rank in wait.ranks if rank in reports]
-    text = f"ranks {_list(known)} all entered {wait.call} with the same operation and size, and "
+    text = f"ranks {_list(known)} all entered {wait.call}"
     left = [rank for rank in known if _inside(reports[rank], wait.call) is None]
     if left and not wait.call.launched:
         where = f"; the main thread of rank {left[0]} is in {reports[left[0]].main}" if reports[left[0]].main else ""
-        return f"{text}it has ended on ranks {_list(left)}{where}"
-    return f"{text}it does not complete: the network between them, or a device, is stuck"
+        return f"{text}, and left it on ranks {_list(left)}, with a result or an error of their own{where}"
+    return (
+        f"{text} with the same operation and size, and it does not complete: "
+        "the network between them, or a device, is stuck"
+    )

@@ -21,6 +21,7 @@ from deepspeed.comm.watch.mailbox import suits
 from deepspeed.comm.watch.neighbours import Stacks, supported
 from deepspeed.comm.watch.report import Wait, call_of
 from deepspeed.comm.watch.settings import Settings, limit_group, limit_groups
+from deepspeed.comm.watch.verdict import NO_VERDICT, Verdict
 from deepspeed.comm.watch.watcher import Watcher
 from deepspeed.errors import CommError
 
@@ -132,10 +133,10 @@ class Watch:
         for watcher in self._ending:
             watcher.join(_FAREWELL)
 
-    def explain(self, entry: Entry, error: Exception) -> str:
-        """Who kept this operation from completing, in sentences; empty if nothing says that somebody did."""
+    def explain(self, entry: Entry, error: Exception) -> Verdict:
+        """Who kept this operation from completing, in sentences."""
         if self._watcher is None or not is_loss(error) or len(entry[2].ranks) < 2:
-            return ""
+            return NO_VERDICT
         return self._watcher.explain(Wait(call_of(entry), entry[2].ranks, self._waited(entry[2].name, error), here()))
 
     def explain_foreign(self, error: BaseException) -> str:
@@ -146,7 +147,7 @@ class Watch:
         if found is None or len(found.ranks) < 2:
             return ""
         waited = self._waited(found.call.group, error)
-        text = self._watcher.explain(Wait(found.call, found.ranks, waited, found.place))
+        text = self._watcher.explain(Wait(found.call, found.ranks, waited, found.place)).text
         return f"{found.call.op} failed on rank {self._watcher.rank}: {text}\n  called at : {found.place}"
 
     def _waited(self, group: str, error: BaseException) -> float:

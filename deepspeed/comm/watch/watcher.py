@@ -35,6 +35,7 @@ from deepspeed.comm.watch.mailbox import Mailbox, StoreGone, store_home
 from deepspeed.comm.watch.neighbours import Neighbours, Stacks, host_name
 from deepspeed.comm.watch.report import Wait
 from deepspeed.comm.watch.settings import Settings, seconds_of
+from deepspeed.comm.watch.verdict import NO_VERDICT, Verdict
 from deepspeed.comm.watch.witness import Witness, write_stacks
 from deepspeed.log import logger
 
@@ -54,7 +55,7 @@ class _Failed:
 
     wait: Wait
     done: threading.Event = field(default_factory=threading.Event)
-    text: str = ""
+    verdict: Verdict = NO_VERDICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +106,12 @@ class Watcher:
 
     # --- from other threads --------------------------------------------------------------------------------------
 
-    def explain(self, wait: Wait) -> str:
+    def explain(self, wait: Wait) -> Verdict:
         """Why this call failed, by all ranks that can tell; for the thread in which it failed."""
         failed = _Failed(wait)
         self._jobs.put(failed)
         if failed.done.wait(self.settings.patience + _MORE):
-            return failed.text
+            return failed.verdict
         return self._judged_by_eye(wait, "has not answered")
 
     def limit(self, group: str) -> float:
@@ -146,7 +147,7 @@ class Watcher:
         job: _Failed | _End | None = None
         while not isinstance(job := self._next(), _End):
             if isinstance(job, _Failed):
-                job.text = self._explained(job.wait)
+                job.verdict = self._explained(job.wait)
                 job.done.set()
                 with self._lost_store():
                     self._linger()
@@ -310,7 +311,7 @@ class Watcher:
         self._told.add(key)
         wait = Wait(one.call, one.ranks, age, one.place)
         if self._inquiry(hurry=True).decide(wait, over=False)["ranks"]:
-            interrupt(f"{one.call} did not complete: {self._explained(wait)}")
+            interrupt(f"{one.call} did not complete: {self._explained(wait).text}")
             self._linger()
 
     def _inquiry(self, *, hurry: bool) -> Inquiry:
@@ -318,19 +319,20 @@ class Watcher:
         stop = (lambda: not self._jobs.empty()) if hurry else (lambda: False)
         return Inquiry(self._mailbox, self._witness, self.settings.patience, self._serve, stop)
 
-    def _explained(self, wait: Wait) -> str:
+    def _explained(self, wait: Wait) -> Verdict:
         found = None
         with self._lost_store():
             found = self._asked_for(wait)
         if found is None:
             return self._judged_by_eye(wait, "is gone")
-        tell_launcher(self.rank, tuple(found["ranks"]), found["text"])
-        return str(found["text"])
+        verdict = Verdict(tuple(found["ranks"]), found["text"])
+        tell_launcher(self.rank, verdict.ranks, verdict.text)
+        return verdict
 
-    def _judged_by_eye(self, wait: Wait, store: str) -> str:
+    def _judged_by_eye(self, wait: Wait, store: str) -> Verdict:
         found = judge_by_eye(wait, self._witness.report(0, [wait]), self._witness)
         tell_launcher(self.rank, found.ranks, found.text)
-        return f"{found.text}{self._store_words(store)}"
+        return replace(found, text=f"{found.text}{self._store_words(store)}")
 
     def _asked_for(self, wait: Wait) -> dict[str, Any] | None:
         """The verdict, by whoever gives it: heard already, given by another rank, or ours."""

@@ -84,7 +84,8 @@ def test_the_network_is_not_suspected_where_a_rank_has_left_the_call(job):
     found = judge(wait, reports)
     assert found.ranks == ()
     assert "is stuck" not in found.text
-    assert f"it has ended on ranks {culprit}; the main thread of rank {culprit} is in train.py:99" in found.text
+    assert f"left it on ranks {culprit}, with a result or an error of their own; the main thread of rank" in found.text
+    assert "train.py:99 `retry()`" in found.text
 
 
 @given(jobs(), st.sampled_from(["is dead: its process 7 was killed", "is stopped: SIGSTOP"]), st.booleans())
