@@ -1,6 +1,6 @@
 """A Mixtral of Transformers whose experts lie on two ranks: the model and the loop know nothing of it.
 
-    deepspeed --num_gpus 2 examples/moe/mixtral.py --deepspeed_config examples/moe/ds_config.json --output mixtral
+    deepspeed --num_gpus 2 examples/moe/mixtral.py --deepspeed_config examples/moe/mixtral.json --output mixtral
 
 What is saved at the end is the whole model as Transformers reads it.
 """
