@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from deepspeed.checkpoint.formats.universal.convert import convert
+from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.checkpoint.storage.manager import check_directory
 from deepspeed.checkpoint.tools.terminal import bar, tell
 from deepspeed.errors import DeepSpeedError
@@ -43,8 +46,12 @@ def main(args: argparse.Namespace) -> None:
     """Convert as the arguments say."""
     check_directory(args.input_folder, "the input folder")
     workers = max(args.num_extract_workers, args.num_merge_workers)
+    started = time.monotonic()
     with bar("parameters") as progress:
-        convert(args.input_folder, args.output_folder, workers=workers, strict=args.strict, progress=progress)
+        made = convert(args.input_folder, args.output_folder, workers=workers, strict=args.strict, progress=progress)
+    size = sum(path.stat().st_size for path in made.rglob("*") if path.is_file())
+    tag, seconds = Path(args.input_folder).resolve().name, time.monotonic() - started
+    tell(f"wrote {made}: universal checkpoint of tag {tag}, {gibibytes(size)} in {seconds:.1f} s")
 
 
 if __name__ == "__main__":

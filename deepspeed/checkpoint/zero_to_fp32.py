@@ -18,6 +18,7 @@ import re
 import secrets
 import stat
 import sys
+import time
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -713,9 +714,30 @@ def _write_torch(
         yield from (name for name in shapes if name in aliases)
 
 
-def _show(done: int, total: int) -> None:
-    sys.stderr.write(f"\r{done / max(total, 1):5.0%} of {total / 2**30:.2f} GiB")
-    sys.stderr.write("\n" if done == total else "")
+class _Progress:
+    """How much is written, on standard error, now and then: a line that is redrawn, or lines in a file."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
+        self._every = 0.5 if self._terminal else 10.0
+        self._started = self._last = time.monotonic()
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._last + self._every:
+            self._last = time.monotonic()
+            sys.stderr.write(f"{done / max(total, 1):4.0%} of {_shown(total)}" + ("\r" if self._terminal else "\n"))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+
+def _shown(count: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
 
 
 def main(arguments: Sequence[str] | None = None, *, choose_dtype: bool = False) -> None:
@@ -758,8 +780,12 @@ def _convert(options: argparse.Namespace) -> None:
             f"  {ascii(name)[1:-1]} {tuple(lazy.shape)}: {[(p.name, a, b) for p, _, a, b in lazy.parts]}\n"
         )
     limit, dtype = options.max_shard_size, DTYPES[options.dtype]
-    write_shards(options.output_dir, found.tensors, found.aliases, limit=limit, safe=options.safe_serialization,
-                 dtype=dtype, progress=_show)  # fmt: skip
+    progress = _Progress()
+    plan = write_shards(options.output_dir, found.tensors, found.aliases, limit=limit, dtype=dtype, progress=progress,
+                        safe=options.safe_serialization)  # fmt: skip
+    first, *more = (str(options.output_dir / file) for file in plan.shards)
+    files = f"{first} and {len(more)} more, with an index" if more else first
+    _say(f"wrote {files}: tag {folder.resolve().name}, {_shown(plan.total)} in {progress.seconds:.1f} s")
 
 
 if __name__ == "__main__":

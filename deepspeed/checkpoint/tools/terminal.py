@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,9 @@ from rich.text import Text
 from deepspeed.printable import printable
 
 __all__ = ["bar", "shown", "tell"]
+
+
+_EVERY = 10.0  # seconds between lines about progress in a file
 
 
 def shown(value: object, style: str = "") -> Text:
@@ -26,13 +30,18 @@ def tell(value: object, *, style: str = "", stderr: bool = False) -> None:
 
 @contextmanager
 def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Gives a function (done, of how many) that moves a bar on standard error; silent where that is no terminal."""
+    """Gives a function (done, of how many) that moves a bar on standard error, or writes lines where that is a file."""
     console = Console(stderr=True)
+    last = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=None)
 
         def move(done: int, total: int) -> None:
+            nonlocal last
             progress.update(task, completed=done, total=total)
+            if not console.is_terminal and time.monotonic() >= last + _EVERY:
+                last = time.monotonic()
+                tell(f"{what}: {done} of {total}", stderr=True)
 
         yield move

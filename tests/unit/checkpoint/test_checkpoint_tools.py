@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from collections import OrderedDict, defaultdict
 from enum import Enum
 from pathlib import Path
@@ -22,6 +23,7 @@ from deepspeed.checkpoint.formats.safetensors import Content, open_file, save, s
 from deepspeed.checkpoint.formats.universal.merge import merge_slices
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.durable import write_file, write_tensorfile, write_text
+from deepspeed.checkpoint.tools import terminal
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save, get_model_ckpt_name_for_rank
 from deepspeed.errors import CheckpointError, UsageError
 from tests.checkpoint_states import FIXTURES, SMALL, WRITERS, fixture
@@ -131,13 +133,27 @@ def test_convert_for_deepspeed_itself(tmp_path):
     SMALL.check(open_checkpoint(find_tag(tmp_path / "new")))
 
 
-def test_ds_to_universal_runs(tmp_path):
+def test_ds_to_universal_runs(tmp_path, capsys):
     arguments = ["--input_folder", str(fixture("stage2_bf16")), "--output_folder", str(tmp_path / "uni")]
     ds_to_universal.main(ds_to_universal.parse_arguments([*arguments, "--inject_missing_state"]))
+    told, files = capsys.readouterr(), [path for path in (tmp_path / "uni").rglob("*") if path.is_file()]
+    words = f"{sum(path.stat().st_size for path in files) / 1024:.1f} KiB in "
+    words = rf"wrote {tmp_path / 'uni'}: universal checkpoint of tag global_step3, {words}\d+\.\d s\n"
+    assert re.fullmatch(words, told.out)
+    assert told.err == "", "progress is for what takes long"
     real, ours = open_checkpoint(fixture("stage2_bf16")), open_checkpoint(tmp_path / "uni")
     assert [list(names) for names, _ in real.groups] == [list(names) for names, _ in ours.groups]
     assert torch.equal(ours.read("body.0.weight", "exp_avg_sq"), real.read("body.0.weight", "exp_avg_sq"))
     assert json.dumps(dict(ours.small.client_state)) == json.dumps(dict(real.small.client_state))
+
+
+def test_progress_in_a_file_is_a_line_now_and_then(capsys, monkeypatch):
+    for every, expected in ((1000.0, []), (0.0, ["parameters: 1 of 2", "parameters: 2 of 2"])):
+        monkeypatch.setattr(terminal, "_EVERY", every)
+        with terminal.bar("parameters") as progress:
+            progress(1, 2)
+            progress(2, 2)
+        assert capsys.readouterr().err.splitlines() == expected
 
 
 def test_the_tag_is_found(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,26 @@ def test_other_dtypes(tmp_path, dtype):
     tools.convert_zero_checkpoint_to_state_dict(str(FIXTURES / "stage1_fp32"), str(tmp_path), dtype, None, True)
     tensors = open_file(tmp_path / "model.safetensors").tensors
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16 if dtype == "bf16" else torch.float16}
+
+
+@pytest.mark.parametrize("more", [[], ["--safe_serialization", "--max_shard_size", "4KB"]])
+def test_the_script_says_what_it_wrote(tmp_path, capsys, more):
+    script.main([str(FIXTURES / "stage2_bf16"), str(tmp_path), *more])
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2, "progress is for what takes long"
+    files = sorted(path for path in tmp_path.iterdir() if path.suffix != ".json")
+    what = f"{files[0]} and {len(files) - 1} more, with an index" if more else str(files[0])
+    assert (len(files) > 1) == bool(more)
+    assert re.fullmatch(rf"wrote {what}: tag global_step3, \d+\.\d KiB in \d+\.\d s", lines[1])
+
+
+def test_progress_in_a_file_is_a_line_now_and_then(capsys):
+    progress = script._Progress()
+    for every, expected in ((1000.0, []), (0.0, [" 50% of 6.0 MiB", "100% of 6.0 MiB"])):
+        progress._every = every
+        progress(3 * 2**20, 6 * 2**20)
+        progress(6 * 2**20, 6 * 2**20)
+        assert capsys.readouterr().err.splitlines() == expected
 
 
 @pytest.mark.slow
