@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from logging import WARNING
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 from deepspeed.config.schema import Schema
+from deepspeed.fusion.families import missed
 from deepspeed.fusion.find import KINDS, Finding, find, find_feed_forwards8, find_products, put, unmatched
-from deepspeed.fusion.swap import Swap
+from deepspeed.fusion.swap import Refused, Swap
 from deepspeed.fusion.table import lines
 from deepspeed.log import log_dist, print_dist
 from deepspeed.ops.fp8.linear import emulated
@@ -43,6 +45,8 @@ def fuse(
     if fused.enabled:
         kinds = [kind for kind in KINDS if kind != "inputs" and getattr(fused, kind)]
         findings += find(model, kinds, fused.exclude)
+        if whole:
+            findings += _tell_missed(model, kinds, list(find(model, kinds)) if fused.exclude else findings)
         put(findings, undo)
     if eight.enabled:
         products = list(find_products(model, eight.scaling, eight.exclude))
@@ -67,6 +71,19 @@ def fuse(
     if fused.enabled or eight.enabled:
         told = lines(findings) if findings else ["nothing was found that fused kernels compute"]
         print_dist("\n".join(["Fused kernels", *told]))
+
+
+def _tell_missed(model: nn.Module, kinds: Sequence[str], found: Sequence[Finding]) -> list[Finding]:
+    """Log what a known model should have and has not, which costs speed; of that, what the table would not show."""
+    told = list(missed(model, kinds, found))
+    for family, finding in told:
+        assert isinstance(finding.result, Refused)
+        log_dist(
+            f"fused_kernels: no {finding.kind!r} was replaced in this model of the family {family!r}, which should "
+            f"have some: {finding.result.reason} ({finding.module} {finding.name!r})",
+            level=WARNING,
+        )
+    return [finding for _, finding in told if finding not in found]
 
 
 def _tell_unmatched(schema: Schema, model: nn.Module) -> None:

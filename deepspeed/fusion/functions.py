@@ -4,12 +4,13 @@ from __future__ import annotations
 import __future__
 
 import ast
+import functools
 import inspect
 import types
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["code_of", "copied", "exchanged", "is_read_from", "tree_of"]
+__all__ = ["code_of", "copied", "exchanged", "innermost", "is_read_from", "tree_of"]
 
 
 def tree_of(function: Any) -> ast.Module | None:
@@ -74,22 +75,45 @@ def copied(
     return made
 
 
-def exchanged(function: Any, old: Any, new: Any) -> Any:
+def innermost(owner: type) -> Any:
+    """The forward of a class without its decorators, which name what they wrap or hold a forward of the class."""
+    return _inside(owner.forward, {f"{base.__qualname__}.forward" for base in owner.__mro__}, ())  # type: ignore[attr-defined]
+
+
+def _inside(function: Any, names: Collection[str], above: tuple[Any, ...]) -> Any:
+    told = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
+    held = map(_content, getattr(function, "__closure__", None) or ()) if told is None else [told]
+    above = (*above, function)  # a decorator may hold itself, by which it knows whether it is the outermost
+    for each in held:
+        if isinstance(each, (types.FunctionType, functools.partial)) and not any(each is other for other in above):
+            found = _inside(each, names, above)
+            if told is not None or getattr(found, "__qualname__", None) in names:
+                return found
+    return function
+
+
+def exchanged(function: Any, old: Any, new: Any, above: tuple[Any, ...] = ()) -> Any:
     """A decorated function whose decorators call `new` instead of `old`; None where they do not show what they call."""
     if function is old:
         return new
-    wrapped = getattr(function, "__wrapped__", None)
-    inner = None if wrapped is None else exchanged(wrapped, old, new)
-    cells: tuple[types.CellType, ...] = getattr(function, "__closure__", None) or ()
-    if inner is None or not any(_holds(cell, wrapped) for cell in cells):
+    if isinstance(function, functools.partial):
+        inner = exchanged(function.func, old, new, above)
+        return None if inner is None else functools.partial(inner, *function.args, **function.keywords)
+    if not isinstance(function, types.FunctionType) or any(function is each for each in above):
         return None
-    made = copied(function, closure=tuple(types.CellType(inner) if _holds(cell, wrapped) else cell for cell in cells))
-    made.__wrapped__ = inner
+    cells = function.__closure__ or ()
+    inside = [exchanged(_content(cell), old, new, (*above, function)) for cell in cells]
+    if all(each is None for each in inside):
+        return None
+    pairs = zip(cells, inside, strict=True)
+    made = copied(function, closure=tuple(cell if each is None else types.CellType(each) for cell, each in pairs))
+    if hasattr(function, "__wrapped__"):
+        made.__wrapped__ = next(each for each in inside if each is not None)
     return made
 
 
-def _holds(cell: types.CellType, what: Any) -> bool:
+def _content(cell: types.CellType) -> Any:
     try:
-        return cell.cell_contents is what
+        return cell.cell_contents
     except ValueError:  # nothing yet
-        return False
+        return None

@@ -10,9 +10,6 @@ Layers whose products are of 8 bits are taken together as well: the sum of their
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
-import types
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
@@ -22,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.fusion.feed_forward8 import FeedForward8
+from deepspeed.fusion.functions import innermost, tree_of
 from deepspeed.fusion.layers import FORWARD, differentiated, fits, is_plain, watched_everywhere
 from deepspeed.fusion.likeness import overridden
 from deepspeed.fusion.products import Products, Recent, products_of
@@ -49,7 +47,7 @@ def find_inputs(
     if max(len(plain), len(rounded)) < 2 or done:
         return None
     if type(module) not in known:
-        known[type(module)] = list(_groups(type(module).forward))
+        known[type(module)] = list(_groups(innermost(type(module))))
     groups = [
         tuple(name for name in names if name in some) for names in known[type(module)] for some in (plain, rounded)
     ]
@@ -148,14 +146,8 @@ class _Together:
 
 def _groups(forward: Any) -> Iterator[tuple[str, ...]]:
     """Names of modules that the lines of one block call with one name that these do not assign."""
-    function = inspect.unwrap(forward)
-    if not isinstance(function, types.FunctionType):
-        return
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, SyntaxError):  # no code to read
-        return
-    for node in ast.walk(tree):
+    tree = tree_of(forward)
+    for node in ast.walk(tree) if tree is not None else ():
         for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
             if isinstance(block, list):
                 yield from _of_block(block)

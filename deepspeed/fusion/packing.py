@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.fusion.functions import copied, exchanged, tree_of
+from deepspeed.fusion.functions import copied, exchanged, innermost, tree_of
 from deepspeed.fusion.likeness import attempt, overridden
 from deepspeed.fusion.swap import Refused, Swap, put_whole
 
@@ -32,7 +32,7 @@ _POSITIONS = "position_ids"
 def find_packing(module: nn.Module) -> Swap | Refused | None:
     """How a model's mask is made; None for modules that make none, or that ask no question."""
     forward: Any = type(module).forward
-    inner: Any = inspect.unwrap(forward)
+    inner = innermost(type(module))
     names = [name for name in _MASKS if name in getattr(inner, "__code__", find_packing.__code__).co_names]
     if not names or not _counts(inner):
         return None

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.fusion.functions import code_of, copied, is_read_from, tree_of
+from deepspeed.fusion.functions import code_of, copied, exchanged, innermost, is_read_from, tree_of
 from deepspeed.fusion.layers import only_ours, watched_everywhere
 from deepspeed.fusion.likeness import overridden
 from deepspeed.fusion.swap import Refused, Swap, put_forward, replacement
@@ -35,8 +35,8 @@ __all__ = ["find_residual"]
 def find_residual(module: nn.Module, norms: Mapping[nn.Module, Swap]) -> Swap | Refused | None:
     """How the sum before one of these norms, which run on kernels, is computed; None for modules without one."""
     names = {name for name, child in module.named_children() if child in norms}
-    forward = type(module).forward
-    if not names or not isinstance(forward, types.FunctionType):
+    forward = innermost(type(module)) if names else None
+    if not isinstance(forward, types.FunctionType):
         return None
     tree = tree_of(forward)
     found = {} if tree is None else _rewritten(tree, names)
@@ -45,8 +45,11 @@ def find_residual(module: nn.Module, norms: Mapping[nn.Module, Swap]) -> Swap | 
     if reason := overridden(module):
         return Refused(reason)
     if forward.__closure__ or not is_read_from(forward, tree_of(forward)):
-        return Refused(f"the forward of {type(module).__name__} is wrapped, or uses names of its class or around it")
-    put = partial(put_forward, module, _Layer(_function(tree, forward), tuple(found)).run)
+        return Refused(f"the forward of {type(module).__name__} uses names of its class or around it")
+    again = exchanged(type(module).forward, forward, _function(tree, forward))
+    if again is None:
+        return Refused(f"decorators of {type(module).__name__}.forward hide what they call")
+    put = partial(put_forward, module, _Layer(again, tuple(found)).run)
     name, adds = max(found.items(), key=lambda each: each[1])
     norm = norms[module.get_submodule(name)]
     scene = None if norm.scene is None else partial(norm.scene, summed=True)

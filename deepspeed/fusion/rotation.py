@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.fusion.again import not_kept
-from deepspeed.fusion.functions import copied
+from deepspeed.fusion.functions import copied, exchanged, innermost
 from deepspeed.fusion.likeness import alike, overridden
 from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward
 from deepspeed.ops.model.rotary import rotary, rotary_reference
@@ -24,17 +23,18 @@ _NAME = "apply_rotary_pos_emb"
 
 def find_rotation(module: nn.Module) -> Swap | Refused | None:
     """How the rotation in an attention module is replaced; None for modules without one."""
-    forward = type(module).forward
-    if _NAME not in getattr(inspect.unwrap(forward), "__code__", find_rotation.__code__).co_names:
+    forward = innermost(type(module))
+    if _NAME not in getattr(forward, "__code__", find_rotation.__code__).co_names:
         return None
     if reason := overridden(module):
         return Refused(reason)
-    if forward is not inspect.unwrap(forward):
-        return Refused(f"the forward of {type(module).__name__} is wrapped by a decorator")
     original = forward.__globals__.get(_NAME)
     if original is None or not _rotates(original):
         return Refused(f"{_NAME} of {forward.__module__} computes something else than the rotation of halves")
-    put = partial(put_forward, module, _attention(copied(forward, {_NAME: partial(_rotate, original)})))
+    again = exchanged(type(module).forward, forward, copied(forward, {_NAME: partial(_rotate, original)}))
+    if again is None:
+        return Refused(f"decorators of {type(module).__name__}.forward hide what they call")
+    put = partial(put_forward, module, _attention(again))
     heads = _heads(module)
     return Swap("rotary", put, None if heads is None else partial(_scene, *heads))
 

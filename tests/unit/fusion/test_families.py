@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import nn
 
+from deepspeed.config.schema import Schema
 from deepspeed.errors import UsageError
+from deepspeed.fusion import build
 from deepspeed.fusion.again import not_kept
+from deepspeed.fusion.families import missed
 from deepspeed.fusion.find import KINDS, find, put
 from deepspeed.fusion.lazy_logits import LazyLogits
 from deepspeed.fusion.swap import Refused, Swap
@@ -57,6 +60,9 @@ def test_the_same_loss_and_gradients(family):
     plain = copy.deepcopy(model)
     findings = list(find(model, KINDS))
     assert Counter(each.kind for each in findings if isinstance(each.result, Swap)) == {**expected, "loss": 1}
+    missing = {each.kind for _, each in missed(model, KINDS, [each for each in findings if each.kind == "loss"])}
+    assert missing == set(expected) - {"inputs"}, "what a release that hides them would be told of"
+    assert list(missed(model, KINDS, findings)) == []
     ids = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(1))
     labels = torch.cat((torch.full((2, 3), -100), ids[:, 3:]), 1)
     with ExitStack() as undo:
@@ -88,6 +94,31 @@ def test_logits_that_somebody_looks_at_have_their_gradients():
             nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float() / 0.7, ids[:, 1:].flatten()).backward()
         for one, two in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(one.grad, two.grad)
+
+
+@pytest.mark.parametrize("hidden", ["by a decorator", "by other code"])
+def test_what_a_release_has_hidden_is_told(hidden, monkeypatch, capsys):
+    model, logged = model_of("LlamaConfig", GROUPED), []
+    layer = type(model.model.layers[0])
+    original = {"forward": layer.forward}
+
+    def forward(self, *args, **kwargs):
+        return original["forward"](self, *args, **kwargs)
+
+    if hidden == "by a decorator":
+        forward.__wrapped__ = layer.forward
+    monkeypatch.setattr(layer, "forward", forward)
+    monkeypatch.setattr(build, "log_dist", lambda message, level: logged.append(message))
+    for section in ({}, {"norm": False}, {"exclude": ["model.layers"]}):
+        schema = Schema(train_batch_size=1, fused_kernels={"enabled": True, **section})
+        with ExitStack() as undo:
+            build.fuse(schema, model, undo)
+    assert len(logged) == 2, "without norms there are no sums, and what is excluded is there"
+    reason = "hide what they call" if hidden == "by a decorator" else "may have changed it"
+    assert all("'sum'" in text and "'llama'" in text and reason in text for text in logged)
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sum ")]
+    assert all("itself: " in row and reason in row for row in rows)
+    assert len(rows) == (1 if hidden == "by a decorator" else 2)
 
 
 class Doubled(torch.autograd.Function):

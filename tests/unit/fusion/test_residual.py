@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from deepspeed.fusion.find import find, put
 from deepspeed.fusion.swap import Refused, Swap
@@ -157,6 +158,80 @@ class Private(Layer):
         return kept + self.__scale * self.second(x)
 
 
+CALLS = []
+
+
+def named(function):
+    @wraps(function)
+    def outer(self, *args, **kwargs):
+        CALLS.append("named")
+        return function(self, *args, **kwargs)
+
+    return outer
+
+
+def unnamed(function):
+    def outer(self, *args, **kwargs):
+        CALLS.append("unnamed")
+        return function(self, *args, **kwargs)
+
+    return outer
+
+
+def in_a_partial(function):
+    call = partial(function)
+
+    def outer(self, *args, **kwargs):
+        CALLS.append("partial")
+        return call(self, *args, **kwargs)
+
+    outer.__wrapped__ = call
+    return outer
+
+
+class Decorated(Usual):
+    @named
+    @unnamed
+    @in_a_partial
+    def forward(self, x):
+        y = self.first(x)
+        y = x + y
+        x = y
+        y = self.norm(y)
+        return x + self.second(y)
+
+
+class Checkpointing(Layer):
+    """Wraps the forward of each class made of it, and knows by itself whether it is the outermost."""
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        forward = cls.forward
+
+        @wraps(forward)
+        def outer(self, *args, **kwargs):
+            if type(self).forward is not outer:
+                return forward(self, *args, **kwargs)
+            CALLS.append("checkpoint")
+            return checkpoint(partial(forward, self, **kwargs), *args, use_reentrant=False)
+
+        cls.forward = outer
+
+
+class Checkpointed(Checkpointing):
+    def forward(self, x):
+        CALLS.append("forward")
+        y = self.first(x)
+        y = x + y
+        x = y
+        y = self.norm(y)
+        return x + self.second(y)
+
+
+class CheckpointedAgain(Checkpointed):
+    """Wrapped twice."""
+
+
 HIDDEN = []
 
 
@@ -270,6 +345,29 @@ def test_the_same_values_and_gradients(kind, asked, norm):
         assert seen == asked, "the norm adds"
         model[0].norm.forward = inner
     assert not any("forward" in module.__dict__ for module in model.modules()), "everything is put back"
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [
+        (Decorated, ["named", "unnamed", "partial"]),
+        (Checkpointed, ["checkpoint", "forward", "forward"]),  # the second in the backward
+        (CheckpointedAgain, ["checkpoint", "forward", "forward"]),
+    ],
+)
+def test_decorators_do_what_they_did_around_a_norm_that_adds(kind, calls):
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(3, 8, requires_grad=True)
+    expected, seen = outcome(model, x), []
+    with ExitStack() as undo:
+        put(list(find(model, ("norm",))), undo)
+        inner = model.norm.forward
+        model.norm.forward = wraps(inner)(lambda *args, **kwargs: seen.append(set(kwargs)) or inner(*args, **kwargs))
+        CALLS.clear()
+        torch.testing.assert_close(outcome(model, x), expected)
+        assert calls == CALLS
+        assert seen == [{"residual"}] * max(1, calls.count("forward"))
+        model.norm.forward = inner
 
 
 @pytest.mark.parametrize("kind", [Later, Apart, Named, Grown, Added, Written, Other])
