@@ -25,7 +25,8 @@ def keep_heap() -> None:
 
     glibc returns what is free at the end of its heap to the system, beyond twice the largest block that it mapped and
     saw freed; a step of smaller tensors faults in its pages anew, for up to a fifth of its time. One large block, freed
-    here, is what larger models do by themselves. MALLOC_ variables of the user's win over this.
+    here, is what larger models do by themselves. MALLOC_ variables of the user's win over this. Where torch has an
+    allocator of its own, as in its wheels for aarch64, this changes nothing.
     """
     torch.empty(_LARGEST, dtype=torch.uint8)
 

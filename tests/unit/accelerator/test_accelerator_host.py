@@ -12,6 +12,8 @@ import pytest
 from deepspeed.accelerator.host import HostEvent, HostMemory, numa_nodes_with_cores
 from deepspeed.errors import AcceleratorError
 
+PATIENCE = 600  # seconds: a busy machine is slow, not wrong
+
 
 def proc(tmp_path, resident=100, mark=100, **meminfo):
     (tmp_path / "self").mkdir(exist_ok=True)
@@ -104,33 +106,49 @@ def test_an_event_between_processes_is_refused():
 
 
 STEPS = """
-import resource, sys, torch
+import ctypes, sys, torch
 from deepspeed.accelerator.host import keep_heap
-if sys.argv[1] == "kept":
-    keep_heap()
+
+libc = ctypes.CDLL(None)
+call = getattr(libc, "mallinfo2", None) or libc.mallinfo  # before glibc 2.33, with smaller numbers
+number = ctypes.c_size_t if hasattr(libc, "mallinfo2") else ctypes.c_int
+names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+call.restype = type("Info", (ctypes.Structure,), {"_fields_": [(name, number) for name in names.split()]})
+
+def taken():
+    found = call()
+    return found.arena + found.hblkhd  # bytes that malloc has from the system
+
 def step():
     held = [torch.zeros(1 << 20) for _ in range(8)]  # 4 MiB each
-for _ in range(3):
-    step()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(10):
-    step()
-print("faults", resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    return taken()
+
+if sys.argv[1] == "kept":
+    keep_heap()
+before = taken()
+during = [step() for _ in range(3)][-1]
+print(during - before, taken() - before)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library has another malloc")
 def test_memory_that_steps_take_again_is_kept():
-    def faults(how, **variables):
+    def bytes_of(how, **variables):
+        """What malloc takes from the system for a step, and what of it is left after the last."""
         env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")} | variables
         done = subprocess.run(
-            [sys.executable, "-c", STEPS, how], env=env, capture_output=True, text=True, check=True, timeout=120
+            [sys.executable, "-c", STEPS, how], env=env, capture_output=True, text=True, check=True, timeout=PATIENCE
         )
-        return int(done.stdout.split()[-1])
+        return [int(word) for word in done.stdout.split()[-2:]]
 
-    pages = 10 * 8 * (4 << 20) // os.sysconf("SC_PAGE_SIZE")
+    tensors = 8 * (4 << 20)
     # What malloc does by itself depends on blocks that imports have freed: only a fixed limit always gives memory back.
     fixed = {"MALLOC_TRIM_THRESHOLD_": "131072"}
-    assert faults("given back", **fixed) > pages // 2, "no page is counted"
-    assert faults("kept") < pages // 20, "pages were taken from the system again"
-    assert faults("kept", **fixed) > pages // 2, "what the user sets does not count"
+    during, after = bytes_of("given back", **fixed)
+    if during < tensors:  # as in torch's wheels for aarch64
+        pytest.skip("torch takes the memory of tensors from an allocator of its own")
+    assert after < tensors // 8
+    during, after = bytes_of("kept")
+    assert after > tensors * 7 // 8, "memory was given back to the system"
+    during, after = bytes_of("kept", **fixed)
+    assert after < tensors // 8, "what the user sets does not count"
