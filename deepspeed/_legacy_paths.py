@@ -316,6 +316,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "register_external_parameter": "deepspeed.zero.parameters.external",
         "unregister_external_parameter": "deepspeed.zero.parameters.external",
         "zero3_linear_wrap": "deepspeed.zero.public.linear",
+        "zero_wrapper_for_fp_tensor_constructor": "deepspeed.zero.birth.site",
     },
     "deepspeed.runtime.zero.stage3": {
         "DeepSpeedZeroOptimizer_Stage3": "deepspeed.runtime.step.zero_optimizer:ZeroOptimizer",

@@ -271,7 +271,7 @@ def mixed():
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "sdpa"}
     yield t.Lfm2ForCausalLM(t.Lfm2Config(**sizes, layer_types=["conv", "full_attention"])), "layers of the type 'conv'"
     recurrent = t.RecurrentGemmaConfig(**sizes, lru_width=32, block_types=["recurrent", "attention"])
-    yield t.RecurrentGemmaForCausalLM(recurrent), "layers of the type 'recurrent'"
+    yield t.RecurrentGemmaForCausalLM(recurrent), "layers of the type '(recurrent|linear_attention)'"
 
 
 def gpt_neo():

@@ -10,6 +10,7 @@ need no care either: they make host tensors, which follow with the rest.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,7 +25,7 @@ from deepspeed.precision.cast import BufferRule, parameter_dtypes
 from deepspeed.precision.dtypes import CASTABLE
 from deepspeed.zero.parameters.shard import shard_of
 
-__all__ = ["DeepSpeedTensorOverride", "Placement", "rank_device"]
+__all__ = ["DeepSpeedTensorOverride", "Placement", "rank_device", "zero_wrapper_for_fp_tensor_constructor"]
 
 
 class DeepSpeedTensorOverride(Enum):
@@ -80,3 +81,21 @@ def rank_device() -> tuple[int, torch.device]:
         return local_rank, torch.device("cpu")
     accelerator.set_device(local_rank)
     return local_rank, torch.device(accelerator.device_name(local_rank))
+
+
+def zero_wrapper_for_fp_tensor_constructor(
+    fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype, target_device: torch.device | None = None
+) -> Callable[..., torch.Tensor]:
+    """A factory function whose floating-point results have this dtype, on the rank's device unless it is given one.
+
+    For clients that replace it around `zero.Init` so that `arange` keeps its dtype. There every factory function does,
+    see [Note: dtype at birth], so `zero.Init` does not call this.
+    """
+
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is None:
+            kwargs["device"] = rank_device()[1] if target_device is None else target_device
+        tensor = fn(*args, **kwargs)
+        return tensor.to(target_fp_dtype) if tensor.is_floating_point() else tensor
+
+    return made

@@ -109,3 +109,23 @@ def test_a_placement_keeps_objects_buffers_and_what_has_no_values():
         "count": torch.int64,
     }
     assert module[1].running_mean.dtype == torch.float32
+
+
+def test_a_client_that_keeps_the_dtype_of_arange_finds_what_it_replaces():
+    from deepspeed.runtime.zero import partition_parameters as old
+
+    original = old.zero_wrapper_for_fp_tensor_constructor
+    half = original(torch.arange, torch.bfloat16, target_device=CPU)
+    assert half(3.0).dtype == torch.bfloat16
+    assert half(3).dtype == torch.int64
+    assert original(torch.zeros, torch.float16)(2, device="meta").device.type == "meta"
+
+    def refused(*args, **kwargs):
+        pytest.fail("zero.Init changes no factory function")
+
+    old.zero_wrapper_for_fp_tensor_constructor = refused
+    try:
+        with Placement(CPU, torch.bfloat16).factories():
+            assert torch.arange(3.0).dtype == torch.float32
+    finally:
+        old.zero_wrapper_for_fp_tensor_constructor = original
