@@ -8,7 +8,7 @@ element as one operation per element; copies, views and look-ups as nothing. Wha
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -75,10 +75,24 @@ def _groups(left: Tensor, right: Tensor, *_: Any) -> int:
     return both * left.shape[-2] * left.shape[-1] * right.shape[-1]
 
 
-def _recurrent(x: Tensor, *weights: Tensor) -> int:
-    """Every matrix is multiplied with every step of every sample; biases are no matrices."""
-    return x.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() == 2)
+# Of a recurrent cell, for each hidden number: additions, activations and products element by element, which torch
+# computes one by one where no library has the whole layer. By the number of the cell: ReLU, tanh, LSTM, GRU.
+_CELLS = (2, 2, 13, 10)
 
+
+def _recurrent(x: Tensor, weights: Sequence[Tensor], cell: int, hidden: int) -> Work:
+    """Every matrix is multiplied with every step of every sample; biases are no matrices."""
+    macs = x.shape[:-1].numel() * sum(weight.numel() for weight in weights if weight.dim() == 2)
+    return 2.0 * macs + x.shape[:-1].numel() * _CELLS[cell] * hidden, float(macs)
+
+
+# Whole layers of libraries, by name: the first is called for each layer and direction, the others once.
+_LAYERS: dict[str, Callable[..., Work]] = {
+    "mkldnn_rnn_layer": lambda x, *a: _recurrent(x, a[:2], a[8], a[9]),
+    "_cudnn_rnn": lambda x, weights, *a: _recurrent(x, weights, a[4], a[5] * a[7] * (1 + a[11])),
+    "miopen_rnn": lambda x, weights, *a: _recurrent(x, weights, a[3], a[4] * a[5] * (1 + a[9])),
+}
+_WHOLE = {getattr(aten, name): formula for name, formula in _LAYERS.items() if hasattr(aten, name)}
 
 # Multiplications with an addition of products that torch's own table does not know, by name.
 _PRODUCTS: dict[str, Callable[..., int]] = {
@@ -96,9 +110,6 @@ _PRODUCTS: dict[str, Callable[..., int]] = {
     "_trilinear": lambda left, weight, right, *_: left.shape[0] * weight.numel(),
     "_euclidean_dist": lambda left, right: left.numel() * right.shape[-2],
     "_cdist_forward": lambda left, right, *_: left.numel() * right.shape[-2],
-    "mkldnn_rnn_layer": lambda x, weight, inner, *_: _recurrent(x, weight, inner),
-    "_cudnn_rnn": lambda x, weights, *_: _recurrent(x, *weights),
-    "miopen_rnn": lambda x, weights, *_: _recurrent(x, *weights),
     "_scaled_dot_product_flash_attention_for_cpu": _attention,
     "_scaled_dot_product_fused_attention_overrideable": _attention,
 }
@@ -115,6 +126,8 @@ def work_of(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     if packet in _OWN:
         macs = float(_OWN[packet](*args))
         return 2 * macs, macs
+    if packet in _WHOLE:
+        return _WHOLE[packet](*args)
     if packet in _PASSES:
         passes, weight = _PASSES[packet]
         return (passes + (args[weight] is not None)) * float(_elements(args[:1])), 0.0

@@ -10,6 +10,7 @@ from deepspeed.accelerator.peaks import peak_flops
 from deepspeed.errors import UsageError
 from deepspeed.ops.model.linear_loss import linear_loss
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
+from deepspeed.profiling.flops_profiler.costs import work_of
 from deepspeed.profiling.flops_profiler.profiler import (
     duration_to_string,
     flops_to_string,
@@ -67,7 +68,7 @@ COSTS = {
         2 * 6 * 8 * 16,
         6 * 8 * 16,
     ),
-    "LSTM": (nn.LSTM(8, 5, num_layers=2), (X.unsqueeze(1),), 2 * 6 * 4 * (65 + 50), 6 * 4 * (65 + 50)),
+    "LSTM": (nn.LSTM(8, 5, num_layers=2), (X.unsqueeze(1),), 6 * (8 * (65 + 50) + 2 * 13 * 5), 6 * 4 * (65 + 50)),
     "bilinear": (nn.Bilinear(8, 8, 5, bias=False), (X, X), 2 * 6 * 8 * 8 * 5, 6 * 8 * 8 * 5),
     "activation in place": (lambda x: functional.silu(x.clone(), inplace=True), (X,), 48, 0),
     "activation with weight": (nn.PReLU(), (X,), 48, 0),
@@ -83,6 +84,33 @@ COSTS = {
 def test_what_an_operation_costs(name):
     function, inputs, flops, macs = COSTS[name]
     assert work(function, *inputs) == (flops, macs)
+
+
+@pytest.mark.parametrize(("layer", "cell"), [(nn.RNN, 2), (nn.LSTM, 13), (nn.GRU, 10)], ids=["RNN", "LSTM", "GRU"])
+def test_a_recurrent_layer_costs_the_same_in_a_library_and_one_by_one(layer, cell):
+    """Which of them computes it depends on the processor, on the threads and on gradients."""
+    x = torch.ones(6, 2, 8)
+    for options in ({"num_layers": 2}, {"bidirectional": True, "bias": False}):
+        model, found = layer(8, 5, **options), []
+        for enabled in (True, False):
+            before = torch._C._get_mkldnn_enabled()
+            torch._C._set_mkldnn_enabled(enabled)
+            try:
+                found.append(work(model, x))
+            finally:
+                torch._C._set_mkldnn_enabled(before)
+        macs = 12 * sum(param.numel() for param in model.parameters() if param.dim() == 2)
+        assert found == [(2 * macs + 12 * 2 * cell * 5, macs)] * 2
+
+
+def test_a_recurrent_layer_of_a_device_costs_the_same():
+    x, hx = torch.ones(6, 2, 8), torch.zeros(4, 2, 5)
+    model = nn.LSTM(8, 5, num_layers=2, bidirectional=True)
+    weights = list(model.parameters())
+    rest = (False, 0.0, True, True, [], None)  # batch_first, dropout, train, bidirectional, batch_sizes, dropout_state
+    expected = work(model, x)
+    assert work_of(torch.ops.aten._cudnn_rnn, (x, weights, 4, None, hx, hx, 2, 5, 0, 2, *rest), {}, None) == expected
+    assert work_of(torch.ops.aten.miopen_rnn, (x, weights, 4, hx, hx, 2, 5, 2, *rest), {}, None) == expected
 
 
 @pytest.mark.parametrize("training", [True, False])
