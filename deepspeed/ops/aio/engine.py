@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from threading import Event, Lock
+from threading import Lock
 from types import TracebackType
 
 from torch import Tensor
@@ -23,18 +23,29 @@ class Ticket:
     """One read or write on its way. Its tensor is held, and must be left alone, until it is completed."""
 
     def __init__(self) -> None:
-        self._done = Event()
+        # A lock of C and no Event, whose own lock an interrupt of `wait` can leave locked: the worker that would then
+        # wait for it is joined when the program ends.
+        self._running = Lock()
+        self._running.acquire()
+        self._completed = False
         self._error: Exception | None = None
 
     def wait(self) -> None:
         """Return when it is completed; raises the FileError that names path, offset, bytes and errno if it failed."""
-        self._done.wait()
+        while not self._completed:
+            with self._running:
+                pass
         if self._error is not None:
             raise self._error
 
     def is_completed(self) -> bool:
         """Whether `wait` would return or raise at once."""
-        return self._done.is_set()
+        return self._completed
+
+    def complete(self, error: Exception | None) -> None:
+        """Let `wait` return, or raise this."""
+        self._error, self._completed = error, True
+        self._running.release()
 
 
 class FileEngine:
@@ -139,11 +150,8 @@ class _Request:
         except OSError as error:  # some file systems tell only now that a write failed
             self._error = self._error or error
         self._file = self._view = self._tensor = None
-        if isinstance(self._error, OSError):
-            self.ticket._error = self._failed(self._error, size)
-        else:
-            self.ticket._error = self._error
-        self.ticket._done.set()
+        error = self._error
+        self.ticket.complete(self._failed(error, size) if isinstance(error, OSError) else error)
 
     def _failed(self, error: OSError, size: int) -> FileError:
         what = f"{'write' if self._write else 'read'} of {size} bytes at offset {self._offset}"

@@ -19,7 +19,10 @@ from hypothesis import strategies as st
 
 from deepspeed.errors import FileError, UsageError
 from deepspeed.ops.aio import FileEngine
+from deepspeed.ops.aio.engine import Ticket
 from deepspeed.ops.aio.plan import ALIGNMENT
+
+PATIENCE = 600  # seconds: a busy machine is slow, not wrong
 
 
 def noise(size: int, shift: int = 0) -> torch.Tensor:
@@ -251,6 +254,49 @@ def test_a_tensor_that_nobody_holds_is_written_whole(engine, tmp_path):
     assert (tmp_path / "file").read_bytes() == expected
 
 
+def interrupted(call, at):
+    """Whether a call was interrupted before the instruction of this number, of all that Python runs in it."""
+    count, before = 0, sys.gettrace()
+
+    def trace(frame, event, argument):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        if event == "opcode" and count == at:
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_of_who_waits_stops_no_worker():
+    """Wherever it comes; a worker that waits for a lock that is never given back would be joined forever."""
+    for at in range(1, 1000):
+        ticket, go = Ticket(), threading.Event()
+
+        def work(ticket=ticket, go=go):
+            go.wait(0.1)  # for the interrupt, if that comes before the wait has to
+            ticket.complete(None)
+
+        worker = threading.Thread(target=work, daemon=True)
+        worker.start()
+        stopped = interrupted(ticket.wait, at)
+        go.set()
+        worker.join(PATIENCE)
+        assert not worker.is_alive(), f"interrupted at instruction {at}"
+        ticket.wait()
+        if not stopped:
+            break
+    assert at > 5
+
+
 @pytest.mark.slow
 def test_a_program_that_ends_finishes_what_it_began(tmp_path):
     code = f"""
@@ -260,7 +306,7 @@ engine = FileEngine(block_size=2**20, queue_depth=1, threads=1)
 for n in range(4):
     engine.write({str(tmp_path / "file")!r}, torch.full((2**22,), n, dtype=torch.uint8), n * 2**22)
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
     content = (tmp_path / "file").read_bytes()
     assert content == b"".join(bytes([n]) * 2**22 for n in range(4))
 
