@@ -87,13 +87,13 @@ class Server:
         if self.connection is not None:
             self.connection.close()
         if self.process is not None:
-            self.process.wait(timeout=10)
+            self.process.wait(timeout=60)
 
 
 SERVER = Server()
 
 
-def ranks(*sizes: int, timeout: float = 120, init: bool = True) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+def ranks(*sizes: int, timeout: float = 300, init: bool = True) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the test on that many ranks, once per given size.
 
     With `init=False` no process group is made: RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_SIZE are set and

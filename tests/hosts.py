@@ -232,7 +232,7 @@ class Hosts:
 
     def left(self):
         """Processes that are still there on any host, once they had a moment to go."""
-        until = time.monotonic() + TIMEOUT / 6
+        until = time.monotonic() + TIMEOUT
         while found := [pid for host in self.hosts for pid in host.processes()]:
             if time.monotonic() > until:
                 return [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in found]

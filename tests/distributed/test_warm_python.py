@@ -12,7 +12,7 @@ from tests.harness import ranks
 from tests.hosts import Hosts, need
 from tests.warm_python import Warm
 
-TIMEOUT = 60.0  # only ever reached by a test that fails
+TIMEOUT = 250.0  # only ever reached by a test that fails
 
 
 def start(python, folder, *words):

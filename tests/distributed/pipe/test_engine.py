@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError, PipelineError, UsageError
 from deepspeed.parallel import AxisGroup
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, partition
 from tests.harness import ranks
 from tests.pipelines import (
     SEED,
@@ -290,12 +290,19 @@ def test_a_sequential_is_cut_as_it_is():
 
 @ranks(2)
 def test_layers_are_cut_by_measured_time():
-    class Slow(nn.Linear):
+    now = 0.0
+    partition.time = SimpleNamespace(perf_counter=lambda: now)
+
+    class Timed(nn.Linear):
         def forward(self, value):
-            time.sleep(0.2)  # more than a busy machine adds to the others
+            nonlocal now
+            now += 1.0 if isinstance(self, Slow) else 0.1
             return super().forward(value)
 
-    layers = [LayerSpec(Slow, 16, 16), *(LayerSpec(nn.Linear, 16, 16) for _ in range(5))]
+    class Slow(Timed):
+        pass
+
+    layers = [LayerSpec(Slow, 16, 16), *(LayerSpec(Timed, 16, 16) for _ in range(5))]
     module = PipelineModule(layers, num_stages=2, partition_method="profile", example_input=torch.rand(8, 16))
     assert module.partitions() == [0, 1, 6]
     with pytest.raises(UsageError, match="example_input" if module.global_rank == 0 else "on rank 0"):

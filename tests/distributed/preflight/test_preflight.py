@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import time
 
 import pytest
 
@@ -20,7 +19,7 @@ from tests.distributed.launcher.launched import Launched
 from tests.harness import ranks
 from tests.warm_python import Warm
 
-PATIENCE = 120.0
+PATIENCE = 250.0  # seconds, only ever reached by a test that fails
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
 SPEEDS = "compute,bandwidth"  # which say something about the machine that runs the tests
 
@@ -155,26 +154,21 @@ def test_a_rank_that_comes_and_hangs_is_named(tmp_path):
 
 
 def slow_down(rank):
-    """Rank 2 takes a second for everything that is measured, which is measured once."""
+    """Everything that is measured is done once, and takes rank 2 twenty times as long as the others."""
+
+    def seconds(call, device, **counts):
+        call()
+        return 2.0 if rank == 2 else 0.1
+
     for module in (bandwidth, compute):
-        module._TRIALS = 1
-        usual = module.seconds
-
-        def seconds(call, device, usual=usual, **counts):
-            def slowly():
-                time.sleep(1.0)
-                return call()
-
-            return usual(slowly if rank == 2 else call, device, **counts)
-
-        module.seconds = seconds
+        module._TRIALS, module.seconds = 1, seconds
 
 
 @ranks(1, init=False)
 def test_a_slow_rank_is_named(tmp_path):
     codes, output, _ = Job(tmp_path, 4).run("--json", before=slow_down)
     checks = json.loads(output)["checks"]
-    assert codes[0] in (0, 1)  # by how much it is slow depends on the machine
+    assert codes == [1] * 4
     for name in ("compute", "bandwidth"):
         assert 2 in [rank for each in checks[name] if each["level"] != "ok" for rank in each["ranks"]], checks[name]
 

@@ -137,13 +137,13 @@ def test_tags_stay_inside(sandbox, text, capsys):
 
 
 @contextlib.contextmanager
-def bounded(megabytes, seconds=20.0):
-    """Python's own memory, and time; torch's is bounded in the fuzzer's process."""
+def bounded(megabytes, seconds=60.0):
+    """Python's own memory, and time of the processor; torch's memory is bounded in the fuzzer's process."""
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()
     try:
         yield
-        assert time.monotonic() - began < seconds
+        assert time.process_time() - began < seconds
         assert tracemalloc.get_traced_memory()[1] < megabytes * 2**20
     finally:
         tracemalloc.stop()
