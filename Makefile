@@ -5,13 +5,17 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 DOCS   := $(VENV)/.stamp-docs
+NEWEST := .venv-newest
+# What depends on how models of Transformers are written.
+CLIENT := tests/clients tests/unit/fusion tests/unit/tensor_parallel tests/unit/sequence \
+          tests/distributed/fusion tests/distributed/tensor_parallel tests/distributed/sequence
 # Else every process that a test starts compiles the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test quick lint types unit format bench docs clean
+.PHONY: help venv demo test test-all newest quick lint types unit format bench docs clean
 
 help:
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
 
 venv: $(STAMP) ## create .venv with torch, this package and the development tools (quick when nothing changed)
 
@@ -36,6 +40,21 @@ demo: venv ## install, then train a small GPT on two processes (a few minutes)
 	@DS_ACCELERATOR=cpu $(BIN)/deepspeed --num_gpus 2 examples/gpt/train.py --deepspeed_config examples/gpt/ds_config.json
 
 test: lint types unit ## lint, type check, import contract and every test (half an hour on two cores)
+
+test-all: test newest ## what CI runs: the same, then models and clients with the newest Transformers
+
+# An environment over .venv, in which only Transformers and what that needs are newer.
+$(NEWEST)/.stamp: $(STAMP)
+	@rm -rf $(NEWEST)
+	@$(BIN)/python -m venv --without-pip $(NEWEST)
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> "$$($(NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+	@touch $@
+
+newest: $(NEWEST)/.stamp
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) --upgrade transformers
+	@echo "==> tests with Transformers $$($(NEWEST)/bin/python -c 'import transformers; print(transformers.__version__)')"
+	@$(NEWEST)/bin/python -m pytest -n 2 $(CLIENT)
 
 # The loader's 10,000 mutations and what is marked slow are left to `make test`.
 quick: lint types ## what to run after every change: lint, types, and the tests of one process (2 minutes)
@@ -69,4 +88,4 @@ docs: $(DOCS) ## build the documentation into site/ and fail on any warning
 	@echo "==> site/index.html"
 
 clean: ## remove everything that the other targets made
-	rm -rf $(VENV) .bench site build dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) .bench site build dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache
