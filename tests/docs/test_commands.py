@@ -106,6 +106,17 @@ def test_pip(command):
         assert wanted == "." or re.search(known, extras, re.MULTILINE), wanted
 
 
+def test_the_versions_that_are_tested_are_named():
+    pins = (ROOT / "pyproject.toml").read_text().split("\nclients = [")[1].split("]")[0] + (
+        ROOT / "Makefile"
+    ).read_text()
+    found = re.findall(r"\b(\w+)==([\d.]+)", pins)
+    assert {name for name, _ in found} == {"torch", "transformers", "accelerate", "peft", "trl", "lightning"}
+    for page in ("README.md", "CONTRIBUTING.md"):
+        words = " ".join((ROOT / page).read_text().lower().split())
+        assert [pair for pair in found if " ".join(pair) not in words] == [], page
+
+
 @pytest.mark.parametrize("command", of("accelerate"), ids=str)
 def test_accelerate(command):
     """It asks questions: that it is there is enough."""
