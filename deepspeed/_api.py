@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from deepspeed._ahead import loads_ahead
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
+from deepspeed.runtime.destroyed import without_destroyed_engine
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
@@ -54,6 +55,7 @@ def initialize(
     """
     if model is None:
         raise UsageError("deepspeed.initialize needs a model: pass model=...")
+    model = without_destroyed_engine(model)
     source = _config_source(args, config, config_params)
     with loads_ahead(model, source):  # beside the imports that follow
         from deepspeed import comm

@@ -40,6 +40,7 @@ class PipelineEngine(DeepSpeedEngine):
     """An engine over a `PipelineModule`: `train_batch` is forward, backward and step of a whole batch."""
 
     module: PipelineModule
+    _collaborators = (*DeepSpeedEngine._collaborators, "_accord", "_executor", "_feed", "_wires")
 
     def __init__(self, parts: Parts, has_bool_tensors: bool = False) -> None:
         """`has_bool_tensors` needs no saying: every dtype is sent as it is."""

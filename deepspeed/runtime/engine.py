@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.comm.watch.look import here
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.events import OverflowFound, Phase, StepFinished
 from deepspeed.log import warn_once
 from deepspeed.runtime import getters, news
+from deepspeed.runtime.destroyed import Destroyed, close
 from deepspeed.runtime.model_methods import ModelMethods
 from deepspeed.runtime.moving import MovingMethods
 from deepspeed.runtime.parts import Parts
@@ -37,6 +39,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
 
     _parts: Parts
     _config: DeepSpeedConfig
+    _collaborators: tuple[str, ...] = ("_parts", "_checkpoints")
+    """What `destroy` takes away."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -368,14 +372,15 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
 
     def destroy(self) -> None:
         """Remove hooks, close monitors and groups, and let go of optimizer and states; harmless twice."""
+        if isinstance(self._parts, Destroyed):
+            return
+        gone = Destroyed(here())
         try:
-            self._parts.resources.close()
+            close(self._parts)
         finally:
             self.optimizer = self.basic_optimizer = self.lr_scheduler = None
-            self._parts.optimizer = self._parts.basic_optimizer = self._parts.lr_scheduler = None
-            self._parts.states = self._parts.stepper = None
-            for param in self.module.parameters():
-                param.grad = None
+            for name in self._collaborators:
+                setattr(self, name, gone)
 
     def __getattr__(self, name: str) -> Any:
         getter = getters.find(name)

@@ -115,3 +115,28 @@ def test_evaluation_before_training(tmp_path):
     second = trainer(model, auto(3))
     second.train()
     assert [*found, *column(second)] == pytest.approx(expected, abs=1e-5)
+
+
+@ranks(2)
+def test_one_trainer_evaluates_then_trains_twice(tmp_path):
+    """Each `train()` begins a new engine and, as the client does under DeepSpeed, a new optimizer."""
+    from transformers import Trainer
+
+    def trainer(model, config=None, **options):
+        made = arguments(tmp_path, deepspeed=config, **options)
+        return Trainer(model=model, args=made, train_dataset=tiny.tokens(), eval_dataset=tiny.tokens(6, seed=5))
+
+    model, expected = tiny.llama(), [trainer(tiny.llama()).evaluate()["eval_loss"]]
+    for _ in range(2):
+        plain = trainer(model)
+        plain.train()
+        expected += [*column(plain), plain.evaluate()["eval_loss"]]
+    assert expected[0] != pytest.approx(expected[5], abs=1e-2)
+    for stage, optimizer in ((3, False), (3, True), (2, False)):
+        made = trainer(tiny.llama(), auto(stage, optimizer=optimizer, stage3_param_persistence_threshold=0))
+        found = [made.evaluate()["eval_loss"]] if stage == 3 else expected[:1]
+        for _ in range(2):
+            made.train()
+            found += [*column(made), made.evaluate()["eval_loss"]]
+        assert type(made.model_wrapped).__name__ == "DeepSpeedEngine"
+        assert found == pytest.approx(expected, abs=1e-5), (stage, optimizer)

@@ -234,6 +234,42 @@ def test_an_engine_may_go_on_after_a_newer_one_is_destroyed():
 
 
 @pytest.mark.parametrize("stage", STAGES)
+@ranks(2)
+def test_a_destroyed_engine_says_so_and_where(tmp_path, stage):
+    engine = build(stage)
+    loss = engine(torch.ones(2, 8)).mean()
+    engine.destroy()
+    engine.destroy()
+    for use in (
+        lambda: engine(torch.ones(2, 8)),
+        lambda: engine.backward(loss),
+        engine.step,
+        engine.zero_grad,
+        engine.module_state_dict,
+        lambda: engine.save_checkpoint(str(tmp_path)),
+        lambda: engine.load_checkpoint(str(tmp_path)),
+        lambda: engine.save_16bit_model(str(tmp_path)),
+    ):
+        with pytest.raises(UsageError, match=r"destroyed at .*test_mistakes\.py:\d+ `engine\.destroy\(\)`"):
+            use()
+    again = build(stage, model=engine)  # as `accelerator.prepare` of what it returned before
+    assert again.module is engine.module
+    train(again)
+    assert again.was_step_applied()
+
+
+@ranks(2)
+def test_a_destroyed_pipeline_says_so_and_where():
+    row = deepspeed.pipe.PipelineModule([nn.Linear(8, 8), nn.Linear(8, 2)], num_stages=2, loss_fn=nn.MSELoss())
+    engine = build(0, model=row)
+    engine.destroy()
+    data = iter([(torch.ones(2, 8), torch.ones(2, 2))] * 2)
+    for use in (engine.train_batch, lambda: engine.eval_batch(data, num_micro_batches=1)):
+        with pytest.raises(UsageError, match=r"destroyed at .*test_mistakes\.py:\d+"):
+            use()
+
+
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_step_without_a_backward_is_none(stage, size):
     ranks(size)(_steps_without_backward)(stage=stage)
