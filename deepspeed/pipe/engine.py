@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.checkpoint.formats.source import Source
 from deepspeed.comm import Pending
 from deepspeed.errors import DeepSpeedConfigError, PipelineError, UsageError
 from deepspeed.events import Phase, PhaseFailed
@@ -261,6 +262,11 @@ class PipelineEngine(DeepSpeedEngine):
         """Take training batches from the beginning of a loader; at its end train_batch() raises StopIteration."""
         self.training_dataloader = loader if self._feed.needed else None
         self._feed.use_loader(loader)
+
+    def _continue_run(self, source: Source, whole: bool) -> None:
+        super()._continue_run(source, whole)
+        if whole:
+            self._feed.reopen()
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Take training batches from an iterator."""

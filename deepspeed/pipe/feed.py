@@ -35,6 +35,11 @@ class Feed:
         """
         self._source, self._iterator, self._again = iterator if self.needed else None, None, again
 
+    def reopen(self) -> None:
+        """Take batches from where the loader was told to continue."""
+        if callable(getattr(self._source, "load_state_dict", None)):
+            self._iterator = None
+
     def take(self, count: int) -> list[Batch]:
         """So many micro-batches, or fewer at the end of the data; nothing where they are not needed."""
         if not self.needed:

@@ -24,6 +24,8 @@ __all__ = [
     "RepeatingLoader",
     "build_dataloader",
     "default_workers",
+    "position_of",
+    "seek",
 ]
 
 ROUTE_TRAIN = "train"
@@ -283,6 +285,15 @@ class RepeatingLoader:
             )
         return batch
 
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the loader that is repeated; empty where that has none."""
+        return dict(position_of(self.loader) or {})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let that loader continue where the state was taken, as far as it can; the next batch is the first of it."""
+        if state and seek(self.loader, state):
+            self.data_iter = None
+
     def _begin(self) -> Iterator[Any]:
         return iter(self.loader if isinstance(self.loader, Iterable) else self.loader())
 
@@ -295,6 +306,20 @@ class RepeatingLoader:
             if isinstance(listener, TakesEpoch):
                 listener.set_epoch(listener.epoch + 1 if isinstance(listener, HasEpoch) else self._passes)
                 return
+
+
+def position_of(loader: Any) -> Any:
+    """Where the next batch of a loader comes from; None for one that cannot tell, such as a plain torch DataLoader."""
+    tell = getattr(loader, "state_dict", None)
+    return tell() if callable(tell) else None
+
+
+def seek(loader: Any, position: Any) -> bool:
+    """Let a loader continue there; False if it cannot."""
+    load = getattr(loader, "load_state_dict", None)
+    if callable(load):
+        load(position)
+    return callable(load)
 
 
 def build_dataloader(

@@ -41,6 +41,7 @@ from deepspeed.config.checkpoint import CheckpointConfig
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import log_dist
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.dataloader import seek
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.plugged import save_files
 from deepspeed.runtime.saving.restoring import Restoring, Wish
@@ -254,8 +255,12 @@ class Checkpoints:
         if own.get("rng"):
             restore_rng(own["rng"])
         data = (own or source.rank_state(0)).get("data")
-        if data and loader is not None:
-            loader.load_state_dict(data)
+        if data and loader is not None and not seek(loader, data):
+            log_dist(
+                f"the checkpoint holds a place in the data, but a {type(loader).__name__} has no load_state_dict: it "
+                "goes on from where it is. Pass training_data to deepspeed.initialize, or a loader that has the method",
+                level=WARNING,
+            )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from deepspeed.config.explain import without_secrets
 from deepspeed.fragments import FlatLayout, Split
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.moments import MomentKeeper, scale_name
+from deepspeed.runtime.dataloader import position_of
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.rng_state import capture
 from deepspeed.runtime.step.scale_names import attributes_of
@@ -172,7 +173,7 @@ def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> Training
         sub_group_size=int(schema.zero_optimization.sub_group_size),
         flat_masters=isinstance(parts.basic_optimizer, FusedAdam),
         lr_scheduler=None if scheduler is None else scheduler(),
-        data=None if run.loader is None else run.loader.state_dict(),
+        data=position_of(run.loader),
         rng=capture(),
         own_buffers={name: module[name] for name in buffers} if run.own_buffers else None,
         client_state=run.client_state,

@@ -8,13 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import deepspeed
 from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.dataloader import RepeatingLoader
 from tests.harness import ranks, store_path
-from tests.pipelines import assert_equal, config, data, loss_of, pipeline, train_pipeline, train_whole
+from tests.pipelines import assert_equal, config, data, loss_of, micro_batch, pipeline, train_pipeline, train_whole
+from tests.told import Told
 
 
 def folder(name: str) -> Path:
@@ -86,6 +89,58 @@ def test_training_goes_on_as_if_it_had_not_stopped():
         assert losses == pytest.approx(expected[2:], abs=1e-6)
         assert_equal(again, end)
         again.destroy()
+
+
+class Counting:
+    """A loader with a state, of which every `iter` goes on from there."""
+
+    def __init__(self, batches):
+        self.batches, self.given = batches, 0
+
+    def __iter__(self):
+        for batch in self.batches[self.given :]:
+            self.given += 1
+            yield batch
+
+    def state_dict(self):
+        return {"given": self.given}
+
+    def load_state_dict(self, state):
+        self.given = state["given"]
+
+
+@ranks(2)
+def test_loaders_of_the_script_with_and_without_a_state():
+    samples = [tuple(part[0] for part in micro_batch(number, 0, 0)) for number in range(24)]
+    stateless = {
+        "plain": lambda _: DataLoader(samples, batch_size=2),
+        "repeated": lambda _: RepeatingLoader(DataLoader(samples, batch_size=2)),
+    }
+    stateful = {
+        "counting": lambda _: Counting(list(DataLoader(samples, batch_size=2))),
+        "shuffled": lambda engine: RepeatingLoader(engine.deepspeed_io(samples)),
+    }
+    for name, make in {**stateless, **stateful}.items():
+        engine, again = (deepspeed.initialize(model=pipeline(2), config=config(2, 1))[0] for _ in "ab")
+        for each in (engine, again):
+            each.set_dataloader(make(each))
+        engine.train_batch()
+        engine.save_checkpoint(str(folder(name)))
+        expected = [float(engine.train_batch()) for _ in range(2)]
+        again.train_batch()  # the place that is loaded counts, not this one
+        again.train_batch()
+        again.load_checkpoint(str(folder(name)))
+        if name in stateful:
+            assert [float(again.train_batch()) for _ in range(2)] == pytest.approx(expected, abs=1e-6), name
+        else:
+            again.train_batch()
+        engine.destroy()
+        again.destroy()
+    with Told() as lines:
+        other = deepspeed.initialize(model=pipeline(2), config=config(2, 1))[0]
+        other.set_dataloader(DataLoader(samples, batch_size=2))
+        other.load_checkpoint(str(folder("counting")))
+    assert ["a DataLoader has no load_state_dict" in line for line in lines] == [True] * (1 - deepspeed.comm.get_rank())
 
 
 @ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 import os
 import signal
@@ -17,8 +16,8 @@ from torch import nn
 import deepspeed
 from deepspeed.comm import failure
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
-from deepspeed.log import logger, warn_once
 from tests.harness import ranks
+from tests.told import Told
 
 STAGES = [0, 1, 2, 3]
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
@@ -61,25 +60,6 @@ def test_inputs_of_another_dtype():
             engine(torch.ones(2, 8, dtype=torch.long))  # no cast makes an embedding of it
         assert "cast inputs" not in str(caught.value)
         engine.destroy()
-
-
-class Told(logging.Handler):
-    """What the library says meanwhile on this rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-        warn_once.cache_clear()
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-    def __enter__(self):
-        logger.addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_):
-        logger.removeHandler(self)
 
 
 def said(lines, *words):
