@@ -222,6 +222,7 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
             request.training_data,
             batch_size=parts.config.train_micro_batch_size_per_gpu,
             collate_fn=request.collate_fn,
+            shuffle=not isinstance(parts.module, PipelineModule),  # as DeepSpeed: data may be grouped, by length say
         )
         if states is not None and states.deferral is not None and hasattr(request.training_data, "__len__"):
             states.deferral.rhythm.know_epoch(len(parts.training_dataloader) // parts.accumulation.steps)

@@ -337,6 +337,7 @@ def build_dataloader(
     seed: int = 0,
     tput_timer: Any = None,
     shard_iterable: bool = True,
+    shuffle: bool = True,
 ) -> DeepSpeedDataLoader:
     """What `engine.deepspeed_io` returns; only the route `train` shuffles and drives the throughput timer."""
     routes = (ROUTE_TRAIN, ROUTE_EVAL, ROUTE_PREDICT)
@@ -354,7 +355,7 @@ def build_dataloader(
         data_parallel_world_size=data_parallel_size,
         data_parallel_rank=data_parallel_rank,
         dataloader_drop_last=drop_last,
-        shuffle=route == ROUTE_TRAIN,
+        shuffle=shuffle and route == ROUTE_TRAIN,
         seed=seed,
         shard_iterable=shard_iterable,
     )

@@ -149,6 +149,19 @@ def test_a_loader_of_the_engine_gives_both_ends_the_same_samples():
     assert losses[-1] < losses[0]
 
 
+@ranks(2)
+def test_training_data_keeps_its_order():
+    """Samples are grouped by their length, so that another order could not be stacked."""
+    lengths = [length for length in (2, 5, 3, 4) for _ in range(2)]
+    rows = [tuple(torch.full((length,), number) for _ in "ab") for number, length in enumerate(lengths)]
+    seen = []
+    engine, *_ = deepspeed.initialize(model=pipeline(2, dynamic_shape=True), config=config(2), training_data=rows)
+    engine.set_batch_fn(lambda batch: (seen.append(batch[0][:, 0].tolist()), batch)[1])
+    for _ in range(4):  # two epochs
+        engine.train_batch()
+    assert seen == [[0, 1], [2, 3], [4, 5], [6, 7]] * 2
+
+
 @ranks(3)
 def test_a_failing_stage_is_named_on_every_rank_and_the_next_batch_trains():
     expected, end = train_whole(2, 1, 3)
