@@ -125,7 +125,8 @@ class DeepSpeedZeroConfig(Section):
     gather_16bit_weights_on_model_save: bool = Field(
         False,
         alias="stage3_gather_16bit_weights_on_model_save",
-        description="Whether whole 16-bit weights are gathered when the model is saved (stage 3).",
+        description="Whether clients may gather whole 16-bit weights to save the model; `save_16bit_model` does "
+        "so unless this is set to false, which makes it an error (stage 3).",
     )
     module_granularity_threshold: Whole = Field(
         0,

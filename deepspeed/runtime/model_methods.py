@@ -11,8 +11,7 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.config.offload import OffloadStateTypeEnum as Kind
-from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
-from deepspeed.log import logger
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError, DeepSpeedError, UsageError
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.model_state import collect, gather_experts, join_slices, load, load_by, write_model
 from deepspeed.tensor_parallel import cut_state
@@ -134,15 +133,17 @@ class ModelMethods:
         """Rank 0 writes the whole model in its own dtype; a name that ends in .safetensors gives that format.
 
         With `max_shard_size`, such as "5GB", it is several files with an index as Transformers reads them. At stage 3
-        the config must allow it (`stage3_gather_16bit_weights_on_model_save`); otherwise False and nothing is written.
+        it is an error where the config says `stage3_gather_16bit_weights_on_model_save` false.
         """
         zero = self._parts.config.schema.zero_optimization
-        if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
-            logger.warning(
-                "save_16bit_model() wrote nothing: at stage 3 it gathers the whole model on rank 0, which needs "
-                "zero_optimization.stage3_gather_16bit_weights_on_model_save true"
+        given = "gather_16bit_weights_on_model_save" in zero.model_fields_set
+        if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save and given:
+            raise DeepSpeedConfigError(
+                "save_16bit_model() gathers the whole model on rank 0, which the config forbids by "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save false. Remove the key or set it to true, "
+                "or call save_checkpoint(), whose files zero_to_fp32.py joins",
+                path="zero_optimization.stage3_gather_16bit_weights_on_model_save",
             )
-            return False
         state = self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
         trouble: list[Any] = [None]
         if state is not None:

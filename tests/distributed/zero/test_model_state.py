@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.shard import shards_of
@@ -246,10 +247,15 @@ def read_safetensors(path):
 
 
 @ranks(1, 2)
-def test_stage_3_must_be_allowed_to_gather(tmp_path):
+def test_stage_3_writes_unless_it_is_forbidden_to_gather(tmp_path):
     engine = build(3)
-    assert engine.save_16bit_model(str(tmp_path)) is False
-    assert not list(tmp_path.iterdir())
+    assert engine.save_16bit_model(str(tmp_path)) is True
+    assert (tmp_path / "pytorch_model.bin").exists()
+    engine.destroy()
+    engine = build(3, stage3_gather_16bit_weights_on_model_save=False)
+    with pytest.raises(DeepSpeedConfigError, match=r"zero_optimization\.stage3_gather_16bit_weights_on_model_save"):
+        engine.save_16bit_model(str(tmp_path), "other.bin")
+    assert not (tmp_path / "other.bin").exists()
     engine.destroy()
 
 
