@@ -170,7 +170,7 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         self._parts.accumulation.micro_steps = value
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """True if this micro step ends with an optimizer step."""
+        """True if the coming call of `step` takes an optimizer step; after the call it is about the next micro step."""
         return self._parts.accumulation.at_boundary
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:

@@ -15,8 +15,9 @@ from deepspeed.config.__main__ import main as look_at_config
 from tests import harness
 from tests.clients.server import SERVER as CLIENT_SERVER
 from tests.docs.pages import PAGES, PROGRAMS, blocks, inline, of_language, prose
-from tests.docs.scene import namespace, prepare_folder
+from tests.docs.scene import CONFIG, namespace, prepare_folder
 from tests.harness import ROOT, ranks
+from tests.told import Told
 
 PRETENDED = re.compile(r"on (\d+) pretended ranks")
 BATCH = {"train_batch_size": 4}
@@ -54,6 +55,19 @@ def test_python_on_pretended_ranks(block):
     os.environ |= {"WORLD_SIZE": world, "LOCAL_SIZE": "8"}
     torch.distributed.init_process_group("fake", rank=0, world_size=int(world), store=FakeStore())
     run(block, {})
+
+
+@ranks(2)
+def test_the_elastic_loop_saves_between_accumulations(tmp_path):
+    prepare_folder(Path(tmp_path))
+    names = namespace()
+    Path("ds_config.json").write_text(json.dumps({**CONFIG, "gradient_accumulation_steps": 2}))
+    (loop,) = (block for block in of_language("python") if block.page == "docs/elastic.md" and "while" in block.text)
+    with Told() as lines:
+        run(loop, names)
+    assert [line for line in lines if "micro steps after the last optimizer step" in line] == []
+    assert names["engine"].micro_steps == 2 * names["engine"].global_steps >= 200
+    assert sorted(each.name for each in Path("checkpoints").glob("global_step*"))[0] == "global_step100"
 
 
 def check(config, folder, capsys):
