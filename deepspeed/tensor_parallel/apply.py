@@ -16,7 +16,6 @@ from deepspeed.parallel.cut import cut_of
 from deepspeed.parallel.regions import Peers
 from deepspeed.tensor_parallel.attention import tell_share
 from deepspeed.tensor_parallel.changes import Change
-from deepspeed.tensor_parallel.draws import Draws, drops
 from deepspeed.tensor_parallel.layers import (
     ColumnParallel,
     ExpertsParallel,
@@ -54,11 +53,8 @@ def apply(plan: Plan, axis: Peers, opened: Opened, *, overlap: bool = False) -> 
         with opened(change.module.parameters(recurse=False)):
             _cut(change, axis, cut)
         _convert(change, axis, entrance, gate)
-    draws = Draws(axis)
     for attention in plan.attention:
         tell_share(attention, plan.ranks, axis.rank)
-        if drops(attention.module):
-            _draw_apart(attention.module, plan, draws)
 
 
 def splits_of(model: nn.Module) -> dict[str, Split]:
@@ -139,16 +135,6 @@ class _SumOfCopies:
 
     def __deepcopy__(self, _: Any) -> _SumOfCopies:
         return self
-
-
-def _draw_apart(module: nn.Module, plan: Plan, draws: Draws) -> None:
-    """Let an attention draw numbers of this rank's own, until its last projection or its end."""
-    module.register_forward_pre_hook(draws.begin)
-    module.register_forward_hook(draws.end, always_call=True)
-    inside = {id(child) for child in module.modules()}
-    for change in plan.changes:
-        if change.kind is Kind.ROW and id(change.module) in inside:
-            change.module.register_forward_pre_hook(draws.end)
 
 
 def _named_splits(model: nn.Module) -> Iterator[tuple[str, Split]]:

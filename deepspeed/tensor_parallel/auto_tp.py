@@ -16,6 +16,7 @@ from deepspeed.errors import UsageError
 from deepspeed.parallel.regions import Members, Peers
 from deepspeed.tensor_parallel.apply import apply, sum_gradient
 from deepspeed.tensor_parallel.build import find_rules
+from deepspeed.tensor_parallel.draws import draw_apart
 from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.model_init import set_autotp_mode
 from deepspeed.tensor_parallel.modules.linear import LinearAllreduce, LinearLayer
@@ -181,6 +182,7 @@ class AutoTP:
         made = plan(self.module, self._rules(), self.mp_size, grain=self.grain, split_head=self.split_head)
         require_split(made, type(self.module).__name__)
         apply(made, self._peers(), lambda _: nullcontext())
+        draw_apart(self.module, self._peers())
         return self.module
 
     def _replace_module(self, r_module: nn.Module, prev_name: str = "", prev_class_name: str = "") -> nn.Module:

@@ -17,7 +17,7 @@ from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.tensor_parallel.apply import Opened, apply, counted_elsewhere
 from deepspeed.tensor_parallel.dividing import Entrances, divide_sequences
-from deepspeed.tensor_parallel.draws import same_generators
+from deepspeed.tensor_parallel.draws import draw_apart, same_generators
 from deepspeed.tensor_parallel.hf_plan import model_plan, of_plan
 from deepspeed.tensor_parallel.inputs import InputCheck
 from deepspeed.tensor_parallel.layers import share_of
@@ -90,6 +90,7 @@ def split_model(
             pass  # what stays whole on all of these ranks lies on other ranks, too, from now on
     entrances = divide_sequences(model, made, axis, piece) if section.sequence_parallel else None
     same_generators(axis)
+    draw_apart(model, axis, entrances.blocks if entrances is not None else ())
     owner = model if piece is None else piece.owner
     logits = split_logits(owner, made) if section.vocab_parallel_lm_head and made.heads else None
     tile_loss = None if logits is None or piece is not None else logits.attach()

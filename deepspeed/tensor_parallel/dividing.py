@@ -29,6 +29,8 @@ class Entrances:
     def __init__(self, sequence: Sequence) -> None:
         self._sequence = sequence
         self._hooks: dict[int, RemovableHandle] = {}
+        self.blocks: list[nn.Module] = []
+        """Modules inside of which hidden states are split."""
 
     def put(self, container: nn.Module) -> None:
         """Let a module that holds a split region get the whole sequence."""
@@ -59,6 +61,7 @@ def divide_sequences(model: nn.Module, plan: Plan, axis: AxisGroup, piece: Piece
     if piece is not None and not piece.blocks and not parts:
         return entrances
     owner, blocks = _blocks(model, plan, parts)
+    entrances.blocks = blocks
     for path, layers in parts.items():
         entrances.put(model.get_submodule(path))
         for change in layers:

@@ -1,13 +1,14 @@
-"""Random numbers of ranks that share layers: the same where they compute the same, different ones for their own heads.
+"""Random numbers of ranks that share layers: equal for what all of them hold, different for what is split.
 
-[Note: numbers of a rank's own] Inside an attention that drops some of its scores each rank draws for its own heads. The
-seed comes from one number of the generator that all ranks have alike, so that a recomputation, which rewinds that
-generator, draws the same again, and nothing has to be kept or saved.
+[Note: numbers of a rank's own] From the outputs of a layer that is split by columns to the layer that is split by rows
+each rank draws from a random state of its own, and afterwards the shared state goes on where it was: what ranks drew in
+between may be of different sizes. The seed comes from one number of the shared state, so that a recomputation, which
+rewinds that state, draws the same again, and nothing has to be kept or saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,45 +19,52 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.regions import Peers
+from deepspeed.tensor_parallel.layers import ColumnParallel, RowParallel
 
-__all__ = ["Draws", "drops", "numbers_of_its_own", "same_generators"]
+__all__ = ["Draws", "draw_apart", "numbers_of_its_own", "same_generators"]
 
 _APART = 0x9E3779B97F4A7C15  # odd, so that the seeds of ranks differ
 
 
 class Draws:
-    """Puts a state of this rank's own into the generators, from the begin of an attention to its last projection."""
+    """Puts a random state of this rank's own into the generators, and the shared one back."""
 
     def __init__(self, axis: Peers) -> None:
         self._rank = axis.rank
-        self._surrounding: tuple[Tensor, Tensor | None] | None = None
+        self._seed: int | None = None
+        self._shared: tuple[Tensor, Tensor | None] | None = None
 
     def __deepcopy__(self, _: Any) -> Draws:
         return self
 
     def begin(self, module: nn.Module, *_: Any) -> None:
-        """As a pre-hook of an attention module."""
+        """What comes now is split; also as a hook."""
         if module.training:
             self.apart()
 
     def apart(self) -> None:
         """From now on numbers are those of this rank."""
-        if self._surrounding is not None:
+        if self._is_apart():
             return
         seed = int(torch.randint(2**62, (), device="cpu"))
         accelerator = get_accelerator()
         on_device = accelerator.device_name() != "cpu"
-        self._surrounding = torch.get_rng_state(), accelerator.get_rng_state() if on_device else None
-        torch.manual_seed((seed + self._rank * _APART) % 2**63)
+        self._shared = torch.get_rng_state(), accelerator.get_rng_state() if on_device else None
+        self._seed = (seed + self._rank * _APART) % 2**63
+        torch.manual_seed(self._seed)
 
     def end(self, *_: Any) -> None:
-        """What comes now is computed by all ranks alike; also as a hook behind the module."""
-        if self._surrounding is None:
-            return
-        (host, device), self._surrounding = self._surrounding, None
-        torch.set_rng_state(host)
-        if device is not None:
-            get_accelerator().set_rng_state(device)
+        """What comes now is computed by all ranks alike; also as a hook."""
+        if self._is_apart() and self._shared is not None:
+            host, device = self._shared
+            torch.set_rng_state(host)
+            if device is not None:
+                get_accelerator().set_rng_state(device)
+        self._seed = self._shared = None
+
+    def _is_apart(self) -> bool:
+        """By the generator itself: a recomputation that stops between two split layers puts the shared state back."""
+        return self._seed is not None and torch.initial_seed() == self._seed
 
 
 @contextmanager
@@ -71,11 +79,44 @@ def numbers_of_its_own(axis: Peers) -> Iterator[None]:
         draws.end()
 
 
-def drops(module: nn.Module) -> bool:
-    """Whether an attention module drops scores in training."""
-    names = ("attention_dropout", "attn_dropout", "dropout", "dropout_prob", "dropout_p")
-    values = [getattr(module, name, 0.0) for name in names]
-    rates = [value.p if isinstance(value, nn.Dropout) else value for value in values]
+def draw_apart(model: nn.Module, axis: Peers, blocks: Sequence[nn.Module] = ()) -> None:
+    """Let each rank draw its own numbers for activations that are split: between split layers, or in all of `blocks`.
+
+    A model without dropout stays as it is.
+    """
+    if not any(map(_drops, model.modules())):
+        return
+    draws = Draws(axis)
+    for block in blocks:
+        block.register_forward_pre_hook(draws.begin)
+        block.register_forward_hook(draws.end, always_call=True)
+    for outer, layer in () if blocks else _with_adapters(model):
+        # An adapter drops what its layer reads: it is whole before a column layer, and split before a row layer.
+        if isinstance(layer, ColumnParallel) and not layer.share.gather_output:
+            outer.register_forward_pre_hook(draws.end)
+            outer.register_forward_hook(draws.begin)
+        elif isinstance(layer, RowParallel):
+            outer.register_forward_hook(draws.end, always_call=True)
+    model.register_forward_hook(draws.end, always_call=True)  # a forward that fails leaves no state of a rank's own
+
+
+def _with_adapters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(layer with its adapters, layer itself) of all modules that are no part of an adapter."""
+    inner: set[int] = set()
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module):
+            inner.update(map(id, module.modules()))
+            yield module, base
+        elif id(module) not in inner:
+            yield module, module
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module may drop something in training: it is a dropout, or it or its config has a rate."""
+    own = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+    held = (*vars(module).items(), *getattr(getattr(module, "config", None), "__dict__", {}).items())
+    rates = [own, *(value for name, value in held if "drop" in name)]
     return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 

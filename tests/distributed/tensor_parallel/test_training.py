@@ -102,44 +102,6 @@ def test_a_pass_between_forward_and_backward_changes_nothing():
 
 
 @ranks(2, timeout=300)
-def test_dropout():
-    """Equal where ranks compute the same, different for their own heads, and the same again in a recomputation."""
-    torch.manual_seed(dist.get_rank())  # a script that seeds every rank differently
-    config = hf.LlamaConfig(
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=48,
-        vocab_size=50,
-        attention_dropout=0.5,
-    )
-    torch.manual_seed(0)
-    model = hf.LlamaForCausalLM(config).train()
-    torch.manual_seed(dist.get_rank())
-    engine = start(model, 2)
-    states = {"inside": [], "outside": []}
-    layer = model.model.layers[0]
-    layer.self_attn.q_proj.register_forward_pre_hook(lambda *_: states["inside"].append(torch.get_rng_state()))
-    layer.mlp.register_forward_pre_hook(lambda *_: states["outside"].append(torch.get_rng_state()))
-    state = torch.get_rng_state()
-    losses = [engine(input_ids=tokens(), labels=tokens()).loss for _ in range(2)]
-    both = [torch.zeros_like(losses[0]) for _ in range(2)]
-    dist.all_gather(both, losses[0].detach())
-    assert torch.equal(*both), "what is whole is the same on both ranks"
-    assert not torch.equal(losses[0], losses[1])
-    torch.set_rng_state(state)
-    first = torch.autograd.grad(losses[0], [model.model.norm.weight], retain_graph=True)[0]
-    model.gradient_checkpointing_enable()
-    again = engine(input_ids=tokens(), labels=tokens()).loss
-    assert torch.equal(again, losses[0])
-    assert torch.allclose(torch.autograd.grad(again, [model.model.norm.weight])[0], first, atol=1e-6)
-    for place, values in states.items():
-        found = [torch.zeros_like(values[0]) for _ in range(2)]
-        dist.all_gather(found, values[0])
-        assert torch.equal(*found) == (place == "outside")
-
-
-@ranks(2, timeout=300)
 def test_16_bits():
     for stage, precision in [(2, {"bf16": {"enabled": True}}), (3, {"fp16": {"enabled": True, "loss_scale": 64.0}})]:
         model, plain = make("llama")
