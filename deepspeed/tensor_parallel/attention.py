@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
-from deepspeed.tensor_parallel.fused_weights import codegen_rows
 from deepspeed.tensor_parallel.heads import Heads
 from deepspeed.tensor_parallel.rules import plain_path
 
@@ -78,7 +77,7 @@ class Attention:
     def _codegen(self, leaf: str, ranks: int) -> list[list[tuple[int, int]]]:
         heads = self.heads
         try:
-            return codegen_rows(3 * heads.query * heads.dim, ranks, heads.query)
+            return _codegen_rows(3 * heads.query * heads.dim, ranks, heads.query)
         except UsageError as error:
             raise UsageError(f"tensor_parallel: {self.path}.{leaf}: {error}") from None
 
@@ -202,3 +201,23 @@ def _too_few(path: str, what: str, count: int, ranks: int) -> str:
         f"it cannot be split. Use tensor_parallel.autotp_size of at most {count}, or a rule with partition_type skip "
         "for it and the layer behind it"
     )
+
+
+def _codegen_rows(rows: int, ranks: int, heads: int, runs: int = 4) -> list[list[tuple[int, int]]]:
+    """Where a rank's queries, values and keys lie in the runs of CodeGen's weight, in the order of its own runs."""
+    if heads % (runs * ranks) or rows % (3 * heads):
+        raise UsageError(
+            f"{rows} rows (dim 0) of {heads} heads in {runs} runs do not divide by {ranks} ranks; expected a number of "
+            f"heads that {runs * ranks} divides"
+        )
+    dim, in_run, own = rows // (3 * heads), heads // runs, heads // runs // ranks
+    cuts: list[list[tuple[int, int]]] = []
+    for run in range(runs):
+        for part in range(3):
+            cut = []
+            for rank in range(ranks):
+                at, inside = divmod(rank * heads // ranks + run * own, in_run)
+                start = ((at * 3 + part) * in_run + inside) * dim
+                cut.append((start, start + own * dim))
+            cuts.append(cut)
+    return cuts

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,16 +19,10 @@ from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.process_groups import ranks_of
 
 __all__ = [
-    "AUTOTP_MODE",
-    "TpTrainingManager",
     "asked_size",
     "check_asked",
-    "configure_tensor_parallel_runtime",
-    "get_auto_tp_mode",
     "is_autotp_training_mode",
-    "overlaps",
     "set_autotp_mode",
-    "stay_on_host",
     "tp_model_init",
     "with_asked",
 ]
@@ -43,15 +36,8 @@ class _Asked:
 
 
 _asked: WeakKeyDictionary[nn.Module, _Asked] = WeakKeyDictionary()
-_mode = {"training": True, "overlap": False, "on_host": False}
+_mode = {"training": True}
 """A dict, so that a function can change it without `global`."""
-
-
-class AUTOTP_MODE(Enum):
-    """What layers are split for."""
-
-    TRAINING = "TRAINING"
-    INFERENCE = "INFERENCE"
 
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -85,14 +71,6 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
     return model
 
 
-class TpTrainingManager:
-    """`tp_model_init` as an object: `module` is the model, which `deepspeed.initialize` splits."""
-
-    def __init__(self, model: nn.Module, tp_size: int, dtype: torch.dtype) -> None:
-        self.module = tp_model_init(model, tp_size, dtype)
-        self.tp_size, self.dtype = tp_size, dtype
-
-
 def set_autotp_mode(training: bool = False) -> None:
     """Remember whether layers are split for training or inference; a split layer serves both and does not ask."""
     _mode["training"] = bool(training)
@@ -101,28 +79,6 @@ def set_autotp_mode(training: bool = False) -> None:
 def is_autotp_training_mode() -> bool:
     """What `set_autotp_mode` was told last; training at first."""
     return _mode["training"]
-
-
-def get_auto_tp_mode() -> AUTOTP_MODE:
-    """The same as a member of the published enum."""
-    return AUTOTP_MODE.TRAINING if is_autotp_training_mode() else AUTOTP_MODE.INFERENCE
-
-
-def configure_tensor_parallel_runtime(config: Any) -> None:
-    """Let layers that are made from now on follow `config.tp_overlap_comm`: sums over ranks beside products."""
-    _mode["overlap"] = bool(config.tp_overlap_comm)
-
-
-def overlaps() -> bool:
-    """What `configure_tensor_parallel_runtime` was told last."""
-    return _mode["overlap"]
-
-
-def stay_on_host(value: bool | None = None) -> bool:
-    """Whether layers that are made from now on stay where their parameters are; set where a value is given."""
-    if value is not None:
-        _mode["on_host"] = bool(value)
-    return _mode["on_host"]
 
 
 def with_asked(model: nn.Module, source: Any) -> Any:

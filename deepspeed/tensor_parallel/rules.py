@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -68,9 +68,6 @@ class Rules:
 
     def find(self, name: str, model_type: str | None) -> Rule | None:
         return next((rule for rule in self.rules if rule.matches(name, model_type)), None)
-
-    def all_for(self, name: str, model_type: str | None) -> Iterable[Rule]:
-        return (rule for rule in self.rules if rule.matches(name, model_type))
 
 
 def plain_path(path: str) -> str:

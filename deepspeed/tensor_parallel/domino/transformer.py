@@ -43,7 +43,6 @@ __all__ = [
     "DominoModule",
     "DominoTransformer",
     "DominoTransformerLayer",
-    "DominoUtil",
     "LayerType",
     "ModelType",
     "NoOper",
@@ -66,13 +65,6 @@ class ModelType(Enum):
 
     encoder_or_decoder = 1
     encoder_and_decoder = 2
-
-
-class DominoUtil:
-    """What the halves of a batch are called."""
-
-    BATCH_0 = "BATCH0"
-    BATCH_1 = "BATCH1"
 
 
 class bias_dropout_add(nn.Module):

@@ -17,12 +17,10 @@ from deepspeed.fragments import Split
 from deepspeed.parallel.regions import Members, Peers
 from deepspeed.tensor_parallel.gathering import whole_of
 from deepspeed.tensor_parallel.layers import Share
-from deepspeed.tensor_parallel.model_init import is_autotp_training_mode, overlaps, stay_on_host
-from deepspeed.tensor_parallel.overlap import Gate
 from deepspeed.tensor_parallel.regions import Entrance
 from deepspeed.tensor_parallel.shard_sizes import AutoTPMeta, get_shard_size_list
 
-__all__ = ["TensorParallel_Layer", "intervals"]
+__all__ = ["TensorParallel_Layer"]
 
 
 class _Alone:
@@ -55,11 +53,6 @@ class TensorParallel_Layer(nn.Module, ABC):
         self.name: str | None = kwargs.get("name")
         self.tp_meta: AutoTPMeta = kwargs.get("tp_meta") or AutoTPMeta()
 
-    @classmethod
-    def set_keep_module_on_host(cls, value: bool) -> None:
-        """Whether layers that are made from now on stay where their parameters are."""
-        stay_on_host(value)
-
     @abstractmethod
     def forward(self, input: Tensor) -> Tensor:
         """What the whole layer computes, or this rank's part of it."""
@@ -87,23 +80,13 @@ class TensorParallel_Layer(nn.Module, ABC):
         marked.tensor_model_parallel = marked.ds_is_replaced_module = True
         marked.gather_params, marked._tp_partition = self.gather_params, self._tp_partition
 
-    def config_requires_grad(self, weight: Tensor | None) -> None:
-        """A parameter is trained where layers are split for training."""
-        if weight is not None:
-            weight.requires_grad_(self.is_training_mode())
-
-    def is_training_mode(self) -> bool:
-        """What `set_autotp_mode` was told last."""
-        return is_autotp_training_mode()
-
     def move(self, tensor: Tensor) -> Tensor:
-        """On the device, unless layers are to stay on the host."""
-        return tensor if stay_on_host() else tensor.to(get_accelerator().current_device_name())
+        """On the device."""
+        return tensor.to(get_accelerator().current_device_name())
 
     def _hold(self, module: nn.Module, splits: dict[str, Split], sizes: Sequence[int], **options: Any) -> None:
         """Take over weight and bias, cut as `splits` says; what is not in it stays whole."""
-        gate = Gate(self.peers) if overlaps() and self.tp_world_size > 1 else None
-        self.share = Share(self.peers, splits, tuple(sizes), Entrance(self.peers), gate=gate, **options)
+        self.share = Share(self.peers, splits, tuple(sizes), Entrance(self.peers), **options)
         for name in ("weight", "bias"):
             param = getattr(module, name, None)
             self.register_parameter(name, param)
@@ -117,9 +100,5 @@ class TensorParallel_Layer(nn.Module, ABC):
         return [(param, known[id(param)]) for param in params if param is not None and id(param) in known]
 
     def _cuts(self, total: int) -> list[tuple[int, int]]:
-        return intervals(get_shard_size_list(total, self.tp_world_size, self.tp_meta, self.name))
-
-
-def intervals(sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Where parts of these sizes lie that come one after the other."""
-    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
+        sizes = get_shard_size_list(total, self.tp_world_size, self.tp_meta, self.name)
+        return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
