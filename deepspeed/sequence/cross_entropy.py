@@ -16,23 +16,16 @@ from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.parallel.regions import Members, between, joined, leave, own, summed_part
 from deepspeed.parallel.split_vocabulary import split_cross_entropy
-from deepspeed.sequence.labels import shifted
 
 __all__ = [
-    "Columns",
-    "VocabParallelCausalLMLoss",
     "VocabParallelCrossEntropyLoss",
-    "configure_vocab_parallel_loss",
-    "over_tokens",
-    "sum_of_all",
-    "validate_vocab_parallel_loss",
     "vocab_parallel_cross_entropy",
     "vocab_sequence_parallel_cross_entropy",
 ]
 
 
 @dataclass(frozen=True)
-class Columns:
+class _Columns:
     """Which tokens of the vocabulary a rank's logits are for: [start, stop), of `size` in all."""
 
     start: int
@@ -42,7 +35,7 @@ class Columns:
     @classmethod
     def of(
         cls, width: int, group: ProcessGroup | None, start: int | None, stop: int | None, size: int | None
-    ) -> Columns:
+    ) -> _Columns:
         """As they were given; equal parts in the order of ranks where nothing is."""
         if (start is None) != (stop is None):
             raise UsageError(f"vocab_start_index is {start} and vocab_end_index is {stop}; give both of them or none.")
@@ -103,13 +96,13 @@ def vocab_parallel_cross_entropy(
     """
     _check(reduction, gather_sequence_loss, backend)
     width = vocab_parallel_logits.shape[-1]
-    columns = Columns.of(width, tp_group, vocab_start_index, vocab_end_index, global_vocab_size)
+    columns = _Columns.of(width, tp_group, vocab_start_index, vocab_end_index, global_vocab_size)
     columns.check(target, ignore_index)
     logits = columns.masked(vocab_parallel_logits)
     losses = split_cross_entropy(logits, target, columns.start, tp_group, ignore_index)
     if reduction == "none":
         return _gathered(losses, sp_group, sums=True) if gather_sequence_loss and sp_group is not None else losses
-    return over_tokens(losses, target != ignore_index, sp_group, mean=reduction == "mean")
+    return _over_tokens(losses, target != ignore_index, sp_group, mean=reduction == "mean")
 
 
 def vocab_sequence_parallel_cross_entropy(
@@ -177,87 +170,12 @@ class VocabParallelCrossEntropyLoss(nn.Module):
         )
 
 
-class VocabParallelCausalLMLoss:
-    """The loss of a causal model of Transformers, in the place of its `loss_function`, over split logits."""
-
-    def __init__(
-        self,
-        tp_group: ProcessGroup | None = None,
-        sp_group: ProcessGroup | None = None,
-        vocab_start_index: int | None = None,
-        vocab_end_index: int | None = None,
-        ignore_index: int = -100,
-        backend: str = "torch",
-    ) -> None:
-        self.ignore_index = ignore_index
-        self.loss = VocabParallelCrossEntropyLoss(
-            tp_group, sp_group, vocab_start_index, vocab_end_index, ignore_index, "mean", False, backend
-        )
-
-    def __call__(
-        self,
-        logits: Tensor,
-        labels: Tensor | None = None,
-        vocab_size: int | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: Any = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        """The mean over labelled tokens, or the sum over them divided by `num_items_in_batch`."""
-        if shift_labels is None:
-            if labels is None:
-                raise UsageError("the loss of a causal language model needs labels or shift_labels; both are None.")
-            shift_labels = shifted(labels, self.ignore_index)
-        target = shift_labels.to(logits.device)
-        if num_items_in_batch is None:
-            return self.loss(logits, target)  # type: ignore[no-any-return]
-        total = vocab_parallel_cross_entropy(logits, target, reduction="sum", **self.loss.options)
-        return total / torch.as_tensor(num_items_in_batch, device=total.device)
-
-
-def validate_vocab_parallel_loss(model: nn.Module) -> None:
-    """Raise where a model has no `loss_function` that could be another one, as models of Transformers have."""
-    if getattr(model, "loss_function", None) is None:
-        raise UsageError(
-            f"{type(model).__name__} has no loss_function that could take logits of a split vocabulary. Gather its "
-            "logits (LinearLayer with gather_output=True), or give it one"
-        )
-
-
-def configure_vocab_parallel_loss(
-    model: nn.Module,
-    vocab_parallel_head: Any,
-    sp_group: ProcessGroup | None = None,
-    ignore_index: int = -100,
-    backend: str = "torch",
-) -> nn.Module:
-    """Let a causal model's loss take the logits of a head that is split by vocabulary; returns the model."""
-    validate_vocab_parallel_loss(model)
-    missing = [
-        name for name in ("mp_group", "vocab_start_index", "vocab_end_index") if not hasattr(vocab_parallel_head, name)
-    ]
-    if missing:
-        raise UsageError(
-            f"the head is a {type(vocab_parallel_head).__name__} without {', '.join(missing)}; expected a "
-            "VocabParallelLinear"
-        )
-    first, last = vocab_parallel_head.vocab_start_index, vocab_parallel_head.vocab_end_index
-    loss = VocabParallelCausalLMLoss(vocab_parallel_head.mp_group, sp_group, first, last, ignore_index, backend)
-    model.loss_function = loss  # type: ignore[assignment]
-    return model
-
-
-def over_tokens(losses: Tensor, counted: Tensor, group: ProcessGroup | None, *, mean: bool) -> Tensor:
+def _over_tokens(losses: Tensor, counted: Tensor, group: ProcessGroup | None, *, mean: bool) -> Tensor:
     """The sum of losses over the tokens of all ranks, or their mean over those that are `counted`."""
     totals = torch.stack([losses.sum(), counted.sum().to(losses.dtype)])
     if group is not None:
-        totals = sum_of_all(totals, group)
+        totals = leave(totals, Members(group))  # the gradient is that of this rank's summand alone
     return totals[0] / totals[1] if mean else totals[0]
-
-
-def sum_of_all(values: Tensor, group: ProcessGroup) -> Tensor:
-    """The sum over ranks; the gradient is that of this rank's summand alone."""
-    return leave(values, Members(group))
 
 
 def _gathered(losses: Tensor, group: ProcessGroup, *, sums: bool) -> Tensor:

@@ -17,9 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
 from deepspeed.errors import UsageError
-from deepspeed.sequence import blocks
 from deepspeed.sequence.chunked import ChunkedAttention
-from deepspeed.sequence.chunks import SequenceChunk
 from deepspeed.sequence.exchange import gather_heads, of_all_ranks, scatter_queries_keys_values
 from deepspeed.sequence.heads import head_plan
 from deepspeed.sequence.joined import joined
@@ -30,11 +28,6 @@ __all__ = [
     "FPDT_Attention",
     "FPDT_InputConstruct",
     "FPDT_LogitsLoss",
-    "SequenceChunk",
-    "apply_rotary_pos_emb_backward",
-    "bias_gelu",
-    "bias_gelu_back",
-    "update_out_and_lse",
 ]
 
 
@@ -151,7 +144,7 @@ class FPDT_FFN:
         """(output, bias) of [length, batch, hidden]: the second bias is added with `add_bias`, else beside it."""
 
         def inside(part: Tensor) -> Tensor:
-            return F.linear(bias_gelu(F.linear(part, w1, b1)), w2, b2 if add_bias else None)
+            return F.linear(F.gelu(F.linear(part, w1, b1), approximate="tanh"), w2, b2 if add_bias else None)
 
         parts = (checkpoint(inside, part, use_reentrant=False) for part in x.split(max(1, chunk_size)))
         return joined(parts, x.shape[0]), None if add_bias else b2
@@ -233,46 +226,6 @@ class FPDT_InputConstruct(nn.Module):
         """[batch, ranks, tokens of each] of [batch, length]."""
         pieces: Tensor = whole.unflatten(1, (-1, self.sp_size, self.chunk_size))
         return pieces.transpose(1, 2).flatten(2)
-
-
-def update_out_and_lse(
-    out: Tensor | None, lse: Tensor | None, block_out: Tensor, block_lse: Tensor, slice_: Any = None
-) -> tuple[Tensor, Tensor]:
-    """Merge a block's attention into what is known: out [batch, length, heads, width], lse [batch, length, heads, 1].
-
-    `block_lse` is [batch, heads, length]; `slice_` names the rows that the block is about.
-    """
-    new_out, new_lse = block_out.float(), block_lse.transpose(-2, -1).unsqueeze(-1)
-    if out is None or lse is None:
-        if slice_ is not None:
-            raise UsageError("the first block of update_out_and_lse is about all rows; leave slice_ out.")
-        return new_out, new_lse
-    rows = (slice(None),) if slice_ is None else slice_
-    merged, total = blocks.merge(out[rows], lse[rows].squeeze(-1), new_out, new_lse.squeeze(-1))
-    if slice_ is None:
-        return merged, total.unsqueeze(-1)
-    out[rows], lse[rows] = merged, total.unsqueeze(-1)
-    return out, lse
-
-
-def apply_rotary_pos_emb_backward(grad_output: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
-    """The gradient of what `apply_rotary_pos_emb` was given."""
-    width = freqs_cos.shape[-1]
-    turned, kept = grad_output[..., :width], grad_output[..., width:]
-    front, back = (turned * freqs_sin.to(grad_output.dtype)).chunk(2, -1)
-    turned = turned * freqs_cos.to(grad_output.dtype) + torch.cat([back, -front], -1)
-    return torch.cat([turned, kept], -1) if kept.shape[-1] else turned
-
-
-def bias_gelu(x: Tensor) -> Tensor:
-    """GELU by the hyperbolic tangent."""
-    return F.gelu(x, approximate="tanh")
-
-
-def bias_gelu_back(g: Tensor, x: Tensor) -> Tensor:
-    """The gradient `g` of `bias_gelu(x)` as that of `x`."""
-    found: Tensor = torch.ops.aten.gelu_backward(g, x, approximate="tanh")
-    return found
 
 
 def _part_of(length: int, ranks: int, chunk: int) -> int:

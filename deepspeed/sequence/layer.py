@@ -11,17 +11,12 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.sequence.exchange import gather_heads, scatter_heads, scatter_queries_keys_values
-from deepspeed.sequence.heads import HeadPlan, head_plan, shares
+from deepspeed.sequence.exchange import gather_heads, scatter_queries_keys_values
+from deepspeed.sequence.heads import HeadPlan, head_plan
 
 __all__ = [
     "DistributedAttention",
     "apply_rotary_pos_emb",
-    "post_all2all",
-    "pre_all2all_fun",
-    "register_all_to_all_group",
-    "single_all_to_all",
-    "uneven_heads_all2all",
 ]
 
 
@@ -55,12 +50,6 @@ class DistributedAttention(nn.Module):
         self.gather_idx = gather_idx
         self.sp_stream = sp_stream
         self.num_kv_heads = num_kv_heads
-
-    def layer_sync(self, layer: Any) -> None:
-        """Wait for what another stream does for a layer, by the `done_event` that it carries, if it does."""
-        event = getattr(layer, "done_event", None)
-        if event is not None and self.sp_stream is not None:
-            get_accelerator().current_stream().wait_event(event)
 
     def forward(
         self,
@@ -113,40 +102,6 @@ class DistributedAttention(nn.Module):
         return found
 
 
-def single_all_to_all(
-    input: Tensor,
-    scatter_idx: int,
-    gather_idx: int,
-    batch_dim_idx: int,
-    group: ProcessGroup,
-    async_op: bool = False,
-    handle: dict[str, Any] | None = None,
-    type: str | None = None,
-    num_kv_heads: int | None = None,
-) -> Tensor:
-    """Heads for parts of the sequence with `scatter_idx` 2, the other way with less; it has a gradient."""
-    if async_op or handle is not None or type is not None:
-        raise UsageError(
-            "single_all_to_all is complete when it returns; async_op, handle and type are not taken. Give "
-            "DistributedAttention a stream (sp_stream) to run exchanges beside the computation."
-        )
-    _check_dims(scatter_idx, gather_idx)
-    tensor, size = _batch_first(input, batch_dim_idx), group.size()
-    if scatter_idx >= 2:
-        counts = head_plan(tensor.shape[2], num_kv_heads or tensor.shape[2], size).queries
-        return _batch_first(scatter_heads(tensor, counts, group), batch_dim_idx)
-    heads = shares(num_kv_heads or tensor.shape[2] * size, size)
-    each = tensor.shape[2] // heads[group.rank()]
-    return _batch_first(gather_heads(tensor, tuple(count * each for count in heads), group), batch_dim_idx)
-
-
-def uneven_heads_all2all(
-    input: Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int, group: ProcessGroup, num_kv_heads: int
-) -> Tensor:
-    """`single_all_to_all` where key/value heads do not go evenly over the ranks; query heads follow theirs."""
-    return single_all_to_all(input, scatter_idx, gather_idx, batch_dim_idx, group, num_kv_heads=num_kv_heads)
-
-
 def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Tensor:
     """Rotate the first dims of every head, as many as there are frequencies."""
     width = freqs_cos.shape[-1]
@@ -154,21 +109,6 @@ def apply_rotary_pos_emb(t: Tensor, freqs_cos: Tensor, freqs_sin: Tensor) -> Ten
     front, back = turned.chunk(2, -1)
     turned = turned * freqs_cos.to(t.dtype) + torch.cat([-back, front], -1) * freqs_sin.to(t.dtype)
     return torch.cat([turned, kept], -1) if kept.shape[-1] else turned
-
-
-def pre_all2all_fun(permute_idx: tuple[int, ...], inp_shape: tuple[int, ...], input: Tensor) -> Tensor:
-    """A tensor in another shape, its dims in another order, for an all-to-all."""
-    return input.reshape(inp_shape).permute(permute_idx).contiguous()
-
-
-def post_all2all(permute_idx: tuple[int, ...], res_shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
-    """A function that puts the dims of what an all-to-all brought into their order."""
-    return lambda tensor: tensor.permute(permute_idx).contiguous().view(res_shape)
-
-
-def register_all_to_all_group(group: ProcessGroup) -> str:
-    """The name by which torch's functional collectives know a group."""
-    return group.group_name
 
 
 def _check_dims(scatter_idx: int, gather_idx: int) -> None:

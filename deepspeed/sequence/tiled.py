@@ -18,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed.errors import UsageError
 
 __all__ = [
-    "AutogradComputeMLP",
     "SequenceTiledCompute",
     "TiledFusedLogitsLoss",
     "TiledMLP",
@@ -106,15 +105,6 @@ class TiledMLP:
         along = x.dim() - 2
         parts = x.split(_size(x.shape[along], shards), along)
         return torch.cat([checkpoint(fn, self, part, use_reentrant=False) for part in parts], along)
-
-
-class AutogradComputeMLP:
-    """An MLP whose inside is computed again in backward: `AutogradComputeMLP.apply(fn, module, x)`."""
-
-    @staticmethod
-    def apply(fn: Callable[..., Tensor], self: Any, x: Tensor) -> Tensor:
-        """`fn(module, x)`."""
-        return TiledMLP.apply(fn, self, x, 1)
 
 
 class TiledFusedLogitsLoss:

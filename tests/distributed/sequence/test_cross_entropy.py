@@ -12,15 +12,9 @@ import torch.nn.functional as F
 
 from deepspeed.errors import UsageError
 from deepspeed.sequence.cross_entropy import (
-    VocabParallelCausalLMLoss,
     VocabParallelCrossEntropyLoss,
     vocab_parallel_cross_entropy,
     vocab_sequence_parallel_cross_entropy,
-)
-from deepspeed.sequence.vocab_parallel_ops import (
-    vocab_parallel_entropy,
-    vocab_parallel_kl_div,
-    vocab_parallel_logprobs,
 )
 from tests.harness import ranks
 
@@ -98,38 +92,6 @@ def test_a_split_sequence():
     close(torch.autograd.grad(found.sum(), part)[0], 2 * wanted_grad[rows])  # both ranks' sums reach every loss
 
 
-@ranks(2)
-def test_the_loss_of_a_causal_model():
-    world, mine = dist.group.WORLD, columns()
-    logits, target = given()
-    part, labels = logits.detach()[..., mine].transpose(0, 1), target.t()
-    loss = VocabParallelCausalLMLoss(world)
-    shift = F.pad(labels[:, 1:], (0, 1), value=-100)
-    total = F.cross_entropy(logits.detach().transpose(0, 1).flatten(0, 1), shift.flatten(), reduction="sum")
-    close(loss(part, labels, WIDTH), total / (shift != -100).sum())
-    close(loss(part, labels, WIDTH, num_items_in_batch=3), total / 3)
-    close(loss(part, shift_labels=shift), total / (shift != -100).sum())
-
-
-@ranks(2)
-def test_operations_on_a_split_vocabulary():
-    world, mine = dist.group.WORLD, columns()
-    logits, target = given()
-    part = logits.detach()[..., mine].clone().requires_grad_()
-    other = logits.detach().flip(0)
-    logs, theirs = logits.log_softmax(-1), other.log_softmax(-1)
-    picked = logs.gather(-1, target.clamp(min=0)[..., None])[..., 0].masked_fill(target == -100, 0)
-    for found, wanted in (
-        (vocab_parallel_entropy(part, world), -(logs.exp() * logs).sum(-1)),
-        (vocab_parallel_kl_div(part, other[..., mine], tp_group=world), (theirs.exp() * (theirs - logs)).sum(-1)),
-        (vocab_parallel_kl_div(part, other[..., mine], True, world), (logs.exp() * (logs - theirs)).sum(-1)),
-        (vocab_parallel_logprobs(part, target, world), picked),
-    ):
-        close(found.detach(), wanted.detach())
-        (grad,) = torch.autograd.grad(wanted.sum(), logits, retain_graph=True)
-        close(torch.autograd.grad(found.sum(), part)[0], grad[..., mine])
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -150,4 +112,3 @@ def test_what_does_not_fit_is_told(options, words):
 def test_one_rank_alone():
     logits, target = given()
     close(vocab_parallel_cross_entropy(logits, target).detach(), expected()[0])
-    close(vocab_parallel_entropy(logits).detach(), torch.distributions.Categorical(logits=logits).entropy().detach())

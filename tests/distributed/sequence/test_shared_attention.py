@@ -12,12 +12,7 @@ from deepspeed import comm
 from deepspeed.comm.records import CollectiveFinished
 from deepspeed.errors import LayoutError, UsageError
 from deepspeed.parallel import ParallelLayout
-from deepspeed.sequence.layer import (
-    DistributedAttention,
-    apply_rotary_pos_emb,
-    single_all_to_all,
-    uneven_heads_all2all,
-)
+from deepspeed.sequence.layer import DistributedAttention, apply_rotary_pos_emb
 from deepspeed.sequence.order import TokenOrder
 from deepspeed.sequence.ring import Ring, ring_attention
 from deepspeed.sequence.whole import Whole, allowed
@@ -101,13 +96,6 @@ def test_ulysses_neighbours():
     close([found], [local_attention(*tensors, causal=False)[:, part]])
     mixed = DistributedAttention(lambda q, k, v: q + k.float() * v, group)(mine[0], mine[1].bfloat16(), mine[2], 0)
     close([mixed], [mine[0] + mine[1].bfloat16().float() * mine[2]])
-    # the exchange by itself, there and back
-    for heads, kv in ((4, None), (6, 3), (5, 5)):
-        tensor = torch.randn(BATCH, 8, heads, WIDTH)
-        there = single_all_to_all(tensor, 2, 1, 0, group, num_kv_heads=kv)
-        assert there.shape[1] == LENGTH
-        assert torch.equal(single_all_to_all(there, 1, 2, 0, group, num_kv_heads=kv), tensor)
-    assert uneven_heads_all2all(torch.randn(8, BATCH, 6, WIDTH), 2, 0, 1, group, 3).shape[2] == (4, 2)[rank]
     with pytest.raises(UsageError, match="four dims"):
         DistributedAttention(local_attention, group)(mine[0][0], *mine[1:], 0)
     with pytest.raises(UsageError, match="scatter_idx is 2 and gather_idx is 2"):
@@ -120,8 +108,6 @@ def test_ulysses_neighbours():
         DistributedAttention(local_attention, group)(*mine, 2)
     with pytest.raises(LayoutError, match="1 attention heads cannot be shared out over 2"):
         DistributedAttention(local_attention, group)(*(each[:, :, :1] for each in mine), 0)
-    with pytest.raises(UsageError, match="async_op"):
-        single_all_to_all(tensor, 2, 1, 0, group, async_op=True)
 
 
 @ranks(2, 4, timeout=400)
