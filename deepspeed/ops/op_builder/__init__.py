@@ -1,38 +1,24 @@
-"""Builders of ops by their published names: `FusedAdamBuilder().load().multi_tensor_adam(...)`."""
+"""Builders of ops by their published names: `AsyncIOBuilder().load().aio_handle(...)`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.op_builder.builder import CUDAOpBuilder, OpBuilder, get_default_compute_capabilities
+from deepspeed._lazy import submodule
+from deepspeed.ops.op_builder.builder import OpBuilder
 from deepspeed.ops.op_builder.builders import (
+    TO_COME,
     AsyncIOBuilder,
     CPUAdagradBuilder,
     CPUAdamBuilder,
     CPULionBuilder,
-    DeepCompileBuilder,
-    EvoformerAttnBuilder,
-    FPQuantizerBuilder,
     FusedAdamBuilder,
     FusedLambBuilder,
     FusedLionBuilder,
     GDSBuilder,
-    InferenceBuilder,
-    InferenceCoreBuilder,
-    InferenceCutlassBuilder,
-    NotImplementedBuilder,
     PinMemoryBuilder,
-    QuantizerBuilder,
-    RaggedOpsBuilder,
-    RaggedUtilsBuilder,
-    RandomLTDBuilder,
-    SparseAttnBuilder,
-    SpatialInferenceBuilder,
-    StochasticTransformerBuilder,
     TransformerBuilder,
-    UtilsBuilder,
+    to_come,
 )
 
 __all__ = [
@@ -40,34 +26,18 @@ __all__ = [
     "CPUAdagradBuilder",
     "CPUAdamBuilder",
     "CPULionBuilder",
-    "CUDAOpBuilder",
-    "DeepCompileBuilder",
-    "EvoformerAttnBuilder",
-    "FPQuantizerBuilder",
     "FusedAdamBuilder",
     "FusedLambBuilder",
     "FusedLionBuilder",
     "GDSBuilder",
-    "InferenceBuilder",
-    "InferenceCoreBuilder",
-    "InferenceCutlassBuilder",
-    "NotImplementedBuilder",
     "OpBuilder",
     "PinMemoryBuilder",
-    "QuantizerBuilder",
-    "RaggedOpsBuilder",
-    "RaggedUtilsBuilder",
-    "RandomLTDBuilder",
-    "SparseAttnBuilder",
-    "SpatialInferenceBuilder",
-    "StochasticTransformerBuilder",
     "TransformerBuilder",
-    "UtilsBuilder",
-    "builder_closure",
-    "get_default_compute_capabilities",
 ]
 
 
-def builder_closure(member_name: str) -> Callable[[], Any]:
-    """A function that makes the builder of this name for the accelerator in use when it is called."""
-    return lambda: get_accelerator().create_op_builder(member_name)
+def __getattr__(name: str) -> Any:
+    if name not in TO_COME:
+        return submodule(__name__, name)
+    globals()[name] = made = to_come(name)
+    return made
