@@ -1,4 +1,4 @@
-"""The five learning-rate schedules, any torch schedule by name, and what scripts import from here about them."""
+"""The five learning-rate schedules, and any torch schedule by name."""
 
 from __future__ import annotations
 
@@ -11,49 +11,6 @@ from torch.optim import lr_scheduler
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import logger
 from deepspeed.runtime.schedules import curves
-from deepspeed.runtime.schedules.arguments import (
-    COS_MIN_RATIO,
-    CYCLE_FIRST_STAIR_COUNT,
-    CYCLE_FIRST_STEP_SIZE,
-    CYCLE_MAX_LR,
-    CYCLE_MAX_MOM,
-    CYCLE_MIN_LR,
-    CYCLE_MIN_MOM,
-    CYCLE_MOMENTUM,
-    CYCLE_SECOND_STAIR_COUNT,
-    CYCLE_SECOND_STEP_SIZE,
-    DECAY_LR_RATE,
-    DECAY_MOM_RATE,
-    DECAY_STEP_SIZE,
-    LR_RANGE_TEST,
-    LR_RANGE_TEST_MIN_LR,
-    LR_RANGE_TEST_STAIRCASE,
-    LR_RANGE_TEST_STEP_RATE,
-    LR_RANGE_TEST_STEP_SIZE,
-    LR_SCHEDULE,
-    ONE_CYCLE,
-    TOTAL_NUM_STEPS,
-    VALID_LR_SCHEDULES,
-    WARMUP_COSINE_LR,
-    WARMUP_DECAY_LR,
-    WARMUP_LINEAR_RATE,
-    WARMUP_LOG_RATE,
-    WARMUP_LR,
-    WARMUP_MAX_LR,
-    WARMUP_MIN_LR,
-    WARMUP_MIN_RATIO,
-    WARMUP_NUM_STEPS,
-    WARMUP_TYPE,
-    add_tuning_arguments,
-    get_config_from_args,
-    get_lr_from_config,
-    override_1cycle_params,
-    override_lr_range_test_params,
-    override_params,
-    override_warmupCosineLR_params,
-    override_warmupLR_params,
-    parse_arguments,
-)
 from deepspeed.runtime.schedules.base import (
     LRSchedule,
     at_least,
@@ -61,7 +18,6 @@ from deepspeed.runtime.schedules.base import (
     own_lrs,
     positive_int,
     switch,
-    update_lr,
     warmup_steps,
     warmup_type_of,
     whole,
@@ -71,56 +27,14 @@ if TYPE_CHECKING:
     from deepspeed.config.optimizer import SchedulerConfig
 
 __all__ = [
-    "COS_MIN_RATIO",
-    "CYCLE_FIRST_STAIR_COUNT",
-    "CYCLE_FIRST_STEP_SIZE",
-    "CYCLE_MAX_LR",
-    "CYCLE_MAX_MOM",
-    "CYCLE_MIN_LR",
-    "CYCLE_MIN_MOM",
-    "CYCLE_MOMENTUM",
-    "CYCLE_SECOND_STAIR_COUNT",
-    "CYCLE_SECOND_STEP_SIZE",
-    "DECAY_LR_RATE",
-    "DECAY_MOM_RATE",
-    "DECAY_STEP_SIZE",
-    "LR_RANGE_TEST",
-    "LR_RANGE_TEST_MIN_LR",
-    "LR_RANGE_TEST_STAIRCASE",
-    "LR_RANGE_TEST_STEP_RATE",
-    "LR_RANGE_TEST_STEP_SIZE",
-    "LR_SCHEDULE",
-    "ONE_CYCLE",
-    "TOTAL_NUM_STEPS",
     "VALID_LR_SCHEDULES",
-    "WARMUP_COSINE_LR",
-    "WARMUP_DECAY_LR",
-    "WARMUP_LINEAR_RATE",
-    "WARMUP_LOG_RATE",
-    "WARMUP_LR",
-    "WARMUP_MAX_LR",
-    "WARMUP_MIN_LR",
-    "WARMUP_MIN_RATIO",
-    "WARMUP_NUM_STEPS",
-    "WARMUP_TYPE",
     "LRRangeTest",
     "LRSchedule",
     "OneCycle",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
-    "add_tuning_arguments",
     "build_scheduler",
-    "get_config_from_args",
-    "get_lr_from_config",
-    "get_torch_optimizer",
-    "override_1cycle_params",
-    "override_lr_range_test_params",
-    "override_params",
-    "override_warmupCosineLR_params",
-    "override_warmupLR_params",
-    "parse_arguments",
-    "update_lr",
 ]
 
 # The decay of OneCycle makes momentum grow; at 1 no gradient would count any more.
@@ -140,15 +54,15 @@ class WarmupLR(LRSchedule):
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
+        warmup_type: str = curves.WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.min_lrs = self._per_group(warmup_min_lr, WARMUP_MIN_LR)
+        self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
         if warmup_max_lr is None:
             self.max_lrs = own_lrs(self.optimizer)
         else:
-            self.max_lrs = self._per_group(warmup_max_lr, WARMUP_MAX_LR)
+            self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr")
         self.warmup_num_steps = warmup_steps(warmup_num_steps)
         self.warmup_type = warmup_type_of(warmup_type)
         self._apply()
@@ -179,11 +93,11 @@ class WarmupDecayLR(WarmupLR):
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = 0.001,
         warmup_num_steps: int = 1000,
-        warmup_type: str = WARMUP_LOG_RATE,
+        warmup_type: str = curves.WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
         # First, since the curve is evaluated as soon as the warmup is set up.
-        self.total_num_steps = at_least(total_num_steps, TOTAL_NUM_STEPS, 0, exclusive=True)
+        self.total_num_steps = at_least(total_num_steps, "total_num_steps", 0, exclusive=True)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _warn_if_short(self)
 
@@ -207,16 +121,16 @@ class WarmupCosineLR(LRSchedule):
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
         cos_min_ratio: float = 0.0001,
-        warmup_type: str = WARMUP_LOG_RATE,
+        warmup_type: str = curves.WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.org_lrs = own_lrs(self.optimizer)
-        self.warmup_min_ratio = at_least(warmup_min_ratio, WARMUP_MIN_RATIO, 0)
-        self.cos_min_ratio = at_least(cos_min_ratio, COS_MIN_RATIO, 0)
+        self.warmup_min_ratio = at_least(warmup_min_ratio, "warmup_min_ratio", 0)
+        self.cos_min_ratio = at_least(cos_min_ratio, "cos_min_ratio", 0)
         self.warmup_num_steps = warmup_steps(warmup_num_steps)
         self.warmup_type = warmup_type_of(warmup_type)
-        self.total_num_steps = at_least(total_num_steps, TOTAL_NUM_STEPS, 0, exclusive=True)
+        self.total_num_steps = at_least(total_num_steps, "total_num_steps", 0, exclusive=True)
         _warn_if_short(self)
         self._apply()
 
@@ -252,10 +166,10 @@ class LRRangeTest(LRSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.min_lr = self._per_group(lr_range_test_min_lr, LR_RANGE_TEST_MIN_LR)
-        self.step_size = positive_int(lr_range_test_step_size, LR_RANGE_TEST_STEP_SIZE)
-        self.step_rate = at_least(lr_range_test_step_rate, LR_RANGE_TEST_STEP_RATE, 0)
-        self.staircase = switch(lr_range_test_staircase, LR_RANGE_TEST_STAIRCASE)
+        self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
+        self.step_size = positive_int(lr_range_test_step_size, "lr_range_test_step_size")
+        self.step_rate = at_least(lr_range_test_step_rate, "lr_range_test_step_rate", 0)
+        self.staircase = switch(lr_range_test_staircase, "lr_range_test_staircase")
         self._apply()
 
     def get_lr(self) -> list[float]:
@@ -294,28 +208,26 @@ class OneCycle(LRSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        first = at_least(cycle_first_step_size, CYCLE_FIRST_STEP_SIZE, 0, exclusive=True)
+        first = at_least(cycle_first_step_size, "cycle_first_step_size", 0, exclusive=True)
         second = first if cycle_second_step_size is None else cycle_second_step_size
-        stairs = whole(cycle_first_stair_count, CYCLE_FIRST_STAIR_COUNT, -1)
+        stairs = whole(cycle_first_stair_count, "cycle_first_stair_count", -1)
         later = stairs if cycle_second_stair_count is None else cycle_second_stair_count
         self.cycle = curves.Cycle(
             first=first,
-            second=at_least(second, CYCLE_SECOND_STEP_SIZE, 0),
+            second=at_least(second, "cycle_second_step_size", 0),
             first_stairs=stairs,
-            second_stairs=whole(later, CYCLE_SECOND_STAIR_COUNT, -1),
-            decay_size=at_least(decay_step_size, DECAY_STEP_SIZE, 0),
+            second_stairs=whole(later, "cycle_second_stair_count", -1),
+            decay_size=at_least(decay_step_size, "decay_step_size", 0),
         )
-        self.min_lrs = self._per_group(cycle_min_lr, CYCLE_MIN_LR)
-        self.max_lrs = self._per_group(cycle_max_lr, CYCLE_MAX_LR)
-        self.decay_lr_rate = at_least(decay_lr_rate, DECAY_LR_RATE, 0)
-        self.min_moms = self._per_group(cycle_min_mom, CYCLE_MIN_MOM)
-        self.max_moms = self._per_group(cycle_max_mom, CYCLE_MAX_MOM)
+        self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
+        self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
+        self.decay_lr_rate = at_least(decay_lr_rate, "decay_lr_rate", 0)
+        self.min_moms = self._per_group(cycle_min_mom, "cycle_min_mom")
+        self.max_moms = self._per_group(cycle_max_mom, "cycle_max_mom")
         if max(*self.min_moms, *self.max_moms) >= 1:
-            raise ValueError(
-                f"{CYCLE_MAX_MOM} is {cycle_max_mom}, {CYCLE_MIN_MOM} {cycle_min_mom}; both must be below 1"
-            )
-        self.decay_mom_rate = at_least(decay_mom_rate, DECAY_MOM_RATE, 0)
-        self.cycle_momentum = switch(cycle_momentum, CYCLE_MOMENTUM) and self._has_betas()
+            raise ValueError(f"cycle_max_mom is {cycle_max_mom}, cycle_min_mom {cycle_min_mom}; both must be below 1")
+        self.decay_mom_rate = at_least(decay_mom_rate, "decay_mom_rate", 0)
+        self.cycle_momentum = switch(cycle_momentum, "cycle_momentum") and self._has_betas()
         self._apply()
 
     def get_lr(self) -> list[float]:
@@ -390,6 +302,7 @@ def build_scheduler(section: SchedulerConfig, optimizer: Any) -> Any:
 _SCHEDULES: dict[str, Any] = {
     kind.__name__: kind for kind in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+VALID_LR_SCHEDULES = list(_SCHEDULES)
 
 
 def _warn_if_short(schedule: WarmupDecayLR | WarmupCosineLR) -> None:

@@ -11,7 +11,7 @@ from deepspeed.runtime import rng
 from deepspeed.runtime.activation_checkpointing.again import InnerBackward, run_again_by
 from deepspeed.runtime.activation_checkpointing.axis import model_axis
 from deepspeed.runtime.activation_checkpointing.call import run
-from deepspeed.runtime.activation_checkpointing.keeping import is_activation, shard_numel
+from deepspeed.runtime.activation_checkpointing.keeping import shard_numel
 from deepspeed.runtime.activation_checkpointing.settings import given_in, section_of
 from deepspeed.runtime.activation_checkpointing.state import CONFIGURATION, Said, configure_from
 from deepspeed.runtime.activation_checkpointing.structure import (
@@ -34,7 +34,6 @@ __all__ = [
     "get_cuda_rng_tracker",
     "get_partition_size",
     "get_partition_start",
-    "is_activation_to_checkpoint",
     "is_configured",
     "merge_tensors",
     "model_parallel_cuda_manual_seed",
@@ -127,11 +126,6 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     """Seed the model-parallel state anew with seed + 2718 + tensor rank; everything else stays."""
     rng.reseed_model_parallel(seed, CONFIGURATION.plan.axis.rank)
-
-
-def is_activation_to_checkpoint(item: Any) -> bool:
-    """True if an input like this one is sharded or moved where that is configured."""
-    return is_activation(item)
 
 
 def get_partition_size(item: torch.Tensor) -> int:
