@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
     from deepspeed.checkpoint.formats.detect import open_checkpoint
     from deepspeed.checkpoint.formats.megatron.checkpoint import DeepSpeedCheckpoint
-    from deepspeed.checkpoint.formats.megatron.grid import ZeROCheckpoint, get_model_3d_descriptor, model_3d_desc
     from deepspeed.checkpoint.formats.source import Source
     from deepspeed.checkpoint.formats.training_state import Counters, GroupState, TrainingState
     from deepspeed.checkpoint.universal_checkpoint import SubparamShape
@@ -33,13 +32,10 @@ __all__ = [
     "Source",
     "SubparamShape",
     "TrainingState",
-    "ZeROCheckpoint",
     "clone_tensors_for_torch_save",
     "get_layer_ckpt_name_for_rank",
-    "get_model_3d_descriptor",
     "get_model_ckpt_name_for_rank",
     "get_zero_ckpt_name_for_rank",
-    "model_3d_desc",
     "open_checkpoint",
 ]
 
@@ -47,7 +43,6 @@ _HOMES = {
     "constants": ("UNIVERSAL_CHECKPOINT_INFO",),
     "formats.megatron.checkpoint": ("DeepSpeedCheckpoint",),
     "formats.detect": ("open_checkpoint",),
-    "formats.megatron.grid": ("ZeROCheckpoint", "get_model_3d_descriptor", "model_3d_desc"),
     "formats.source": ("Source",),
     "formats.training_state": ("Counters", "GroupState", "TrainingState"),
     "universal_checkpoint": ("SubparamShape",),

@@ -16,7 +16,6 @@ from deepspeed import comm
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
-from deepspeed.runtime.checkpoint_engine.utils import create_checkpoint_engine
 from tests.harness import ranks
 
 
@@ -147,7 +146,7 @@ def test_the_default_and_what_is_none(tmp_path):
     assert any("manifest" in path.name for path in (tmp_path / "t").iterdir())
     with pytest.raises(UsageError, match="takes a CheckpointEngine; found str"):
         engine.checkpoint_engine = "torch"
-    made = create_checkpoint_engine({}, None, 1, False, False)
+    made = TorchCheckpointEngine({})
     info = type("Info", (), {"tag": "x"})()
     made.create(info)
     assert made.get_commit_info() is info

@@ -58,15 +58,15 @@ class DeepSpeedCheckpoint:
 
     def is_change_tp_degree(self) -> bool:
         """Whether it is seen with another number of tensor-parallel ranks."""
-        return self.tp_degree != self.zero_checkpoint.get_src_tp_degree()
+        return self.tp_degree != self.zero_checkpoint.src_3d.tp_degree
 
     def is_change_pp_degree(self) -> bool:
         """Whether it is seen with another number of pipeline stages."""
-        return self.pp_degree != self.zero_checkpoint.get_src_pp_degree()
+        return self.pp_degree != self.zero_checkpoint.src_3d.pp_degree
 
     def is_change_dp_degree(self) -> bool:
         """Whether it is seen with another number of data-parallel ranks."""
-        return self.dp_degree != self.zero_checkpoint.get_src_dp_degree()
+        return self.dp_degree != self.zero_checkpoint.src_3d.dp_degree
 
     def get_zero_checkpoint_state(
         self, pp_index: int, tp_index: int, dp_index: int, strip_tensor_paddings: bool = True
@@ -149,7 +149,7 @@ class DeepSpeedCheckpoint:
 
     def _layer_files(self, layer: str, tp_index: int) -> list[str]:
         slices = self._layers[layer]
-        share = self.zero_checkpoint.get_src_tp_degree() // self.tp_degree
+        share = self.zero_checkpoint.src_3d.tp_degree // self.tp_degree
         return [slices[rank] for rank in sorted(slices)][tp_index * share : (tp_index + 1) * share]
 
 

@@ -25,10 +25,6 @@ class model_3d_desc:
         self.tp_degree = tp_degree
         self.dp_degree = dp_degree
 
-    def get_desc(self) -> str:
-        """In words."""
-        return f"PP,TP,DP = ({self.pp_degree}, {self.tp_degree}, {self.dp_degree})"
-
     def world_size(self) -> int:
         """All ranks."""
         return self.pp_degree * self.tp_degree * self.dp_degree
@@ -39,20 +35,18 @@ class model_3d_desc:
         errors = [f"{axis} indexing error: index {i} >= degree {degree}" for axis, i, degree in given if i >= degree]
         return not errors, errors
 
-    def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
-        """Whether another grid can be made of this one: only smaller ones."""
+    def reshape(self, target_3d_desc: model_3d_desc) -> list[dict[tuple[int, int], list[int]]]:
+        """Per data-parallel index: (pipeline, tensor) index → numbers of the files, which are in dp, pp, tp order.
+
+        A grid that is larger in a direction cannot be made of this one.
+        """
         axes = (("PP", "pp_degree"), ("TP", "tp_degree"), ("DP", "dp_degree"))
         errors = [
             f"Expansion reshape not supported - {axis}: {getattr(self, key)} ---> {getattr(target_3d_desc, key)}"
             for axis, key in axes
             if getattr(target_3d_desc, key) > getattr(self, key)
         ]
-        return not errors, errors
-
-    def reshape(self, target_3d_desc: model_3d_desc, verbose: bool = False) -> list[dict[tuple[int, int], list[int]]]:
-        """Per data-parallel index: (pipeline, tensor) index → numbers of the files, which are in dp, pp, tp order."""
-        valid, errors = self.can_reshape(target_3d_desc)
-        if not valid:
+        if errors:
             raise CheckpointError(",".join(errors))
         target, plane = target_3d_desc, self.pp_degree * self.tp_degree
         rows, columns = self.pp_degree // target.pp_degree, self.tp_degree // target.tp_degree
@@ -103,22 +97,6 @@ class ZeROCheckpoint:
         """Look at the files as those of another grid."""
         self.target_3d = target_3d_desc
         self._map = self.src_3d.reshape(target_3d_desc)
-
-    def get_src_world_size(self) -> int:
-        """Ranks that wrote the files."""
-        return self.src_3d.world_size()
-
-    def get_src_tp_degree(self) -> int:
-        """Tensor-parallel ranks that wrote them."""
-        return self.src_3d.tp_degree
-
-    def get_src_pp_degree(self) -> int:
-        """Pipeline stages that wrote them."""
-        return self.src_3d.pp_degree
-
-    def get_src_dp_degree(self) -> int:
-        """Data-parallel ranks that wrote them."""
-        return self.src_3d.dp_degree
 
     def get_file_indices_for_rank(self, pp_index: int, tp_index: int, dp_index: int) -> list[int]:
         """Numbers in `file_list`."""
