@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         add_config_arguments,
         initialize,
     )
-    from deepspeed._compat.flags import HAS_TRITON, set_optimizer_flags
+    from deepspeed._compat.flags import HAS_TRITON
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm import init_distributed
     from deepspeed.config import DeepSpeedConfig
@@ -90,7 +90,6 @@ _LAZY = {
     "tp_model_init": "deepspeed.tensor_parallel.model_init:tp_model_init",
     "parallel": "deepspeed.parallel",
     "pipe": "deepspeed.pipe",
-    "set_optimizer_flags": "deepspeed._compat.flags:set_optimizer_flags",
     "utils": "deepspeed.utils",
     "zero": "deepspeed.zero",
 }
@@ -137,7 +136,6 @@ __all__ = [
     "pipe",
     "runtime",
     "set_autotp_mode",
-    "set_optimizer_flags",
     "tensor_parallel",
     "tp_model_init",
     "utils",

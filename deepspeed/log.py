@@ -19,11 +19,9 @@ __all__ = [
     "log_dist_once",
     "log_levels",
     "logger",
-    "print_configuration",
     "print_dist",
     "print_json_dist",
     "set_log_level_from_string",
-    "should_log_le",
     "warn_once",
 ]
 
@@ -164,13 +162,6 @@ def print_json_dist(
         os.fsync(file.fileno())
 
 
-def print_configuration(args: object, name: str) -> None:
-    """Log every attribute of `args`, one line each, under a heading."""
-    logger.info("%s:", name)
-    for key in sorted(vars(args)):
-        logger.info("  %s %s %s", key, "." * max(1, 29 - len(key)), getattr(args, key))
-
-
 def get_current_level() -> int:
     """The effective level of the library's logger."""
     return logger.getEffectiveLevel()
@@ -187,8 +178,3 @@ def get_log_level_from_string(log_level_str: str) -> int:
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
     """Set the level of the library's logger (or of `custom_logger`) by name."""
     (custom_logger or logger).setLevel(get_log_level_from_string(log_level_str))
-
-
-def should_log_le(max_log_level_str: str) -> bool:
-    """True if the library's logger shows messages of this level or of less."""
-    return get_current_level() <= get_log_level_from_string(max_log_level_str)

@@ -1,62 +1,48 @@
-"""Functions of a few lines that were gathered in one module once."""
+"""Functions of `deepspeed.runtime.utils` that scripts call and the library does not."""
 
 from __future__ import annotations
 
-import contextlib
 import random
-from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed import comm
-from deepspeed.accelerator import get_accelerator
-from deepspeed.zero.parameters.shard import ZeroParamStatus
 
-__all__ = [
-    "DummyOptim",
-    "align_dense_tensors",
-    "all_gather_dp_groups",
-    "all_gather_into_tensor_dp_groups",
-    "call_to_str",
-    "empty_cache",
-    "ensure_directory_exists",
-    "filter_empty_parameters",
-    "get_inactive_params",
-    "get_only_unique_item",
-    "noop_context",
-    "noop_decorator",
-    "set_random_seed",
-]
-
-T = TypeVar("T")
-
-noop_context = contextlib.nullcontext
+__all__ = ["all_gather_dp_groups", "is_model_parallel_parameter", "move_to_device", "set_random_seed"]
 
 
-class DummyOptim:
-    """Parameters in the shape of an optimizer that updates nothing."""
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        self.param_groups: list[dict[str, Any]] = [{"params": params}]
+def is_model_parallel_parameter(p: Tensor) -> bool:
+    """True if the parameter is one rank's part of a larger one; others are equal on all ranks of the model."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
 
 
-def noop_decorator(func: T) -> T:
-    """The function itself."""
-    return func
+def move_to_device(item: Any, device: str | torch.device, criterion_func: Callable[[Any], bool] | None = None) -> Any:
+    """The same lists, tuples and dicts with their tensors on `device`.
+
+    With a criterion, the leaves that meet it stay the same objects with their memory moved, as parameters must.
+    """
+
+    def moved(leaf: Any) -> Any:
+        if criterion_func is None:
+            return leaf.to(device) if torch.is_tensor(leaf) else leaf
+        if criterion_func(leaf):
+            leaf.data = leaf.data.to(device)
+        return leaf
+
+    return _mapped(item, moved)
 
 
-def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """How a call is written: `name(1, key='value')`."""
-    given = [repr(each) for each in args] + [f"{key}={value!r}" for key, value in kwargs.items()]
-    return f"{base}({', '.join(given)})"
-
-
-def ensure_directory_exists(filename: str) -> None:
-    """Make the folder in which this file will lie."""
-    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+def _mapped(item: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(item, tuple) and hasattr(item, "_fields"):  # a namedtuple takes its fields one by one
+        return type(item)(*(_mapped(each, change) for each in item))
+    if isinstance(item, (list, tuple)):
+        return type(item)(_mapped(each, change) for each in item)
+    if isinstance(item, dict):
+        return type(item)((key, _mapped(value, change)) for key, value in item.items())
+    return change(item)
 
 
 def set_random_seed(seed: int) -> None:
@@ -68,44 +54,6 @@ def set_random_seed(seed: int) -> None:
     except ImportError:
         return
     numpy.random.seed(seed)
-
-
-def get_only_unique_item(items: Iterable[T]) -> T:
-    """The one value that all items have."""
-    found = list(items)
-    unique = set(found)
-    if len(unique) != 1:
-        raise RuntimeError(f"expected one value that all items share, found {found}")
-    return unique.pop()
-
-
-def empty_cache() -> None:
-    """Give unused memory of the device back to the system."""
-    get_accelerator().empty_cache()
-
-
-def filter_empty_parameters(params: Iterable[Tensor]) -> list[Tensor]:
-    """Without those that have no elements; one that is sharded has as many as it has when it is whole."""
-    return [param for param in params if getattr(param, "ds_numel", param.numel()) > 0]
-
-
-def get_inactive_params(param_list: Iterable[Tensor]) -> list[Tensor]:
-    """The sharded parameters that are not whole at the moment."""
-    return [param for param in param_list if getattr(param, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
-
-
-def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
-    """The tensors, and zeros after them if their elements are no multiple of `alignment` in number."""
-    missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
-    return [*tensor_list, *([tensor_list[0].new_zeros(missing)] if missing else [])]
-
-
-def all_gather_into_tensor_dp_groups(
-    groups_flat: Sequence[Tensor], partitioned_param_groups: Sequence[Sequence[Tensor]], dp_process_group: Sequence[Any]
-) -> None:
-    """Fill each flat tensor with its parts: rank r of the group's process group has part r."""
-    for flat, parts, group in zip(groups_flat, partitioned_param_groups, dp_process_group, strict=True):
-        comm.all_gather_into_tensor(flat, parts[comm.get_rank(group)].contiguous(), group=group)
 
 
 def all_gather_dp_groups(

@@ -23,7 +23,6 @@ __all__ = [
     "get_logged_comm_ops",
     "has_comm_data",
     "log_summary",
-    "print_rank_0",
     "reset_log",
 ]
 
@@ -222,8 +221,3 @@ def get_comm_operation_count() -> int:
 def get_logged_comm_ops() -> list[str]:
     """The names under which the comms logger recorded operations."""
     return COMMS_LOGGER.get_operation_names()
-
-
-def print_rank_0(message: str) -> None:
-    """Write to stdout on rank 0 only."""
-    print_dist(message, ranks=[0])

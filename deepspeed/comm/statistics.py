@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as td
 
-__all__ = ["bandwidth", "calc_bw_log", "convert_size", "get_caller_func", "trimmed_mean"]
+__all__ = ["bandwidth", "calc_bw_log", "convert_size", "trimmed_mean"]
 
 TRIM = 0.1
 
@@ -73,8 +72,3 @@ def trimmed_mean(data: Sequence[float], trim: float = TRIM) -> float:
     cut = round(len(data) * trim)
     kept = sorted(data)[cut : len(data) - cut]
     return sum(kept) / len(kept)
-
-
-def get_caller_func(frame: int = 3) -> str:
-    """The name of the function `frame` levels up."""
-    return sys._getframe(frame).f_code.co_name

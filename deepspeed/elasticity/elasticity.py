@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.config import elastic_batch
@@ -15,36 +15,9 @@ __all__ = [
     "compute_elastic_config",
     "elasticity_enabled",
     "ensure_immutable_elastic_config",
-    "get_best_candidates",
-    "get_candidate_batch_sizes",
-    "get_valid_gpus",
 ]
 
 _FIRST_VERSION = (0, 3, 8)  # that knows elasticity
-
-
-def get_candidate_batch_sizes(base_list: Iterable[int], max_acceptable_batch_size: int) -> list[int]:
-    """For each base its largest multiple by a highly composite number within the limit, ascending."""
-    return elastic_batch.candidate_batch_sizes(base_list, max_acceptable_batch_size)
-
-
-def get_valid_gpus(
-    batch_size: int, micro_batches: Iterable[int], min_valid_gpus: int, max_valid_gpus: int
-) -> list[int]:
-    """The numbers of GPUs on which the batch is made of whole micro batches, ascending."""
-    return elastic_batch.valid_gpus(batch_size, micro_batches, min_valid_gpus, max_valid_gpus)
-
-
-def get_best_candidates(
-    candidate_batch_sizes: Iterable[int],
-    micro_batches: Sequence[int],
-    min_gpus: int,
-    max_gpus: int,
-    prefer_larger: bool,
-) -> tuple[int, list[int]]:
-    """The candidate with the most valid numbers of GPUs, and these; the smallest micro batch and none if none has."""
-    found = elastic_batch.best_candidate(candidate_batch_sizes, micro_batches, min_gpus, max_gpus, prefer_larger)
-    return (min(micro_batches), []) if found is None else (found.train, list(found.valid))
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:

@@ -16,9 +16,7 @@ __all__ = [
     "configure_moe_param_groups",
     "has_moe_layers",
     "is_moe_param",
-    "is_moe_param_group",
     "split_experts",
-    "split_params_grads_into_shared_and_expert_params",
     "split_params_into_different_moe_groups_for_optimizer",
     "split_params_into_shared_and_expert_params",
 ]
@@ -42,24 +40,11 @@ def is_moe_param(param: Tensor) -> bool:
     return hasattr(param, "allreduce") and not param.allreduce
 
 
-def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """True for an optimizer's group of expert parameters."""
-    return bool(param_group.get("moe", False))
-
-
 def split_params_into_shared_and_expert_params(
     params: list[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(those that all ranks share, those of experts)."""
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
-
-
-def split_params_grads_into_shared_and_expert_params(
-    group: list[nn.Parameter],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """As `split_params_into_shared_and_expert_params`, for the gradients of those that have one."""
-    shared, experts = split_params_into_shared_and_expert_params(group)
-    return _gradients(shared), _gradients(experts)
 
 
 def _gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -10,14 +10,9 @@ from itertools import accumulate
 
 from deepspeed.errors import UsageError
 
-__all__ = ["partition_balanced", "partition_uniform", "prefix_sum_inc"]
+__all__ = ["partition_balanced", "partition_uniform"]
 
 Number = float  # weights are counts of parameters or measured times
-
-
-def prefix_sum_inc(weights: Sequence[Number]) -> list[Number]:
-    """Sums of the first 1, 2, … weights."""
-    return list(accumulate(weights))
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:

@@ -13,7 +13,7 @@ from deepspeed.checkpoint.formats.source import Source
 from deepspeed.comm import Pending
 from deepspeed.errors import DeepSpeedConfigError, PipelineError, UsageError
 from deepspeed.events import Phase, PhaseFailed
-from deepspeed.log import log_dist, logger, warn_once
+from deepspeed.log import log_dist, warn_once
 from deepspeed.pipe.accord import Accord
 from deepspeed.pipe.executor import Batch, Executor, Results
 from deepspeed.pipe.feed import Feed
@@ -29,12 +29,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.parts import Parts
 from deepspeed.zero.agreement import Hosts
 
-__all__ = ["PipelineEngine", "is_even"]
-
-
-def is_even(number: int) -> bool:
-    """True for an even number."""
-    return number % 2 == 0
+__all__ = ["PipelineEngine"]
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -321,16 +316,6 @@ class PipelineEngine(DeepSpeedEngine):
     def get_additional_losses(self) -> dict[str, Tensor] | None:
         """The module's further losses in the last training batch, averaged; on the last stage."""
         return self._additional
-
-    def log_for_device(self, *msg: Any) -> None:
-        """Log on this rank, with its place in the pipeline."""
-        logger.info("stage %s, rank %s: %s", self.module.stage_id, self.module.global_rank, " ".join(map(str, msg)))
-
-    def tput_log(self, *msg: Any) -> None:
-        """Log on the first rank of the last stage every `steps_per_print` steps."""
-        every = self._parts.config.schema.steps_per_print
-        if every and self.global_steps % every == 0 and self.module.last and self._parts.layout["dp"].rank == 0:
-            logger.info(" ".join(map(str, msg)))
 
     def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole model, of all stages, in host memory of rank 0; None on other ranks."""

@@ -78,11 +78,6 @@ class LayerFiles:
         """The file of this rank's layer of that number."""
         return str(Path(ckpt_dir) / self._file(self._local_start + local_layer_idx))
 
-    def ckpt_layer_path_list(self, ckpt_dir: str | os.PathLike[str], local_layer_idx: int) -> list[str]:
-        """The files of all slices of this rank's layer of that number."""
-        number = self._local_start + local_layer_idx
-        return sorted(map(str, Path(ckpt_dir).glob(f"layer_{number:02d}-*model_states.pt")))
-
     def save_state_dict(
         self, save_dir: str | os.PathLike[str], checkpoint_engine: Any, exclude_frozen_params: bool = False
     ) -> None:

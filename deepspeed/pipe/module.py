@@ -303,10 +303,6 @@ class PipelineModule(LayerFiles, nn.Module):
         """Sum the gradients of tied weights over the stages that have them."""
         self.ties.reduce(lambda param, change: setattr(param, "grad", change(param.grad)))
 
-    def get_tied_weights_and_groups(self) -> list[tuple[nn.Parameter, list[int]]]:
-        """(weight, ranks that share it) of every tied weight on this rank."""
-        return [(param, ranks) for _, param, ranks in self.ties.mine()]
-
     def get_additional_losses(self) -> dict[str, Any] | None:
         """Further losses of the last forward, by name, for subclasses: they are averaged and shown, not trained."""
         return None

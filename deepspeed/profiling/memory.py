@@ -9,7 +9,7 @@ from deepspeed.accelerator.host import HostMemory
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished
 from deepspeed.log import get_dist_msg, print_dist
 
-__all__ = ["MemoryBreakdown", "get_ma_status", "memory_line", "memory_status", "see_memory_usage"]
+__all__ = ["MemoryBreakdown", "memory_line", "see_memory_usage"]
 
 _GB = 1024**3
 _SHOWN = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
@@ -41,18 +41,6 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         return
     print_dist(f"{message} | {memory_line()}")
     get_accelerator().reset_peak_memory_stats()
-
-
-def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
-    """Write `msg` and the memory in use to standard output on one rank (-1: all), and start the peaks anew if asked."""
-    if reset_max:
-        get_accelerator().reset_peak_memory_stats()
-    print_dist(f"{msg} | {memory_line()}", ranks=[print_rank])
-
-
-def get_ma_status() -> int:
-    """Bytes that tensors hold on the device of rank 0; 0 on other ranks."""
-    return 0 if get_dist_msg("") is None else get_accelerator().memory_allocated()
 
 
 class MemoryBreakdown:

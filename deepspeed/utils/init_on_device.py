@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -36,26 +34,6 @@ class OnDevice:
         self.device = device
         self.enabled = enabled
         self._entered: list[ExitStack] = []
-
-    def fp_tensor_constructor(self, fn: Callable[..., Tensor], target_fp_dtype: torch.dtype) -> Callable[..., Tensor]:
-        """The function with this context's device as a default, and with floating point results in that dtype."""
-
-        @functools.wraps(fn)
-        def constructor(*args: Any, **kwargs: Any) -> Tensor:
-            if kwargs.get("device") is None:
-                kwargs["device"] = self.device
-            made = fn(*args, **kwargs)
-            return made.to(target_fp_dtype) if made.is_floating_point() else made
-
-        return constructor
-
-    def get_new_tensor_fn_for_dtype(self, dtype: torch.dtype) -> Callable[..., Tensor]:
-        """A stand-in for `torch.Tensor.__new__`: a tensor of that dtype on this context's device."""
-
-        def new(cls: type[Tensor], *args: Any) -> Tensor:
-            return torch.empty(0, dtype=dtype, device=self.device).new_empty(*args)
-
-        return new
 
     def __enter__(self) -> OnDevice:
         stack = ExitStack()

@@ -130,10 +130,6 @@ class FlopsProfiler:
         total = params_of(self.model)
         return params_to_string(total) if as_string else total
 
-    def is_expert_tensor_parallelism_enabled(self) -> bool:
-        """Whether some layer of the model splits its experts over tensor-parallel ranks."""
-        return any(getattr(module, "enable_expert_tensor_parallelism", False) for module in self.model.modules())
-
     def print_model_profile(
         self,
         profile_step: int = 1,

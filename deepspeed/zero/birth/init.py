@@ -113,24 +113,6 @@ class Init(ContextDecorator):
         if self.enabled:
             self._open.pop().__exit__(kind, error, trace)
 
-    @property
-    def num_partitions(self) -> int:
-        """Over how many ranks parameters are spread."""
-        return self._axis.size
-
-    def get_partition_rank(self) -> int:
-        """This rank's place among them."""
-        return self._axis.rank
-
-    def get_dp_process_group(self) -> ProcessGroup:
-        """The process group of these ranks."""
-        return self._axis.group
-
-    def get_partition_dp_group(self, param: nn.Parameter) -> ProcessGroup:
-        """The process group of the ranks that hold a parameter."""
-        group: ProcessGroup = getattr(param, "ds_process_group", self._axis.group)
-        return group
-
     @contextmanager
     def _construct(self, module: nn.Module) -> Iterator[None]:
         """Around the constructor of a module."""

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.comm.operations import OPERATIONS
-from deepspeed.comm.statistics import bandwidth, calc_bw_log, convert_size, get_caller_func, trimmed_mean
+from deepspeed.comm.statistics import bandwidth, calc_bw_log, convert_size, trimmed_mean
 
 MB = 10**6
 
@@ -80,10 +80,3 @@ def test_trimmed_mean():
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1))
 def test_trimmed_mean_is_between(values):
     assert min(values) - 1e-6 <= trimmed_mean(values) <= max(values) + 1e-6
-
-
-def test_caller():
-    def inner():
-        return get_caller_func(2)
-
-    assert inner() == "test_caller"

@@ -8,7 +8,6 @@ import logging
 import pytest
 
 from deepspeed.elasticity import compute_elastic_config, elasticity_enabled, ensure_immutable_elastic_config
-from deepspeed.elasticity.elasticity import get_best_candidates, get_candidate_batch_sizes, get_valid_gpus
 from deepspeed.elasticity.tool import main
 from deepspeed.errors import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize
 
@@ -60,14 +59,9 @@ def test_mistakes(config, version, error, message):
         compute_elastic_config(config, version)
 
 
-def test_parts():
-    assert get_candidate_batch_sizes([2, 4, 6, 12], 2000) == [1440, 1680]
-    assert get_valid_gpus(12, [2, 3], 1, 4) == [1, 2, 3, 4]
-    assert get_best_candidates([1440, 1680], [2, 4, 6], 1, 10000, True)[0] == 1680
-    assert get_best_candidates([], [4, 2], 1, 2, True) == (2, [])
-    assert elasticity_enabled(CONFIG)
+def test_whether_it_is_on():
+    assert elasticity_enabled({"elasticity": SECTION})
     assert not elasticity_enabled({})
-    assert not elasticity_enabled({"elasticity": {}})
 
 
 def test_what_was_planned_must_not_change(monkeypatch, caplog):

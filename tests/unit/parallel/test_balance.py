@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from deepspeed.errors import UsageError
-from deepspeed.parallel.balance import partition_balanced, partition_uniform, prefix_sum_inc
+from deepspeed.parallel.balance import partition_balanced, partition_uniform
 
 
 def spread(weights, bounds):
@@ -66,11 +66,6 @@ def test_cuts_that_published_versions_choose(weights, parts, bounds):
 def test_a_deep_model_is_cut_quickly():
     bounds = partition_balanced([50, *[12] * 96, 50], 8)
     assert spread([50, *[12] * 96, 50], bounds)[0] <= 12
-
-
-def test_prefix_sums():
-    assert prefix_sum_inc([1, 2, 3]) == [1, 3, 6]
-    assert prefix_sum_inc([]) == []
 
 
 @pytest.mark.parametrize("parts", [0, -1])
