@@ -35,6 +35,10 @@ def submodule(package: str, name: str) -> Any:
     """The module `package.name`, imported: scripts reach it as an attribute after a plain `import deepspeed`."""
     path = f"{package}.{name}"
     offered = "__path__" in vars(sys.modules[package]) and not name.startswith("_")
-    if not offered or importlib.util.find_spec(path) is None:
+    try:
+        found = offered and importlib.util.find_spec(path) is not None
+    except ImportError as error:  # [Note: removed names] in `_legacy`
+        raise AttributeError(str(error)) from None
+    if not found:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     return importlib.import_module(path)

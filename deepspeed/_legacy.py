@@ -5,6 +5,10 @@
 setting and deleting one of them happens at its home. Packages that only lead to old paths are made up where no
 real one exists. The finder stands before the file finder, because that one would load the files of a moved
 package a second time under the old name.
+
+[Note: removed names] Importing a removed module or name is an ImportError that says what takes its place; reading it is
+an AttributeError, so that `hasattr` is False. `from module import name` asks the finder for `module.name` only where
+the module has a `__path__`, so modules of which names were removed get an empty one.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from deepspeed._legacy_paths import MOVED, SPLIT
+from deepspeed._legacy_paths import MOVED, REMOVED, SPLIT
 
 __all__ = ["install"]
 
@@ -27,6 +31,15 @@ _LEADING = {
     for parts in (path.split(".") for path in (*MOVED, *SPLIT))
     for count in range(2, len(parts))
 }
+
+_LOST_NAMES = {key.rpartition(".")[0] for key in REMOVED}  # modules that stay
+
+
+def _gone(name: str) -> str | None:
+    """Why there is no such module or name any more; None if it was never here."""
+    module, _, last = name.rpartition(".")
+    found = REMOVED.get(name) or (None if last.startswith("_") else REMOVED.get(f"{module}.*"))
+    return None if found is None else f"{name} is not part of this library: {found}"
 
 
 class _Pointer(ModuleType):
@@ -47,7 +60,7 @@ class _Pointer(ModuleType):
         below = f"{self.__name__}.{name}"
         if below in MOVED or below in SPLIT or below in _LEADING:
             return importlib.import_module(below)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        raise AttributeError(_gone(below) or f"module {self.__name__!r} has no attribute {name!r}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if (found := self._home(name)) is not None:
@@ -96,10 +109,15 @@ class _Finder(MetaPathFinder, Loader):
                 return None
             return ModuleSpec(name, self, origin=home)
         if name in SPLIT:
-            return ModuleSpec(name, self, is_package=name in _LEADING)
-        if name in _LEADING and PathFinder.find_spec(name, path) is None:
+            return ModuleSpec(name, self, is_package=name in _LEADING or name in _LOST_NAMES)
+        spec = PathFinder.find_spec(name, path)
+        if spec is None and name in _LEADING:
             return ModuleSpec(name, self, is_package=True)
-        return None
+        if spec is None and (reason := _gone(name)) is not None:
+            raise ImportError(reason, name=name)
+        if spec is not None and name in _LOST_NAMES and spec.submodule_search_locations is None:
+            spec.submodule_search_locations = []
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         if spec.origin is None:

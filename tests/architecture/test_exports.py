@@ -20,7 +20,7 @@ PUBLIC = """
     DualPipeVEngine DualPipeVModule PipelineEngine PipelineModule pipe
     __git_branch__ __git_hash__
     __version__ __version_major__ __version_minor__ __version_patch__ accelerator add_config_arguments
-    checkpointing comm dist set_autotp_mode set_optimizer_flags tensor_parallel tp_model_init
+    checkpointing comm dist set_autotp_mode tensor_parallel tp_model_init
     get_accelerator init_distributed initialize log_dist logger moe ops parallel runtime utils zero
 """.split()
 

@@ -50,7 +50,6 @@ MEMOS = {
     "ops::_follow": "that Triton tells of what it compiles",
     "ops::_loading": "that Triton's compiler is being loaded, or is",
     "ops::_cpu_flags": "what this processor can do",
-    "ops::_rocminfo": "what the machine's ROCm tells",
     "ops::_outcome": "the compiled libraries, or why there are none",
     "ops::_programs": "which program of a kernel updates what",
     "ops::_processor": "which instructions compilers choose on this machine",

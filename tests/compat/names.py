@@ -1,4 +1,4 @@
-"""Reads `names.txt`: the public modules and names of DeepSpeed 0.19, and which feature brings those not here yet."""
+"""Reads `names.txt`: the published names of DeepSpeed 0.19, and which feature brings those not here yet."""
 
 from __future__ import annotations
 
@@ -14,18 +14,12 @@ FEATURES = {
     "autotuning": "the search for a config",
     "compression": "quantisation, pruning and distillation during training",
     "data efficiency": "curriculum learning, random layer token drop, progressive layer drop, variable batches",
-    "experts": "mixture of experts, AutoEP",
     "hybrid engine": "one engine that trains and generates",
     "inference": "init_inference, kernel injection, checkpoints cut for tensor parallelism",
-    "kernels": "transformer layers, Evoformer attention, floating point quantisation, grouped products",
+    "kernels": "Evoformer attention, floating point quantisation, grouped products",
     "linear": "LoRA and quantised linear layers",
-    "memory tiers": "offload to host and NVMe, asynchronous I/O, ZenFlow, SuperOffload, activation offload",
     "rollout": "generation for reinforcement learning",
     "sparse attention": "attention over blocks",
-    "tensor parallel": "affine maps of checkpoints",
-    # Not to come:
-    "internals": "how DeepSpeed does something inside; here it is done in another way, and nobody is meant to call it",
-    "other vendors": "software of others that DeepSpeed only calls: Nebula, DataStates, accelerators of two vendors",
 }
 
 

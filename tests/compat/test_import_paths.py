@@ -1,10 +1,11 @@
-"""Old import paths: every row of the table, and how the finder behaves where people lean on it."""
+"""Old import paths: every row of the tables, and how the finder behaves where people lean on it."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 import deepspeed
 from deepspeed import _legacy
-from deepspeed._legacy_paths import MOVED, SPLIT
+from deepspeed._legacy_paths import MOVED, REMOVED, SPLIT
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [(old, name) for old, names in SPLIT.items() for name in names]
@@ -55,9 +56,45 @@ def test_no_row_hides_a_file_or_points_to_an_old_path():
         assert stem.with_suffix(".py").exists() or (stem / "__init__.py").exists(), home
 
 
-def test_the_table_is_sorted():
-    for names in (MOVED, SPLIT, *SPLIT.values()):
+def test_the_tables_are_sorted():
+    for names in (MOVED, REMOVED, SPLIT, *SPLIT.values()):
         assert list(names) == sorted(names)
+
+
+def asked(row):
+    """A name that a row of REMOVED is about."""
+    return row.removesuffix("*") + "nope" if row.endswith("*") else row
+
+
+@pytest.mark.parametrize("row", REMOVED)
+def test_a_removed_path_names_its_replacement(row):
+    module, _, name = asked(row).rpartition(".")
+    text = re.escape(f"{asked(row)} is not part of this library: {REMOVED[row]}")
+    for code in (f"from {module} import {name}", f"import {module}.{name}"):
+        with pytest.raises(ImportError, match=f"^{text}$"):
+            exec(code, {})
+    assert not hasattr(importlib.import_module(module), name)
+    assert asked(row) not in {*MOVED, *SPLIT, *sys.modules}
+
+
+@pytest.mark.parametrize(
+    "path", ["deepspeed.set_optimizer_flags", "deepspeed.runtime.utils.CheckOverflow", "deepspeed.utils.debug"]
+)
+def test_reading_a_removed_name_is_an_attribute_error_that_names_the_replacement(path):
+    module, _, name = path.rpartition(".")
+    with pytest.raises(AttributeError, match=rf"^{re.escape(path)} is not part of this library: "):
+        getattr(importlib.import_module(module), name)
+
+
+def test_names_that_stay_beside_removed_ones_are_found():
+    from deepspeed.runtime.config import LAMB_OPTIMIZER
+    from deepspeed.runtime.utils import see_memory_usage
+
+    from deepspeed.runtime.lr_schedules import WarmupLR
+    from deepspeed.sequence.layer import DistributedAttention
+
+    assert LAMB_OPTIMIZER == "lamb"
+    assert all(map(callable, (see_memory_usage, WarmupLR, DistributedAttention)))
 
 
 def test_in_a_fresh_process_each_spelling_of_an_import_works():
@@ -179,24 +216,6 @@ def test_the_finder_leaves_other_packages_alone():
         importlib.util.find_spec("accelerator").origin
     )
     assert importlib.util.find_spec("json").origin.endswith("__init__.py")
-
-
-def test_the_config_readers_answer_from_the_schema():
-    config = importlib.import_module("deepspeed.runtime.config")
-    constants = importlib.import_module("deepspeed.runtime.constants")
-    assert config.get_gradient_clipping({}) == constants.GRADIENT_CLIPPING_DEFAULT == 1.0
-    assert config.get_gradient_clipping({"gradient_clipping": 0.5}) == 0.5
-    assert config.get_log_level({}) is constants.LOG_LEVEL_DEFAULT is None
-    assert config.get_log_level({"log_level": "debug"}) == "debug"
-    assert config.ADAM_OPTIMIZER == "adam"
-    with pytest.raises(config.DeepSpeedConfigError):
-        config.get_gradient_clipping({"gradient_cliping": 0.5})
-    precision = importlib.import_module("deepspeed.runtime.precision_config")
-    assert precision.get_bfloat16_config({"bf16": {"enabled": True}}).enabled
-    monitor = importlib.import_module("deepspeed.monitor.config")
-    assert monitor.get_monitor_config({"csv_monitor": {"enabled": True, "output_path": "x"}}).csv_monitor.enabled
-    parallel = importlib.import_module("deepspeed.runtime.tensor_parallel.config")
-    assert parallel.get_tensor_parallel_config({"tensor_parallel": {"autotp_size": 2}}).autotp_size == 2
 
 
 @pytest.mark.parametrize("times", [1, 2])

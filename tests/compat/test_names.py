@@ -1,4 +1,4 @@
-"""Every public module and name of DeepSpeed: here, with the published parameters, or named with what brings it."""
+"""Every published name: here, with the published parameters, or named with what brings it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ MODULES = read()
 # Objects that the library makes: their constructors are its own.
 MADE_HERE = {
     "deepspeed.runtime.engine.DeepSpeedEngine",
-    "deepspeed.runtime.base_optimizer.ZeROOptimizer",
     "deepspeed.runtime.pipe.dualpipev.DualPipeVEngine",
     "deepspeed.runtime.pipe.engine.PipelineEngine",
     "deepspeed.utils.zero_to_fp32.GatheredTensor",
