@@ -10,11 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from deepspeed.runtime.domino import transformer as domino
-from deepspeed.runtime.domino.async_linear import (
-    DominoAsyncColumnParallelLinear,
-    DominoAsyncColumnParallelLinearImpl,
-    RowParallelLinearNoComm,
-)
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +17,11 @@ import deepspeed
 from deepspeed.errors import LayoutError, UsageError
 from deepspeed.parallel import LayoutMpu, ParallelLayout
 from deepspeed.tensor_parallel.domino import async_linear
+from deepspeed.tensor_parallel.domino.async_linear import (
+    DominoAsyncColumnParallelLinear,
+    DominoAsyncColumnParallelLinearImpl,
+    RowParallelLinearNoComm,
+)
 from tests.distributed.tensor_parallel.test_overlap import Story
 from tests.harness import ranks
 
