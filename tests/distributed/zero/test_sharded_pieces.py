@@ -19,7 +19,6 @@ from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.sharding import shard_module
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.public.granularity import units_by_granularity
-from deepspeed.zero.public.linear import LinearModuleForZeroStage3
 from deepspeed.zero.public.tiling import TiledLinear
 from deepspeed.zero.states.group import Dtypes, ShardGroup
 from deepspeed.zero.states.matrices import ShardedMatrices
@@ -75,7 +74,7 @@ def test_tiles_take_over_a_sharded_layer_of_rank_0():
 @ranks(2)
 def test_a_linear_layer_released_before_backward():
     torch.manual_seed(0)
-    layer = LinearModuleForZeroStage3(5, 3)
+    layer = nn.Linear(5, 3)
     plain = nn.Linear(5, 3)
     plain.load_state_dict(layer.state_dict())
     world = ParallelLayout.build().world
