@@ -77,7 +77,7 @@ def _tell_missed(model: nn.Module, kinds: Sequence[str], found: Sequence[Finding
     """Log what a known model should have and has not, which costs speed; of that, what the table would not show."""
     told = list(missed(model, kinds, found))
     for family, finding in told:
-        assert isinstance(finding.result, Refused)
+        assert isinstance(finding.result, Refused), "what is missed was not replaced"
         log_dist(
             f"fused_kernels: no {finding.kind!r} was replaced in this model of the family {family!r}, which should "
             f"have some: {finding.result.reason} ({finding.module} {finding.name!r})",

@@ -150,8 +150,8 @@ class _Request:
         except OSError as error:  # some file systems tell only now that a write failed
             self._error = self._error or error
         self._file = self._view = self._tensor = None
-        error = self._error
-        self.ticket.complete(self._failed(error, size) if isinstance(error, OSError) else error)
+        failed = self._error
+        self.ticket.complete(self._failed(failed, size) if isinstance(failed, OSError) else failed)
 
     def _failed(self, error: OSError, size: int) -> FileError:
         what = f"{'write' if self._write else 'read'} of {size} bytes at offset {self._offset}"
