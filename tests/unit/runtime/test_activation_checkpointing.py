@@ -63,9 +63,9 @@ def plainly(function, *args, **kwargs):
 class Block(nn.Module):
     """A layer with dropout from both generators: the device's and the model-parallel one."""
 
-    def __init__(self, width=64):
+    def __init__(self, width=64, inner=8):
         super().__init__()
-        self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.inner, self.outer = nn.Linear(width, inner), nn.Linear(inner, width)
         self.calls = 0
 
     def forward(self, x, scale=1.0):

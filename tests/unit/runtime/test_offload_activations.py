@@ -60,9 +60,9 @@ CALLS = {
 
 
 class Layer(nn.Module):
-    def __init__(self, width=64):
+    def __init__(self, width=64, inner=8):
         super().__init__()
-        self.inner, self.outer = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.inner, self.outer = nn.Linear(width, inner), nn.Linear(inner, width)
 
     def forward(self, x):
         return x + self.outer(self.inner(x).relu())
