@@ -84,8 +84,8 @@ def _check(
     ]
 
 
-def _no_such_param(prefix: str, key: str, kind: str, known: Iterable[str]) -> Problem:
-    meant = _SYNONYMS.get(key) if _SYNONYMS.get(key) in known else nearest(key, known)
+def _no_such_param(prefix: str, key: str, kind: str, known: set[str]) -> Problem:
+    meant = _SYNONYMS[key] if _SYNONYMS.get(key) in known else nearest(key, known)
     if meant is not None:
         return Problem(f"{prefix}{key}", f"{kind} has no such parameter; did you mean {meant!r}?")
     return Problem(f"{prefix}{key}", f"{kind} has no such parameter; it takes {', '.join(sorted(known))}")
