@@ -106,7 +106,6 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization.stage, remote=remote)
     experts = _experts(request, layout, stack)
-    _tell_unused(request, layout, experts)
     lies_on = (lambda _: layout["dp", "sp"]) if experts is None else experts.lies_on
     replicate(module, lies_on, remote=remote)
     log_dist(f"precision: {precision.describe()}")
@@ -153,19 +152,14 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
 
 
 def _experts(request: Request, layout: ParallelLayout, stack: ExitStack) -> SpreadExperts | None:
-    """The experts of the model, each where it lies; None if it has none."""
-    first = request.config.schema.use_data_before_expert_parallelism
+    """The experts of the model, each where it lies; None if it has none. What the model has no use for is told."""
+    first, staged = request.config.schema.use_data_before_expert_parallelism, isinstance(request.module, PipelineModule)
     experts = spread_experts(request.module, layout, stack, data_first=first)
-    if not isinstance(request.module, PipelineModule):  # a stage is no model
-        export_whole(request.module, experts, stack)
-    return experts
-
-
-def _tell_unused(request: Request, layout: ParallelLayout, experts: SpreadExperts | None) -> None:
-    """Log the keys that this model, or this layout, has no use for."""
-    staged = isinstance(request.module, PipelineModule)
     shared = layout["sp"].size > 1
     request.config.tell_unused(unused_by_model(staged=staged, experts=experts is not None, shared_sequences=shared))
+    if not staged:  # a stage is no model
+        export_whole(request.module, experts, stack)
+    return experts
 
 
 def _rehearsal(
