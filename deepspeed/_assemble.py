@@ -42,7 +42,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.placing import place, replicate
 from deepspeed.runtime.reduction.build import build_reducer
-from deepspeed.runtime.step.choose import choose_optimizer, choose_scheduler, tell_without_optimizer
+from deepspeed.runtime.step.choose import choose_optimizer, choose_scheduler, tell_if_frozen, tell_without_optimizer
 from deepspeed.runtime.step.in_backward import InBackward, update_in_backward
 from deepspeed.runtime.step.optimizers import hold_states, require_tested
 from deepspeed.runtime.step.rehearse import scenes_of
@@ -190,6 +190,8 @@ def _complete(parts: Parts, request: Request, stack: ExitStack) -> None:
     """Add what is optional: the optimizer's step, schedule, data, activation checkpointing, what watches."""
     schema = parts.config.schema
     basic, states = parts.basic_optimizer, parts.states
+    if not isinstance(parts.module, PipelineModule):  # stages compare what they train once all of them are built
+        tell_if_frozen(parts.module, basic)
     if basic is not None and states is not None:
         stack.callback(states.end_norm)
         owner = open_access(parts, basic, states, stack)

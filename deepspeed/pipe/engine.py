@@ -27,6 +27,7 @@ from deepspeed.pipe.schedule.names import kind_of, make
 from deepspeed.pipe.wires import Wires
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.step.choose import tell_if_frozen
 from deepspeed.zero.agreement import Hosts
 
 __all__ = ["PipelineEngine"]
@@ -51,7 +52,9 @@ class PipelineEngine(DeepSpeedEngine):
             module.use_reentrant = schema.pipeline.use_reentrant
         self._accord = Accord(parts.layout)
         _require(parts, module, self._accord)
-        module.ties.require_alike(Hosts(parts.layout.world))
+        hosts = Hosts(parts.layout.world)
+        module.ties.require_alike(hosts)
+        tell_if_frozen(module, parts.basic_optimizer, hosts)
         stages = parts.layout["pp"]
         self._wires = Wires(stages, parts.device, dynamic=module.dynamic_shape, foretold=module.foretold)
         self._wires.open()

@@ -16,9 +16,10 @@ from deepspeed.log import log_dist
 from deepspeed.ops.muon import tag_attention_heads
 from deepspeed.runtime.lr_schedules import build_scheduler
 from deepspeed.runtime.step.optimizers import build_optimizer
+from deepspeed.zero.agreement import Hosts
 from deepspeed.zero.states.afar import in_one_pass
 
-__all__ = ["choose_optimizer", "choose_scheduler", "tell_without_optimizer"]
+__all__ = ["choose_optimizer", "choose_scheduler", "tell_if_frozen", "tell_without_optimizer"]
 
 
 def choose_optimizer(
@@ -43,6 +44,11 @@ def choose_optimizer(
             )
         return _fit_for_host(schema, made)
     if section.type is None or not parameters:
+        if section.type is not None and next(module.parameters(), None) is not None:
+            log_dist(
+                f"optimizer: no {section.type} is made, because model_parameters is empty. Are all parameters frozen?",
+                level=WARNING,
+            )
         return None
     if section.params.get("per_head_muon"):
         tag_attention_heads(module)
@@ -76,6 +82,21 @@ def tell_without_optimizer(schema: Schema, training_data: Any) -> None:
         log_dist(
             f"there is no optimizer, although {' and '.join(asked)}: engine.step() will be an error. Add the section "
             "'optimizer' to the config, or pass optimizer=... to deepspeed.initialize.",
+            level=WARNING,
+        )
+
+
+def tell_if_frozen(module: nn.Module, optimizer: Optimizer | None, stages: Hosts | None = None) -> None:
+    """Say now that there is nothing to train; `stages` are the ranks of a pipeline, which all call this."""
+    trained = any(param.requires_grad for param in module.parameters())
+    trains = optimizer is not None
+    if stages is not None:
+        found = stages.exchange([trained, trains], "whether any parameter is trained")
+        trained, trains = found.any(dim=0).tolist()
+    if trains and not trained:
+        log_dist(
+            "there is an optimizer, but all parameters of the model are frozen (requires_grad is False): nothing is "
+            "trained until some are unfrozen. To evaluate only, leave the optimizer out.",
             level=WARNING,
         )
 

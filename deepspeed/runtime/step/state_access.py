@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import ExitStack
 from functools import partial
+from logging import WARNING
 
 from torch import nn
 from torch.optim import Optimizer
 
 from deepspeed.errors import UsageError
+from deepspeed.log import log_dist
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.parts import Parts
 from deepspeed.zero.states.edits import spread_edits
@@ -36,8 +39,23 @@ def open_access(parts: Parts, optimizer: Optimizer, states: States, stack: ExitS
         for key, param in module._parameters.items():
             if param is not None and param.requires_grad:
                 owner.slots.append((f"{prefix}.{key}" if prefix else key, module, key, param))
+    if owner.elders:
+        _tell_of_elders(owner)
     stack.callback(_close, parts.module, owner)
     return owner
+
+
+def _tell_of_elders(owner: Owner) -> None:
+    """Say which engine can step from now on; one that only waits for Python's collector is no other engine."""
+    gc.collect()
+    shared = [elder.rivals[owner] for elder in (ref() for ref in owner.elders) if elder is not None]
+    if shared:
+        log_dist(
+            f"{shared[0]} and perhaps other parameters of this engine are trained by an older engine, too, which was "
+            "not destroyed: it refuses to step from now on. Call its destroy() before deepspeed.initialize, or keep "
+            "one engine for the model.",
+            level=WARNING,
+        )
 
 
 def _close(module: nn.Module, owner: Owner) -> None:

@@ -23,7 +23,7 @@ STAGES = [0, 1, 2, 3]
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
-def build(stage, *, optimizer=ADAMW, model=None, **keys):
+def build(stage, *, optimizer=ADAMW, model=None, model_parameters=None, **keys):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)) if model is None else model
     config = {
@@ -33,7 +33,7 @@ def build(stage, *, optimizer=ADAMW, model=None, **keys):
         **({"optimizer": optimizer} if optimizer else {}),
         **keys,
     }
-    return deepspeed.initialize(model=model, config=config)[0]
+    return deepspeed.initialize(model=model, config=config, model_parameters=model_parameters)[0]
 
 
 def train(engine, factor=1.0):
@@ -192,7 +192,9 @@ def test_a_resume_that_replaces_the_learning_rate_says_so(stage, tmp_path):
 def test_two_engines_on_one_model(stage):
     older = build(stage)
     train(older)
-    newer = build(stage, model=older.module)
+    with Told() as lines:
+        newer = build(stage, model=older.module)
+    assert said(lines, "0.weight", "older engine", "destroy()") == (dist.get_rank() == 0)
     train(newer)
     with pytest.raises(UsageError, match=r"another engine was made later that trains .*weight"):
         train(older)
@@ -211,6 +213,42 @@ def test_an_engine_may_go_on_after_a_newer_one_is_destroyed():
     newer.destroy()
     train(older)
     assert older.global_steps == 2
+
+
+@ranks(2)
+def test_one_engine_after_another_is_no_mistake():
+    model = build(1).module  # the engine is gone, though nobody destroyed it
+    with Told() as lines:
+        engine = build(1, model=model)
+        engine.destroy()
+        build(3, model=model)
+    assert lines == []
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@ranks(2)
+def test_a_model_that_is_frozen_is_told(stage):
+    def frozen():
+        return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)).requires_grad_(False)
+
+    first = dist.get_rank() == 0
+    with Told() as lines:
+        build(stage, model=frozen(), optimizer=None)
+    assert not said(lines, "frozen")
+    with Told() as lines:
+        build(stage, model=frozen())
+    assert said(lines, "all parameters of the model are frozen") == first
+    with Told() as lines:  # as a list of those that require a gradient is
+        build(stage, model=frozen(), model_parameters=[])
+    assert said(lines, "no AdamW is made, because model_parameters is empty") == first
+    if stage > 1:
+        return
+    for unfrozen in (False, True):  # a pipeline one of whose stages is frozen trains the other
+        layers = [nn.Linear(8, 8).requires_grad_(unfrozen), nn.Linear(8, 2).requires_grad_(False)]
+        row = deepspeed.pipe.PipelineModule(layers, num_stages=2, loss_fn=nn.MSELoss())
+        with Told() as lines:
+            build(stage, model=row)
+        assert said(lines, "all parameters of the model are frozen") == (first and not unfrozen)
 
 
 @pytest.mark.parametrize("stage", STAGES)
