@@ -17,7 +17,6 @@ from deepspeed.pipe.accord import Accord
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.tensor_parallel import SplitModel, split_model
 from deepspeed.tensor_parallel.apply import Opened
-from deepspeed.tensor_parallel.build import is_split_model
 from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.loss import SplitLogits
 from deepspeed.tensor_parallel.piece import Piece
@@ -91,7 +90,7 @@ def split_stage(schema: Schema, module: PipelineModule, layout: ParallelLayout, 
     except UsageError as caught:
         error = caught
     Accord(layout).end(error is not None, error, error)
-    said = Hosts(layout.world).exchange([is_split_model(module), split.outputs], "layers that are split").any(0)
+    said = Hosts(layout.world).exchange([split.decided, split.outputs], "layers that are split").any(0)
     if not said[0]:
         raise UsageError(
             f"tensor_parallel.autotp_size is {section.autotp_size}, but no layer of any stage can be split by its own "

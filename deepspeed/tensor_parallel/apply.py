@@ -189,10 +189,7 @@ def _tell_sizes(module: nn.Module, change: Change, rank: int) -> None:
     """A layer's own attributes say what lies here."""
     if change.kind is Kind.VOCABULARY:
         start, stop = change.splits["weight"].parts[rank][0]
-        padding = module.padding_idx
         module.num_embeddings = stop - start  # type: ignore[assignment]
-        own = isinstance(padding, int) and start <= padding < stop
-        module.padding_idx = padding - start if own and isinstance(padding, int) else None  # type: ignore[assignment]
     elif change.sizes and isinstance(module, nn.Linear):
         if change.kind is Kind.COLUMN:
             module.out_features = change.sizes[rank]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.tensor_parallel.heads import Heads
+from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.rules import plain_path
 
 __all__ = ["Attention", "find_attention", "tell_share"]
@@ -91,7 +92,7 @@ def find_attention(model: nn.Module, ranks: int) -> dict[str, Attention]:
     found = {}
     for path, module in model.named_modules():
         leaf = next((name for name in (*_QUERY, *_FUSED) if isinstance(getattr(module, name, None), nn.Module)), None)
-        if leaf is None:
+        if leaf is None or any(share_of(layer) for layer in getattr(module, leaf).modules()):
             continue
         heads = _heads(module, leaf, getattr(module, "config", None) or getattr(model, "config", None))
         if heads is None:

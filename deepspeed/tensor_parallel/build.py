@@ -15,9 +15,12 @@ from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
 from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.hierarchy import local_ranks
+from deepspeed.parallel.process_groups import ranks_of
+from deepspeed.parallel.regions import Members
 from deepspeed.tensor_parallel.apply import Opened, apply, counted_elsewhere
 from deepspeed.tensor_parallel.dividing import Entrances, divide_sequences
 from deepspeed.tensor_parallel.draws import draw_apart, same_generators
+from deepspeed.tensor_parallel.experts import check_products
 from deepspeed.tensor_parallel.hf_plan import model_plan, of_plan
 from deepspeed.tensor_parallel.inputs import InputCheck
 from deepspeed.tensor_parallel.layers import share_of
@@ -26,9 +29,9 @@ from deepspeed.tensor_parallel.model_init import asked_size, check_asked
 from deepspeed.tensor_parallel.piece import Piece
 from deepspeed.tensor_parallel.plan import Plan, plan, require_split
 from deepspeed.tensor_parallel.presets import by_names, preset
-from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, of_spec
+from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, of_spec, plain_path
 
-__all__ = ["SplitModel", "find_rules", "is_split_model", "plan_model", "split_model"]
+__all__ = ["SplitModel", "find_rules", "plan_model", "split_model"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class SplitModel:
     """Output layers that were split."""
     entrances: Entrances | None = None
     """Where whole sequences are gathered of those that stay split; None where they are always whole."""
+    decided: bool = False
+    """Some layer is split, or a rule says that it stays whole."""
 
 
 def split_model(
@@ -76,13 +81,10 @@ def split_model(
         )
     check_asked(model, schema, axis, mpu)
     _tell_nodes(axis)
-    if is_split_model(model):
-        raise UsageError(
-            "tensor_parallel: the model is split already, by an earlier deepspeed.initialize. Build the model anew, or "
-            "take the engine that you have"
-        )
+    by_script = _check_split(model, axis)
     made = plan_model(section, model, axis.size, piece)
-    if piece is None:
+    check_products(made.changes, 2 if schema.bf16.enabled or schema.fp16.enabled else None)
+    if piece is None and not by_script:
         require_split(made, type(model).__name__)
     apply(made, axis, opened, overlap=section.tp_overlap_comm)
     for param in model.parameters():
@@ -98,7 +100,10 @@ def split_model(
         _tell(made)
     elsewhere = counted_elsewhere(model, axis.rank)
     kept = None if piece is None else logits
-    return SplitModel(InputCheck(axis), _fewest_heads(made), elsewhere, tile_loss, kept, len(made.heads), entrances)
+    decided = by_script or bool(made.changes)
+    return SplitModel(
+        InputCheck(axis), _fewest_heads(made), elsewhere, tile_loss, kept, len(made.heads), entrances, decided
+    )
 
 
 def plan_model(section: TPTrainingConfig, model: nn.Module, ranks: int, piece: Piece | None = None) -> Plan:
@@ -132,9 +137,22 @@ def find_rules(section: TPTrainingConfig, model: nn.Module) -> Rules:
     return Rules(tuple(rules), strict, tuple(heads))
 
 
-def is_split_model(model: nn.Module) -> bool:
-    """Whether some layer of it is split already."""
-    return any(share_of(module) is not None for module in model.modules())
+def _check_split(model: nn.Module, axis: AxisGroup) -> bool:
+    """Whether a script has split layers of the model by itself; what another engine has split is an error."""
+    shares = [share for share in map(share_of, model.modules()) if share is not None and share.axis.size > 1]
+    for share in shares:
+        if not isinstance(share.axis, Members):
+            raise UsageError(
+                "tensor_parallel: the model is split already, by an earlier deepspeed.initialize. Build the model "
+                "anew, or take the engine that you have"
+            )
+        if ranks_of(share.axis.group) != axis.ranks:
+            raise UsageError(
+                f"tensor_parallel: the script has split layers of the model over the ranks "
+                f"{list(ranks_of(share.axis.group))}, but the tensor-parallel ranks of this one are {list(axis.ranks)}."
+                " Let tensor_parallel.autotp_size and the group of these layers agree"
+            )
+    return bool(shares)
 
 
 def _tell_nodes(axis: AxisGroup) -> None:
@@ -155,9 +173,10 @@ def _fewest_heads(made: Plan) -> tuple[int, int] | None:
 
 def _of_model(model: nn.Module) -> list[Rule]:
     told = model_plan(model)
-    rules = of_plan(told)
-    in_blocks = any("*" in path for path in told)
-    return rules if in_blocks else [*rules, *by_names()]
+    in_blocks = of_plan({path: style for path, style in told.items() if "*" in path})
+    paths = [plain_path(path) for path, _ in model.named_modules()]
+    fits = any(rule.matches(path, None) for rule in in_blocks for path in paths)
+    return of_plan(told) if fits else [*of_plan(told), *by_names()]
 
 
 def _tell(made: Plan) -> None:

@@ -14,9 +14,11 @@ from deepspeed.fragments import Split
 from deepspeed.tensor_parallel.attention import Attention
 from deepspeed.tensor_parallel.rules import Kind, Rule
 
-__all__ = ["Change", "check_pairs", "inside"]
+__all__ = ["Change", "check_pairs", "inside", "projects_heads", "whole_shape"]
 
 _BY_HEADS = Rule(re.compile(""), Kind.HEADS, source="the heads of its attention", known=True)
+_MULTIPLIED = (("gate_proj", "up_proj"), ("wi_0", "wi_1"), ("w1", "w3"))
+"""Names of layers of a gated feed-forward network."""
 _LATENT_PROJECTION = "kv_a_proj_with_mqa"
 _INSIDE = Rule(re.compile(""), Kind.WHOLE_INSIDE, source="the heads of its attention", known=True)
 
@@ -44,8 +46,7 @@ def inside(attention: Attention, ranks: int, changes: Sequence[Change]) -> Itera
     Norms of a head's size are whole on all ranks, each of which sees its own heads: their gradients are summed. What
     has a row for each head is cut. Where a model keeps a module for each head, nothing can be said.
     """
-    if not _projects_heads(attention, changes):
-        return
+    _check_projections(attention, changes)
     rotated = _rotated_keys(attention)
     if rotated is not None:
         yield rotated
@@ -59,14 +60,27 @@ def inside(attention: Attention, ranks: int, changes: Sequence[Change]) -> Itera
             cuts = _of_heads(attention, f"{name}.{own}", param, ranks)
             if cuts is not None:
                 splits[own] = Split.of(0, [cuts])
-            elif name == "relative_attention_bias" and _shape(param)[-1] == attention.heads.query:
+            elif name == "relative_attention_bias" and whole_shape(param)[-1] == attention.heads.query:
                 splits[own] = Split.of(1, [attention.heads.queries_of(ranks)])  # [buckets, heads]
-            elif "norm" in type(module).__name__.lower() and _shape(param) == (attention.heads.dim,):
+            elif "norm" in type(module).__name__.lower() and whole_shape(param) == (attention.heads.dim,):
                 _check_lone(path, attention)
                 yield Change(path, module, Kind.WHOLE_INSIDE, _INSIDE)
                 break
         if splits:
             yield Change(path, module, Kind.HEADS, _BY_HEADS, splits)
+
+
+def _check_projections(attention: Attention, changes: Sequence[Change]) -> None:
+    """Raise where rules split some of the projections that make heads, and not all."""
+    split = {id(change.module) for change in changes if _is_open(change)}
+    for name, child in attention.module.named_children():
+        layers = [layer for layer in child.modules() if isinstance(layer._parameters.get("weight"), nn.Parameter)]
+        if attention.splits(name) and layers and not any(id(layer) in split for layer in layers):
+            raise UsageError(
+                f"tensor_parallel: rules split other projections of the attention {attention.path} by its "
+                f"{attention.heads.query} heads, but not the outputs (dim 0) of {attention.path}.{name}. Give all of "
+                "them a rule with partition_type column and without gather_output, or all of them skip"
+            )
 
 
 def _rotated_keys(attention: Attention) -> Change | None:
@@ -85,34 +99,69 @@ def _rotated_keys(attention: Attention) -> Change | None:
     return Change(path, layer, Kind.WHOLE_AND_INTO_HEADS, _INSIDE, sizes=(width,))
 
 
-def check_pairs(changes: Sequence[Change]) -> None:
-    """Raise where the names of layers make half of a pair: outputs that stay split, or inputs that nobody split.
+def check_pairs(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Raise where layers make half of a pair: outputs that stay split, or inputs that nothing splits.
 
-    Layers of a pair are in one module of a block, or the block is the nearest that has both.
+    Layers of a pair are in one module, or the nearest around them that has both. That is a block for those that are
+    known by their names alone, of which as many are split by outputs as by inputs, or more.
     """
+    _check_gates(model, changes)
     waiting: dict[str, list[Change]] = {}
     for change in changes:
-        named = change.rule.source.startswith("the names") and change.kind in (Kind.COLUMN, Kind.ROW)
-        if named and "gate_up_proj" not in change.splits and ".lora_" not in change.path:
+        if (_is_open(change) and ".lora_" not in change.path) or _is_row(change):
             waiting.setdefault(change.path.rpartition(".")[0], []).append(change)
     while waiting:
-        path = max(waiting, key=lambda each: each.count("."))
+        path = max(waiting, key=lambda each: (each.count("."), each))
         here = waiting.pop(path)
         rows = [change for change in here if change.kind is Kind.ROW]
         columns = [change for change in here if change.kind is Kind.COLUMN]
-        if rows and len(rows) <= len(columns):
+        named = any(change.rule.source.startswith("the names") for change in here)
+        if rows and columns and (len(rows) <= len(columns) or not named):
             continue
-        if (rows and columns) or path == _block(f"{path}."):
-            half = max(rows or columns, key=lambda each: each.path.count("."))
-            what = "inputs (dim 1 of its weight)" if rows else "outputs (dim 0 of its weight)"
-            raise UsageError(_half(half, what))
+        if (rows and columns) or path == (_block(f"{path}.") if named else ""):
+            raise UsageError(_half(max(rows or columns, key=lambda each: each.path.count("."))))
         waiting.setdefault(path.rpartition(".")[0], []).extend(here)
 
 
-def _half(change: Change, what: str) -> str:
+def _check_gates(model: nn.Module, changes: Sequence[Change]) -> None:
+    """Raise where one of two layers is split whose outputs are multiplied."""
+    split = {change.path.removesuffix(".base_layer") for change in changes if _is_open(change)}
+    for path in split:
+        parent, _, leaf = path.rpartition(".")
+        others = [other for pair in _MULTIPLIED if leaf in pair for other in pair if other != leaf]
+        for other in others:
+            if hasattr(model.get_submodule(parent), other) and f"{parent}.{other}".lstrip(".") not in split:
+                raise UsageError(
+                    f"tensor_parallel: rules split {path} by its outputs (dim 0 of its weight), but not {other} beside "
+                    "it, by whose outputs they are multiplied. Give both the same rule in "
+                    "tensor_parallel.partition_config.layer_specs"
+                )
+
+
+def _is_open(change: Change) -> bool:
+    """Whether the outputs of a layer stay split."""
+    experts = "gate_up_proj" in change.splits
+    return change.kind is Kind.COLUMN and not change.rule.gather_output and not experts
+
+
+def _is_row(change: Change) -> bool:
+    """Whether a layer takes inputs that are split."""
+    return change.kind is Kind.ROW and not change.rule.split_input and ".lora_" not in change.path
+
+
+def _half(change: Change) -> str:
+    by_inputs = change.kind is Kind.ROW
+    what = "inputs (dim 1 of its weight)" if by_inputs else "outputs (dim 0 of its weight)"
+    if change.rule.source.startswith("the names"):
+        return (
+            f"tensor_parallel: by its name {change.path} would be split by its {what}, but the names of the layers "
+            "around it do not tell which go with it. Give rules in tensor_parallel.partition_config.layer_specs"
+        )
+    missing = "no layer before it is split by outputs" if by_inputs else "no layer behind it is split by inputs"
+    add = "the layer before it the partition_type column" if by_inputs else "the layer behind it the partition_type row"
     return (
-        f"tensor_parallel: by its name {change.path} would be split by its {what}, but the names of the layers "
-        "around it do not tell which go with it. Give rules in tensor_parallel.partition_config.layer_specs"
+        f"tensor_parallel: {change.rule.source} splits {change.path} by its {what}, but {missing}. Give {add} in "
+        f"tensor_parallel.partition_config.layer_specs{'' if by_inputs else ', or set gather_output'}"
     )
 
 
@@ -122,11 +171,10 @@ def _block(path: str) -> str:
     return found.group(1) if found else ""
 
 
-def _projects_heads(attention: Attention, changes: Sequence[Change]) -> bool:
+def projects_heads(attention: Attention, changes: Sequence[Change]) -> bool:
     """Whether a rank's projections give it its own heads alone."""
     inner = {id(module) for module in attention.module.modules()}
-    own = [change for change in changes if id(change.module) in inner and change.kind is Kind.COLUMN]
-    return any(not change.rule.gather_output for change in own)
+    return any(_is_open(change) for change in changes if id(change.module) in inner)
 
 
 def _before_heads(name: str) -> bool:
@@ -136,7 +184,7 @@ def _before_heads(name: str) -> bool:
 
 def _of_heads(attention: Attention, name: str, param: Any, ranks: int) -> list[tuple[int, int]] | None:
     """The heads of each rank, where a parameter has a row for each of them."""
-    heads, shape = attention.heads, _shape(param)
+    heads, shape = attention.heads, whole_shape(param)
     lone = len(shape) == 1 and name == ".sinks"
     if not (lone or (len(shape) == 2 and shape[1] == heads.dim and "norm" in name)):
         return None
@@ -159,5 +207,6 @@ def _check_lone(path: str, attention: Attention) -> None:
         )
 
 
-def _shape(param: Any) -> tuple[int, ...]:
+def whole_shape(param: Any) -> tuple[int, ...]:
+    """The shape of a parameter, also of one that lies in shards."""
     return tuple(getattr(param, "ds_shape", param.shape))

@@ -91,6 +91,8 @@ def draw_apart(model: nn.Module, axis: Peers, blocks: Sequence[nn.Module] = ()) 
         block.register_forward_pre_hook(draws.begin)
         block.register_forward_hook(draws.end, always_call=True)
     for outer, layer in () if blocks else _with_adapters(model):
+        if any(isinstance(getattr(hook, "__self__", None), Draws) for hook in outer._forward_hooks.values()):
+            continue  # AutoTP split it before
         # An adapter drops what its layer reads: it is whole before a column layer, and split before a row layer.
         if isinstance(layer, ColumnParallel) and not layer.share.gather_output:
             outer.register_forward_pre_hook(draws.end)

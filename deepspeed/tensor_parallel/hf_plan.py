@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -36,14 +36,26 @@ _BETTER = {"qkv_proj": 3, "gate_up_proj": 2}
 def model_plan(model: nn.Module) -> dict[str, str]:
     """The plans of all modules that have one, by path pattern with `*` for a number; empty if there is none."""
     plan: dict[str, str] = {}
+    paths = {path for path, _ in model.named_modules()}
     for prefix, module in model.named_modules():
-        own = getattr(module, "_tp_plan", None)
         base = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
-        if isinstance(own, Mapping) and hasattr(type(module), "config_class"):
-            plan.update({_under(prefix, path): style for path, style in own.items()})
-        if isinstance(base, Mapping) and getattr(module, "base_model", None) is module:
-            plan.update({_under(prefix, path): style for path, style in base.items()})
+        # A wrapper may answer for the model inside of it: only the module's own plans count.
+        for own in (getattr(type(module), "_tp_plan", None), vars(module).get("_tp_plan")):
+            if isinstance(own, Mapping):
+                plan.update({_under(prefix, path): style for path, style in own.items()})
+        if isinstance(base, Mapping):
+            for where in _bases(module, prefix, base, paths):
+                plan.update({_under(where, path): style for path, style in base.items()})
     return plan
+
+
+def _bases(module: nn.Module, prefix: str, plan: Mapping[str, str], paths: Collection[str]) -> Iterator[str]:
+    """The paths of the modules that the plan of a config is about: a base model, or what fits in any other model."""
+    if hasattr(module, "base_model"):
+        yield from [prefix] if module.base_model is module else []
+    elif not prefix:
+        firsts = {path.partition(".*")[0] for path in plan}
+        yield from (path for path in paths if any((f"{path}.{first}" if path else first) in paths for first in firsts))
 
 
 def of_plan(plan: Mapping[str, str]) -> list[Rule]:

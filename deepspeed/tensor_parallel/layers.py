@@ -104,13 +104,23 @@ class RowParallel(_Shared):
 
 
 class VocabularyParallel(_Shared):
-    """An embedding of which each rank holds some tokens; others give zeros, and the sum is whole."""
+    """An embedding of which each rank holds some tokens; others give zeros, and the sum is whole.
+
+    `padding_idx` is that of the whole embedding, which an adapter reads.
+    """
+
+    padding_idx: int | None
 
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
         start, stop = share.splits["weight"].parts[share.axis.rank][0]
         foreign = (input < start) | (input >= stop)
-        found = super().forward((input - start).masked_fill(foreign, 0))
+        padding = self.padding_idx
+        self.padding_idx = padding - start if padding is not None and start <= padding < stop else None
+        try:
+            found = super().forward((input - start).masked_fill(foreign, 0))
+        finally:
+            self.padding_idx = padding
         return regions.leave(found.masked_fill(foreign.unsqueeze(-1), 0), share.axis)
 
 

@@ -37,6 +37,8 @@ def split_logits(model: nn.Module, plan: Plan) -> SplitLogits | None:
     reason = ""
     if others:
         reason = f"it has {1 + len(others)} output layers"
+    elif change.path.endswith(".base_layer"):
+        reason = "its output layer has an adapter"
     elif owner is None:
         reason = "its class computes the loss by itself, not by self.loss_function"
     if reason or owner is None:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from logging import WARNING
 from typing import Any
 
 from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.fragments import Split, even, side_by_side
+from deepspeed.log import log_dist
 from deepspeed.tensor_parallel.attention import Attention, find_attention
-from deepspeed.tensor_parallel.changes import Change, check_pairs, inside
+from deepspeed.tensor_parallel.changes import Change, check_pairs, inside, projects_heads, whole_shape
+from deepspeed.tensor_parallel.experts import cut_experts, is_experts
+from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, plain_path
 
 __all__ = ["Change", "Plan", "plan", "require_split"]
@@ -30,6 +34,8 @@ class Plan:
     attention: tuple[Attention, ...]
     heads: tuple[Change, ...]
     """Those of `changes` that are output layers."""
+    rules: Rules
+    """What made it."""
     untouched: tuple[str, ...] = ()
     """The paths of attention modules that stay whole."""
 
@@ -61,7 +67,7 @@ def plan(
 
 def _input_embedding(model: nn.Module) -> nn.Module:
     find: Any = getattr(model, "get_input_embeddings", None)
-    found = None if find is None else find()
+    found = None if find is None else _base(find())
     if not isinstance(found, nn.Embedding):
         raise UsageError(
             f"tensor_parallel.vocab_parallel_embedding is true, but {type(model).__name__} has no "
@@ -71,13 +77,25 @@ def _input_embedding(model: nn.Module) -> nn.Module:
 
 
 def require_split(made: Plan, what: str) -> None:
-    """Refuse a plan by which nothing is split."""
-    if not made.divides:
-        raise UsageError(
-            f"tensor_parallel.autotp_size is {made.ranks}, but no layer of {what} can be split by its own plan, by a "
-            "preset or by the names of its layers. Give rules in tensor_parallel.partition_config.layer_specs, or "
-            "leave autotp_size out"
+    """Refuse a plan by which nothing is split, unless rules say so."""
+    if made.divides:
+        return
+    if made.changes:
+        log_dist(
+            f"tensor_parallel.autotp_size is {made.ranks}, and by its rules no layer of {what} is split: every rank "
+            "holds and computes the whole model",
+            level=WARNING,
         )
+        return
+    own = [rule.pattern.pattern for rule in made.rules.rules if rule.source.endswith("partition_config")]
+    found = (
+        f"none of the {len(own)} rules of tensor_parallel.partition_config matches a layer of {what}. Patterns are "
+        f"matched from the start of <module>.weight; the first one is {own[0]!r}. Correct them"
+        if own
+        else f"no layer of {what} can be split by its own plan, by a preset or by the names of its layers. Give rules "
+        "in tensor_parallel.partition_config.layer_specs"
+    )
+    raise UsageError(f"tensor_parallel.autotp_size is {made.ranks}, but {found}, or leave autotp_size out")
 
 
 class _Planner:
@@ -101,11 +119,11 @@ class _Planner:
         changes: list[Change] = []
         unmatched = []
         for path, name, module in _layers(self.model):
-            rule = self._rule(name, module)
-            if rule is None:
+            rule = self._rule(name, _base(module))
+            if rule is not None:
+                changes += self._change(path, name, module, rule)
+            elif self.rules.find(name, self.type) is None:
                 unmatched.append(path)
-                continue
-            changes += self._change(path, name, module, rule)
         if self.rules.strict and unmatched:
             raise UsageError(
                 f"tensor_parallel.partition_config.strict_mode: no rule matches {len(unmatched)} layers: "
@@ -119,13 +137,12 @@ class _Planner:
                 "tensor_parallel.vocab_parallel_lm_head is true, but the model has no Linear whose name ends in "
                 f"{' or '.join(self.rules.heads)}. Name it in tensor_parallel.partition_config.lm_head_patterns"
             )
-        check_pairs(split)
-        touched = {plain_path(change.path).rsplit(".", 1)[0] for change in split}
-        found = tuple(a for path, a in self.attention.items() if path in touched)
+        check_pairs(self.model, split)
+        found = tuple(a for a in self.attention.values() if projects_heads(a, split))
         changes += [change for each in found for change in inside(each, self.ranks, changes)]
         self._check_ties(changes)
-        untouched = tuple(path for path in self.attention if path not in touched)
-        return Plan(self.ranks, tuple(changes), found, heads, untouched)
+        untouched = tuple(path for path, a in self.attention.items() if a not in found)
+        return Plan(self.ranks, tuple(changes), found, heads, self.rules, untouched)
 
     # ---- rules
 
@@ -170,11 +187,13 @@ class _Planner:
     def _change(self, path: str, name: str, module: nn.Module, rule: Rule) -> list[Change]:
         if rule.kind in (Kind.WHOLE, Kind.WHOLE_INSIDE):
             return [Change(path, module, rule.kind, rule)]
-        if _is_experts(module):
-            return [self._experts(path, module, rule)]
-        if rule.kind is Kind.VOCABULARY or self._is_head(name):
-            return [self._vocabulary(path, module, rule)]
+        if is_experts(module):
+            return [cut_experts(path, module, rule, self.ranks, self.grain)]
         base, lora_in, lora_out = _adapters(path, module)
+        if rule.kind is Kind.VOCABULARY or self._is_head(name):
+            change = self._vocabulary(*base, rule)
+            # What an adapter adds to an embedding is whole on all ranks, as its sum over ranks is.
+            return [change, *(self._like(change, *layer) for layer in lora_out)]
         change = self._column(*base, name, rule) if rule.kind is Kind.COLUMN else self._row(*base, name, rule)
         if rule.kind is Kind.COLUMN:
             # What an adapter adds to a split output is split alike.
@@ -255,7 +274,7 @@ class _Planner:
                 f"tensor_parallel: {path} is a {type(module).__name__}; only Linear and Embedding are split by "
                 "vocabulary. Set tensor_parallel.vocab_parallel_lm_head to false"
             )
-        cuts = [even(_shape(weight)[0], self.ranks)]
+        cuts = [even(whole_shape(weight)[0], self.ranks)]
         split = Split.of(0, cuts)
         if isinstance(module, nn.Embedding):
             _check_plain_embedding(path, module)
@@ -264,19 +283,6 @@ class _Planner:
         sizes = tuple(split.size(rank) for rank in range(self.ranks))
         gathered = Rule(rule.pattern, Kind.COLUMN, gather_output=True, source=rule.source, known=True)
         return Change(path, module, Kind.COLUMN, gathered, splits, sizes)
-
-    def _experts(self, path: str, module: nn.Module, rule: Rule) -> Change:
-        """Experts in two tensors, [experts, 2 × inner, hidden] and [experts, hidden, inner]: `inner` is split."""
-        up, down = _shape(module.gate_up_proj), _shape(module.down_proj)
-        inner = down[-1]
-        if up[1] != 2 * inner or up[2] != down[1] or getattr(module, "is_transposed", False):
-            raise UsageError(
-                f"tensor_parallel: {path} holds experts of shapes {tuple(up)} and {tuple(down)}; expected [experts, 2 "
-                "× inner, hidden] and [experts, hidden, inner]. Skip it in tensor_parallel.partition_config"
-            )
-        cut = even(inner, self.ranks)
-        fused = Split.of(1, [cut, [(start + inner, stop + inner) for start, stop in cut]])
-        return Change(path, module, Kind.COLUMN, rule, {"gate_up_proj": fused, "down_proj": Split.of(2, [cut])}, ())
 
     def _parts(self, path: str, rule: Rule, total: int, dim: int) -> list[list[tuple[int, int]]]:
         """Each fused part of a dim, cut for all ranks."""
@@ -329,8 +335,9 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
             continue  # parts of an adapter go with the layer they belong to
         if isinstance(getattr(module, "base_layer", None), nn.Module):
             inside = (*inside, f"{path}.")
-            yield path, plain_path(path), module
-        elif _is_experts(module) or _has_weight(module):
+            if share_of(_base(module)) is None:
+                yield path, plain_path(path), module
+        elif (is_experts(module) or _has_weight(module)) and share_of(module) is None:
             yield path, plain_path(path), module
 
 
@@ -338,34 +345,23 @@ def _has_weight(module: nn.Module) -> bool:
     return isinstance(module._parameters.get("weight"), nn.Parameter)
 
 
-def _is_experts(module: nn.Module) -> bool:
-    names = module._parameters
-    if any(getattr(param, "allreduce", True) is False for param in names.values()):
-        return False  # dealt to ranks already, by expert parallelism
-    return all(
-        isinstance(names.get(name), nn.Parameter) and _dims(names[name]) == 3 for name in ("gate_up_proj", "down_proj")
-    )
-
-
-def _dims(param: Any) -> int:
-    return len(_shape(param))
-
-
-def _shape(param: Any) -> tuple[int, ...]:
-    return tuple(getattr(param, "ds_shape", param.shape))
+def _base(module: Any) -> Any:
+    """The layer inside an adapter, or the layer itself."""
+    base = getattr(module, "base_layer", None)
+    return base if isinstance(base, nn.Module) else module
 
 
 def _adapters(
     path: str, module: nn.Module
 ) -> tuple[tuple[str, nn.Module], list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
     """(the layer itself, the adapters' layers that read its input, those that write its output)."""
-    base = getattr(module, "base_layer", None)
-    if not isinstance(base, nn.Module):
+    base = _base(module)
+    if base is module:
         return (path, module), [], []
-    if len(getattr(module, "lora_magnitude_vector", ())) or len(getattr(module, "lora_embedding_A", ())):
+    if len(getattr(module, "lora_magnitude_vector", ())):
         raise UsageError(
-            f"tensor_parallel: {path} has an adapter that needs norms over its whole weight (DoRA) or is one of an "
-            "embedding, and cannot be split. Use LoRA without use_dora, or skip the layer in partition_config"
+            f"tensor_parallel: {path} has an adapter that needs norms over its whole weight (DoRA) and cannot be "
+            "split. Use LoRA without use_dora, or skip the layer in tensor_parallel.partition_config"
         )
     reads = [(f"{path}.lora_A.{name}", layer) for name, layer in getattr(module, "lora_A", {}).items()]
     writes = [(f"{path}.lora_B.{name}", layer) for name, layer in getattr(module, "lora_B", {}).items()]
@@ -377,12 +373,12 @@ def _sizes(path: str, module: nn.Module) -> tuple[int, int, bool]:
     own_forward = type(module).forward is not nn.Linear.forward
     if isinstance(module, nn.Linear) and (not own_forward or type(module).__name__ == "FalconLinear"):
         return module.out_features, module.in_features, False
-    if type(module).__name__ == "Conv1D" and _has_weight(module) and _dims(module.weight) == 2:
-        inputs, outputs = _shape(module.weight)
+    if type(module).__name__ == "Conv1D" and _has_weight(module) and len(whole_shape(module.weight)) == 2:
+        inputs, outputs = whole_shape(module.weight)
         return outputs, inputs, True
     raise UsageError(
         f"tensor_parallel: {path} is a {type(module).__name__}, whose weight has the shape "
-        f"{_shape(module.weight) if _has_weight(module) else 'unknown'}; only Linear and GPT-2's Conv1D are split "
+        f"{whole_shape(module.weight) if _has_weight(module) else 'unknown'}; only Linear and GPT-2's Conv1D are split "
         "by rows or columns. Give it a rule with partition_type skip in tensor_parallel.partition_config"
     )
 

@@ -146,6 +146,71 @@ def test_adapters():
 
 
 @ranks(2, timeout=300)
+def test_adapters_of_embeddings_and_output_layers():
+    """The embedding may have a padding token, and may be tied; logits of an output layer with an adapter are whole."""
+    import peft
+
+    for name, targets, split_head in (
+        ("llama", ["embed_tokens", "q_proj"], None),
+        ("opt", ["embed_tokens"], True),
+        ("llama", ["lm_head"], True),
+    ):
+        model, _ = make(name)
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False))
+        plain = copy.deepcopy(model)
+        engine = start(model, 2, tensor_parallel={"vocab_parallel_lm_head": split_head}, **momentum())
+        head = "lm_head.base_layer" if targets == ["lm_head"] else "lm_head"
+        assert splits_of(engine.module)[f"base_model.model.{head}.weight"].dim == 0
+        train(engine, plain, steps=2)
+        engine.destroy()
+
+
+@ranks(2)
+def test_a_model_that_a_script_has_split():
+    from deepspeed.module_inject.auto_tp import AutoTP
+    from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
+
+    world = dist.group.WORLD
+    torch.manual_seed(0)
+    model = Blocks()
+    plain = copy.deepcopy(model)
+    model.first, model.second = LinearLayer(model.first, world), LinearAllreduce(model.second, world)
+    engine = start(model, 2, **momentum())
+    inputs = torch.randn(2, 8, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9)
+    for _ in range(2):
+        engine.backward(engine(inputs))
+        engine.step()
+        optimizer.zero_grad()
+        plain(inputs).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        optimizer.step()
+        assert float(engine.get_global_grad_norm()) == pytest.approx(float(norm), rel=1e-5)
+    assert_close(parameters(engine), {name: param.detach() for name, param in plain.named_parameters()})
+    model, plain = make("llama")
+    split = AutoTP(model, [], "", None, None, None)
+    split.set_tensor_parallel_config(2, world)
+    split.replace()
+    train(start(model, 2, **momentum()), plain, steps=2)
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+    other = Blocks()
+    other.first = LinearLayer(other.first, alone)  # nothing is split
+    with pytest.raises(UsageError, match="no layer of Blocks can be split"):
+        start(other, 2)
+
+
+@ranks(4)
+def test_a_script_and_the_config_disagree_about_ranks():
+    from deepspeed.module_inject.layers import LinearLayer
+
+    model = Blocks()
+    model.first = LinearLayer(model.first, dist.group.WORLD)
+    with pytest.raises(UsageError, match=r"over the ranks \[0, 1, 2, 3\], but the tensor-parallel ranks of this one"):
+        start(model, 2)
+
+
+@ranks(2, timeout=300)
 def test_groups_frozen_layers_and_generation():
     model, plain = make("llama")
     for one in (model, plain):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from types import SimpleNamespace
+
 import pytest
+import torch
 from torch import nn
 
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.errors import UsageError
 from deepspeed.tensor_parallel import plan_model
+from deepspeed.tensor_parallel.experts import check_products
+from deepspeed.tensor_parallel.plan import require_split
 from deepspeed.tensor_parallel.rules import Kind
 
 
@@ -91,7 +97,7 @@ def test_heads_are_never_cut():
 
 def test_own_rules_come_first_and_the_first_wins():
     own = [
-        {"patterns": [r".*q_proj\.weight"], "partition_type": "skip"},
+        {"patterns": [r".*\.self_attn\..*"], "partition_type": "skip"},
         {"patterns": [r".*[qkv]_proj\.weight"], "partition_type": "column"},
     ]
     changes = planned(Model(), partition_config={"layer_specs": own})
@@ -154,3 +160,117 @@ def test_a_layer_of_another_kind():
     model.layers[0].mlp["down_proj"] = nn.Conv1d(24, 16, 1)
     with pytest.raises(UsageError, match=r"layers\.0\.mlp\.down_proj is a Conv1d"):
         planned(model)
+
+
+class Unnamed(nn.Module):
+    """Layers whose names tell nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"alpha": nn.Linear(8, 12), "beta": nn.Linear(12, 8)})])
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Unnamed()
+
+
+PLAN = {"layers.*.alpha": "colwise", "layers.*.beta": "rowwise"}
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("where", ["instance", "class", "config"])
+def test_the_plan_of_a_plain_module(where, around, monkeypatch):
+    model = Around() if around else Unnamed()
+    inner = model.inner if around else model
+    if where == "config":
+        model.config = SimpleNamespace(base_model_tp_plan=PLAN)
+    elif where == "class":
+        monkeypatch.setattr(Unnamed, "_tp_plan", PLAN, raising=False)
+    else:
+        inner._tp_plan = PLAN
+    kinds = {path.rsplit(".", 1)[-1]: change.kind for path, change in planned(model).items()}
+    assert kinds == {"alpha": Kind.COLUMN, "beta": Kind.ROW}
+
+
+def test_a_plan_that_fits_no_block_leaves_the_names():
+    model = Model()
+    model.config = SimpleNamespace(base_model_tp_plan={"blocks.*.alpha": "colwise"})
+    assert planned(model)["layers.0.mlp.down_proj"].kind is Kind.ROW
+
+
+def rules(**kinds):
+    return [{"patterns": [rf".*\.{name}\.weight"], "partition_type": kind} for name, kind in kinds.items()]
+
+
+def test_rules_by_which_nothing_is_split():
+    section = {"layer_specs": [{"patterns": [".*"], "partition_type": "skip"}], "strict_mode": True}
+    made = plan_model(TPTrainingConfig(autotp_size=2, partition_config=section), Model(), 2)
+    assert {change.kind for change in made.changes} == {Kind.WHOLE}
+    require_split(made, "Model")
+    section = {"layer_specs": rules(nothing="column")}
+    made = plan_model(TPTrainingConfig(autotp_size=2, partition_config=section), Model(), 2)
+    with pytest.raises(UsageError, match=r"none of the 1 rules of .*partition_config matches a layer of Model"):
+        require_split(made, "Model")
+
+
+def test_a_rule_that_skips_the_rest_is_enough_for_strict_mode():
+    rest = {"patterns": [".*"], "partition_type": "skip"}
+    given = [{"patterns": [r".*\.gate_up_proj"], "shape": [2, -1]}, *rules(down_proj="row")]
+    changes = planned(Model(), partition_config={"layer_specs": [*given, rest], "strict_mode": True})
+    assert changes["layers.0.mlp.down_proj"].kind is Kind.ROW
+    with pytest.raises(UsageError, match="strict_mode: no rule matches 6 layers"):
+        planned(Model(), partition_config={"layer_specs": given, "strict_mode": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"alpha": "column"}, "splits layers.0.alpha by its outputs (dim 0 of its weight), but no layer behind it"),
+        ({"beta": "row"}, "splits layers.0.beta by its inputs (dim 1 of its weight), but no layer before it"),
+        ({"q_proj": "column", "o_proj": "row"}, "not the outputs (dim 0) of layers.0.self_attn.k_proj"),
+        ({"[qk]_proj": "column", "o_proj": "row"}, "not the outputs (dim 0) of layers.0.self_attn.v_proj"),
+        ({"gate_proj": "column", "down_proj": "row"}, "rules split mlp.gate_proj by its outputs (dim 0 of its weight)"),
+    ],
+)
+def test_rules_that_name_half_of_a_pair(given, message):
+    model = Unnamed() if given.keys() & {"alpha", "beta"} else Model()
+    if "gate_proj" in given:
+        model.mlp = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("gate_proj", "up_proj", "down_proj")})
+    with pytest.raises(UsageError, match=re.escape(message)):
+        planned(model, partition_config={"layer_specs": rules(**given)})
+    if "alpha" in given:
+        given = [{**rule, "gather_output": True} for rule in rules(**given)]
+        assert planned(model, partition_config={"layer_specs": given})
+
+
+class Experts(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.config = SimpleNamespace(_experts_implementation="grouped_mm")
+        self.gate_up_proj = nn.Parameter(torch.zeros(2, 2 * inner, 8))
+        self.down_proj = nn.Parameter(torch.zeros(2, 8, inner))
+
+
+@pytest.mark.parametrize(
+    ("inner", "widths", "fits"),
+    [(48, [24, 24], "both"), (24, [16, 8], "both"), (20, [12, 8], "32 bits"), (10, [5, 5], "none")],
+)
+def test_experts_are_cut_as_grouped_products_take_them(inner, widths, fits):
+    model = nn.ModuleDict({"experts": Experts(inner)})
+    change = planned(model, partition_config={"layer_specs": rules_of_experts()})["experts"]
+    assert [change.splits["down_proj"].size(rank) for rank in range(2)] == widths
+    assert [change.splits["gate_up_proj"].size(rank) for rank in range(2)] == [2 * width for width in widths]
+    for size, fitting in ((None, ("both", "32 bits")), (2, ("both",))):
+        if fits in fitting:
+            check_products([change], size)
+        else:
+            with pytest.raises(UsageError, match=rf"inner width {inner} \(dim 2 of down_proj\), of which the"):
+                check_products([change], size)
+    model.experts.config._experts_implementation = "eager"
+    check_products([change], 2)
+
+
+def rules_of_experts():
+    return [{"patterns": [r"experts\.weight"], "partition_type": "column"}]
