@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from logging import WARNING
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed import comm
+from deepspeed.comm.coalesced import broadcast_coalesced
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
+from deepspeed.parallel import AxisGroup
 from deepspeed.runtime.backward import Backward, Reducer
 from deepspeed.runtime.parts import Parts
-from deepspeed.zero.states.edits import spread_edits
+from deepspeed.zero.parameters.data import plain_data
 from deepspeed.zero.states.lookup import Owner, attach, detach
 from deepspeed.zero.states.states import States
 
@@ -31,7 +36,7 @@ def open_access(parts: Parts, optimizer: Optimizer, states: States, stack: ExitS
         adopt=states.adopt_edits,
         optimizer=optimizer,
         unit=partial(_unit, parts.backward, parts.reducer),
-        spread=partial(spread_edits, states),
+        spread=partial(_spread, states),
         sharded=parts.config.schema.zero_optimization.stage == 3,
     )
     attach(parts.module.parameters(), owner)
@@ -73,3 +78,30 @@ def _unit(backward: Backward, reducer: Reducer) -> float | None:
         return None
     reducer.finish()
     return backward.unit
+
+
+@torch.no_grad()
+def _spread(states: States, params: Sequence[nn.Parameter], modifier: int) -> None:
+    """Give the values of the rank `modifier`, of those that hold a parameter, to all of them; masters follow."""
+    states.settle()
+    axes: dict[AxisGroup, list[nn.Parameter]] = {}
+    for param in params:
+        axis = states.ranks_of(param)
+        if not 0 <= modifier < axis.size:
+            raise UsageError(
+                f"GatheredParameters: modifier_rank is {modifier}, but a parameter of shape {tuple(param.shape)} lies "
+                f"on {axis.size} ranks"
+            )
+        axes.setdefault(axis, []).append(param)
+    chosen = set(map(id, params))
+    for group in states.groups:
+        for place, param in enumerate(group.params):
+            if id(param) in chosen:
+                group.reclaim(place)
+    for axis, alike in axes.items():
+        if axis.size > 1:
+            with comm.labelled("parameters that one rank modified"):
+                broadcast_coalesced([plain_data(p) for p in alike], src=axis.ranks[modifier], group=axis.group)
+    for piece in (piece for group in states.groups for piece in group.pieces):
+        if id(piece.param) in chosen:
+            piece.adopt()

@@ -15,15 +15,15 @@ from tests.distributed.zero.test_offload_parity import late_updates
 from tests.harness import ranks
 from tests.models import Tiny, batches, make, share
 
-# stage, precision, offload_optimizer: each kind of state on one rank and on two
+WHOLE, SHARDED = 10**6, 0
+# stage, precision, offload_optimizer, what stays whole: each kind of state on one rank and on two
 WAYS = {
     1: [(0, "bf16", False), (1, "fp16", True), (2, "fp32", True), (3, "bf16", False), (3, "bf16", True)],
     2: [
         *((0, "fp16", False), (0, "bf16", True), (1, "fp32", False), (1, "bf16", False)),
-        *((2, "fp32", True), (2, "fp16", True), (3, "fp32", False), (3, "bf16", True)),
+        *((2, "fp32", True), (2, "fp16", True), (3, "fp32", False), (3, "bf16", True), (3, "bf16", False, SHARDED)),
     ],
 }
-WHOLE, SHARDED = 10**6, 0
 
 
 class Partly(Tiny):
@@ -178,7 +178,7 @@ def test_values_are_adopted_however_they_are_written():
 @ranks(1, 2)
 def test_the_modifier_decides_at_every_stage():
     last = dist.get_world_size() - 1
-    for way in [*ways(), (3, "bf16", False, SHARDED)]:
+    for way in ways():
         one, other = build(*way), build(*way)
         for modifier, event in ((0, through_data), (last, in_place), (0, other_data)):
             with deepspeed.zero.GatheredParameters(one.module.parameters(), modifier_rank=modifier):
