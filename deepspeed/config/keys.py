@@ -6,7 +6,9 @@ import math
 from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, WithJsonSchema
+
+from deepspeed.log import get_log_level_from_string, log_levels
 
 from .activation import ActivationCheckpointingConfig
 from .aio import AioConfig
@@ -55,6 +57,12 @@ def _print_period(value: Any) -> Any:
     if not math.isfinite(number) or number != math.floor(number) or number < 1:
         raise ValueError(f"expected a whole number of steps above zero, or null for never, found {value!r}")
     return int(value) if isinstance(value, int) else int(number)
+
+
+def _level(name: str) -> str:
+    """Checked in any case, kept as it was written: `engine.log_level()` returns the text of the config."""
+    get_log_level_from_string(name)
+    return name
 
 
 def _largest_norm(value: float) -> float:
@@ -233,7 +241,7 @@ class Keys(DeepSpeedConfigModel):
     steps_per_print: Annotated[int | float | None, BeforeValidator(_print_period)] = Field(
         None, description="Number of optimizer steps between two progress lines; null and infinity mean never."
     )
-    log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], Lower] | None = Field(
+    log_level: Annotated[str, AfterValidator(_level), WithJsonSchema({"enum": list(log_levels)})] | None = Field(
         None, description="Level of the library's logger (any case); null leaves it alone."
     )
     wall_clock_breakdown: bool = Field(

@@ -38,6 +38,23 @@ def pair(**options):
 
 
 @ranks(2)
+def test_the_engine_tells_of_layers_of_experts():
+    plain = {"train_batch_size": 2, "log_level": "ERROR"}
+    spread = {**plain, "expert_parallel": {"enabled": True, "autoep_size": 2}}
+    cases = [
+        (nn.Linear(2, 2), plain, []),
+        (Model(first=2), plain, [4, 4]),
+        (StackedModel(), plain, []),
+        (StackedModel(), spread, [4]),
+    ]
+    for model, given, expected in cases:
+        engine = deepspeed.initialize(model=model, config=given)[0]
+        assert (engine.has_moe_layers, engine.num_experts) == (bool(expected), expected)
+        assert engine.log_level() == "ERROR"
+        engine.destroy()
+
+
+@ranks(2)
 def test_a_rank_without_tokens():
     """Others' tokens still come to its experts, and their gradients with them."""
     for k in (1, 2, 3):
