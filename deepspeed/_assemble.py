@@ -19,7 +19,7 @@ from deepspeed.config.idle import unused_by_model
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
-from deepspeed.log import log_dist, set_log_level_from_string
+from deepspeed.log import set_log_level_from_string
 from deepspeed.moe.auto import spread_blocks
 from deepspeed.moe.exporting import export_whole
 from deepspeed.moe.placing import SpreadExperts, cuts_of_experts, spread_experts
@@ -108,7 +108,6 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     experts = _experts(request, layout, stack)
     lies_on = (lambda _: layout["dp", "sp"]) if experts is None else experts.lies_on
     replicate(module, lies_on, remote=remote)
-    log_dist(f"precision: {precision.describe()}")
 
     events, scale = EventStream(), make_scale(schema, precision)
     parameters = split_experts(request.model_parameters, module)

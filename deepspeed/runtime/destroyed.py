@@ -13,13 +13,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Destroyed", "close", "without_destroyed_engine"]
 
+_REMAINS = ("accumulation", "batch", "flops_profiler", "layout", "memory_profiler", "precision", "scale")
+
 
 class Destroyed:
-    """Takes the place of an engine's collaborators once they are closed."""
+    """Takes the place of an engine's collaborators once they are closed; sizes and what was measured remain."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, parts: Parts, place: str) -> None:
         """`place` is the line that called `destroy()`."""
         self._place = place
+        vars(self).update({name: getattr(parts, name) for name in _REMAINS})
 
     def __getattr__(self, name: str) -> Any:
         raise UsageError(

@@ -26,6 +26,7 @@ from deepspeed.runtime.saving.checkpoints import Checkpoints
 from deepspeed.runtime.saving.methods import CheckpointMethods
 from deepspeed.runtime.step.schedule import require_metric, step_schedule
 from deepspeed.runtime.step.stepper import Outcome
+from deepspeed.runtime.summary import log_start, logs_end
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -67,6 +68,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         self.loss_of_step: Any = None
         self.training = parts.module.training
         self._checkpoints = Checkpoints(parts)
+        log_start(parts)
+        self._log_end = logs_end(self)
 
     # ---- the loop
 
@@ -374,7 +377,8 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         """Remove hooks, close monitors and groups, and let go of optimizer and states; harmless twice."""
         if isinstance(self._parts, Destroyed):
             return
-        gone = Destroyed(here())
+        self._log_end()
+        gone = Destroyed(self._parts, here())
         try:
             close(self._parts)
         finally:

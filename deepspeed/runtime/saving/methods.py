@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping
-from logging import WARNING
+from logging import INFO, WARNING
+from pathlib import Path
 from typing import Any
 
+from deepspeed import comm
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.training_state import Counters
+from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.checkpoint.storage.manager import default_tag
 from deepspeed.errors import UsageError
 from deepspeed.events import RunContinued
-from deepspeed.log import log_dist
+from deepspeed.log import log_dist, logger
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.parts import Parts
@@ -24,6 +28,8 @@ from deepspeed.runtime.saving.training_state import Run
 from deepspeed.runtime.step.scale_names import continue_scale
 
 __all__ = ["CheckpointMethods"]
+
+_Loaded = tuple[Path, str, dict[str, Any]]
 
 
 class CheckpointMethods:
@@ -102,12 +108,36 @@ class CheckpointMethods:
         it; (None, None) if no tag is given and `load_dir` names no checkpoint. `load_module_only` leaves counters,
         schedule and optimizer alone. `custom_load_fn(src=state dict, dst=module)` puts the weights into the model.
         """
+        began = time.perf_counter()
+        name = None if tag is None else str(tag)
+        rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
         if self._checkpoints.plug is not None:
-            rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-            return self._load_plugged(self._checkpoints.plug, load_dir, tag, *rest, custom_load_fn)
-        path = self._checkpoints.find(load_dir, None if tag is None else str(tag))
-        if path is None:
+            found = self._load_plugged(self._checkpoints.plug, load_dir, name, *rest)
+        else:
+            found = self._load_files(load_dir, name, *rest)
+        if found is None:
             return None, None
+        path, file, client = found
+        if comm.get_rank() == 0 and logger.isEnabledFor(INFO):
+            size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+            seconds = time.perf_counter() - began
+            log_dist(f"checkpoint {path.name!r} was loaded from {path}: {gibibytes(size)} in {seconds:.1f} s")
+        return os.path.join(path, file), client
+
+    def _load_files(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None,
+        load_module_strict: bool,
+        load_optimizer_states: bool,
+        load_lr_scheduler_states: bool,
+        load_module_only: bool,
+        custom_load_fn: Callable[..., Any] | None,
+    ) -> _Loaded | None:
+        """The folder that was loaded, its first file, and the client's state."""
+        path = self._checkpoints.find(load_dir, tag)
+        if path is None:
+            return None
         if not path.is_dir():
             raise UsageError(f"{path} is no directory")
         whole = load_optimizer_states and not load_module_only
@@ -130,23 +160,18 @@ class CheckpointMethods:
         if whole and not scheduled:
             tell_of_rates(self._parts.basic_optimizer, before)
         client = {**leftovers(source, scheduler_loaded=scheduled), **source.small.client_state}
-        return os.path.join(path, source.files[0]), client
+        return path, source.files[0], client
 
     def _load_plugged(
-        self, plug: CheckpointEngine, load_dir: str | os.PathLike[str], tag: str | int | None, *options: Any
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """As `load_checkpoint`, from a copy that the plugged engine's files are read into."""
-        name = None if tag is None else str(tag)
-        with plain_copy(plug, self._checkpoints.manager.exchange, load_dir, name) as copy:
+        self, plug: CheckpointEngine, load_dir: str | os.PathLike[str], tag: str | None, *options: Any
+    ) -> _Loaded | None:
+        """The same from a copy that the plugged engine's files are read into."""
+        with plain_copy(plug, self._checkpoints.manager.exchange, load_dir, tag) as copy:
             if copy is None:
                 log_dist(f"{load_dir} has no file 'latest', so nothing was loaded; pass the tag", level=WARNING)
-                return None, None
-            self._checkpoints.plug = None  # the copy is an ordinary checkpoint
-            try:
-                path, client = self.load_checkpoint(*copy, *options)
-            finally:
-                self._checkpoints.plug = plug
-        return os.path.join(load_dir, os.path.relpath(str(path), copy[0])), client
+                return None
+            found = self._load_files(*copy, *options)
+        return None if found is None else (Path(load_dir, copy[1]), *found[1:])
 
     def _continue_schedule(self, source: Source) -> bool:
         load = getattr(self.lr_scheduler, "load_state_dict", None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gc
 import os
+import re
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,9 @@ from torch import nn
 import deepspeed
 from deepspeed import comm
 from deepspeed.events import PhaseBegan, StepFinished
+from deepspeed.runtime import summary
 from tests.harness import ranks
+from tests.told import Told
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -101,6 +104,36 @@ def test_users_can_listen_and_write_events(tmp_path):
     engine.monitor.write_events([("Eval/accuracy", 0.5, 7)])
     engine.destroy()
     assert (tmp_path / "job" / "Eval_accuracy.csv").read_text().splitlines()[-1].startswith("7,")
+
+
+@ranks(2)
+def test_a_run_is_one_line_at_its_start_and_one_at_its_end(tmp_path, monkeypatch):
+    exits = []
+    monkeypatch.setattr(summary.atexit, "register", exits.append)
+    first = dist.get_rank() == 0
+    for stage in (0, 3):
+        sections = {"log_level": "info", "zero_optimization": {"stage": stage}}
+        with Told() as lines:
+            engine = run(sections, 2)
+            start = [line for line in lines if "Linear: 5 parameters, 5 trained; 2 ranks (dp 2); " in line]
+            assert len(start) == first
+            assert all(
+                f"ZeRO stage {stage}; fp32 parameters" in line and "bytes held by rank 0" in line for line in start
+            )
+            assert not any("ended at" in line or "precision:" in line for line in lines)
+            engine.save_checkpoint(str(tmp_path / str(stage)))
+            engine.load_checkpoint(str(tmp_path / str(stage)))
+            pattern = rf"checkpoint 'global_step2' was loaded from \S+/{stage}/global_step2: [\d.]+ KiB in \d+\.\d s"
+            assert len([line for line in lines if re.search(pattern, line)]) == first
+            if stage:
+                engine.destroy()
+                engine.destroy()
+            exits[-1]()  # the program ends, after `destroy` or without it
+            end = [line for line in lines if "Linear: ended at step 2 after 16 samples, " in line]
+            assert len(end) == first
+    with Told() as lines:
+        run({"log_level": "warning"}).destroy()
+    assert lines == []
 
 
 @ranks(1)
