@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import WithJsonSchema
 
 from deepspeed.config.features import UNBUILT
-from deepspeed.config.idle import IDLE
+from deepspeed.config.idle import IDLE, unused_by_model
 from deepspeed.config.json_schema import json_schema
 from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.renamed import REMOVED, RENAMED
@@ -54,7 +54,7 @@ def config_page() -> Iterator[str]:
         yield f"| `{row.old}` | `{row.new}` |"
     yield "\n## Keys without effect\n"
     yield "| key, or all keys of the section | why |\n|---|---|"
-    for note in IDLE:
+    for note in (*IDLE, *unused_by_model(staged=False, experts=False, shared_sequences=False)):
         yield f"| `{note.path}` | {note.why} |"
     yield "\n## Keys that are errors\n"
     yield "| key | what to do |\n|---|---|"
