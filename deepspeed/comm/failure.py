@@ -54,14 +54,14 @@ def explain(
 ) -> Exception:
     """The error to raise instead of `error`; errors that already say enough come back unchanged.
 
-    `found` is what the ranks together know about it, told first. Where it names ranks, this one's history is left out:
-    it only served to find them.
+    `found` is what the ranks together know about it, told first. Where it names ranks, advice and this rank's history
+    are left out: they only serve to find them.
     """
     if isinstance(error, (CommError, torch.OutOfMemoryError)) or _came_by_signal(error):
         return error
     kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), CommError)
-    earlier = [] if found.ranks else _earlier(entry, history)
-    return kind("\n".join([*filter(None, [found.text]), *_message(entry, error, args), *earlier]))
+    clues = [] if found.ranks else _clues(entry, error, history)
+    return kind("\n".join([*filter(None, [found.text]), *_message(entry, error, args), *clues]))
 
 
 def _came_by_signal(error: Exception) -> bool:
@@ -83,14 +83,16 @@ def _message(entry: Entry, error: Exception, args: tuple[object, ...]) -> list[s
     ]
     if record.peer is not None:
         lines.append(f"  peer/root : rank {record.peer}")
-    return [*lines, f"  {_advice(error, record)}"]
+    return lines
 
 
-def _earlier(entry: Entry, history: Sequence[OperationRecord]) -> list[str]:
-    key = _key(read(entry))
+def _clues(entry: Entry, error: Exception, history: Sequence[OperationRecord]) -> list[str]:
+    record = read(entry)
+    key, advice = _key(record), f"  {_advice(error, record)}"
     shown = [f"    {item}" for item in history if (item.sequence, item.p2p, item.group) != key][-_HISTORY:]
-    advice = "compare them with other ranks': the first difference is where they went apart"
-    return [f"  this rank's operations before it, latest last ({advice}):", *shown] if shown else []
+    compare = "compare them with other ranks': the first difference is where they went apart"
+    head = f"  this rank's operations before it, latest last ({compare}):"
+    return [advice, head, *shown] if shown else [advice]
 
 
 def _tensors(args: tuple[object, ...]) -> str:

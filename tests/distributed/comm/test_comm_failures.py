@@ -50,8 +50,8 @@ def test_a_rank_that_never_comes():
     with pytest.raises(CommError, match=r"all_reduce failed on rank 0: collective #2") as raised:
         dist.all_reduce(torch.ones(4))
     assert str(raised.value).startswith("rank 1 never entered all_reduce 2 on group world; its main thread is in ")
-    assert "did not make this call in time" in str(raised.value)
-    assert "operations before it" not in str(raised.value), "the ranks have compared them"
+    for clue in ("did not make this call in time", "operations before it"):
+        assert clue not in str(raised.value), "the rank is known"
     handle = None
     with pytest.raises(CommError, match="collective #3"):
         handle = dist.all_reduce(torch.ones(4), async_op=True)
@@ -77,10 +77,9 @@ def test_a_rank_that_dies():
     dist.all_reduce(torch.ones(1))
     if child == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(CommError, match=r"ended or left") as raised:
+    with pytest.raises(CommError, match=r"rank 1 (is dead|does not answer)") as raised:
         dist.all_reduce(torch.ones(2, 2))
     os.waitpid(child, 0)
     os.unlink(path)
-    assert str(raised.value).startswith("rank 1 ")
     for part in ("all_reduce failed on rank 0: collective #2", "float32[2, 2]"):
         assert part in str(raised.value)
