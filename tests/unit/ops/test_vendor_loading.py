@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from deepspeed.ops import vendor_loading
 from deepspeed.ops.vendor_loading import attention, load_vendor, product, product8, wait_for_vendor
 
 CPU = torch.device("cpu")
@@ -47,7 +48,9 @@ def test_who_forks_waits_for_the_end():
         product8(48, 8192, torch.bfloat16),
     ],
 )
-def test_what_is_used_computes_on_any_device(use):
+def test_what_is_used_computes_on_any_device(use, monkeypatch):
+    monkeypatch.setattr(vendor_loading, "_ROWS", 16)
+    monkeypatch.setattr(vendor_loading, "_MOST", 64)  # a processor may have no kernels for bf16
     before = torch.get_rng_state()
     for found in use(CPU):
         assert not found.any()
