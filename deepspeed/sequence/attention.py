@@ -91,7 +91,8 @@ class SequenceAttention:
             if not knows(model.config):
                 require_functions(type(model), "Remove sequence_parallel.attention for this model.")
         used = models[0].config._attn_implementation
-        attention = cls(core_of("sdpa" if used == "eager" and knows(models[0].config) else used), ways)
+        chosen = "sdpa" if used == "eager" and knows(models[0].config) else used
+        attention = cls(core_of(chosen, type(models[0])), ways)
         name = _free_name()
         stack.callback(hang(name, attention, attention.mask))
         for config in _configs(module):

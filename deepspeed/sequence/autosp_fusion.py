@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 
 from deepspeed.errors import UsageError
-from deepspeed.sequence.exchange import of_all_ranks
+from deepspeed.sequence.exchange import lengths_of_ranks, of_all_ranks
 
 __all__ = ["InternVLFusionAdapter", "LlavaFusionAdapter", "ModalityFusionSPAdapter", "Qwen2VLFusionAdapter"]
 
@@ -30,7 +30,9 @@ class _Fusion(nn.Module):
         `visual_features` are [batch, this rank's part, width of the image model]; text is whole on every rank.
         """
         size, rank = self.process_group.size(), self.process_group.rank()
-        fused = self.fuse(of_all_ranks(self.projection(visual_features), self.process_group), text_embeds, input_ids)
+        part = self.projection(visual_features)
+        whole = of_all_ranks(part, lengths_of_ranks(part, self.process_group), self.process_group)
+        fused = self.fuse(whole, text_embeds, input_ids)
         missing = -fused.shape[1] % size
         if missing:
             fused = torch.nn.functional.pad(fused, (0, 0, 0, missing))

@@ -11,13 +11,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed import comm
 from deepspeed.sequence.heads import HeadPlan
 
-__all__ = ["gather_heads", "of_all_ranks", "scatter_heads", "scatter_queries_keys_values"]
+__all__ = [
+    "gather_heads",
+    "lengths_of_ranks",
+    "of_all_ranks",
+    "padded",
+    "scatter_heads",
+    "scatter_queries_keys_values",
+    "unpadded",
+]
 
 Counts = tuple[int, ...]
 
@@ -47,10 +56,31 @@ def gather_heads(tensor: Tensor, heads: Counts, group: ProcessGroup) -> Tensor:
     return _Exchange.apply(group, (heads,), False, tensor)[0]  # type: ignore[no-any-return, no-untyped-call]
 
 
-def of_all_ranks(part: Tensor, group: ProcessGroup) -> Tensor:
-    """Equal parts of all ranks side by side in dim 1; gradients are summed over ranks."""
-    copies = part.transpose(0, 1).repeat(1, group.size(), 1)[None]
-    return scatter_heads(copies, (part.shape[0],) * group.size(), group)[0].transpose(0, 1)
+def of_all_ranks(part: Tensor, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
+    """Parts of all ranks, of these lengths, side by side in dim 1; gradients are summed over ranks."""
+    copies = padded(part, max(lengths)).transpose(0, 1).repeat(1, group.size(), 1)[None]
+    return unpadded(scatter_heads(copies, (part.shape[0],) * group.size(), group)[0].transpose(0, 1), lengths)
+
+
+def lengths_of_ranks(part: Tensor, group: ProcessGroup) -> list[int]:
+    """How long the parts of all ranks are, in dim 1."""
+    found = torch.empty(group.size(), dtype=torch.int64, device=part.device)
+    comm.all_gather_into_tensor(found, torch.tensor([part.shape[1]], device=part.device), group=group)
+    return found.tolist()  # type: ignore[no-any-return]
+
+
+def padded(part: Tensor, length: int) -> Tensor:
+    """[rows, …, width] with zeros behind, up to a length: an exchange needs equal parts."""
+    missing = length - part.shape[1]
+    return F.pad(part, (0, 0, 0, missing)) if missing else part
+
+
+def unpadded(parts: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Padded parts that lie side by side in dim 1, without their padding."""
+    if min(lengths) == max(lengths):
+        return parts
+    pieces = parts.chunk(len(lengths), 1)
+    return torch.cat([piece[:, :length] for piece, length in zip(pieces, lengths, strict=True)], 1)
 
 
 class _Exchange(torch.autograd.Function):

@@ -179,7 +179,7 @@ class FPDT_LogitsLoss:
         size = max(1, -(-lm_output.shape[0] // num_chunk))
         parts = zip(lm_output.split(size), labels.t().split(size), strict=True)
         losses = torch.cat([checkpoint(inside, *part, use_reentrant=False) for part in parts])
-        others = of_all_ranks(losses.detach()[None], spg)[0].chunk(spg_size)
+        others = of_all_ranks(losses.detach()[None], [len(losses)] * spg_size, spg)[0].chunk(spg_size)
         return torch.cat([*others[:rank], losses, *others[rank + 1 :]])
 
 

@@ -92,20 +92,27 @@ def require_functions(kind: Any, advice: str) -> None:
         )
 
 
-def core_of(name: str) -> Core:
-    """One of Transformers' attention functions, as it is without ours around it."""
+def core_of(name: str, kind: Any = None) -> Core:
+    """One of Transformers' attention functions, as it is without ours around it; `kind` is the class of the model."""
     from transformers import AttentionInterface
 
     known = AttentionInterface._global_mapping
     if name in _UNFIT or name.startswith("paged") or name not in known:
         others = ("paged", "deepspeed_")  # the latter are ours, of other engines
-        usable = ", ".join(sorted(each for each in known if each not in _UNFIT and not each.startswith(others)))
-        raise UsageError(
-            f"the attention {name!r} cannot be used under sequence parallelism; load the model with "
-            f"attn_implementation set to one of {usable}."
-        )
+        usable = sorted(each for each in known if each not in _UNFIT and not each.startswith(others))
+        usable = [each for each in usable if kind is None or _takes(kind, each)]
+        advice = f"Load the model with attn_implementation set to one of {', '.join(usable)}"
+        if not usable:
+            advice = f"{kind.__name__} takes no other one. Train this model without sequence parallelism"
+        raise UsageError(f"the attention {name!r} cannot be used under sequence parallelism. {advice}.")
     function = known[name]
     return Core(name, getattr(function, "inner", function))
+
+
+def _takes(kind: Any, name: str) -> bool:
+    """Whether Transformers lets a class of models use one of its functions, as the class says."""
+    flag = "_supports_flash_attn" if "flash" in name else f"_supports_{name}"
+    return bool(getattr(kind, flag, True))
 
 
 def hang(name: str, function: Callable[..., Any], masks: Callable[..., Any]) -> Callable[[], None]:

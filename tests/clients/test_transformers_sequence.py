@@ -246,7 +246,14 @@ def test_what_the_engine_refuses_and_allows():
     for kind, attention, options, error, message in (
         ("llama", "ring", {"attention_dropout": 0.1}, UsageError, "ring attention has no dropout"),
         ("llama", "ulysses", {"num_attention_heads": 1, "num_key_value_heads": 1}, LayoutError, "1 attention heads"),
-        ("llama", "ulysses", {"attn_implementation": "eager"}, UsageError, "'eager' cannot be used"),
+        ("llama", "ulysses", {"attn_implementation": "eager"}, UsageError, "'eager' cannot be used .* sdpa"),
+        (
+            "gemma2",
+            "ulysses",
+            {"attn_implementation": "eager"},
+            UsageError,
+            r"to one of (flash_attention_\d(, |\.$))+$",
+        ),
     ):
         with pytest.raises(error, match=message):
             build(Case(kind, 0, attention, options=options))(**whole)

@@ -49,18 +49,28 @@ class Attention(nn.Module):
 
 @ranks(2, 3, timeout=400)
 def test_attention_of_images():
-    """With and without a class token; more images than ranks, as many, one; with a mask for whole images."""
+    """With and without a class token; more images than ranks, as many, one; with a mask; unequal parts of patches."""
     group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
-    for images, has_token, pair, masked in ((4, True, True, False), (3, False, False, False), (1, True, False, True)):
+    equal, unequal = [PATCHES] * size, [PATCHES - 1, *[PATCHES] * (size - 2), 2]
+    for images, has_token, pair, masked, counts in (
+        (4, True, True, False, equal),
+        (3, False, False, False, equal),
+        (1, True, False, True, equal),
+        (4, True, False, False, unequal),
+        (3, False, True, False, unequal),
+        (1, True, False, True, unequal),
+        (3, True, False, False, [PATCHES, *[0] * (size - 1)]),
+    ):
         torch.manual_seed(images)
         attention = Attention(pair)
-        first, length = int(has_token), PATCHES * size
+        first, length = int(has_token), sum(counts)
         whole = torch.randn(images, first + length, HIDDEN, requires_grad=True)
         mask = torch.rand(1, first + length, first + length) > 0.3 if masked else None
         expected = attention(whole, mask)
         expected = expected[0] if pair else expected
         weight = torch.randn_like(expected)
-        mine = slice(first + rank * PATCHES, first + (rank + 1) * PATCHES)
+        begin = first + sum(counts[:rank])
+        mine = slice(begin, begin + counts[rank])
         part = torch.cat([whole.detach()[:, :first], whole.detach()[:, mine]], 1).requires_grad_()
         found = UlyssesSPViTAttention(attention, group, has_token)(part, **({"mask": mask} if masked else {}))
         assert isinstance(found, tuple) == pair
@@ -117,6 +127,9 @@ def test_images_among_text():
     for adapter, length, ids, expected in cases:
         found = gathered(adapter(features, text(length), torch.tensor(ids)))
         assert found[:, :, 0].tolist() == expected
+    unequal = (100 + 10 * rank + torch.arange(3.0 - 2 * rank))[None, :, None].repeat(2, 1, 2)
+    found = gathered(llava(unequal, text(4), torch.tensor([[1, 2, -200, 3]] * 2)))
+    assert found[:, :, 0].tolist() == [[0, 1, 100, 101, 102, 110, 3, 0]] * 2
     with pytest.raises(UsageError, match="ModalityFusionSPAdapter does not say"):
         ModalityFusionSPAdapter(nn.Identity(), group)(features, text(4), torch.zeros(2, 4))
     with pytest.raises(UsageError, match="3 image tokens"):
