@@ -66,7 +66,7 @@ def lengths_of_ranks(part: Tensor, group: ProcessGroup) -> list[int]:
     """How long the parts of all ranks are, in dim 1."""
     found = torch.empty(group.size(), dtype=torch.int64, device=part.device)
     comm.all_gather_into_tensor(found, torch.tensor([part.shape[1]], device=part.device), group=group)
-    return found.tolist()  # type: ignore[no-any-return]
+    return list(map(int, found.tolist()))
 
 
 def padded(part: Tensor, length: int) -> Tensor:
