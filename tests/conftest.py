@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ def pytest_configure():
     """Processes of one run share the cores: more threads than cores only wait for each other."""
     beside = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     torch.set_num_threads(max(1, torch.get_num_threads() // beside))
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell that runs this in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.disable()  # until all files are imported, of which nothing is garbage
 
 
