@@ -79,7 +79,7 @@ def sample(leaf):
     """A value that is valid for the key by itself, and not its default."""
     info = leaf.chain[-1].info
     default = info.get_default(call_default_factory=True)
-    choices = [7, 0.5, 0.1, "x", Path("x"), ["x"], [7], {"x": 7}, (7,), [], True, False]
+    choices = [7, 0.5, 0.1, "x", "info", Path("x"), ["x"], [7], {"x": 7}, (7,), [], True, False]
     for member in members_of(info.annotation):
         if get_origin(member) is Literal:
             choices += get_args(member)

@@ -168,7 +168,6 @@ def test_adapters_of_embeddings_and_output_layers():
 
 @ranks(2)
 def test_a_model_that_a_script_has_split():
-    from deepspeed.module_inject.auto_tp import AutoTP
     from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 
     world = dist.group.WORLD
@@ -189,10 +188,13 @@ def test_a_model_that_a_script_has_split():
         assert float(engine.get_global_grad_norm()) == pytest.approx(float(norm), rel=1e-5)
     assert_close(parameters(engine), {name: param.detach() for name, param in plain.named_parameters()})
     model, plain = make("llama")
-    split = AutoTP(model, [], "", None, None, None)
-    split.set_tensor_parallel_config(2, world)
-    split.replace()
-    train(start(model, 2, **momentum()), plain, steps=2)
+    for mlp in (layer.mlp for layer in model.model.layers):  # attention is left to the engine
+        mlp.gate_proj, mlp.up_proj = LinearLayer(mlp.gate_proj, world), LinearLayer(mlp.up_proj, world)
+        mlp.down_proj = LinearAllreduce(mlp.down_proj, world)
+    engine = start(model, 2, **momentum())
+    assert any("q_proj" in name for name in splits_of(engine.module))
+    train(engine, plain, steps=2)
+    engine.destroy()
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
     other = Blocks()
     other.first = LinearLayer(other.first, alone)  # nothing is split
