@@ -14,13 +14,13 @@ ROUND_S = 30e-6  # a message to another host and one from it, as Python sees the
 def agreements() -> int:
     """How many there have been in this process; 0 for those who have none.
 
-    `deepspeed.zero.agreement.Hosts` counts them. An engine has one per axis, which lie wherever they are needed, so
+    `deepspeed.zero.agreement.RankAgreement` counts them. An engine has one per axis, wherever they are needed, so
     they are looked for among all objects.
     """
     module = sys.modules.get("deepspeed.zero.agreement")
     if module is None:
         return 0
-    return sum(found.exchanges for found in gc.get_objects() if type(found) is module.Hosts)
+    return sum(found.exchanges for found in gc.get_objects() if type(found) is module.RankAgreement)
 
 
 def waiting_s(count: int, world: int) -> float:

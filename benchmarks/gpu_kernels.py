@@ -72,8 +72,7 @@ def row(name: str, times: tuple[float, float], plain: tuple[float, float], moved
 
 def main() -> int:
     """Print the table."""
-    from deepspeed.ops.model.bias_gelu import bias_gelu
-    from deepspeed.ops.model.gated import gated
+    from deepspeed.ops.model.gated import bias_gelu, gated
     from deepspeed.ops.model.norm import layer_norm, rms_norm, rms_norm_reference
     from deepspeed.ops.model.rotary import rotary, rotary_reference
 
@@ -226,21 +225,21 @@ def _update_lines(updates: Iterable[Update], copy: float) -> None:
 
 def _updates() -> Iterator[Update]:
     """Updates of an optimizer: fp32 masters, bf16 gradients in, bf16 weights out."""
-    from deepspeed.ops.adam.one_pass import ONE_PASS as ADAM
+    from deepspeed.ops.adam.rule import ONE_PASS as ADAM
     from deepspeed.ops.adam.rule import AdamRule
-    from deepspeed.ops.conditions import Conditions
-    from deepspeed.ops.lamb.one_pass import ONE_PASS as LAMB
+    from deepspeed.ops.lamb.rule import ONE_PASS as LAMB
     from deepspeed.ops.lamb.rule import LambRule
-    from deepspeed.ops.lion.one_pass import ONE_PASS as LION
+    from deepspeed.ops.lion.rule import ONE_PASS as LION
     from deepspeed.ops.lion.rule import LionRule
     from deepspeed.ops.muon.momentum import Momenta, MomentumRule, apply_triton, directions_triton
-    from deepspeed.ops.optimizer import Batch
+    from deepspeed.ops.one_pass import Conditions
+    from deepspeed.ops.optimizer import ParameterBatch
     from deepspeed.ops.registry import op
 
     params, grads, outs = _zeros(), _zeros(torch.bfloat16), _zeros(torch.bfloat16)
     first, second = _zeros(), _zeros()
     given = Conditions(torch.ones((), device="cuda"), torch.zeros((), device="cuda"))
-    two, one = (Batch(3, moments, params, grads, outs=outs) for moments in ((first, second), (first,)))
+    two, one = (ParameterBatch(3, moments, params, grads, outs=outs) for moments in ((first, second), (first,)))
     yield Update("adam triton", lambda: ADAM.triton(two, AdamRule(1e-4), given), 28)
     wide = _zeros()
 
@@ -261,18 +260,18 @@ def _updates() -> Iterator[Update]:
 
 def _coded_updates() -> Iterator[Update]:
     """The same with moments in 8 bits."""
-    from deepspeed.ops.adam.one_pass import ONE_PASS as ADAM
+    from deepspeed.ops.adam.rule import ONE_PASS as ADAM
     from deepspeed.ops.adam.rule import AdamRule
     from deepspeed.ops.blockwise import blocks
-    from deepspeed.ops.lion.one_pass import ONE_PASS as LION
+    from deepspeed.ops.lion.rule import ONE_PASS as LION
     from deepspeed.ops.lion.rule import LionRule
-    from deepspeed.ops.optimizer import Batch
+    from deepspeed.ops.optimizer import ParameterBatch
 
     params, grads, outs = _zeros(), _zeros(torch.bfloat16), _zeros(torch.bfloat16)
     for name, update, made, count in (("adam", ADAM, AdamRule(1e-4), 2), ("lion", LION, LionRule(1e-4), 1)):
         codes = tuple(_zeros(torch.uint8) for _ in range(count))
         scales = tuple([torch.zeros(blocks(size), device="cuda") for size in SIZES] for _ in range(count))
-        batch = Batch(3, codes, params, grads, outs=outs, scales=scales)
+        batch = ParameterBatch(3, codes, params, grads, outs=outs, scales=scales)
         nbytes = 12 + count * (2 + 8 / 256)
         yield Update(f"{name} 8 bits", partial(update.triton, batch, made), nbytes)
 

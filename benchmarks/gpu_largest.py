@@ -93,9 +93,9 @@ def plan(options: argparse.Namespace) -> None:
 
     from deepspeed.config.memory import MemoryConfig
     from deepspeed.memory import Spread, plan_states, show
-    from deepspeed.memory.states import Widths
+    from deepspeed.memory.budget import Widths
     from deepspeed.ops.adam import DeepSpeedCPUAdam
-    from deepspeed.zero.budgeting import state_width
+    from deepspeed.zero.memory_budget import state_width
 
     with torch.device("meta"):
         model = LlamaForCausalLM(make_config(options.shape))

@@ -134,13 +134,15 @@ def _transformers(options: argparse.Namespace, experts: int) -> Callable[[Any], 
 
 def _blocks(options: argparse.Namespace, experts: int) -> Callable[[Any], Any]:
     """Transformers' block with its experts as `expert_parallel` computes them, all on one rank."""
-    from deepspeed.moe.stacked import Stack, kind_of, spread_stack
+    from deepspeed.moe.stacked_experts import StackedExperts, kind_of, spread_stack
     from deepspeed.parallel import ParallelLayout
 
     block = _mixtral(options, experts)
     layout = ParallelLayout.build(world=1, rank=0)
     arguments = kind_of(block.experts) or ()
-    stack = Stack("experts", experts, layout.experts(1), grouped=True, arguments=arguments, tensor=layout["tp"])
+    stack = StackedExperts(
+        "experts", experts, layout.experts(1), grouped=True, arguments=arguments, tensor=layout["tp"]
+    )
     spread_stack(block.experts, stack, set())
     return lambda tokens: block(tokens.unsqueeze(0))
 

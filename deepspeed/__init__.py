@@ -1,4 +1,4 @@
-"""Train and serve models larger than your GPUs: one JSON file, no change to the model.
+"""Train models that are larger than your GPUs, with one JSON file and no change to the model.
 
 This file is the API: what `__all__` names is public, everything else may move. Names are resolved on first use, so
 that `import deepspeed` costs little more than `import torch`.
@@ -12,27 +12,26 @@ from typing import TYPE_CHECKING
 # The check for CUDA must not create a context: a fork later in the program would then fail.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-from deepspeed._collector import resting
-
-with resting():  # a tenth of the time of a cold start
-    import torch  # the environment variable comes first
-
-    from deepspeed import _torch_version
-
-    _torch_version.require(torch.__version__)
-
-from deepspeed import _legacy
-from deepspeed._lazy import lazy
-from deepspeed._version import (
+from deepspeed._package import (
     __git_branch__,
     __git_hash__,
     __version__,
     __version_major__,
     __version_minor__,
     __version_patch__,
+    lazy,
+    require_torch,
+    without_collection,
 )
+
+with without_collection():  # a tenth of the time of a cold start
+    import torch  # the environment variable comes first
+
+    require_torch(torch.__version__)
+
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.log import log_dist, logger
+from deepspeed.published import finder
 
 if TYPE_CHECKING:
     from deepspeed import accelerator, comm, moe, ops, parallel, pipe, runtime, tensor_parallel, utils, zero
@@ -43,20 +42,19 @@ if TYPE_CHECKING:
         add_config_arguments,
         initialize,
     )
-    from deepspeed._compat.flags import HAS_TRITON
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm import init_distributed
     from deepspeed.config import DeepSpeedConfig
     from deepspeed.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
-    from deepspeed.pipe.dualpipev import DualPipeVEngine, DualPipeVModule
-    from deepspeed.pipe.engine import PipelineEngine
+    from deepspeed.pipe.engine import DualPipeVEngine, DualPipeVModule, PipelineEngine
     from deepspeed.pipe.module import PipelineModule
+    from deepspeed.published.init_on_device import OnDevice
+    from deepspeed.published.runtime_names import HAS_TRITON
     from deepspeed.runtime.activation_checkpointing import checkpointing
     from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
     from deepspeed.runtime.dataloader import DeepSpeedDataLoader
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.tensor_parallel.model_init import set_autotp_mode, tp_model_init
-    from deepspeed.utils.init_on_device import OnDevice
 
 # name → module, or module:attribute; imported when first asked for
 _LAZY = {
@@ -68,12 +66,12 @@ _LAZY = {
     "DeepSpeedSchedulerCallable": "deepspeed._api:DeepSpeedSchedulerCallable",
     "DeepSpeedTransformerConfig": "deepspeed.ops.transformer:DeepSpeedTransformerConfig",
     "DeepSpeedTransformerLayer": "deepspeed.ops.transformer:DeepSpeedTransformerLayer",
-    "DualPipeVEngine": "deepspeed.pipe.dualpipev:DualPipeVEngine",
-    "DualPipeVModule": "deepspeed.pipe.dualpipev:DualPipeVModule",
-    "HAS_TRITON": "deepspeed._compat.flags:HAS_TRITON",
+    "DualPipeVEngine": "deepspeed.pipe.engine:DualPipeVEngine",
+    "DualPipeVModule": "deepspeed.pipe.engine:DualPipeVModule",
+    "HAS_TRITON": "deepspeed.published.runtime_names:HAS_TRITON",
     "PipelineEngine": "deepspeed.pipe.engine:PipelineEngine",
     "PipelineModule": "deepspeed.pipe.module:PipelineModule",
-    "OnDevice": "deepspeed.utils.init_on_device:OnDevice",
+    "OnDevice": "deepspeed.published.init_on_device:OnDevice",
     "accelerator": "deepspeed.accelerator",
     "add_config_arguments": "deepspeed._api:add_config_arguments",
     "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
@@ -144,7 +142,7 @@ __all__ = [
 
 __getattr__ = lazy(__name__, _LAZY)
 
-_legacy.install()
+finder.install()
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,6 @@
 """The functions a training script calls: they sort out arguments and hand over.
 
-What takes long to import is imported inside of them, beside what `initialize` begins before.
+What takes long to import is imported inside of them, concurrently with what `initialize` begins before.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed._ahead import loads_ahead
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
+from deepspeed.ops.vendor_libraries import load_ahead
 from deepspeed.runtime.destroyed import without_destroyed_engine
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
     from deepspeed.runtime.engine import DeepSpeedEngine
-
-__all__ = ["DeepSpeedOptimizerCallable", "DeepSpeedSchedulerCallable", "add_config_arguments", "initialize"]
 
 DeepSpeedOptimizerCallable = Callable[..., Optimizer]
 """What `initialize` takes as `optimizer` to make one of parameters."""
@@ -57,18 +55,20 @@ def initialize(
         raise UsageError("deepspeed.initialize needs a model: pass model=...")
     model = without_destroyed_engine(model)
     source = _config_source(args, config, config_params)
-    with loads_ahead(model, source):  # beside the imports that follow
+    with load_ahead(model, source):  # concurrently with the imports that follow
         from deepspeed import comm
         from deepspeed._assemble import Request, assemble
-        from deepspeed.config import DeepSpeedConfig
+        from deepspeed.config import DeepSpeedConfig, load
+        from deepspeed.config.read import read
         from deepspeed.tensor_parallel.model_init import with_asked
 
-        source = with_asked(model, source)
+        raw = with_asked(model, read(source))
         _check_local_rank(args)
         comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-        source, mpu = _pipeline_grid(model, mpu, mesh_param, source)
+        loaded = load(raw)
+        mpu = _pipeline_grid(model, mpu, mesh_param, loaded.schema)
         mesh = _mesh(mesh_param, mpu)
-        config = DeepSpeedConfig(source, mpu=mpu, mesh_device=mesh)
+        config = DeepSpeedConfig(loaded, mpu=mpu, mesh_device=mesh)
         config.tell()
         request = Request(
             config=config,
@@ -130,19 +130,17 @@ def _check_local_rank(args: Any) -> None:
         )
 
 
-def _pipeline_grid(model: nn.Module, mpu: Any, mesh_param: Any, source: Any) -> tuple[Any, Any]:
-    """The config, and the grid of a pipeline with its axes, which is its mpu; what was given for other models."""
+def _pipeline_grid(model: nn.Module, mpu: Any, mesh_param: Any, schema: Schema) -> Any:
+    """The grid of a pipeline with its axes, which is its mpu; the mpu that was given for other models."""
     from deepspeed.pipe.module import PipelineModule
 
     if not isinstance(model, PipelineModule):
-        return source, mpu
+        return mpu
     if mpu is not None or mesh_param is not None:
         raise UsageError("a PipelineModule has its own topology; pass neither mpu nor mesh_param with it")
-    from deepspeed.config.load import load
     from deepspeed.pipe.axes import fit_grid
 
-    loaded = load(source)
-    return loaded, fit_grid(model, loaded.schema.axis_sizes)
+    return fit_grid(model, schema.axis_sizes)
 
 
 def _mesh(mesh_param: Any, mpu: Any) -> Any:

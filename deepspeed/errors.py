@@ -1,4 +1,4 @@
-"""Every exception that the library raises, in one tree.
+"""Every exception that the library raises, in one tree, and how text from elsewhere is shown in their messages.
 
 DeepSpeedError
 ├── DeepSpeedConfigError (ValueError)        the JSON config, or a value in it
@@ -24,8 +24,6 @@ what to do.
 
 from __future__ import annotations
 
-from deepspeed.printable import printable
-
 __all__ = [
     "AcceleratorError",
     "BatchSizeError",
@@ -45,6 +43,26 @@ __all__ = [
     "RendezvousError",
     "UsageError",
 ]
+
+_SHOWN = "\n\t"
+
+
+def printable(text: object, limit: int = 10_000) -> str:
+    """Text from elsewhere with every character that is not visible spelled out, such as `\\x1b`; cut after `limit`.
+
+    Escape sequences, carriage returns, characters that turn the direction of writing and halves of surrogate pairs
+    come from names in files. Line ends and tabs stay.
+    """
+    found = str(text)
+    cut = "" if len(found) <= limit else f"... ({len(found)} characters)"
+    found = found[:limit]
+    if found.isascii() and found.isprintable():
+        return found + cut
+    return "".join(c if c.isprintable() or c in _SHOWN else _spelled(c) for c in found) + cut
+
+
+def _spelled(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
 
 
 class DeepSpeedError(Exception):

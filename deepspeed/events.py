@@ -8,21 +8,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-__all__ = [
-    "AHEAD",
-    "EventStream",
-    "ExpertsUsed",
-    "LayerUse",
-    "OverflowFound",
-    "Phase",
-    "PhaseBegan",
-    "PhaseFailed",
-    "PhaseFinished",
-    "RunContinued",
-    "StepFinished",
-    "Subscription",
-]
-
 E = TypeVar("E")
 
 AHEAD = "gradients, ahead of their backward"

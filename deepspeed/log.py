@@ -1,4 +1,8 @@
-"""The library's logger: quiet by default, one line format, messages told once or by chosen ranks."""
+"""The library's logger: quiet by default, one line format, messages once or on chosen ranks.
+
+[Note: default level] By default the library logs warnings and the few lines about a whole run (its start, its end, a
+checkpoint that was loaded), which are at `NOTICE`. An explicit `log_level` of "warning" or above silences these.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TextIO
 
 __all__ = [
+    "NOTICE",
     "LoggerFactory",
     "get_current_level",
     "get_dist_msg",
@@ -24,6 +29,9 @@ __all__ = [
     "set_log_level_from_string",
     "warn_once",
 ]
+
+NOTICE = 25  # between INFO and WARNING; [Note: default level]
+logging.addLevelName(NOTICE, "NOTICE")
 
 log_levels: dict[str, int] = {
     "debug": logging.DEBUG,
@@ -73,7 +81,7 @@ class LoggerFactory:
         return made
 
 
-logger = LoggerFactory.create_logger("deepspeed")
+logger = LoggerFactory.create_logger("deepspeed", NOTICE)
 
 
 def _rank() -> int:

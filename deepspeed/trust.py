@@ -12,8 +12,6 @@ from pathlib import Path
 
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
-__all__ = ["flaw_of_name", "has_link", "inside", "open_regular", "read_regular"]
-
 _LONGEST = 4096  # what systems allow for a path
 _LONGEST_PART = 255
 

@@ -15,7 +15,7 @@ from deepspeed.checkpoint.formats.native import writer as native_writer
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.training_state import Counters, GroupState, TrainingState
 from deepspeed.checkpoint.formats.zero_files import writer as deepspeed_writer
-from deepspeed.fragments import Block, Striped
+from deepspeed.fragments import ContiguousLayout, StripedLayout
 
 FIXTURES = Path(__file__).parent / "fixtures" / "deepspeed-0.19.8"
 EXPECTED: dict[str, list[float]] = json.loads((FIXTURES / "expected.json").read_text())
@@ -74,7 +74,7 @@ class Whole:
             kind = "param" if name in dict(self.frozen) else "master"
             value = self.tensor(name, kind).to(DTYPES[self.precision])
             if stage == 3:
-                start, stop = Striped((value.numel(),), world).interval(0, rank)
+                start, stop = StripedLayout((value.numel(),), world).interval(0, rank)
                 module[name] = value[start:stop]
             else:
                 module[name] = value.view(shape)
@@ -107,7 +107,7 @@ class Whole:
     def _group(self, place: int, stage: int, rank: int, world: int) -> GroupState:
         shapes = {name: torch.Size(shape) for name, shape in self.shapes[place].items()}
         numels = tuple(shape.numel() for shape in shapes.values())
-        layout = {0: None, 3: Striped(numels, world)}.get(stage, Block(numels, world))
+        layout = {0: None, 3: StripedLayout(numels, world)}.get(stage, ContiguousLayout(numels, world))
         tensors: dict[str, list[Tensor | None]] = {}
         for kind in ("master", *self.kinds):
             column: list[Tensor | None] = []

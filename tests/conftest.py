@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from deepspeed.log import logger
 
+pytest_plugins = ("tests.sampling", "tests.costs")
+
 if not torch.cuda.is_available():
     # Read when Triton is imported: whatever is collected first, kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")

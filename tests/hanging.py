@@ -24,7 +24,7 @@ from pathlib import Path
 import torch.distributed as td
 
 from deepspeed import comm as dist
-from deepspeed.comm.watch import Settings
+from deepspeed.comm.watch import HangSettings
 from tests.harness import store_path
 
 TIMEOUT = 2.0
@@ -45,10 +45,12 @@ class Said:
         return self.text.rpartition("CommError: ")[2]
 
 
-def play(fault: Fault, world: int = 3, *, forever: Sequence[int] = (), settings: Settings | None = None) -> list[Said]:
+def play(
+    fault: Fault, world: int = 3, *, forever: Sequence[int] = (), settings: HangSettings | None = None
+) -> list[Said]:
     """Let `fault(rank)` run on that many ranks; those of `forever` never end by themselves and are ended."""
     folder = Path(tempfile.mkdtemp(prefix="hanging-", dir=Path(store_path()).parent))  # which goes with the test
-    known = replace(settings or Settings(timeout=TIMEOUT, patience=50.0), folder=folder)
+    known = replace(settings or HangSettings(timeout=TIMEOUT, patience=50.0), folder=folder)
     pids = [_fork(fault, rank, world, folder, known) for rank in range(world)]
     statuses: dict[int, int] = {}
     until = time.monotonic() + LIMIT
@@ -64,7 +66,7 @@ def play(fault: Fault, world: int = 3, *, forever: Sequence[int] = (), settings:
     return [Said((folder / f"out{rank}").read_text(errors="replace"), statuses.get(rank)) for rank in range(world)]
 
 
-def _fork(fault: Fault, rank: int, world: int, folder: Path, settings: Settings) -> int:
+def _fork(fault: Fault, rank: int, world: int, folder: Path, settings: HangSettings) -> int:
     pid = os.fork()
     if pid:
         return pid

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -53,6 +53,8 @@ class Outcome:
 class Server:
     """The pytest side of the fork server: started on first use, ended with the process."""
 
+    started: ClassVar[list[Server]] = []  # of this process, for `costs.py`
+
     process: subprocess.Popen[bytes] | None = None
     connection: Connection | None = None
     _closing: bool = field(default=False)
@@ -74,6 +76,8 @@ class Server:
         return self.connection
 
     def run(self, job: Job) -> list[Outcome]:
+        if self.connection is None:
+            self.started.append(self)
         connection = self.connection or self.start()
         connection.send_bytes(pickle.dumps(job))
         try:

@@ -25,14 +25,14 @@ import torch
 from deepspeed.checkpoint import __main__ as program
 from deepspeed.checkpoint import ds_to_universal, zero_to_fp32
 from deepspeed.checkpoint.formats.detect import find_tag, open_checkpoint
-from deepspeed.checkpoint.formats.megatron.checkpoint import DeepSpeedCheckpoint
+from deepspeed.checkpoint.formats.megatron import DeepSpeedCheckpoint
 from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.formats.safetensors import open_file
 from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.checkpoint.storage.locate import find_loadable
-from deepspeed.checkpoint.storage.manager import CheckpointManager, Request, SavePolicy
+from deepspeed.checkpoint.storage.manager import CheckpointManager, SavePolicy, SaveRequest
 from deepspeed.checkpoint.storage.publishing import publishing
-from deepspeed.checkpoint.storage.rank_meeting import Alone
+from deepspeed.checkpoint.storage.rank_meeting import SingleRank
 from deepspeed.errors import DeepSpeedError
 from deepspeed.log import logger
 from deepspeed.utils import zero_to_fp32 as facade
@@ -282,11 +282,11 @@ def parts(folder: Path) -> None:
 
 
 def save_beside(folder: Path) -> None:
-    manager = CheckpointManager(Alone(), SavePolicy(keep_last=1))
-    manager.save(Request(folder, "mine", {"x": "1"}))
+    manager = CheckpointManager(SingleRank(), SavePolicy(keep_last=1))
+    manager.save(SaveRequest(folder, "mine", {"x": "1"}))
     assert manager.locate(folder, "mine").tag == "mine"
     find_loadable(folder)
-    manager.save(Request(folder, "tag", {"x": "1"}))
+    manager.save(SaveRequest(folder, "tag", {"x": "1"}))
 
 
 def universal(folder: Path, out: Path) -> None:

@@ -6,7 +6,7 @@ import copy
 import random
 
 from deepspeed.config.schema import Schema
-from deepspeed.config.shape import walk
+from deepspeed.config.schema_walk import walk
 
 VALID = [
     {"train_batch_size": 8},

@@ -8,10 +8,10 @@ from deepspeed.log import logger, warn_once
 
 
 class Told(logging.Handler):
-    """What the library says meanwhile on this rank."""
+    """What the library logs meanwhile on this rank, from warnings on if nothing else is asked for."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, level=logging.WARNING):
+        super().__init__(level)
         self.lines = []
         warn_once.cache_clear()
 

@@ -11,8 +11,6 @@ from typing import Any
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host import HostEvent
 
-__all__ = ["CudaEventTimer", "mark", "times_line"]
-
 
 def mark() -> Any:
     """This point of the device's work, as an event with `query`, `synchronize` and `elapsed_time(later)`."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
     from deepspeed.accelerator.generic import GenericAccelerator
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "VARIABLE", "Finding", "find_accelerator", "known_names", "survey"]
-
 VARIABLE = "DS_ACCELERATOR"
 ENTRY_POINTS = "deepspeed.accelerators"
 
@@ -44,7 +42,7 @@ _PLUGIN_ERRORS = (ImportError, AttributeError, OSError, RuntimeError, TypeError,
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class AcceleratorFinding:
     """One kind of accelerator, and why it cannot be used here; no reason means that it can."""
 
     name: str
@@ -75,14 +73,16 @@ def find_accelerator() -> DeepSpeedAccelerator:
     return _built_in("cpu")()
 
 
-def survey() -> tuple[Finding, ...]:
+def survey() -> tuple[AcceleratorFinding, ...]:
     """Every kind of accelerator, built in or registered, with the reason where it cannot be used here."""
-    findings = {name: Finding(name, _built_in(name).why_unavailable()) for name in BUILT_IN}
+    findings = {name: AcceleratorFinding(name, _built_in(name).why_unavailable()) for name in BUILT_IN}
     for name in _FROM_VENDORS:
-        findings[name] = Finding(name, f"no class built in, and no installed package registers one as {ENTRY_POINTS}")
+        findings[name] = AcceleratorFinding(
+            name, f"no class built in, and no installed package registers one as {ENTRY_POINTS}"
+        )
     for point in _plugins():
         if not (point.name in findings and findings[point.name].available):
-            findings[point.name] = Finding(point.name, _try(point)[1])
+            findings[point.name] = AcceleratorFinding(point.name, _try(point)[1])
     return tuple(findings.values())
 
 
@@ -92,7 +92,8 @@ def known_names() -> tuple[str, ...]:
 
 
 def _built_in(name: str) -> type[GenericAccelerator]:
-    home: type[GenericAccelerator] = getattr(importlib.import_module(f"deepspeed.accelerator.{name}"), BUILT_IN[name])
+    module = name if name in ("cpu", "cuda", "mps") else "vendors"
+    home: type[GenericAccelerator] = getattr(importlib.import_module(f"deepspeed.accelerator.{module}"), BUILT_IN[name])
     return home
 
 

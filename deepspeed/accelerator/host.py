@@ -13,8 +13,6 @@ import torch
 
 from deepspeed.errors import AcceleratorError
 
-__all__ = ["HostEvent", "HostMemory", "keep_heap", "numa_nodes_with_cores"]
-
 # The largest block by which glibc learns what is large: up to 32 MiB, with what it adds to a block.
 _LARGEST = (32 << 20) - (64 << 10)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["peak_flops"]
-
 # Part of the device's name → operations per second, as its maker states them; the first that fits counts.
 _PEAKS = {
     "B200": 2250e12,

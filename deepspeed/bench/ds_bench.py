@@ -3,29 +3,205 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as td
+from rich.console import Console
+from rich.text import Text
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.bench.arguments import parse, sizes_of, words_of
-from deepspeed.bench.measure import Sample, sweep
-from deepspeed.bench.operations import Room
-from deepspeed.bench.show import Setting, as_json, draw_picture, draw_table
+from deepspeed.bench.operations import OPERATIONS, BenchSetting, Sample, sweep
 from deepspeed.comm.discover import ALONE, discover
 from deepspeed.comm.init import DEFAULT_PORT
 from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.io.ds_io import count
+from deepspeed.io.trial import parse_size, show_size
 from deepspeed.launcher import runner
-from deepspeed.launcher.console import emit
+from deepspeed.launcher.arguments import HelpFormatter
+from deepspeed.launcher.console import emit, plain_table
 
-__all__ = ["main"]
+PICTURES = (".png", ".svg", ".pdf")
+_DTYPES = ("float32", "float16", "bfloat16", "float64", "int8", "uint8", "int32", "int64")
+
+
+def parse(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """The options, and the words that are not among them."""
+    parser = argparse.ArgumentParser(
+        prog="ds_bench",
+        description="How fast ranks exchange bytes. Started alone, it starts ranks with `deepspeed`, whose options "
+        "(--num_gpus, --hostfile, --include, --launcher, ...) it takes too; under a launcher it is one of the ranks.",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    which = parser.add_argument_group("operations (all of them if none is given)").add_argument
+    for operation in OPERATIONS.values():
+        which(f"--{operation.name.replace('_', '-')}", action="store_true", help=operation.about)
+    add = parser.add_argument_group("measurements").add_argument
+    add("--min-size", type=parse_size, default="1K", help="bytes of the smallest tensor")
+    add("--max-size", type=parse_size, default="64M", help="bytes of the largest one")
+    add("--factor", type=_factor, default=4, help="from one size to the next")
+    add("--trials", type=count, default=20, help="measured calls of each size")
+    add("--warmups", type=count, default=5, help="calls before those")
+    add("--dtype", choices=_DTYPES, default="float32", help="kind of the elements")
+    add("--backend", default=None, help="of torch.distributed, such as nccl or gloo; the accelerator's if not given")
+    add("--dist", choices=("deepspeed", "torch"), default="deepspeed", help="whose functions are called")
+    add("--async-op", action="store_true", help="begin each call and wait for it, instead of a call that waits")
+    show = parser.add_argument_group("results").add_argument
+    show("--bw-unit", choices=("GBps", "Gbps"), default="GBps", help="gigabytes or gigabits per second, of 10^9")
+    show("--json", action="store_true", help="print one JSON object instead of tables")
+    show("--plot", type=_picture, default=None, metavar="FILE", help=f"draw a picture too ({', '.join(PICTURES)})")
+    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)  # what launchers add
+    args, rest = parser.parse_known_args(argv)
+    if args.min_size > args.max_size:
+        parser.error(f"--min-size {args.min_size} is larger than --max-size {args.max_size}")
+    chosen = [name for name in OPERATIONS if getattr(args, name)]
+    args.operations = chosen or list(OPERATIONS)
+    args.element = getattr(torch, args.dtype)
+    return args, rest
+
+
+def words_of(args: argparse.Namespace) -> list[str]:
+    """The options as words again, for the ranks."""
+    words = [f"--{name.replace('_', '-')}" for name in args.operations]
+    for name in ("min_size", "max_size", "factor", "trials", "warmups", "dtype", "backend", "dist", "bw_unit", "plot"):
+        value = getattr(args, name)
+        if value is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    return [*words, *(f"--{name.replace('_', '-')}" for name in ("async_op", "json") if getattr(args, name))]
+
+
+def sizes_of(args: argparse.Namespace) -> list[int]:
+    """The sizes to measure, from the smallest to the largest, which is always among them."""
+    sizes, size = [], args.min_size
+    while size < args.max_size:
+        sizes.append(size)
+        size *= args.factor
+    return [*sizes, args.max_size]
+
+
+def _factor(text: str) -> int:
+    number = count(text)
+    if number < 2:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected 2 or more")
+    return number
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a file that ends with {', '.join(PICTURES)}")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no folder {path.absolute().parent}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("a picture needs matplotlib: pip install matplotlib")
+    return path
+
+
+# ---- results
+
+_BAR = 24
+_COLOURS = ("#3b76c4", "#d9622b", "#4c9a52", "#8d5bb5", "#b3923b", "#4aa5a8", "#c25a7c")
+_MARKERS = "osD^vPX"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """What all measurements of a run have in common."""
+
+    ranks: int
+    hosts: int
+    backend: str
+    device: str
+    dtype: str
+    trials: int
+    unit: str
+
+    def rate(self, bytes_per_second: float) -> float:
+        """In the unit that was asked for."""
+        return bytes_per_second * (8 if self.unit == "Gbps" else 1) / 1e9
+
+    @property
+    def label(self) -> str:
+        """The unit as people write it."""
+        return {"GBps": "GB/s", "Gbps": "Gb/s"}[self.unit]
+
+    @property
+    def title(self) -> str:
+        """One line about the run."""
+        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
+        return f"{self.ranks} ranks on {hosts}, {self.backend} on {self.device}, {self.dtype}"
+
+
+def draw_table(console: Console, operation: str, samples: Sequence[Sample], setting: RunFacts) -> None:
+    """The sizes of one operation; the bar is the bus bandwidth, the longest that of the fastest size."""
+    table = plain_table("bytes", "time", f"algorithm {setting.label}", f"bus {setting.label}", "")
+    for column in table.columns[:4]:
+        column.justify, column.min_width = "right", 9  # tables of several operations stand below each other
+    best = max(sample.bus for sample in samples)
+    for sample in samples:
+        length = round(_BAR * sample.bus / best)
+        rates = (f"{setting.rate(value):.3g}" for value in (sample.algorithm, sample.bus))
+        table.add_row(show_size(sample.nbytes), _time(sample.seconds), *rates, Text("#" * length, style="cyan"))
+    console.print(Text(operation, style="bold cyan"))
+    console.print(table, highlight=False)
+    console.print()
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def draw_picture(file: Path, samples: Sequence[Sample], setting: RunFacts) -> None:
+    """Bus bandwidth and time of every operation over the size, side by side."""
+    from matplotlib.figure import Figure  # optional, and slow to import
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    figure = Figure(figsize=(11, 4.8), dpi=150, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for place, name in enumerate(dict.fromkeys(sample.operation for sample in samples)):
+        own = [sample for sample in samples if sample.operation == name]
+        sizes = [sample.nbytes for sample in own]
+        style: dict[str, Any] = {"color": _COLOURS[place], "marker": _MARKERS[place], "markersize": 4.5, "label": name}
+        left.plot(sizes, [setting.rate(sample.bus) for sample in own], **style)
+        right.plot(sizes, [sample.seconds * 1e6 for sample in own], **style)
+    for axes, label in ((left, f"bus bandwidth ({setting.label})"), (right, "time (µs)")):
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda size, _: show_size(round(size))))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_xlabel("bytes")
+        axes.set_ylabel(label)
+        axes.grid(color="#dddddd", linewidth=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False)
+    figure.suptitle(f"ds_bench: {setting.title}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.savefig(file)
+
+
+def as_json(samples: Sequence[Sample], absent: Mapping[str, str], setting: RunFacts) -> dict[str, Any]:
+    """Everything; bandwidths are in bytes per second whatever the unit of the tables."""
+    return {
+        "setting": {name: value for name, value in asdict(setting).items() if name != "unit"},
+        "results": [asdict(sample) for sample in samples],
+        "unavailable": dict(absent),
+    }
+
+
+# ---- the command
 
 _MODULE = "deepspeed.bench"
 _LARGEST = 2  # tensors of the largest size that an operation holds at once
@@ -76,7 +252,7 @@ def _run(args: argparse.Namespace) -> int:
     device = comm.group_device()
     _require_memory(args.max_size, device)
     module = comm if args.dist == "deepspeed" else td
-    room = Room(None, world, rank, args.element, device, module, args.async_op)
+    room = BenchSetting(None, world, rank, args.element, device, module, args.async_op)
     setting = _setting(args, world, device)
     samples: list[Sample] = []
     absent: dict[str, str] = {}
@@ -100,12 +276,12 @@ def _run(args: argparse.Namespace) -> int:
     return 0 if samples else 1
 
 
-def _setting(args: argparse.Namespace, world: int, device: torch.device) -> Setting:
+def _setting(args: argparse.Namespace, world: int, device: torch.device) -> RunFacts:
     names: list[str] = [""] * world
     comm.all_gather_object(names, socket.gethostname())
     backend = str(td.get_backend())
     unit = args.bw_unit
-    return Setting(world, len(set(names)), backend, device.type, args.dtype, args.trials, unit)
+    return RunFacts(world, len(set(names)), backend, device.type, args.dtype, args.trials, unit)
 
 
 def _require_memory(size: int, device: torch.device) -> None:

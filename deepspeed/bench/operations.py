@@ -1,4 +1,4 @@
-"""The operations that are measured: the tensors of each, the call, and what its bytes mean on the wires.
+"""The operations that are measured: the tensors of each, the call, its time, and what its bytes mean on the wires.
 
 The size of an operation is that of its largest tensor: what an all-gather ends with, what a reduce-scatter begins with.
 Algorithm bandwidth is that size by the time. Bus bandwidth is what each rank sends in the best algorithm for one link
@@ -7,7 +7,7 @@ per rank, by the time: it does not depend on the number of ranks, and can be hel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,12 +16,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from deepspeed import comm
-
-__all__ = ["OPERATIONS", "Call", "Operation", "Room"]
+from deepspeed.accelerator.clock import mark
+from deepspeed.accelerator.host import HostEvent
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BenchSetting:
     """Where an operation runs: its ranks, the kind of its tensors, and whose functions are called."""
 
     group: ProcessGroup | None
@@ -52,51 +52,51 @@ Call = Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class BenchOperation:
     """One kind of exchange."""
 
     name: str
     bus: Callable[[int], float]
     """Bus bandwidth by algorithm bandwidth, for so many ranks."""
-    prepare: Callable[[Room, int], Call]
+    prepare: Callable[[BenchSetting, int], Call]
     """Tensors of so many elements, and the call that moves them; it returns what can be waited for, or None."""
     about: str
 
 
-def _all_reduce(room: Room, elements: int) -> Call:
+def _all_reduce(room: BenchSetting, elements: int) -> Call:
     tensor = room.tensor(elements)
     return lambda: room.module.all_reduce(tensor, group=room.group, async_op=room.asynchronous)
 
 
-def _all_gather(room: Room, elements: int) -> Call:
+def _all_gather(room: BenchSetting, elements: int) -> Call:
     whole, part = room.tensor(elements), room.tensor(elements // room.world)
     gather = room.module.all_gather_into_tensor
     return lambda: gather(whole, part, group=room.group, async_op=room.asynchronous)
 
 
-def _reduce_scatter(room: Room, elements: int) -> Call:
+def _reduce_scatter(room: BenchSetting, elements: int) -> Call:
     whole, part = room.tensor(elements), room.tensor(elements // room.world)
     scatter = room.module.reduce_scatter_tensor
     return lambda: scatter(part, whole, group=room.group, async_op=room.asynchronous)
 
 
-def _all_to_all(room: Room, elements: int) -> Call:
+def _all_to_all(room: BenchSetting, elements: int) -> Call:
     sent, received = room.tensor(elements), room.tensor(elements)
     exchange = room.module.all_to_all_single
     return lambda: exchange(received, sent, group=room.group, async_op=room.asynchronous)
 
 
-def _broadcast(room: Room, elements: int) -> Call:
+def _broadcast(room: BenchSetting, elements: int) -> Call:
     tensor, source = room.tensor(elements), room.member(0)
     return lambda: room.module.broadcast(tensor, source, group=room.group, async_op=room.asynchronous)
 
 
-def _reduce(room: Room, elements: int) -> Call:
+def _reduce(room: BenchSetting, elements: int) -> Call:
     tensor, target = room.tensor(elements), room.member(0)
     return lambda: room.module.reduce(tensor, target, group=room.group, async_op=room.asynchronous)
 
 
-def _pt2pt(room: Room, elements: int) -> Call:
+def _pt2pt(room: BenchSetting, elements: int) -> Call:
     """Rank 2k sends to rank 2k + 1, all pairs at once; the last of an odd number of ranks has nobody."""
     partner = room.rank ^ 1
     if partner >= room.world:
@@ -115,15 +115,83 @@ def _once(world: int) -> float:
     return 1.0
 
 
-OPERATIONS: Mapping[str, Operation] = {
+OPERATIONS: Mapping[str, BenchOperation] = {
     each.name: each
     for each in (
-        Operation("all_reduce", lambda world: 2 * _ring(world), _all_reduce, "sums of all ranks, on all ranks"),
-        Operation("all_gather", _ring, _all_gather, "every rank's part, on all ranks"),
-        Operation("reduce_scatter", _ring, _reduce_scatter, "sums of all ranks, a part of them on each"),
-        Operation("all_to_all", _ring, _all_to_all, "a part of every rank for every rank"),
-        Operation("broadcast", _once, _broadcast, "from the first rank to all"),
-        Operation("reduce", _once, _reduce, "sums of all ranks, on the first"),
-        Operation("pt2pt", _once, _pt2pt, "from rank 2k to rank 2k + 1, all pairs at once"),
+        BenchOperation("all_reduce", lambda world: 2 * _ring(world), _all_reduce, "sums of all ranks, on all ranks"),
+        BenchOperation("all_gather", _ring, _all_gather, "every rank's part, on all ranks"),
+        BenchOperation("reduce_scatter", _ring, _reduce_scatter, "sums of all ranks, a part of them on each"),
+        BenchOperation("all_to_all", _ring, _all_to_all, "a part of every rank for every rank"),
+        BenchOperation("broadcast", _once, _broadcast, "from the first rank to all"),
+        BenchOperation("reduce", _once, _reduce, "sums of all ranks, on the first"),
+        BenchOperation("pt2pt", _once, _pt2pt, "from rank 2k to rank 2k + 1, all pairs at once"),
     )
 }
+
+
+# ---- time: by events of a device, by the clock of the host
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One operation at one size: the mean time of the slowest rank, and what follows from it, in bytes per second."""
+
+    operation: str
+    nbytes: int
+    seconds: float
+    algorithm: float
+    bus: float
+
+
+def seconds(call: Call, device: torch.device, *, trials: int, warmups: int) -> float:
+    """The mean time of a call on this rank, over `trials` of them one after another on tensors of this device."""
+    for _ in range(warmups):
+        _finish(call())
+    start = _mark(device)
+    for _ in range(trials):
+        _finish(call())
+    end = _mark(device)
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / trials
+
+
+def _mark(device: torch.device) -> Any:
+    """This point in time; gloo moves memory of the host, whatever devices there are."""
+    if device.type != "cpu":
+        return mark()
+    event = HostEvent()
+    event.record()
+    return event
+
+
+def _finish(work: Any) -> None:
+    if work is not None:
+        work.wait()
+
+
+def slowest(own: float, room: BenchSetting) -> float:
+    """The largest of all ranks' numbers, on all of them."""
+    worst = torch.tensor([own], dtype=torch.float64, device=room.device)
+    comm.all_reduce(worst, op=comm.ReduceOp.MAX, group=room.group)
+    return float(worst.item())
+
+
+def sweep(
+    names: Sequence[str], sizes: Sequence[int], room: BenchSetting, *, trials: int, warmups: int
+) -> Iterator[Sample | tuple[str, str]]:
+    """Every operation at every size; one that the backend does not have is (its name, why)."""
+    for name in names:
+        operation = OPERATIONS[name]
+        try:
+            _finish(operation.prepare(room, room.elements(1))())
+        except (RuntimeError, ValueError, TypeError) as error:  # on all ranks alike: it was refused before any exchange
+            yield name, str(error).splitlines()[0]
+            continue
+        for size in sizes:
+            elements = room.elements(size)
+            call = operation.prepare(room, elements)
+            comm.barrier(group=room.group)
+            taken = slowest(seconds(call, room.device, trials=trials, warmups=warmups), room)
+            nbytes = elements * room.dtype.itemsize
+            algorithm = nbytes / taken
+            yield Sample(name, nbytes, taken, algorithm, algorithm * operation.bus(room.world))

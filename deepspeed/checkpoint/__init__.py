@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deepspeed._lazy import lazy
+from deepspeed._package import lazy
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
     from deepspeed.checkpoint.formats.detect import open_checkpoint
-    from deepspeed.checkpoint.formats.megatron.checkpoint import DeepSpeedCheckpoint
+    from deepspeed.checkpoint.formats.megatron import DeepSpeedCheckpoint
     from deepspeed.checkpoint.formats.source import Source
     from deepspeed.checkpoint.formats.training_state import Counters, GroupState, TrainingState
     from deepspeed.checkpoint.universal_checkpoint import SubparamShape
@@ -41,7 +41,7 @@ __all__ = [
 
 _HOMES = {
     "constants": ("UNIVERSAL_CHECKPOINT_INFO",),
-    "formats.megatron.checkpoint": ("DeepSpeedCheckpoint",),
+    "formats.megatron": ("DeepSpeedCheckpoint",),
     "formats.detect": ("open_checkpoint",),
     "formats.source": ("Source",),
     "formats.training_state": ("Counters", "GroupState", "TrainingState"),

@@ -6,13 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from deepspeed.checkpoint.tools.convert import CHECKPOINTS, WEIGHTS, Conversion, convert
-from deepspeed.checkpoint.tools.inspect import inspect, verify
-from deepspeed.checkpoint.tools.terminal import tell
-from deepspeed.checkpoint.zero_to_fp32 import parse_size
+from deepspeed.checkpoint.formats.consolidate import parse_size
+from deepspeed.checkpoint.tools import CHECKPOINTS, WEIGHTS, Conversion, convert, inspect, tell, verify
 from deepspeed.errors import DeepSpeedError
-
-__all__ = ["main"]
 
 _MOST_RANKS = 2**16
 

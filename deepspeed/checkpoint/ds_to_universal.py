@@ -11,7 +11,7 @@ from pathlib import Path
 from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.checkpoint.storage.manager import check_directory
-from deepspeed.checkpoint.tools.terminal import bar, tell
+from deepspeed.checkpoint.tools import bar, tell
 from deepspeed.errors import DeepSpeedError
 
 __all__ = ["main", "parse_arguments"]

@@ -33,7 +33,7 @@ from deepspeed.comm.collectives import (
 )
 from deepspeed.comm.discover import RankFacts
 from deepspeed.comm.dispatch import DEFAULT as dispatcher
-from deepspeed.comm.dispatch import Dispatcher, labelled, recent_operations
+from deepspeed.comm.dispatch import Dispatcher, labelled, recent_operations, watch_hangs
 from deepspeed.comm.groups import (
     destroy_process_group,
     enable_symm_mem_for_group,
@@ -74,11 +74,10 @@ from deepspeed.comm.logger import (
     log_summary,
     reset_log,
 )
+from deepspeed.comm.operations import ReduceOp
 from deepspeed.comm.pending import Pending
 from deepspeed.comm.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from deepspeed.comm.records import CollectiveFinished, OperationRecord
-from deepspeed.comm.reduce_op import ReduceOp
-from deepspeed.comm.watch.configured import watch_hangs
 
 __all__ = [
     "Backend",

@@ -18,23 +18,8 @@ import torch.distributed as td
 from torch import Tensor
 
 from deepspeed.comm.dispatch import DEFAULT
-from deepspeed.comm.operations import Operation
+from deepspeed.comm.operations import CommOperation
 from deepspeed.comm.pending import AllOf, Pending
-
-__all__ = [
-    "FEW",
-    "LAST",
-    "RADIX",
-    "Ears",
-    "Message",
-    "Teller",
-    "begin_to_gather_words",
-    "gather_words",
-    "listen",
-    "rounds",
-    "schedule",
-    "unite",
-]
 
 RADIX = 4
 FEW = 8
@@ -66,21 +51,21 @@ def _are_few(size: int) -> bool:
     return 2 < size <= FEW
 
 
-class Teller(NamedTuple):
+class WordCollector(NamedTuple):
     """Who tells a few ranks what all said: best the one that comes last."""
 
     place: int = -1
     """In the group."""
     early: bool = False
     """Whether it may have listened before; the same on all ranks."""
-    ears: Ears | None = None
+    ears: EarlyReceives | None = None
     """What it heard then."""
 
 
-LAST = Teller()
+LAST = WordCollector()
 
 
-class Ears:
+class EarlyReceives:
     """The receives of the one that tells, begun before it has anything to say itself: what came is there by then."""
 
     __slots__ = ("rows", "works")
@@ -95,7 +80,7 @@ class Ears:
 class _Few:
     """All tell one rank, which tells all when it waits."""
 
-    def __init__(self, words: Tensor, group: Any, teller: Teller) -> None:
+    def __init__(self, words: Tensor, group: Any, teller: WordCollector) -> None:
         self._group, place = group, teller.place % group.size()
         self._tells = group.rank() == place
         self._others = [rank for rank in range(group.size()) if rank != place]
@@ -160,7 +145,9 @@ class _Many:
 _Gathering = _Few | _Many
 
 
-def _gather(kept: list[_Gathering], words: Tensor, group: Any, teller: Teller, async_op: bool) -> _Gathering | None:
+def _gather(
+    kept: list[_Gathering], words: Tensor, group: Any, teller: WordCollector, async_op: bool
+) -> _Gathering | None:
     """Begin, and wait unless `async_op`; who knows what was found is `kept`."""
     gathering = _Few(words, group, teller) if _are_few(group.size()) else _Many(words, group)
     kept.append(gathering)
@@ -181,17 +168,17 @@ def _unite(mask: Tensor, group: Any) -> None:
         distance *= 2
 
 
-_GATHER = Operation("gather_words", _gather)
-_UNITE = Operation("unite", _unite)
+_GATHER = CommOperation("gather_words", _gather)
+_UNITE = CommOperation("unite", _unite)
 
 
-def listen(count: int, group: Any = None, *, place: int = 0) -> Ears | None:
-    """Begin to receive `count` words of each other rank for a `Teller` in this place; None where that gains nothing."""
+def receive_early(count: int, group: Any = None, *, place: int = 0) -> EarlyReceives | None:
+    """Begin to receive `count` words of each other rank for a `WordCollector` here; None if that gains nothing."""
     real: Any = td.group.WORLD if group is None else group
-    return Ears(real, count) if _are_few(real.size()) and real.rank() == place % real.size() else None
+    return EarlyReceives(real, count) if _are_few(real.size()) and real.rank() == place % real.size() else None
 
 
-def gather_words(words: Tensor, group: Any = None, *, teller: Teller = LAST) -> Tensor:
+def gather_words(words: Tensor, group: Any = None, *, teller: WordCollector = LAST) -> Tensor:
     """[ranks, words]: the int64 `words` of every rank, in the order of the ranks; all ranks of the group call it."""
     return _begin(words, group, teller, False).wait()
 
@@ -201,7 +188,7 @@ def begin_to_gather_words(words: Tensor, group: Any = None) -> Pending[Tensor]:
     return _begin(words, group, LAST, True)
 
 
-def _begin(words: Tensor, group: Any, teller: Teller, async_op: bool) -> Pending[Tensor]:
+def _begin(words: Tensor, group: Any, teller: WordCollector, async_op: bool) -> Pending[Tensor]:
     real: Any = td.group.WORLD if group is None else group
     if real.size() == 1:
         return Pending(words.clone()[None])

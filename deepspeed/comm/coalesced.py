@@ -12,18 +12,9 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import get_world_group
-from deepspeed.comm.operations import OPERATIONS, Operation
-from deepspeed.comm.pending import AllOf, CollectiveWork, Pending, Waitable
-from deepspeed.comm.reduce_op import ReduceOp
+from deepspeed.comm.operations import OPERATIONS, CommOperation, ReduceOp
+from deepspeed.comm.pending import AllOf, CollectiveWork, Pending, WaitableWork
 from deepspeed.errors import CommError
-
-__all__ = [
-    "BATCHING",
-    "all_gather_coalesced",
-    "all_reduce_coalesced",
-    "broadcast_coalesced",
-    "reduce_scatter_coalesced",
-]
 
 BATCHING = ("nccl", "fake")
 """Backends that launch several tensors as one fused operation, which saves both copies; torch's fake one plays NCCL."""
@@ -36,7 +27,7 @@ _scatter_single = OPERATIONS["reduce_scatter_tensor"].call
 _run = DEFAULT.run
 
 
-def _settle(works: Sequence[Waitable], finish: Callable[[T], T], result: T, async_op: bool) -> Pending[T] | None:
+def _settle(works: Sequence[WaitableWork], finish: Callable[[T], T], result: T, async_op: bool) -> Pending[T] | None:
     pending = Pending(result, AllOf(works), finish)
     if async_op:
         return pending
@@ -72,8 +63,8 @@ def _flat(tensors: Sequence[Tensor]) -> Tensor:
 # --- all-reduce ---------------------------------------------------------------------------------------------------
 
 
-def _all_reduce(tensors: list[Tensor], op: Any, group: ProcessGroup | None, async_op: bool) -> Waitable | None:
-    works: list[Waitable] = []
+def _all_reduce(tensors: list[Tensor], op: Any, group: ProcessGroup | None, async_op: bool) -> WaitableWork | None:
+    works: list[WaitableWork] = []
     packed: list[tuple[list[Tensor], Tensor]] = []
     for positions in _by_dtype(tensors):
         some = [tensors[i] for i in positions]
@@ -96,7 +87,7 @@ def _all_reduce(tensors: list[Tensor], op: Any, group: ProcessGroup | None, asyn
     return _settle(works, unpack, True, async_op)
 
 
-_ALL_REDUCE = Operation("all_reduce_coalesced", _all_reduce)
+_ALL_REDUCE = CommOperation("all_reduce_coalesced", _all_reduce)
 
 
 def all_reduce_coalesced(
@@ -169,7 +160,7 @@ def _once(expanded: Tensor, tensor: Tensor) -> Tensor:
     return tensor
 
 
-_BROADCAST = Operation("broadcast_coalesced", _broadcast, peer=1)
+_BROADCAST = CommOperation("broadcast_coalesced", _broadcast, peer=1)
 
 
 def broadcast_coalesced(
@@ -188,10 +179,10 @@ def broadcast_coalesced(
 
 def _all_gather(
     outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup | None, async_op: bool
-) -> Waitable | None:
+) -> WaitableWork | None:
     world = td.get_world_size(group)
     _check_outputs(outputs, inputs, world)
-    works: list[Waitable] = []
+    works: list[WaitableWork] = []
     packed: list[tuple[list[int], Tensor]] = []
     for positions in _by_dtype(inputs):
         outs, ins = [_line(outputs[i]) for i in positions], [_line(inputs[i]) for i in positions]
@@ -227,7 +218,7 @@ def _check_outputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], world: i
             )
 
 
-_ALL_GATHER = Operation("all_gather_coalesced", _all_gather)
+_ALL_GATHER = CommOperation("all_gather_coalesced", _all_gather)
 
 
 def all_gather_coalesced(
@@ -267,9 +258,9 @@ def _pack_rows(tensors: Sequence[Tensor], chunks: Sequence[int], world: int) -> 
 
 def _reduce_scatter(
     tensors: list[Tensor], shards: list[Tensor], op: Any, group: ProcessGroup | None, async_op: bool
-) -> Waitable | None:
+) -> WaitableWork | None:
     world, rank = td.get_world_size(group), td.get_rank(group)
-    works: list[Waitable] = []
+    works: list[WaitableWork] = []
     packed: list[tuple[list[int], list[int], Tensor]] = []
     for positions in _by_dtype(tensors):
         some = [tensors[i] for i in positions]
@@ -286,7 +277,7 @@ def _reduce_scatter(
     return _settle(works, bool, True, async_op)
 
 
-_REDUCE_SCATTER = Operation("reduce_scatter_coalesced", _reduce_scatter)
+_REDUCE_SCATTER = CommOperation("reduce_scatter_coalesced", _reduce_scatter)
 
 
 def reduce_scatter_coalesced(

@@ -17,40 +17,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.dispatch import DEFAULT
-from deepspeed.comm.operations import OPERATIONS, Operation
+from deepspeed.comm.operations import OPERATIONS, CommOperation, ReduceOp
 from deepspeed.comm.pending import CollectiveWork
-from deepspeed.comm.reduce_op import ReduceOp
-
-__all__ = [
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_reduce",
-    "all_to_all",
-    "all_to_all_single",
-    "allgather_fn",
-    "barrier",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "inference_all_reduce",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_fn",
-    "reduce_scatter_tensor",
-    "scatter",
-    "timed_op",
-]
 
 _ALL_REDUCE = OPERATIONS["all_reduce"]
 _INFERENCE_ALL_REDUCE = OPERATIONS["inference_all_reduce"]
 _BROADCAST = OPERATIONS["broadcast"]
 _REDUCE = OPERATIONS["reduce"]
 _ALL_GATHER = OPERATIONS["all_gather"]
-_ALL_GATHER_INTO_TENSOR = OPERATIONS["all_gather_into_tensor"]
+_GATHER_INTO = OPERATIONS["all_gather_into_tensor"]
 _REDUCE_SCATTER = OPERATIONS["reduce_scatter"]
-_REDUCE_SCATTER_TENSOR = OPERATIONS["reduce_scatter_tensor"]
+_SCATTER_FROM = OPERATIONS["reduce_scatter_tensor"]
 _ALL_TO_ALL = OPERATIONS["all_to_all"]
 _ALL_TO_ALL_SINGLE = OPERATIONS["all_to_all_single"]
 _GATHER = OPERATIONS["gather"]
@@ -60,7 +37,7 @@ _MONITORED_BARRIER = OPERATIONS["monitored_barrier"]
 _BROADCAST_OBJECT_LIST = OPERATIONS["broadcast_object_list"]
 _ALL_GATHER_OBJECT = OPERATIONS["all_gather_object"]
 
-_run = DEFAULT.run
+_run: Callable[..., CollectiveWork | None] = DEFAULT.run
 
 
 def all_reduce(
@@ -73,9 +50,7 @@ def all_reduce(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Reduce over the group, in place, on every rank."""
-    return _run(  # type: ignore[no-any-return]
-        _ALL_REDUCE, (tensor, op, group, async_op), tensor, group, async_op, (prof, log_name, debug)
-    )
+    return _run(_ALL_REDUCE, (tensor, op, group, async_op), tensor, group, async_op, (prof, log_name, debug))
 
 
 def inference_all_reduce(
@@ -88,9 +63,7 @@ def inference_all_reduce(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """As `all_reduce`; the name under which inference layers call it."""
-    return _run(  # type: ignore[no-any-return]
-        _INFERENCE_ALL_REDUCE, (tensor, op, group, async_op), tensor, group, async_op, (prof, log_name, debug)
-    )
+    return _run(_INFERENCE_ALL_REDUCE, (tensor, op, group, async_op), tensor, group, async_op, (prof, log_name, debug))
 
 
 def broadcast(
@@ -103,9 +76,7 @@ def broadcast(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Copy the tensor of global rank `src` to every rank of the group."""
-    return _run(  # type: ignore[no-any-return]
-        _BROADCAST, (tensor, src, group, async_op), tensor, group, async_op, (prof, log_name, debug)
-    )
+    return _run(_BROADCAST, (tensor, src, group, async_op), tensor, group, async_op, (prof, log_name, debug))
 
 
 def reduce(
@@ -119,9 +90,7 @@ def reduce(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Reduce over the group onto global rank `dst`."""
-    return _run(  # type: ignore[no-any-return]
-        _REDUCE, (tensor, dst, op, group, async_op), tensor, group, async_op, (prof, log_name, debug)
-    )
+    return _run(_REDUCE, (tensor, dst, op, group, async_op), tensor, group, async_op, (prof, log_name, debug))
 
 
 def all_gather(
@@ -134,9 +103,7 @@ def all_gather(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Gather every rank's tensor into a list, one tensor per rank."""
-    return _run(  # type: ignore[no-any-return]
-        _ALL_GATHER, (tensor_list, tensor, group, async_op), tensor, group, async_op, (prof, log_name, debug)
-    )
+    return _run(_ALL_GATHER, (tensor_list, tensor, group, async_op), tensor, group, async_op, (prof, log_name, debug))
 
 
 def all_gather_into_tensor(
@@ -149,13 +116,8 @@ def all_gather_into_tensor(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Gather every rank's tensor into one, concatenated or stacked by rank."""
-    return _run(  # type: ignore[no-any-return]
-        _ALL_GATHER_INTO_TENSOR,
-        (output_tensor, tensor, group, async_op),
-        tensor,
-        group,
-        async_op,
-        (prof, log_name, debug),
+    return _run(
+        _GATHER_INTO, (output_tensor, tensor, group, async_op), tensor, group, async_op, (prof, log_name, debug)
     )
 
 
@@ -167,8 +129,8 @@ def allgather_fn(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """As `all_gather_into_tensor`."""
-    return _run(  # type: ignore[no-any-return]
-        _ALL_GATHER_INTO_TENSOR,
+    return _run(
+        _GATHER_INTO,
         (output_tensor, input_tensor, group, async_op),
         input_tensor,
         group,
@@ -188,7 +150,7 @@ def reduce_scatter(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Reduce a list of one tensor per rank; each rank gets the one of its own number."""
-    return _run(  # type: ignore[no-any-return]
+    return _run(
         _REDUCE_SCATTER, (output, input_list, op, group, async_op), output, group, async_op, (prof, log_name, debug)
     )
 
@@ -204,8 +166,8 @@ def reduce_scatter_tensor(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Reduce a tensor; each rank gets its shard of it."""
-    return _run(  # type: ignore[no-any-return]
-        _REDUCE_SCATTER_TENSOR,
+    return _run(
+        _SCATTER_FROM,
         (output_tensor, tensor, op, group, async_op),
         output_tensor,
         group,
@@ -224,8 +186,8 @@ def reduce_scatter_fn(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """As `reduce_scatter_tensor`."""
-    return _run(  # type: ignore[no-any-return]
-        _REDUCE_SCATTER_TENSOR,
+    return _run(
+        _SCATTER_FROM,
         (output_tensor, tensor, op, group, async_op),
         output_tensor,
         group,
@@ -244,7 +206,7 @@ def all_to_all(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Send the i-th tensor to rank i of the group and receive one from each."""
-    return _run(  # type: ignore[no-any-return]
+    return _run(
         _ALL_TO_ALL,
         (output_tensor_list, input_tensor_list, group, async_op),
         input_tensor_list,
@@ -266,7 +228,7 @@ def all_to_all_single(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Split a tensor along its first dim, send a part to each rank, concatenate what comes."""
-    return _run(  # type: ignore[no-any-return]
+    return _run(
         _ALL_TO_ALL_SINGLE,
         (output, tensor, output_split_sizes, input_split_sizes, group, async_op),
         tensor,
@@ -287,9 +249,7 @@ def gather(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Gather every rank's tensor into a list on global rank `dst`."""
-    return _run(  # type: ignore[no-any-return]
-        _GATHER, (tensor, gather_list, dst, group, async_op), tensor, group, async_op, (prof, log_name, debug)
-    )
+    return _run(_GATHER, (tensor, gather_list, dst, group, async_op), tensor, group, async_op, (prof, log_name, debug))
 
 
 def scatter(
@@ -303,7 +263,7 @@ def scatter(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Give each rank one tensor of the list of global rank `src`."""
-    return _run(  # type: ignore[no-any-return]
+    return _run(
         _SCATTER, (tensor, scatter_list, src, group, async_op), tensor, group, async_op, (prof, log_name, debug)
     )
 
@@ -317,9 +277,7 @@ def barrier(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Wait until every rank of the group is here."""
-    return _run(  # type: ignore[no-any-return]
-        _BARRIER, (group, async_op, device_ids), None, group, async_op, (prof, log_name, debug)
-    )
+    return _run(_BARRIER, (group, async_op, device_ids), None, group, async_op, (prof, log_name, debug))
 
 
 def monitored_barrier(
@@ -368,7 +326,7 @@ def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(func)
     names = ("tensor", "tensors", "input_list", "input_tensor_list")
     message = next((name for name in names if name in signature.parameters), None)
-    operation = Operation(func.__name__, lambda bound: func(*bound.args, **bound.kwargs))
+    operation = CommOperation(func.__name__, lambda bound: func(*bound.args, **bound.kwargs))
 
     @functools.wraps(func)
     def run(*args: Any, **kwargs: Any) -> Any:

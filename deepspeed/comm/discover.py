@@ -11,15 +11,157 @@ One that does not fit what else is known is left alone and told.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import itertools
+import json
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from deepspeed.comm.clouds import aml_master, in_aml, in_aws_sm, in_dlts, sagemaker_master
-from deepspeed.comm.nodelist import first_host
-from deepspeed.comm.variables import Found, as_count, number, problem, show
 from deepspeed.errors import RendezvousError
 
-__all__ = ["ALONE", "RankFacts", "discover", "from_arguments", "mpi_found", "slurm_found"]
+
+@dataclass(frozen=True, slots=True)
+class FoundRank:
+    """What one source says about this process, as far as it says it; `names` are the variables it was read from."""
+
+    source: str
+    rank: int | None = None
+    world_size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def filled(self, other: FoundRank | None) -> FoundRank:
+        """This, with what it leaves open taken from `other`; the source is whoever says the rank."""
+        if other is None:
+            return self
+        gaps = {
+            key: getattr(other, key)
+            for key in ("rank", "world_size", "local_rank", "local_size")
+            if getattr(self, key) is None and getattr(other, key) is not None
+        }
+        names = {**self.names, **{key: other.names[key] for key in gaps if key in other.names}}
+        return replace(self, **gaps, names=names, source=other.source if "rank" in gaps else self.source)
+
+
+def number(env: Mapping[str, str], name: str) -> int | None:
+    """A variable as a count, None if it is unset or blank."""
+    text = env.get(name, "").strip()
+    if not text:
+        return None
+    if (count := as_count(text)) is None:
+        raise problem(env, (name,), "a whole number from 0 on is needed", f"Correct or unset {name}.")
+    return count
+
+
+def as_count(text: str) -> int | None:
+    """A whole number from 0 on, None if the text is none, or one that counts nothing in this world."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+
+def show(env: Mapping[str, str], *names: str) -> str:
+    """`RANK='0', WORLD_SIZE not set`."""
+    return ", ".join(f"{name}={env[name]!r}" if name in env else f"{name} not set" for name in names if name)
+
+
+def problem(env: Mapping[str, str], names: tuple[str, ...], what: str, advice: str) -> RendezvousError:
+    """The error about these variables: their values, what is wrong, what to do."""
+    return RendezvousError(f"{show(env, *names)}: {what}. {advice}")
+
+
+_ITEM = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")  # a name with whole bracket groups; commas split only outside them
+_PART = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def expand(nodelist: str) -> Iterator[str]:
+    """The hosts of a Slurm node list, in its order."""
+    text = nodelist.strip()
+    items = _ITEM.findall(text)
+    if not items or ",".join(items) != text:
+        raise _malformed(nodelist)
+    for item in items:
+        parts = [(match[1], match[2]) for match in _PART.finditer(item)]  # (numbers, None) or (None, text)
+        choices = [[text] if numbers is None else _numbers(nodelist, numbers) for numbers, text in parts]
+        for chosen in itertools.product(*choices):
+            yield "".join(chosen)
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: where rank 0 runs."""
+    return next(expand(nodelist))
+
+
+def _numbers(nodelist: str, group: str) -> list[str]:
+    """`01-03,7` → 01, 02, 03, 7; the width of a range's first number is kept."""
+    numbers: list[str] = []
+    for text in group.split(","):
+        match = _RANGE.fullmatch(text.strip())
+        if match is None:
+            raise _malformed(nodelist)
+        low, high = match[1], match[2] or match[1]
+        if int(high) < int(low):
+            raise _malformed(nodelist)
+        numbers += [str(number).zfill(len(low)) for number in range(int(low), int(high) + 1)]
+    return numbers
+
+
+def _malformed(nodelist: str) -> RendezvousError:
+    return RendezvousError(
+        f"{nodelist!r} is not a Slurm node list such as 'node[01-03,7],gpu5'. "
+        "Set MASTER_ADDR to the host of rank 0 on every rank."
+    )
+
+
+AML_PORT = 6105  # several machines
+AML_SINGLE_NODE_PORT = 54965
+
+
+def in_aml(env: Mapping[str, str]) -> bool:
+    """True in a job of Azure Machine Learning."""
+    return "AZUREML_EXPERIMENT_ID" in env
+
+
+def in_aws_sm(env: Mapping[str, str]) -> bool:
+    """True in a job of Amazon SageMaker."""
+    return "SM_TRAINING_ENV" in env
+
+
+def in_dlts(env: Mapping[str, str]) -> bool:
+    """True in a job of a DLTS cluster."""
+    return "DLTS_JOB_ID" in env
+
+
+def aml_master(env: Mapping[str, str], single_node: bool, port: int = AML_PORT) -> tuple[str, int]:
+    """Address and port of rank 0 in an Azure ML job that was started by MPI."""
+    if single_node:
+        return env.get("AZ_BATCHAI_MPI_MASTER_NODE", "").strip() or "127.0.0.1", AML_SINGLE_NODE_PORT
+    host = env.get("AZ_BATCH_MASTER_NODE", "").partition(":")[0].strip()
+    if not host:
+        raise problem(
+            env,
+            ("AZUREML_EXPERIMENT_ID", "AZ_BATCH_MASTER_NODE", "MASTER_ADDR"),
+            "an Azure ML job on several machines names its first one in AZ_BATCH_MASTER_NODE",
+            "Set MASTER_ADDR to the host of rank 0 on every rank.",
+        )
+    return host, port
+
+
+def sagemaker_master(env: Mapping[str, str]) -> str | None:
+    """The first of SageMaker's hosts, if it lists them."""
+    text = env.get("SM_HOSTS", "").strip()
+    if not text:
+        return None
+    try:
+        hosts = json.loads(text)
+    except json.JSONDecodeError:
+        hosts = None
+    if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
+        raise problem(env, ("SM_HOSTS",), "a JSON list of host names is expected", "Set MASTER_ADDR on every rank.")
+    return str(hosts[0])
+
 
 Probe = Callable[[], "RankFacts"]
 LOOPBACK = "127.0.0.1"
@@ -92,13 +234,13 @@ def discover(
     if merged.rank is None or merged.world_size is None:
         raise _partial(env, merged)
     if merged.local_rank is None and merged.world_size == 1:
-        merged = merged.filled(Found("", local_rank=0, local_size=1))
+        merged = merged.filled(FoundRank("", local_rank=0, local_size=1))
     merged, doubts = _hinted(env, merged)
     master, master_port = _master(env, merged, mpi, slurm, port) if need_master else (None, port)
     lacking = merged.local_rank is None or (need_master and master is None)
     if lacking and mpi is not None and probe is not None:
         asked = probe()
-        merged = merged.filled(Found(asked.source, local_rank=asked.local_rank, local_size=asked.local_size))
+        merged = merged.filled(FoundRank(asked.source, local_rank=asked.local_rank, local_size=asked.local_size))
         master = master or asked.master_addr
     if merged.local_rank is None or (need_master and master is None):
         raise _partial(env, merged, master)
@@ -108,7 +250,7 @@ def discover(
 def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int, need_master: bool) -> RankFacts:
     """The facts where the caller of `init_distributed` gave them; what it left out comes from the environment."""
     own = _own(env)
-    found = Found(
+    found = FoundRank(
         "arguments",
         rank=rank if rank >= 0 else own.rank,
         world_size=world_size if world_size > 0 else own.world_size,
@@ -126,7 +268,7 @@ def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int
             f"Ranks go from 0 to {found.world_size - 1}."
         )
     if found.world_size == 1 and found.local_rank is None:
-        found = found.filled(Found("", local_rank=0, local_size=1))
+        found = found.filled(FoundRank("", local_rank=0, local_size=1))
     found, doubts = _hinted(env, found)
     master, master_port = _master(env, found, None, None, port) if need_master else (None, port)
     if need_master and master is None:
@@ -139,7 +281,7 @@ def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int
     return _facts(found, master, master_port, doubts)
 
 
-def mpi_found(env: Mapping[str, str]) -> Found | None:
+def mpi_found(env: Mapping[str, str]) -> FoundRank | None:
     """What the variables of an MPI launcher tell, if there is one."""
     for source, rank, size, local_rank, local_size in _MPI:
         if rank not in env and size not in env:
@@ -147,7 +289,7 @@ def mpi_found(env: Mapping[str, str]) -> Found | None:
         if rank not in env or size not in env:
             raise problem(env, (rank, size), f"{source} sets both of these", f"Start the job with {source}'s mpirun.")
         ranks, sizes = _present(env, local_rank), _present(env, local_size)
-        return Found(
+        return FoundRank(
             source,
             rank=number(env, rank),
             world_size=number(env, size),
@@ -158,7 +300,7 @@ def mpi_found(env: Mapping[str, str]) -> Found | None:
     return None
 
 
-def slurm_found(env: Mapping[str, str]) -> Found | None:
+def slurm_found(env: Mapping[str, str]) -> FoundRank | None:
     """What Slurm tells a task of a job step, if this is one; without SLURM_PROCID it is not."""
     if "SLURM_PROCID" not in env:
         return None
@@ -172,7 +314,7 @@ def slurm_found(env: Mapping[str, str]) -> Found | None:
             "Start the job with srun --ntasks=N.",
         )
     local = _present(env, ("SLURM_LOCALID",))
-    return Found(
+    return FoundRank(
         "Slurm",
         rank=number(env, "SLURM_PROCID"),
         world_size=number(env, size),
@@ -181,8 +323,8 @@ def slurm_found(env: Mapping[str, str]) -> Found | None:
     )
 
 
-def _own(env: Mapping[str, str]) -> Found:
-    return Found(
+def _own(env: Mapping[str, str]) -> FoundRank:
+    return FoundRank(
         "environment",
         rank=number(env, "RANK"),
         world_size=number(env, "WORLD_SIZE"),
@@ -197,7 +339,7 @@ def _own(env: Mapping[str, str]) -> Found:
     )
 
 
-def _hinted(env: Mapping[str, str], found: Found) -> tuple[Found, tuple[str, ...]]:
+def _hinted(env: Mapping[str, str], found: FoundRank) -> tuple[FoundRank, tuple[str, ...]]:
     """What was found, completed by LOCAL_SIZE if that fits, and what is to be told if it does not."""
     text = env.get(_HINT, "").strip()
     count = as_count(text) or 0
@@ -213,7 +355,7 @@ def _hinted(env: Mapping[str, str], found: Found) -> tuple[Found, tuple[str, ...
     elif local is not None and count <= local:
         why = f"this is local rank {local}"
     else:
-        return found.filled(Found("", local_size=count, names={"local_size": _HINT})), ()
+        return found.filled(FoundRank("", local_size=count, names={"local_size": _HINT})), ()
     return found, (f"{show(env, _HINT)} is not used: {why}. Unset it, or let the launcher set it.",)
 
 
@@ -221,25 +363,25 @@ def _present(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if env.get(name, "").strip()), None)
 
 
-def _agree(own: Found, other: Found) -> bool:
+def _agree(own: FoundRank, other: FoundRank) -> bool:
     return own.rank == other.rank and own.world_size == other.world_size
 
 
-def _check_agreement(env: Mapping[str, str], own: Found, other: Found) -> None:
-    for field in ("rank", "world_size", "local_rank", "local_size"):
-        mine, theirs = getattr(own, field), getattr(other, field)
+def _check_agreement(env: Mapping[str, str], own: FoundRank, other: FoundRank) -> None:
+    for name in ("rank", "world_size", "local_rank", "local_size"):
+        mine, theirs = getattr(own, name), getattr(other, name)
         if mine is not None and theirs is not None and mine != theirs:
-            names = (own.names[field], other.names[field])
+            names = (own.names[name], other.names[name])
             raise problem(
                 env,
                 names,
-                f"these disagree about this process's {field.replace('_', ' ')}",
+                f"these disagree about this process's {name.replace('_', ' ')}",
                 f"Unset {names[0]} to follow {other.source}, or start the job with one launcher only.",
             )
 
 
 def _master(
-    env: Mapping[str, str], found: Found, mpi: Found | None, slurm: Found | None, port: int
+    env: Mapping[str, str], found: FoundRank, mpi: FoundRank | None, slurm: FoundRank | None, port: int
 ) -> tuple[str | None, int]:
     """Where rank 0 waits: said outright, by a cloud, by Slurm, or this machine if no other takes part."""
     cloud_port = None
@@ -261,11 +403,11 @@ def _single(env: Mapping[str, str], port: int) -> RankFacts:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
     if any(env.get(name, "").strip() for name in names):
         raise _partial(env, _own(env), env.get("MASTER_ADDR"))
-    alone, doubts = _hinted(env, Found(ALONE, rank=0, world_size=1, local_rank=0, local_size=1))
+    alone, doubts = _hinted(env, FoundRank(ALONE, rank=0, world_size=1, local_rank=0, local_size=1))
     return _facts(alone, LOOPBACK, number(env, "MASTER_PORT") or port, doubts)
 
 
-def _partial(env: Mapping[str, str], found: Found, master: str | None = None) -> RendezvousError:
+def _partial(env: Mapping[str, str], found: FoundRank, master: str | None = None) -> RendezvousError:
     values = {
         "RANK": found.rank,
         "WORLD_SIZE": found.world_size,
@@ -284,7 +426,7 @@ def _partial(env: Mapping[str, str], found: Found, master: str | None = None) ->
 
 
 def _checked(
-    env: Mapping[str, str], found: Found, master: str | None, master_port: int, doubts: tuple[str, ...]
+    env: Mapping[str, str], found: FoundRank, master: str | None, master_port: int, doubts: tuple[str, ...]
 ) -> RankFacts:
     rank, world, local, size = found.rank, found.world_size, found.local_rank, found.local_size
     assert rank is not None, "discovery found it"
@@ -313,7 +455,7 @@ def _numbering(count: int) -> str:
     return f"Number the ranks from 0 to {count - 1}." if count else "Set the size to the number of processes."
 
 
-def _facts(found: Found, master: str | None, master_port: int, doubts: tuple[str, ...]) -> RankFacts:
+def _facts(found: FoundRank, master: str | None, master_port: int, doubts: tuple[str, ...]) -> RankFacts:
     assert found.rank is not None, "checked before"
     assert found.world_size is not None, "checked before"
     return RankFacts(
@@ -326,3 +468,36 @@ def _facts(found: Found, master: str | None, master_port: int, doubts: tuple[str
         source=found.source,
         doubts=doubts,
     )
+
+
+def ask_mpi(port: int) -> RankFacts:
+    """The facts that MPI knows; a collective of all its ranks. Needs mpi4py."""
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        raise RendezvousError(
+            "this is an MPI job whose variables do not tell where rank 0 runs, or this process's local rank, and "
+            "mpi4py, which could ask, is not installed. Install mpi4py, or set MASTER_ADDR to the host of rank 0 "
+            "and LOCAL_RANK on every rank (mpirun -x MASTER_ADDR=…)."
+        ) from error
+    return facts_of(MPI.COMM_WORLD, MPI.COMM_TYPE_SHARED, port)
+
+
+def facts_of(world: Any, shared: int, port: int) -> RankFacts:
+    """Rank and size of an MPI communicator; local ones among those that share memory; address told by rank 0."""
+    rank, size = world.Get_rank(), world.Get_size()
+    node = world.Split_type(shared)
+    local_rank, local_size = node.Get_rank(), node.Get_size()
+    node.Free()
+    address = world.bcast(own_address() if rank == 0 and size > local_size else LOOPBACK, root=0)
+    return RankFacts(rank, size, local_rank, local_size, address, port, "mpi4py")
+
+
+def own_address() -> str:
+    """This machine's address as others see it; connecting a datagram socket picks it and sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 1))
+            return str(probe.getsockname()[0])
+        except OSError:  # no route: the name is all there is
+            return socket.gethostname()

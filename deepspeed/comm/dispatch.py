@@ -10,23 +10,24 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from types import CodeType, TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as td
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.failure import FAILURES, explain
-from deepspeed.comm.operations import Operation, switched_off
+from deepspeed.comm.operations import CommOperation, switched_off
 from deepspeed.comm.pending import CollectiveWork
-from deepspeed.comm.records import CollectiveFinished, Entry, GroupState, OperationRecord, outline, read, size_of
-from deepspeed.comm.watch import Watch
-from deepspeed.comm.watch.look import Finder, title_of
+from deepspeed.comm.records import CollectiveFinished, Entry, GroupRecord, OperationRecord, outline, read, size_of
+from deepspeed.comm.watch import HangSettings, Watch
+from deepspeed.comm.watch.threads import Finder, title_of
 from deepspeed.comm.watch.verdict import NO_VERDICT
 from deepspeed.errors import CommError
 from deepspeed.events import EventStream, Subscription
 from deepspeed.log import warn_once
 
-__all__ = ["CAPACITY", "DEFAULT", "Dispatcher", "LogArguments", "labelled", "recent_operations"]
+if TYPE_CHECKING:
+    from deepspeed.config.monitor import HangsConfig
 
 CAPACITY = 1024
 LogArguments = tuple[bool, str, "str | None"]  # prof, log_name, debug: the keywords that only the logger reads
@@ -80,12 +81,12 @@ class Dispatcher:
         self._push = self._ring.append
         self._note: Callable[[Entry], None] | None = None
         self.watch: Watch | None = None
-        self._world: GroupState | None = None
-        self._states: dict[int, GroupState] = {}
+        self._world: GroupRecord | None = None
+        self._states: dict[int, GroupRecord] = {}
 
     def run(
         self,
-        operation: Operation,
+        operation: CommOperation,
         args: tuple[Any, ...],
         message: Any,
         group: td.ProcessGroup | None,
@@ -135,7 +136,9 @@ class Dispatcher:
             return self._handles(result, entry, done)
         return result
 
-    def begin(self, operation: Operation, state: GroupState, tensor: Any, label: str, args: tuple[Any, ...]) -> Any:
+    def begin(
+        self, operation: CommOperation, state: GroupRecord, tensor: Any, label: str, args: tuple[Any, ...]
+    ) -> Any:
         """As `run`, for a message between two ranks whose group is known; the caller's caller is the call site."""
         frame = _getframe(2)
         sequence = state.next_p2p()
@@ -154,7 +157,7 @@ class Dispatcher:
         state.returned_p2p = sequence
         return None if work is None else CollectiveWork(work, entry, self)
 
-    def state_of(self, group: td.ProcessGroup) -> GroupState:
+    def state_of(self, group: td.ProcessGroup) -> GroupRecord:
         """What is known of a group, from now on at the latest."""
         return self._states.get(id(group)) or self._open(group)
 
@@ -198,7 +201,7 @@ class Dispatcher:
         else:
             self._states.pop(id(group), None)
 
-    def _open(self, group: Any) -> GroupState:
+    def _open(self, group: Any) -> GroupRecord:
         """The state of a group seen for the first time; the switches are read here, once per group."""
         world = td.GroupMember.WORLD if td.is_available() else None
         if world is None:
@@ -208,8 +211,8 @@ class Dispatcher:
             )
         real = world if group is None else group
         if not isinstance(real, td.ProcessGroup):  # torch's marker for "this rank is not in the group", or a mistake
-            return GroupState("(not a member)", (), td.get_rank(), "none", {})
-        state = GroupState(
+            return GroupRecord("(not a member)", (), td.get_rank(), "none", {})
+        state = GroupRecord(
             "world" if real is world else real.group_name,
             tuple(td.get_process_group_ranks(real)),
             td.get_rank(),
@@ -227,7 +230,7 @@ class Dispatcher:
             self.watch.begin(real)
         return state
 
-    def _gone(self, key: int, state: GroupState) -> None:
+    def _gone(self, key: int, state: GroupRecord) -> None:
         if self._states.get(key) is state:
             del self._states[key]
         if self._world is state:
@@ -235,7 +238,7 @@ class Dispatcher:
             if self.watch is not None:
                 self.watch.end()
 
-    def _skip(self, operation: Operation, state: GroupState, async_op: bool) -> CollectiveWork | None:
+    def _skip(self, operation: CommOperation, state: GroupRecord, async_op: bool) -> CollectiveWork | None:
         warn_once(
             f"{operation.name} is switched off by {state.off[operation.name]} and is not run: "
             "tensors keep their local values, so results are wrong; use this only to measure"
@@ -323,3 +326,11 @@ class labelled:
 def recent_operations() -> list[OperationRecord]:
     """The last operations of this rank, oldest first: what a hang is compared by."""
     return DEFAULT.recent()
+
+
+def watch_hangs(config: HangsConfig | HangSettings) -> None:
+    """Watch for collectives that do not complete as the `hangs` section says; for the process, until told otherwise."""
+    assert DEFAULT.watch is not None, "the process's dispatcher is watched"
+    DEFAULT.watch.configure(
+        HangSettings(config.enabled, config.timeout, config.warn_after, config.patience, config.folder)
+    )

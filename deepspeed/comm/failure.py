@@ -10,11 +10,9 @@ import torch
 import torch.distributed as td
 
 from deepspeed.comm.records import Entry, OperationRecord, read
-from deepspeed.comm.watch.verdict import NO_VERDICT, Verdict
+from deepspeed.comm.watch.verdict import NO_VERDICT, HangVerdict
 from deepspeed.comm.watch.watch import is_timeout
 from deepspeed.errors import CommError
-
-__all__ = ["FAILURES", "explain"]
 
 # What torch raises for a failed collective: the backend's errors are RuntimeErrors, misuse is one of the others.
 FAILURES: tuple[type[Exception], ...] = (RuntimeError, ValueError, TypeError)
@@ -50,7 +48,7 @@ def explain(
     error: Exception,
     args: tuple[object, ...],
     history: Sequence[OperationRecord],
-    found: Verdict = NO_VERDICT,
+    found: HangVerdict = NO_VERDICT,
 ) -> Exception:
     """The error to raise instead of `error`; errors that already say enough come back unchanged.
 

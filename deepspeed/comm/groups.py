@@ -15,28 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.dispatch import DEFAULT
-from deepspeed.comm.operations import Operation
+from deepspeed.comm.operations import CommOperation
 from deepspeed.errors import CommError, LayoutError, RendezvousError
-
-__all__ = [
-    "destroy_process_group",
-    "enable_symm_mem_for_group",
-    "get_all_ranks_from_group",
-    "get_global_rank",
-    "get_local_rank",
-    "get_rank",
-    "get_world_group",
-    "get_world_size",
-    "group_device",
-    "has_all_gather_into_tensor",
-    "has_all_reduce_coalesced",
-    "has_coalescing_manager",
-    "has_reduce_scatter_tensor",
-    "initialize_mesh_device",
-    "is_available",
-    "is_initialized",
-    "new_group",
-]
 
 _run = DEFAULT.run
 
@@ -46,7 +26,7 @@ def _make_group(ranks: list[int] | None, keywords: dict[str, Any]) -> ProcessGro
 
 
 # Making a group is a collective of the world: a rank that does not call it leaves the others waiting.
-_NEW_GROUP = Operation("new_group", _make_group, timed=False)
+_NEW_GROUP = CommOperation("new_group", _make_group, timed=False)
 
 
 def is_available() -> bool:

@@ -6,38 +6,35 @@ import functools
 import logging
 import math
 import os
+import secrets
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as td
+from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host import keep_heap
-from deepspeed.comm import clouds
-from deepspeed.comm.attempt import kept_by_agent, store_of_agent
-from deepspeed.comm.discover import RankFacts, discover, from_arguments, mpi_found
+from deepspeed.comm import discover as discovery
+from deepspeed.comm.discover import (
+    FoundRank,
+    RankFacts,
+    ask_mpi,
+    discover,
+    from_arguments,
+    mpi_found,
+    number,
+    problem,
+    show,
+)
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import is_initialized
 from deepspeed.comm.logger import COMMS_LOGGER
-from deepspeed.comm.mpi import ask_mpi
 from deepspeed.comm.tracebacks import shorten_uncaught
-from deepspeed.comm.variables import Found, number, problem, show
 from deepspeed.errors import CommError, RendezvousError
 from deepspeed.log import log_dist, log_dist_once, warn_once
-
-__all__ = [
-    "default_timeout",
-    "in_aml",
-    "in_aws_sm",
-    "in_dlts",
-    "init_deepspeed_backend",
-    "init_distributed",
-    "mpi_discovery",
-    "patch_aml_env_for_torch_nccl_backend",
-    "patch_aws_sm_env_for_torch_nccl_backend",
-    "set_backend",
-]
 
 DEFAULT_PORT = 29500
 _DEFAULT_MINUTES = 10.0
@@ -177,17 +174,17 @@ def init_deepspeed_backend(ds_backend: str | None, timeout: timedelta | None, in
 
 def in_aml() -> bool:
     """True in a job of Azure Machine Learning."""
-    return clouds.in_aml(os.environ)
+    return discovery.in_aml(os.environ)
 
 
 def in_aws_sm() -> bool:
     """True in a job of Amazon SageMaker."""
-    return clouds.in_aws_sm(os.environ)
+    return discovery.in_aws_sm(os.environ)
 
 
 def in_dlts() -> bool:
     """True in a job of a DLTS cluster."""
-    return clouds.in_dlts(os.environ)
+    return discovery.in_dlts(os.environ)
 
 
 def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
@@ -202,11 +199,11 @@ def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) ->
         log_dist(f"MPI discovery: {facts}", ranks=[0])
 
 
-def patch_aml_env_for_torch_nccl_backend(master_port: int = clouds.AML_PORT, verbose: bool = True) -> None:
+def patch_aml_env_for_torch_nccl_backend(master_port: int = discovery.AML_PORT, verbose: bool = True) -> None:
     """Write this process's place in an Azure ML job that MPI started to the environment."""
     found = _started_by_mpi("Azure ML")
     single_node = found.world_size == found.local_size
-    address, port = clouds.aml_master(os.environ, single_node, master_port)
+    address, port = discovery.aml_master(os.environ, single_node, master_port)
     if not single_node:
         port = number(os.environ, "MASTER_PORT") or port
     facts = _of(found, address, port, "Azure ML")
@@ -219,14 +216,14 @@ def patch_aml_env_for_torch_nccl_backend(master_port: int = clouds.AML_PORT, ver
 def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
     """Write this process's place in a SageMaker job that MPI started to the environment."""
     found = _started_by_mpi("SageMaker")
-    address = os.environ.get("MASTER_ADDR") or clouds.sagemaker_master(os.environ)
+    address = os.environ.get("MASTER_ADDR") or discovery.sagemaker_master(os.environ)
     facts = _of(found, address, number(os.environ, "MASTER_PORT") or (DEFAULT_PORT if address else None), "SageMaker")
     _publish(facts)
     if verbose:
         log_dist(f"SageMaker discovery: {facts}", ranks=[0])
 
 
-def _started_by_mpi(cloud: str) -> Found:
+def _started_by_mpi(cloud: str) -> FoundRank:
     found = mpi_found(os.environ)
     if found is None:
         raise problem(
@@ -238,7 +235,62 @@ def _started_by_mpi(cloud: str) -> Found:
     return found
 
 
-def _of(found: Found, address: str | None, port: int | None, source: str) -> RankFacts:
+def _of(found: FoundRank, address: str | None, port: int | None, source: str) -> RankFacts:
     assert found.rank is not None, "MPI's variables tell it"
     assert found.world_size is not None, "MPI's variables tell it"
     return RankFacts(found.rank, found.world_size, found.local_rank, found.local_size, address, port, source)
+
+
+_SHORTEST, _LONGEST = 0.01, 0.5  # seconds between two looks of rank 0
+_AGAIN = timedelta(seconds=5)  # after which a rank says its word again: a dying one may have overwritten it
+
+
+def kept_by_agent(env: Mapping[str, str] = os.environ) -> bool:
+    """Whether the store at MASTER_ADDR is one that torch's agent keeps over restarts."""
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def store_of_agent(address: str, port: int, *, rank: int, world: int, timeout: timedelta) -> Store:
+    """The agent's store as if it were new."""
+    store = TCPStore(address, port, world, is_master=False, timeout=timeout)
+    return agreed_store(store, rank=rank, world=world, timeout=timeout)
+
+
+def agreed_store(store: Store, *, rank: int, world: int, timeout: timedelta) -> Store:
+    """The part of the store that these ranks agree upon; returns once all of them have."""
+    until = time.monotonic() + timeout.total_seconds()
+    name = _answer(store, world, until) if rank == 0 else _ask(store, rank, until)
+    return PrefixStore(f"attempt/{name}", store)
+
+
+def _answer(store: Store, world: int, until: float) -> str:
+    name = secrets.token_hex(8)
+    words = [f"word/{rank}" for rank in range(1, world)]
+    answered: set[bytes] = set()
+    pause = _SHORTEST
+    while (confirmed := store.add(f"confirmed/{name}", 0)) < world - 1:
+        if time.monotonic() > until:
+            raise DistStoreError(f"{confirmed} of {world - 1} ranks confirmed that they are part of this attempt")
+        if store.check(words):
+            new = set(store.multi_get(words)) - answered
+            for word in new:
+                store.set(f"answer/{word.decode()}", name)
+            answered |= new
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST)
+    return name
+
+
+def _ask(store: Store, rank: int, until: float) -> str:
+    word = secrets.token_hex(8)
+    while True:
+        store.set(f"word/{rank}", word)
+        try:
+            store.wait([f"answer/{word}"], _AGAIN)
+            break
+        except DistStoreError:
+            if time.monotonic() > until:
+                raise
+    name: str = store.get(f"answer/{word}").decode()
+    store.add(f"confirmed/{name}", 1)
+    return name

@@ -9,22 +9,10 @@ from typing import Any
 from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import get_rank, is_initialized
 from deepspeed.comm.records import CollectiveFinished
-from deepspeed.comm.statistics import bandwidth, calc_bw_log, convert_size
-from deepspeed.comm.summary import as_dict, as_text, stragglers, summarise
+from deepspeed.comm.summary import as_dict, as_text, bandwidth, calc_bw_log, convert_size, stragglers, summarise
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.events import EventStream, Subscription
 from deepspeed.log import print_dist
-
-__all__ = [
-    "COMMS_LOGGER",
-    "CommsLogger",
-    "configure",
-    "get_comm_operation_count",
-    "get_logged_comm_ops",
-    "has_comm_data",
-    "log_summary",
-    "reset_log",
-]
 
 _KEYS = ("enabled", "prof_all", "prof_ops", "verbose", "debug")
 

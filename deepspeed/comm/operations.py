@@ -1,22 +1,123 @@
-"""The table of operations: which torch function each one is, what kind, and which switch turns it off."""
+"""The table of operations: which torch function each one is, what kind, and which switch turns it off.
+
+[Note: direct calls] torch's own functions check again what the backend checks, and build their arguments from scratch;
+for small tensors that costs more than this package's recorder. The operations that training lives on go straight to the
+group. What is out of the ordinary (a subclass, a mode, complex numbers, a batch being coalesced, a rank of another
+group) goes to torch's functions.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as td
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
-from deepspeed.comm.direct import all_reduce, gather_single, receiving, scatter_single, sending
 from deepspeed.errors import CommError
 
-__all__ = ["OPERATIONS", "Operation", "switched_off"]
+if TYPE_CHECKING:
+    from torch.distributed import ReduceOp as ReduceOp
+else:
+
+    class ReduceOp(td.ReduceOp):
+        """torch's reductions (the very same members) and UNUSED, which no backend carries out."""
+
+        # torch's C++ enum has it right after its last public member but does not export it to Python.
+        UNUSED = td.ReduceOp.RedOpType(len(td.ReduceOp.RedOpType.__members__))
+
+
+_GATHER = "all_gather_single" if hasattr(td.ProcessGroup, "all_gather_single") else "_allgather_base"
+_SCATTER = "reduce_scatter_single" if hasattr(td.ProcessGroup, "reduce_scatter_single") else "_reduce_scatter_base"
+_gather: Callable[..., Any] = getattr(td.ProcessGroup, _GATHER)
+_scatter: Callable[..., Any] = getattr(td.ProcessGroup, _SCATTER)
+
+
+_PLAIN_OP = type(td.ReduceOp.SUM)  # a factor, which an operation may carry, is not plain
+_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def _is_plain(one: Any, other: Any, group: Any) -> bool:
+    return (
+        type(one) is Tensor
+        and type(other) is Tensor
+        and type(group) is td.ProcessGroup
+        and not one.dtype.is_complex
+        and not _modes()
+        and not c10d._world.pg_coalesce_state
+    )
+
+
+def _waited(work: Any, async_op: bool) -> Any:
+    if async_op:
+        return work
+    if work is not None:
+        work.wait()
+    return None
+
+
+def gather_single(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_gather_into_tensor(output, input, group, async_op)`; `otherwise` is torch's own."""
+    options = {}  # only read by the backends, so that one of each will do
+    for kind in (False, True):
+        options[kind] = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        options[kind].asyncOp = kind
+
+    def gather(output: Tensor, tensor: Tensor, group: Any, async_op: bool) -> Any:
+        real = td.GroupMember.WORLD if group is None else group
+        if not _is_plain(output, tensor, real):
+            return otherwise(output, tensor, group, async_op)
+        return _waited(_gather(real, output, tensor, options[async_op]), async_op)
+
+    return gather
+
+
+def _reducing(begin: Callable[..., Any], kind: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    known: dict[tuple[Any, bool], Any] = {}
+
+    def reduce(*args: Any) -> Any:
+        *tensors, op, group, async_op = args
+        real = td.GroupMember.WORLD if group is None else group
+        if type(op) is not _PLAIN_OP or not _is_plain(tensors[0], tensors[-1], real):
+            return otherwise(*args)
+        options = known.get((op, async_op))
+        if options is None:
+            options = known[op, async_op] = kind()
+            options.reduceOp = op
+            options.asyncOp = async_op
+        return _waited(begin(real, *tensors, options), async_op)
+
+    return reduce
+
+
+def scatter_single(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`reduce_scatter_tensor(output, input, op, group, async_op)`; `otherwise` is torch's own."""
+    return _reducing(_scatter, td.ReduceScatterOptions, otherwise)
+
+
+def all_reduce(otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_reduce(tensor, op, group, async_op)`; `otherwise` is torch's own."""
+    return _reducing(lambda group, tensor, options: group.allreduce([tensor], options), td.AllreduceOptions, otherwise)
+
+
+def message(begin: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`isend` or `irecv(tensor, peer, group, tag)`, which `begin` of a group does; `otherwise` is torch's own."""
+
+    def start(tensor: Tensor, peer: int | None, group: Any = None, tag: int = 0) -> Any:
+        real: Any = td.GroupMember.WORLD if group is None else group
+        places: dict[int | None, int] = c10d._world.pg_group_ranks.get(real, {})  # type: ignore[assignment]
+        place = places.get(peer) if _is_plain(tensor, tensor, real) else None
+        return otherwise(tensor, peer, group, tag) if place is None else begin(real, [tensor], place, tag)
+
+    return start
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Operation:
+class CommOperation:
     """One kind of communication as the dispatcher sees it.
 
     `p2p` operations are numbered apart from collectives, since not all ranks of a group take part in them.
@@ -46,32 +147,32 @@ def _torch(*names: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _table(*operations: Operation) -> dict[str, Operation]:
+def _table(*operations: CommOperation) -> dict[str, CommOperation]:
     return {operation.name: operation for operation in operations}
 
 
-OPERATIONS: Mapping[str, Operation] = _table(
-    Operation("all_reduce", all_reduce(_torch("all_reduce"))),
-    Operation("inference_all_reduce", _torch("all_reduce")),
-    Operation("broadcast", _torch("broadcast"), peer=1),
-    Operation("reduce", _torch("reduce"), peer=1),
-    Operation("all_gather", _torch("all_gather")),
-    Operation("all_gather_into_tensor", gather_single(_torch("all_gather_single", "all_gather_into_tensor"))),
-    Operation("reduce_scatter", _torch("reduce_scatter")),
-    Operation("reduce_scatter_tensor", scatter_single(_torch("reduce_scatter_single", "reduce_scatter_tensor"))),
-    Operation("all_to_all", _torch("all_to_all")),
-    Operation("all_to_all_single", _torch("all_to_all_single")),
-    Operation("gather", _torch("gather"), peer=2),
-    Operation("scatter", _torch("scatter"), peer=2),
-    Operation("barrier", _torch("barrier")),
-    Operation("monitored_barrier", _torch("monitored_barrier")),
-    Operation("broadcast_object_list", _torch("broadcast_object_list"), peer=1),
-    Operation("all_gather_object", _torch("all_gather_object")),
-    Operation("send", _torch("send"), p2p=True, peer=1),
-    Operation("recv", _torch("recv"), p2p=True, peer=1),
-    Operation("isend", sending(_torch("isend")), p2p=True, peer=1, free=True),
-    Operation("irecv", receiving(_torch("irecv")), p2p=True, peer=1, free=True),
-    Operation("batch_isend_irecv", _torch("batch_isend_irecv"), p2p=True, free=True),
+OPERATIONS: Mapping[str, CommOperation] = _table(
+    CommOperation("all_reduce", all_reduce(_torch("all_reduce"))),
+    CommOperation("inference_all_reduce", _torch("all_reduce")),
+    CommOperation("broadcast", _torch("broadcast"), peer=1),
+    CommOperation("reduce", _torch("reduce"), peer=1),
+    CommOperation("all_gather", _torch("all_gather")),
+    CommOperation("all_gather_into_tensor", gather_single(_torch("all_gather_single", "all_gather_into_tensor"))),
+    CommOperation("reduce_scatter", _torch("reduce_scatter")),
+    CommOperation("reduce_scatter_tensor", scatter_single(_torch("reduce_scatter_single", "reduce_scatter_tensor"))),
+    CommOperation("all_to_all", _torch("all_to_all")),
+    CommOperation("all_to_all_single", _torch("all_to_all_single")),
+    CommOperation("gather", _torch("gather"), peer=2),
+    CommOperation("scatter", _torch("scatter"), peer=2),
+    CommOperation("barrier", _torch("barrier")),
+    CommOperation("monitored_barrier", _torch("monitored_barrier")),
+    CommOperation("broadcast_object_list", _torch("broadcast_object_list"), peer=1),
+    CommOperation("all_gather_object", _torch("all_gather_object")),
+    CommOperation("send", _torch("send"), p2p=True, peer=1),
+    CommOperation("recv", _torch("recv"), p2p=True, peer=1),
+    CommOperation("isend", message(td.ProcessGroup.send, _torch("isend")), p2p=True, peer=1, free=True),
+    CommOperation("irecv", message(td.ProcessGroup.recv, _torch("irecv")), p2p=True, peer=1, free=True),
+    CommOperation("batch_isend_irecv", _torch("batch_isend_irecv"), p2p=True, free=True),
 )
 
 _SWITCHES: Mapping[str, tuple[str, ...]] = {

@@ -12,13 +12,11 @@ from deepspeed.comm.records import Entry
 if TYPE_CHECKING:
     from deepspeed.comm.dispatch import Dispatcher
 
-__all__ = ["AllOf", "CollectiveWork", "EventWait", "Pending", "Waitable"]
-
 T = TypeVar("T")
 _NOT_YET = object()
 
 
-class Waitable(Protocol):
+class WaitableWork(Protocol):
     """What a `Pending` waits for: torch's Work, an `EventWait`, another Pending."""
 
     def wait(self) -> object: ...
@@ -31,7 +29,7 @@ class AllOf:
 
     __slots__ = ("_limit", "_works")
 
-    def __init__(self, works: Sequence[Waitable], limit: timedelta | None = None) -> None:
+    def __init__(self, works: Sequence[WaitableWork], limit: timedelta | None = None) -> None:
         self._works = works
         self._limit = limit
 
@@ -68,7 +66,7 @@ class Pending(Generic[T]):
 
     __slots__ = ("_finish", "_result", "_waitable")
 
-    def __init__(self, result: T, waitable: Waitable | None = None, finish: Callable[[T], T] | None = None) -> None:
+    def __init__(self, result: T, waitable: WaitableWork | None = None, finish: Callable[[T], T] | None = None) -> None:
         self._result = result
         self._waitable = waitable
         self._finish = finish

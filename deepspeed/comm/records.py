@@ -11,24 +11,12 @@ from typing import Any
 
 import torch
 
-from deepspeed.comm.operations import Operation
-
-__all__ = [
-    "CollectiveFinished",
-    "Entry",
-    "GroupState",
-    "OperationRecord",
-    "Several",
-    "outline",
-    "read",
-    "shown_path",
-    "size_of",
-]
+from deepspeed.comm.operations import CommOperation
 
 SHOWN = 8  # shapes kept of a list of tensors
 
 
-class GroupState:
+class GroupRecord:
     """What the dispatcher knows of one process group; it never holds the group itself."""
 
     __slots__ = ("backend", "name", "next", "next_p2p", "off", "rank", "ranks", "returned", "returned_p2p", "title")
@@ -62,7 +50,7 @@ class Several:
 # named fields, and every collective builds one. It holds shapes and a code object, never a tensor, a frame or a
 # group, so that the ring keeps nothing of the user's alive. The fields, in order:
 #   sequence, operation, group, shape or Several or type name, dtype, label, code of the caller, its instruction, peer
-Entry = tuple[int, Operation, GroupState, Any, "torch.dtype | None", "str | None", CodeType, int, Any]
+Entry = tuple[int, CommOperation, GroupRecord, Any, "torch.dtype | None", "str | None", CodeType, int, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,19 +1,83 @@
-"""The summary of recorded communication as a dict and as the table that users read."""
+"""The summary of recorded communication: bandwidths, a dict, and the table that users read."""
 
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as td
 
 from deepspeed.comm.collectives import all_gather_object, all_reduce
 from deepspeed.comm.groups import get_rank, get_world_size, group_device, is_initialized
-from deepspeed.comm.reduce_op import ReduceOp
-from deepspeed.comm.statistics import convert_size, trimmed_mean
+from deepspeed.comm.operations import ReduceOp
 
-__all__ = ["Recorded", "as_dict", "as_text", "stragglers", "summarise"]
+TRIM = 0.1
+
+# How an operation loads the links: what all ranks exchange together, and how much of it crosses a link.
+_GATHER, _EXCHANGE, _REDUCE, _PLAIN = "gather", "exchange", "reduce", "plain"
+_TRAFFIC: Mapping[str, str] = {
+    "all_gather": _GATHER,
+    "all_gather_into_tensor": _GATHER,
+    "all_gather_coalesced": _GATHER,
+    "reduce_scatter": _GATHER,
+    "reduce_scatter_tensor": _GATHER,
+    "all_to_all": _EXCHANGE,
+    "all_to_all_single": _EXCHANGE,
+    "reduce_scatter_coalesced": _EXCHANGE,
+    "all_reduce": _REDUCE,
+    "all_reduce_coalesced": _REDUCE,
+    "inference_all_reduce": _REDUCE,
+}
+
+
+def bandwidth(op: str, size: int, duration: float, ranks: int) -> tuple[float, float]:
+    """Algorithm and bus bandwidth in Gbit/s of a message of `size` bytes that took `duration` ms among `ranks`.
+
+    The message of a gather or reduce-scatter is one rank's shard, of an all-to-all what one rank sends.
+    An operation that is not in the table moves its message once.
+    """
+    if duration <= 0:
+        return 0.0, 0.0
+    traffic = _TRAFFIC.get(op, _PLAIN)
+    share = (ranks - 1) / ranks
+    if traffic == _REDUCE:
+        algorithm, bus = 2 * size / duration, size / duration * 2 * share
+    elif traffic == _GATHER:
+        algorithm = size * ranks / duration
+        bus = algorithm * share
+    elif traffic == _EXCHANGE:
+        algorithm = size / duration
+        bus = algorithm * share
+    else:
+        algorithm = bus = size / duration
+    return algorithm * 8 / 1e6, bus * 8 / 1e6  # bytes per ms → Gbit per s
+
+
+def calc_bw_log(comm_op: str, size: int, duration: float) -> tuple[float, float]:
+    """As `bandwidth`, among all ranks of the world (one, if there is no world yet)."""
+    ranks = td.get_world_size() if td.is_available() and td.is_initialized() else 1
+    return bandwidth(comm_op, size, duration, ranks)
+
+
+def convert_size(size_bytes: int) -> str:
+    """`1536` → `"1.5 KB"`; units of 1024."""
+    if size_bytes == 0:
+        return "0B"
+    units = ("B", "KB", "MB", "GB", "TB", "PB", "EB", "ZB", "YB")
+    power = min((int(size_bytes).bit_length() - 1) // 10, len(units) - 1)
+    return f"{round(size_bytes / 1024**power, 2)} {units[power]}"
+
+
+def trimmed_mean(data: Sequence[float], trim: float = TRIM) -> float:
+    """The mean without the lowest and the highest `trim` part of the values; 0 of nothing."""
+    if not data:
+        return 0.0
+    cut = round(len(data) * trim)
+    kept = sorted(data)[cut : len(data) - cut]
+    return sum(kept) / len(kept)
+
 
 # operation → message bytes → [count, latencies in ms, algorithm bandwidths, bus bandwidths in Gbit/s]
 Recorded = Mapping[str, Mapping[int, list[Any]]]

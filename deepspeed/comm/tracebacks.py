@@ -12,10 +12,8 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-from deepspeed.comm.watch.look import is_users
+from deepspeed.comm.watch.threads import is_users
 from deepspeed.errors import DeepSpeedError
-
-__all__ = ["VARIABLE", "shorten", "shorten_uncaught"]
 
 VARIABLE = "DEEPSPEED_FULL_TRACEBACK"
 

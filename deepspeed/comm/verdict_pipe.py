@@ -14,15 +14,13 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 
-__all__ = ["VARIABLE", "Told", "VerdictPipe", "tell_launcher"]
-
 VARIABLE = "DEEPSPEED_VERDICT_PIPE"
 _TEXT = 1800  # bytes of a verdict: a longer message would not fit into one atomic write
 _YOUNG = 60.0  # seconds for which a verdict explains the end of the rank that told it
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ReportedVerdict:
     """A verdict: the ranks at fault and the sentence, and when (`time.monotonic`) a rank of this host told it."""
 
     ranks: tuple[int, ...]
@@ -43,7 +41,7 @@ class VerdictPipe:
         self.environment = {VARIABLE: f"{os.fstat(inlet).st_ino}:/proc/{os.getpid()}/fd/{inlet}"}
         self._rest = b""
 
-    def read(self) -> dict[int, Told]:
+    def read(self) -> dict[int, ReportedVerdict]:
         """What came since the last time, the newest of each rank."""
         with suppress(BlockingIOError):
             while data := os.read(self.source, 2**16):
@@ -53,7 +51,7 @@ class VerdictPipe:
         for line in lines:
             with suppress(ValueError, TypeError):  # a script that writes into descriptors it does not know
                 rank, ranks, text, at = json.loads(line)
-                found[int(rank)] = Told(tuple(map(int, ranks)), str(text), float(at))
+                found[int(rank)] = ReportedVerdict(tuple(map(int, ranks)), str(text), float(at))
         return found
 
 

@@ -9,14 +9,11 @@ import sys
 from collections.abc import Sequence
 
 from deepspeed.config.deepspeed_config import data_parallel_ranks, implied_ranks
-from deepspeed.config.explain import Row, batch_values, rows
-from deepspeed.config.features import unbuilt
-from deepspeed.config.idle import idle
-from deepspeed.config.json_schema import json_schema
+from deepspeed.config.explain import ExplainedValue, batch_values, json_schema, rows
+from deepspeed.config.features import keys_without_effect, unbuilt
 from deepspeed.config.load import Loaded, load
+from deepspeed.config.readers import readers_of
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError
-
-__all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m deepspeed.config", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="check|explain|schema")
     check = commands.add_parser("check", help="validate a config and say everything that is wrong with it")
-    explain = commands.add_parser("explain", help="print every effective value and where it came from")
+    explain = commands.add_parser("explain", help="print every effective value, where it came from, and what reads it")
     for command, run in ((check, _check), (explain, _explain)):
         command.add_argument("file", metavar="FILE", help="a JSON or HJSON file, or base64 text")
         command.add_argument("--world-size", type=int, default=None, metavar="N", help="number of processes")
@@ -47,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _world_size(loaded: Loaded, given: int | None) -> int:
-    """The number of processes: as told, else as many as the config itself speaks of."""
+    """The number of processes: as given, else as many as the config's own sizes need."""
     if given is not None and given < 1:
         raise DeepSpeedConfigError(f"--world-size is {given}; it must be at least 1")
     return given or implied_ranks(loaded.schema) * math.prod(loaded.schema.axis_sizes.values())
@@ -55,7 +52,7 @@ def _world_size(loaded: Loaded, given: int | None) -> int:
 
 def _check(given: argparse.Namespace) -> int:
     # Imported here: only this command tries what needs torch.
-    from deepspeed._trial import verdict
+    from deepspeed._assemble.trial import verdict
 
     loaded = load(given.file, partial=True)
     found = verdict(loaded, _world_size(loaded, given.world_size))
@@ -80,11 +77,14 @@ def _explain(given: argparse.Namespace) -> int:
         batch = {}
     shown = [row for row in rows(loaded, batch) if not (given.changed and row.is_default)]
     if given.json:
-        table = [{"key": row.path, "value": row.value, "origin": row.origin} for row in shown]
+        table = [
+            {"key": row.path, "value": row.value, "origin": row.origin, "readers": readers_of(row.path)}
+            for row in shown
+        ]
         sys.stdout.write(json.dumps(table, indent=2, default=_plain) + "\n")
     else:
         _print(shown, f"{given.file} on {ranks} data-parallel rank{'s' if ranks != 1 else ''}")
-    for problem in (*unbuilt(loaded.schema), *idle(loaded.schema, loaded.given)):
+    for problem in (*unbuilt(loaded.schema), *keys_without_effect(loaded.schema, loaded.given)):
         sys.stderr.write(f"note: {problem}\n")
     return 0
 
@@ -93,7 +93,7 @@ def _plain(value: object) -> object:
     return getattr(value, "value", None) or str(value)
 
 
-def _print(shown: list[Row], title: str) -> None:
+def _print(shown: list[ExplainedValue], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -101,6 +101,7 @@ def _print(shown: list[Row], title: str) -> None:
     table.add_column("key", no_wrap=True, overflow="fold")
     table.add_column("value", overflow="fold")
     table.add_column("origin", overflow="fold")
+    table.add_column("read by deepspeed.", overflow="fold")
     section = None
     for row in shown:
         head = row.path.split(".")[0] if "." in row.path else ""
@@ -109,7 +110,7 @@ def _print(shown: list[Row], title: str) -> None:
         section = head
         value = json.dumps(row.value, default=_plain)
         style = "dim" if row.is_default else "green" if row.origin.startswith("given") else "cyan"
-        table.add_row(row.path, value, row.origin, style=style)
+        table.add_row(row.path, value, row.origin, " ".join(readers_of(row.path)), style=style)
     console = Console()
     if not console.is_terminal:
         console = Console(width=max(console.width, 160))

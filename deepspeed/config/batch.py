@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from deepspeed.config.elastic_batch import elastic_sizes
-from deepspeed.config.keys import Keys
+from deepspeed.config.elasticity import elastic_sizes
+from deepspeed.config.schema import Schema
 from deepspeed.errors import BatchSizeError
-
-__all__ = ["Batch", "batch_of", "resolve"]
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -16,7 +14,7 @@ STEPS = "gradient_accumulation_steps"
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchSizes:
     """The three batch sizes, resolved, and which of them were derived rather than given."""
 
     train: int
@@ -26,7 +24,7 @@ class Batch:
     derived: frozenset[str] = frozenset()
 
 
-def resolve(train: int | None, micro: int | None, steps: int | None, ranks: int) -> Batch:
+def resolve(train: int | None, micro: int | None, steps: int | None, ranks: int) -> BatchSizes:
     """Derive what is missing and check that all four numbers fit together."""
     for key, value in ((TRAIN, train), (MICRO, micro), (STEPS, steps)):
         if value is not None and value < 1:
@@ -54,14 +52,16 @@ def resolve(train: int | None, micro: int | None, steps: int | None, ranks: int)
             f"Change one of them, or give only two and let the third be derived.",
             path=TRAIN,
         )
-    return Batch(train, micro, steps, ranks, frozenset({TRAIN, MICRO, STEPS} - given))
+    return BatchSizes(train, micro, steps, ranks, frozenset({TRAIN, MICRO, STEPS} - given))
 
 
-def batch_of(keys: Keys, ranks: int) -> Batch:
+def batch_of(schema: Schema, ranks: int) -> BatchSizes:
     """The batch sizes that a config means on so many data-parallel ranks: those of its keys, or elastic ones."""
-    if keys.elasticity.enabled:
-        return Batch(*elastic_sizes(keys.elasticity, ranks), ranks, frozenset({TRAIN, MICRO, STEPS}))
-    return resolve(keys.train_batch_size, keys.train_micro_batch_size_per_gpu, keys.gradient_accumulation_steps, ranks)
+    if schema.elasticity.enabled:
+        return BatchSizes(*elastic_sizes(schema.elasticity, ranks), ranks, frozenset({TRAIN, MICRO, STEPS}))
+    return resolve(
+        schema.train_batch_size, schema.train_micro_batch_size_per_gpu, schema.gradient_accumulation_steps, ranks
+    )
 
 
 def _share(train: int, ranks: int, other: int, missing: str, other_key: str) -> int:

@@ -2,15 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepspeed.config.names import nearest
 from deepspeed.config.renamed import REMOVED
-from deepspeed.config.shape import Key, Model, keys_of, places_of
+from deepspeed.config.schema_walk import Key, Model, keys_of, places_of
 
-__all__ = ["Findings", "Problem", "clean"]
+# Keys that clients put in the config for themselves and that only look like ours.
+NOT_MISSPELLED = frozenset({"msamp"})
+_ALIKE = 0.85
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known name that `key` is a misspelling of, or None if it looks like none of them.
+
+    A misspelling is: the same letters in another case or with other separators, the same words in another order,
+    an abbreviation of at least eight letters, or a few wrong, missing or swapped letters for its length.
+    """
+    if key in NOT_MISSPELLED:
+        return None
+    candidates = sorted(set(known))
+    plain = _letters(key)
+    for name in candidates:
+        if plain == _letters(name) or _words(key) == _words(name):
+            return name
+    scored = [(score, name) for name in candidates if (score := _likeness(plain, _letters(name))) is not None]
+    return min(scored)[1] if scored else None
+
+
+def _letters(key: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", key.lower())
+
+
+def _words(key: str) -> list[str]:
+    return sorted(word.rstrip("s") for word in re.split(r"[^a-z0-9]+", key.lower()) if word)
+
+
+def _likeness(given: str, known: str) -> float | None:
+    """A penalty between 0 (alike) and 1, or None if the two are different words."""
+    if not given or not known:
+        return None
+    longest = max(len(given), len(known))
+    if len(given) >= 8 and known.startswith(given):
+        return 0.5
+    slips = _slips(given, known, limit=max(1, longest // 4))
+    if slips is not None:
+        # One slip turns a word of two letters into any other word; from three letters on it is a slip.
+        return slips / longest if longest >= 3 else None
+    match = difflib.SequenceMatcher(None, given, known, autojunk=False)
+    if match.real_quick_ratio() < _ALIKE or match.quick_ratio() < _ALIKE:  # upper bounds, much cheaper than ratio()
+        return None
+    ratio = match.ratio()
+    return 1 - ratio if ratio >= _ALIKE else None
+
+
+def _slips(left: str, right: str, *, limit: int) -> int | None:
+    """Insertions, deletions, replacements and swaps of neighbours between two words; None if above `limit`."""
+    if abs(len(left) - len(right)) > limit:
+        return None
+    before: list[int] = []
+    row = list(range(len(right) + 1))
+    for i, a in enumerate(left, 1):
+        now = [i]
+        for j, b in enumerate(right, 1):
+            cost = min(row[j] + 1, now[j - 1] + 1, row[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == right[j - 2] and left[i - 2] == b:
+                cost = min(cost, before[j - 2] + 1)
+            now.append(cost)
+        before, row = row, now
+        if min(row) > limit:
+            return None
+    return row[-1] if row[-1] <= limit else None
+
 
 AUTO = "auto"
 # Words that many sections use; one of them in a wrong place says nothing about where it belongs.
@@ -18,7 +84,7 @@ _COMMON = 2
 
 
 @dataclass(frozen=True)
-class Problem:
+class ConfigProblem:
     """One thing that is wrong, with the dotted path of its key."""
 
     path: str
@@ -33,8 +99,8 @@ class Findings:
     """What a walk found; `data` is what is left to validate."""
 
     data: dict[str, Any] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    aliens: list[str] = field(default_factory=list)
+    problems: list[ConfigProblem] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     """Paths of keys that look like nothing in the schema."""
     autos: list[str] = field(default_factory=list)
     """Paths whose value is "auto" although the key does not own that word; they are not in `data`."""
@@ -45,7 +111,7 @@ class Findings:
 
 
 def clean(raw: dict[str, Any], schema: Model) -> Findings:
-    """Sort the keys of `raw` into what can be validated and what must be told; `raw` is not changed."""
+    """Sort the keys of `raw` into what can be validated and what must be reported; `raw` is not changed."""
     found = Findings()
     _place_dotted(raw, schema, found)
     found.data = _object(raw, schema, _Place("", "", schema, found))
@@ -79,7 +145,9 @@ def _object(raw: dict[str, Any], model: Model, place: _Place) -> dict[str, Any]:
     for name, value in raw.items():
         key = keys.get(name)
         if key is None and model.model_config.get("extra") == "allow":
-            kept[name] = value  # handed on to another package, which knows its own keys
+            if not _is_comment(name):
+                kept[name] = value  # of a feature that is not here: its keys are not known
+                place.found.given[place.inside(name).path] = place.inside(name).spelled
             continue
         if key is None:
             _unknown(name, model, place)
@@ -98,18 +166,16 @@ def _value(name: str, value: Any, key: Key, here: _Place, kept: dict[str, Any]) 
     if isinstance(value, str) and value == AUTO and not key.owns_auto:
         here.found.autos.append(here.path)
         return
-    inner: Callable[[Any, _Place], Any] | None = None
-    if key.section is not None:
-        section = key.section
+    section = key.section
 
-        def inner(item: Any, at: _Place) -> Any:
-            return _object(item, section, at) if isinstance(item, dict) else item
+    def inner(item: Any, at: _Place) -> Any:
+        return _object(item, section, at) if section is not None and isinstance(item, dict) else item
 
-    if inner is not None and key.container == "dict" and isinstance(value, dict):
+    if section is not None and key.container == "dict" and isinstance(value, dict):
         kept[name] = {label: inner(item, here.inside(label)) for label, item in value.items()}
-    elif inner is not None and key.container == "list" and isinstance(value, list):
+    elif section is not None and key.container == "list" and isinstance(value, list):
         kept[name] = [inner(item, here.inside(f"[{index}]")) for index, item in enumerate(value)]
-    elif inner is not None:
+    elif section is not None:
         kept[name] = inner(value, here)
     elif key.free and isinstance(value, dict):
         kept[name] = _free(value, here)
@@ -123,7 +189,7 @@ def _free(value: dict[str, Any], place: _Place) -> dict[str, Any]:
     for name, item in value.items():
         here = place.inside(name)
         if here.path in REMOVED:
-            place.found.problems.append(Problem(here.path, REMOVED[here.path]))
+            place.found.problems.append(ConfigProblem(here.path, REMOVED[here.path]))
         elif isinstance(item, str) and item == AUTO:
             place.found.autos.append(here.path)
         else:
@@ -133,23 +199,23 @@ def _free(value: dict[str, Any], place: _Place) -> dict[str, Any]:
 
 
 def _unknown(name: str, model: Model, place: _Place) -> None:
-    """Say what an unknown key was meant to be; one that looks like nothing known is an alien."""
+    """Say what an unknown key was meant to be; one that looks like nothing known is only noted."""
     found, here = place.found, place.inside(name)
     if here.path in REMOVED:
-        found.problems.append(Problem(here.spelled, REMOVED[here.path]))
+        found.problems.append(ConfigProblem(here.spelled, REMOVED[here.path]))
         return
     if _is_comment(name):
         return
     meant = nearest(name, keys_of(model))
     if meant is not None:
-        found.problems.append(Problem(here.spelled, f"unknown key; did you mean {meant!r}?"))
+        found.problems.append(ConfigProblem(here.spelled, f"unknown key; did you mean {meant!r}?"))
         return
     elsewhere = places_of(place.root).get(name, ())
     if 0 < len(elsewhere) <= _COMMON:
         homes = " or ".join(repr(home) if home else "the top level" for home in elsewhere)
-        found.problems.append(Problem(here.spelled, f"unknown key here; it belongs under {homes}"))
+        found.problems.append(ConfigProblem(here.spelled, f"unknown key here; it belongs under {homes}"))
         return
-    found.aliens.append(here.spelled)
+    found.unknown.append(here.spelled)
 
 
 def _place_dotted(raw: dict[str, Any], schema: Model, found: Findings) -> None:

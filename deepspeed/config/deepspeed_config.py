@@ -7,23 +7,105 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
-from deepspeed.config.attributes import ATTRIBUTES
-from deepspeed.config.batch import Batch, batch_of
-from deepspeed.config.clean import Problem
-from deepspeed.config.elastic_batch import elastic_batch
+from deepspeed.config.batch import BatchSizes, batch_of
+from deepspeed.config.clean import ConfigProblem
+from deepspeed.config.elasticity import elastic_batch
 from deepspeed.config.explain import batch_values, rows, without_secrets
-from deepspeed.config.features import require
-from deepspeed.config.idle import IDLE, Idle, idle
+from deepspeed.config.features import IDLE, keys_without_effect, require
 from deepspeed.config.load import BY_STRICT, Loaded, load
-from deepspeed.config.read import ConfigSource
+from deepspeed.config.model import NoEffect
+from deepspeed.config.optimizer import OPTIMIZER_TYPES
+from deepspeed.config.read import ConfigSource, RawConfig
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import log_dist_once, logger
 
-__all__ = ["DeepSpeedConfig"]
+
+def _optimizer_name(schema: Schema) -> str | None:
+    """The library's own optimizers in lower case, torch classes as they are written."""
+    kind = schema.optimizer.type
+    known = {name.lower() for name in OPTIMIZER_TYPES}
+    return kind.lower() if kind is not None and kind.lower() in known else kind
+
+
+def _dynamic_scale(schema: Schema) -> dict[str, int | bool] | None:
+    """The settings of the dynamic loss scale, or None where the scale is static or off."""
+    fp16 = schema.fp16
+    if not fp16.enabled or fp16.loss_scale:
+        return None
+    return {
+        "init_scale": 2**fp16.initial_scale_power,
+        "scale_window": fp16.loss_scale_window,
+        "delayed_shift": fp16.hysteresis,
+        "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        "min_scale": fp16.min_loss_scale,
+    }
+
+
+ATTRIBUTES: dict[str, str | Callable[[Schema], Any]] = {
+    # precision
+    "float16_config": "fp16",
+    "bfloat16_config": "bf16",
+    "fp16_enabled": "fp16.enabled",
+    "bfloat16_enabled": "bf16.enabled",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "loss_scale": lambda schema: schema.fp16.loss_scale if schema.fp16.enabled else 1.0,
+    "initial_dynamic_scale": lambda schema: 2**schema.fp16.initial_scale_power,
+    "dynamic_loss_scale_args": _dynamic_scale,
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_dtype": "torch_autocast.dtype",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "grad_accum_dtype": "data_types.grad_accum_dtype",
+    # zero
+    "zero_config": "zero_optimization",
+    "zero_optimization_stage": "zero_optimization.stage",
+    "zero_enabled": lambda schema: schema.zero_optimization.stage > 0,
+    "zenflow": "zero_optimization.zenflow",
+    # optimizer and schedule
+    "optimizer_name": _optimizer_name,
+    "optimizer_params": lambda schema: dict(schema.optimizer.params or {}) if schema.optimizer.type else None,
+    "optimizer_legacy_fusion": "optimizer.legacy_fusion",
+    "scheduler_name": "scheduler.type",
+    "scheduler_params": lambda schema: None if schema.scheduler.params is None else dict(schema.scheduler.params),
+    # sections
+    "activation_checkpointing_config": "activation_checkpointing",
+    "aio_config": "aio",
+    "autotuning_config": "autotuning",
+    "checkpoint_config": "checkpoint",
+    "comms_config": lambda schema: schema.comms_config,
+    "comms_logger_enabled": "comms_logger.enabled",
+    "compile_config": "compile",
+    "compression_config": "compression_training",
+    "data_efficiency_config": "data_efficiency",
+    "data_efficiency_enabled": "data_efficiency.enabled",
+    "curriculum_enabled_legacy": "curriculum_learning.enabled",
+    "curriculum_params_legacy": "curriculum_learning",
+    "eigenvalue_enabled": "eigenvalue.enabled",
+    "elasticity_enabled": "elasticity.enabled",
+    "expert_parallel_config": "expert_parallel",
+    "flops_profiler_config": "flops_profiler",
+    "monitor_config": lambda schema: schema.monitor_config,
+    "nebula_config": "nebula",
+    "pld_enabled": "progressive_layer_drop.enabled",
+    "pld_params": "progressive_layer_drop",
+    "sparse_gradients_enabled": "sparse_gradients",
+    "tensor_parallel_config": "tensor_parallel",
+    "timers_config": "timers",
+    "weight_quantization_config": "weight_quantization",
+    "use_data_before_expert_parallel_": "use_data_before_expert_parallelism",
+    # checkpoints
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "checkpoint_tag_validation_enabled": lambda schema: schema.checkpoint.tag_validation.upper() != "IGNORE",
+    "checkpoint_tag_validation_fail": lambda schema: schema.checkpoint.tag_validation.upper() == "FAIL",
+    "checkpoint_parallel_write_pipeline": "checkpoint.parallel_write.pipeline_stage",
+}
 
 
 class DeepSpeedConfig:
@@ -35,7 +117,7 @@ class DeepSpeedConfig:
 
     def __init__(
         self,
-        config: ConfigSource | Loaded,
+        config: ConfigSource | RawConfig | Loaded,
         mpu: Any = None,
         mesh_device: Any = None,
         *,
@@ -51,7 +133,7 @@ class DeepSpeedConfig:
             self._refuse_if_strict(self._idle(IDLE))
         self.world_size = data_parallel_ranks(self.schema, mpu, mesh_device, world_size)
         _check_data_parallel_size(self.schema, self.world_size)
-        self.batch: Batch | None = _batch(self.schema, self.world_size, partial, alone=mpu is None)
+        self.batch: BatchSizes | None = _batch(self.schema, self.world_size, partial, alone=mpu is None)
 
     @property
     def train_batch_size(self) -> int | None:
@@ -70,7 +152,7 @@ class DeepSpeedConfig:
 
     @property
     def notes(self) -> list[str]:
-        """What is to be told of a valid config: keys that have no effect, and why."""
+        """What a valid config has to be warned of: keys that have no effect, and why."""
         found = [str(note) for note in self._idle(IDLE)]
         if self.batch is not None and self.schema.train_batch_size not in (None, self.batch.train):
             found += _counted_tensor_ranks(self.schema, self.batch)
@@ -81,17 +163,17 @@ class DeepSpeedConfig:
         for note in self.notes:
             log_dist_once(f"config: {note}", level=logging.WARNING)
 
-    def tell_unused(self, rows: tuple[Idle, ...]) -> None:
+    def tell_unused(self, rows: tuple[NoEffect, ...]) -> None:
         """Log which given keys the model has no use for, by rows that it chose; with `strict` that is an error."""
         found = self._idle(rows)
         self._refuse_if_strict(found)
         for note in found:
             log_dist_once(f"config: {note}", level=logging.WARNING)
 
-    def _idle(self, rows: tuple[Idle, ...]) -> list[Problem]:
-        return idle(self.schema, self.loaded.given, rows)
+    def _idle(self, rows: tuple[NoEffect, ...]) -> list[ConfigProblem]:
+        return keys_without_effect(self.schema, self.loaded.given, rows)
 
-    def _refuse_if_strict(self, found: list[Problem]) -> None:
+    def _refuse_if_strict(self, found: list[ConfigProblem]) -> None:
         if found and self.schema.strict:
             raise DeepSpeedConfigError("\n".join(f"{each}{BY_STRICT}" for each in found), path=found[0].path)
 
@@ -175,7 +257,7 @@ def _process_count() -> int:
     return int(distributed.get_world_size())
 
 
-def _counted_tensor_ranks(schema: Schema, batch: Batch) -> list[str]:
+def _counted_tensor_ranks(schema: Schema, batch: BatchSizes) -> list[str]:
     if schema.elasticity.enabled:
         return []
     return [
@@ -185,7 +267,7 @@ def _counted_tensor_ranks(schema: Schema, batch: Batch) -> list[str]:
     ]
 
 
-def _batch(schema: Schema, ranks: int, partial: bool, *, alone: bool = True) -> Batch | None:
+def _batch(schema: Schema, ranks: int, partial: bool, *, alone: bool = True) -> BatchSizes | None:
     """The batch sizes; numbers that fit together only if tensor-parallel ranks count are those of other programs."""
     sizes = (schema.train_batch_size, schema.train_micro_batch_size_per_gpu)
     if partial and sizes == (None, None) and not schema.elasticity.enabled:
@@ -193,5 +275,5 @@ def _batch(schema: Schema, ranks: int, partial: bool, *, alone: bool = True) -> 
     tp = schema.axis_sizes["tp"] if alone else 1
     train, micro, steps = (*sizes, schema.gradient_accumulation_steps)
     if tp > 1 and train is not None and micro and steps and train == micro * steps * ranks * tp:
-        return Batch(micro * steps * ranks, micro, steps, ranks)
+        return BatchSizes(micro * steps * ranks, micro, steps, ranks)
     return batch_of(schema, ranks)

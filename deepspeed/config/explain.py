@@ -1,4 +1,4 @@
-"""Every effective value of a config and where it came from: given, default, derived or renamed."""
+"""What a config means: every effective value and where it came from; and the JSON Schema for editors."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, batch_of
 from deepspeed.config.model import DeepSpeedConfigModel
-from deepspeed.config.shape import keys_of
+from deepspeed.config.schema_walk import keys_of
 
 if TYPE_CHECKING:
     from deepspeed.config.load import Loaded
     from deepspeed.config.schema import Schema
-
-__all__ = ["Row", "batch_values", "mask", "rows", "values_of", "without_secrets"]
+from deepspeed.config.renamed import RENAMED
+from deepspeed.config.schema import Schema
 
 _SECRET = ("api_key", "apikey", "token", "password", "secret")
 
 
 @dataclass(frozen=True)
-class Row:
-    """One value: its dotted path, what it is now, where that came from, what it means."""
+class ExplainedValue:
+    """One value: its dotted path, what it is now, where that came from."""
 
     path: str
     value: Any
     origin: str
-    meaning: str
 
     @property
     def is_default(self) -> bool:
@@ -34,14 +33,14 @@ class Row:
         return self.origin == "default"
 
 
-def rows(loaded: Loaded, batch: dict[str, int] | None = None) -> Iterator[Row]:
+def rows(loaded: Loaded, batch: dict[str, int] | None = None) -> Iterator[ExplainedValue]:
     """The rows of a loaded config; `batch` holds batch sizes that were derived from the others."""
     derived = {**_derived(loaded.schema), **{key: (value, "derived") for key, value in (batch or {}).items()}}
-    for path, value, meaning in values_of(loaded.schema):
+    for path, value in values_of(loaded.schema):
         origin = _origin(path, loaded)
         if origin == "default" and path in derived:
             value, origin = derived[path]
-        yield Row(path, mask(path, value), origin, meaning)
+        yield ExplainedValue(path, mask(path, value), origin)
 
 
 def mask(path: str, value: Any) -> Any:
@@ -59,8 +58,8 @@ def without_secrets(raw: Any, path: str = "") -> Any:
     return mask(path, raw)
 
 
-def values_of(model: DeepSpeedConfigModel, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Every value of a model and of the sections in it: dotted path, value, meaning."""
+def values_of(model: DeepSpeedConfigModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a model and of the sections in it: dotted path, value."""
     for name in type(model).model_fields:
         key = keys_of(type(model))[name]
         path, value = f"{prefix}{key.json}", getattr(model, name)
@@ -73,9 +72,10 @@ def values_of(model: DeepSpeedConfigModel, prefix: str = "") -> Iterator[tuple[s
             for index, item in enumerate(value):
                 yield from values_of(item, f"{path}[{index}].")
         elif key.free and isinstance(value, dict) and value:
-            yield from ((f"{path}.{label}", item, "") for label, item in value.items())
+            yield from ((f"{path}.{label}", item) for label, item in value.items())
         else:
-            yield path, value, key.info.description or ""
+            yield path, value
+    yield from ((f"{prefix}{name}", value) for name, value in (model.model_extra or {}).items())
 
 
 def _origin(path: str, loaded: Loaded) -> str:
@@ -106,3 +106,43 @@ def batch_values(loaded: Loaded, ranks: int) -> dict[str, int]:
     batch = batch_of(loaded.schema, ranks)
     values = {TRAIN: batch.train, MICRO: batch.micro, STEPS: batch.steps}
     return {key: value for key, value in values.items() if key in batch.derived}
+
+
+_AUTO = {"const": "auto", "description": "filled in by Transformers' Trainer or by Accelerate"}
+
+
+def json_schema() -> dict[str, Any]:
+    """A JSON Schema (2020-12) of the whole config.
+
+    Beyond the models it allows what the loader allows: "auto", `null` for "not set", comment keys, old names.
+    """
+    schema = Schema.model_json_schema(by_alias=True, mode="validation")
+    for model in [schema, *schema.get("$defs", {}).values()]:
+        if "properties" in model:
+            _loosen(model)
+    for row in RENAMED:
+        if "." not in row.old:
+            schema["properties"][row.old] = {"deprecated": True, "description": f"old name of {row.new!r}"}
+    schema["properties"]["$schema"] = {"type": "string"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **schema,
+        "title": "DeepSpeed config",
+        "description": "The JSON config of deepspeed.initialize(config=...).",
+    }
+
+
+def _loosen(model: dict[str, Any]) -> None:
+    model.pop("title", None)
+    model["patternProperties"] = {"^(_|//|#)": {}}
+    for key, value in model["properties"].items():
+        value.pop("title", None)
+        about = {name: value.pop(name) for name in ("description", "default") if name in value}
+        options = value.pop("anyOf", None) or [value]
+        have = [option.get("const") for option in options]
+        extra = (
+            [_AUTO] if "auto" not in have and not any("auto" in option.get("enum", ()) for option in options) else []
+        )
+        if not any(option.get("type") == "null" for option in options):
+            extra.append({"type": "null"})
+        model["properties"][key] = {**about, "anyOf": [*options, *extra]}

@@ -1,19 +1,20 @@
-"""The features that the schema knows and this version does not have: one table, one check."""
+"""What a valid config asks for in vain: features that this version does not have, and keys that change nothing here."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
-from deepspeed.config.clean import Problem
-from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.clean import ConfigProblem
+from deepspeed.config.explain import values_of
+from deepspeed.config.model import NoEffect, NotBuilt, Unbuilt, switches
 from deepspeed.config.optimizer import ONE_BIT_OPTIMIZERS
 from deepspeed.config.schema import Schema
+from deepspeed.config.schema_walk import Key, walk
 from deepspeed.errors import FeatureUnavailable
-
-__all__ = ["UNBUILT", "Feature", "data_techniques", "missing_first", "require", "unbuilt"]
 
 
 @dataclass(frozen=True)
@@ -28,129 +29,65 @@ class Feature:
     """The key exists; it is only its combination with others that does not."""
 
     @property
-    def problem(self) -> Problem:
-        """What is told where it is asked for."""
-        return Problem(self.path, f"{self.name}: not part of this version yet; {self.instead}")
+    def problem(self) -> ConfigProblem:
+        """The error where it is asked for."""
+        return ConfigProblem(self.path, f"{self.name}: not part of this version yet; {self.instead}")
 
 
-def _switched_on(section: DeepSpeedConfigModel) -> bool:
-    """True if the section, or any section in it, has its `enabled` on."""
-    values = dict(section)
-    nested = [value for value in values.values() if isinstance(value, DeepSpeedConfigModel)]
-    return values.get("enabled") is True or any(_switched_on(inner) for inner in nested)
+def _marked(path: str, key: Key, mark: NotBuilt) -> Feature:
+    default, parent = key.info.default, path.rpartition(".")[0]
+
+    def asked(schema: Schema) -> bool:
+        value = attrgetter(path)(schema)
+        if mark.asked is not None:
+            return mark.asked(value)
+        if isinstance(value, Unbuilt):
+            return any(switches(value.given))
+        on = getattr(attrgetter(parent)(schema), "enabled", True) if parent else True
+        return on and value != default
+
+    return Feature(path, mark.feature, asked, mark.instead)
 
 
-def data_techniques(schema: Schema) -> bool:
-    """The outer switches of `data_efficiency` turn nothing on by themselves; the techniques do."""
-    data = schema.data_efficiency
-    inner = (*dict(data.data_sampling).values(), *dict(data.data_routing).values())
-    return any(isinstance(section, DeepSpeedConfigModel) and _switched_on(section) for section in inner)
-
-
-def _given(key: str, schema: Schema) -> bool:
-    """Whether a key of `expert_parallel` asks for something."""
-    section = schema.expert_parallel
-    return section.enabled and getattr(section, key) != type(section).model_fields[key].default
+def _fuses_loss(schema: Schema) -> bool:
+    return schema.fused_kernels.enabled and schema.fused_kernels.loss
 
 
 UNBUILT: tuple[Feature, ...] = (
-    Feature("aio.use_gds", "GPUDirect Storage", lambda c: c.aio.use_gds),
-    Feature(
-        "zero_optimization.zero_hpz_partition_size", "hpZ", lambda c: c.zero_optimization.zero_hpz_partition_size > 1
+    *(
+        _marked(path, key, mark)
+        for path, key in walk(Schema)
+        for mark in key.info.metadata
+        if isinstance(mark, NotBuilt)
     ),
-    Feature("zero_optimization.zero_quantized_weights", "qwZ", lambda c: c.zero_optimization.zero_quantized_weights),
-    Feature(
-        "zero_optimization.zero_quantized_nontrainable_weights",
-        "quantised frozen weights",
-        lambda c: c.zero_optimization.zero_quantized_nontrainable_weights,
-    ),
-    Feature(
-        "zero_optimization.zero_quantized_gradients", "qgZ", lambda c: c.zero_optimization.zero_quantized_gradients
-    ),
-    Feature("zero_optimization.zeropp_loco_param", "LoCo", lambda c: c.zero_optimization.zeropp_loco_param is not None),
-    Feature("zero_optimization.mics_shard_size", "MiCS", lambda c: c.zero_optimization.mics_shard_size > 0),
     Feature(
         "fused_kernels.loss",
         "the fused loss of sequences that ranks share (sequence_parallel.attention)",
-        lambda c: c.fused_kernels.enabled and c.fused_kernels.loss and c.sequence_parallel.attention is not None,
+        lambda c: _fuses_loss(c) and c.sequence_parallel.attention is not None,
         conditional=True,
     ),
     Feature(
         "sequence_parallel.tiled_loss",
         "tiles of a loss that is fused, and tiled by itself (fused_kernels.loss)",
-        lambda c: c.fused_kernels.enabled and c.fused_kernels.loss and c.sequence_parallel.tiled_loss is not None,
+        lambda c: _fuses_loss(c) and c.sequence_parallel.tiled_loss is not None,
         conditional=True,
     ),
-    Feature(
-        "tensor_parallel.keep_module_on_host",
-        "split layers in host memory",
-        lambda c: c.tensor_parallel.keep_module_on_host,
-    ),
-    Feature(
-        "tensor_parallel.vocab_parallel_ce_backend",
-        "Liger's cross-entropy over a split vocabulary",
-        lambda c: c.tensor_parallel.vocab_parallel_ce_backend == "liger",
-        instead='use "torch"',
-    ),
-    Feature(
-        "tensor_parallel.injection_policy_tuple",
-        "manual injection policies",
-        lambda c: c.tensor_parallel.injection_policy_tuple is not None,
-    ),
-    Feature("expert_parallel.comm_backend", "DeepEP", functools.partial(_given, "comm_backend")),
     Feature(
         "expert_parallel",
         "spread experts together with divided sequences (tensor_parallel.sequence_parallel)",
         lambda c: c.expert_parallel.enabled and c.axis_sizes["tp"] > 1 and c.tensor_parallel.sequence_parallel,
         conditional=True,
     ),
-    *(
-        Feature(
-            f"expert_parallel.{key}",
-            "a router, or experts, other than the model's own (set it in the model's config)",
-            functools.partial(_given, key),
-        )
-        for key in (
-            *("top_k", "score_func", "score_apply", "route_norm", "route_scale", "routed_scaling_factor"),
-            *("num_expert_groups", "num_limited_groups", "expert_activation"),
-            "load_balance_coeff",
-        )
-    ),
-    Feature("compile.deepcompile", "DeepCompile", lambda c: c.compile.deepcompile),
-    Feature("hybrid_engine", "the hybrid engine", lambda c: c.hybrid_engine.enabled),
-    Feature(
-        "weight_quantization",
-        "weight quantisation",
-        lambda c: bool(c.weight_quantization.quantized_initialization or c.weight_quantization.post_init_quant),
-    ),
-    Feature("autotuning", "the autotuner", lambda c: c.autotuning.enabled),
-    Feature("compression_training", "compression", lambda c: _switched_on(c.compression_training)),
-    Feature("eigenvalue", "eigenvalue", lambda c: c.eigenvalue.enabled),
-    Feature("quantize_training", "MoQ", lambda c: c.quantize_training.enabled),
-    Feature("progressive_layer_drop", "progressive layer drop", lambda c: c.progressive_layer_drop.enabled),
-    Feature("curriculum_learning", "curriculum learning", lambda c: c.curriculum_learning.enabled),
-    Feature("data_efficiency", "data efficiency", data_techniques),
-    Feature("sparse_attention", "sparse attention", lambda c: c.sparse_attention is not None),
-    Feature("amp", "Apex AMP (use bf16, fp16 or torch_autocast)", lambda c: c.amp.enabled),
-    Feature("nebula", "Nebula checkpoints", lambda c: c.nebula.enabled),
-    Feature("datastates_ckpt", "DataStates checkpoints", lambda c: c.datastates_ckpt is not None),
-    Feature("graph_harvesting", "graph harvesting", lambda c: c.graph_harvesting),
-    Feature(
-        "optimizer.type",
-        "1-bit optimizers",
-        lambda c: c.optimizer.type in ONE_BIT_OPTIMIZERS,
-        instead="use AdamW in place of OneBitAdam and ZeroOneAdam, Lamb in place of OneBitLamb, and remove the params "
-        "that only those have, such as freeze_step",
-    ),
 )
+"""The keys that are marked so, and what does not work together yet."""
 
 
-def unbuilt(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> list[Problem]:
+def unbuilt(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> list[ConfigProblem]:
     """What this config asks for and this version does not have."""
     return [feature.problem for feature in features if feature.asked(schema)]
 
 
-def missing_first(problems: list[Problem], data: Mapping[str, Any]) -> list[Problem]:
+def missing_first(problems: list[ConfigProblem], data: Mapping[str, Any]) -> list[ConfigProblem]:
     """The problems of a config that is not valid: what no correction would make work goes before everything else.
 
     What is wrong inside of a section of a missing feature is left out.
@@ -167,12 +104,7 @@ def _turned_on(data: Mapping[str, Any], path: str) -> bool:
         value = value.get(part) if isinstance(value, Mapping) else None
     if isinstance(value, str):
         return value.lower() in {name.lower() for name in ONE_BIT_OPTIMIZERS}
-    return value is True or (isinstance(value, Mapping) and _has_switch_on(value))
-
-
-def _has_switch_on(section: Mapping[str, Any]) -> bool:
-    inner = (value for value in section.values() if isinstance(value, Mapping))
-    return section.get("enabled") is True or any(map(_has_switch_on, inner))
+    return value is True or (isinstance(value, Mapping) and any(switches(value)))
 
 
 def require(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> None:
@@ -180,3 +112,67 @@ def require(schema: Schema, features: tuple[Feature, ...] = UNBUILT) -> None:
     missing = unbuilt(schema, features)
     if missing:
         raise FeatureUnavailable("\n".join(map(str, missing)), path=missing[0].path)
+
+
+def _without_effect() -> Iterator[NoEffect]:
+    """The marks of the schema, then the sections that are off unless their `enabled` is given.
+
+    A section inside of one that is off, and one whose mark says more, are left out of these.
+    """
+    found: list[str] = []
+    marked: list[str] = []
+    for path, key in walk(Schema):
+        marks = [replace(mark, path=path) for mark in key.info.metadata if isinstance(mark, NoEffect)]
+        marked += [path] if marks and key.section is Unbuilt else []
+        yield from marks
+    for path, key in walk(Schema):
+        section = path.removesuffix(".enabled")
+        inner = path.startswith(tuple(f"{outer}." for outer in found))
+        if key.json == "enabled" and key.info.default is False and not inner and section not in marked:
+            found.append(section)
+            why = f"{path} is not given, and false by default"
+            yield NoEffect(why, _is_off(path), unless=path, path=section)
+
+
+def _is_off(switch: str) -> Callable[[Schema], bool]:
+    return lambda schema: not attrgetter(switch)(schema)
+
+
+IDLE: tuple[NoEffect, ...] = tuple(_without_effect())
+
+
+def unused_by_model(*, staged: bool, experts: bool, shared_sequences: bool) -> tuple[NoEffect, ...]:
+    """The rows that depend on what the config does not say: the kind of the model, and the layout of an mpu."""
+    no_sequences = "sequence_parallel_size is below 2, so that sequences are not shared out"
+    no_experts = "the model has no experts that lie on several ranks"
+    rows = {
+        NoEffect("the model is not a PipelineModule", path="pipeline"): staged,
+        NoEffect(no_experts, path="use_data_before_expert_parallelism"): experts,
+        NoEffect(no_sequences, path="seq_parallel_communication_data_type"): shared_sequences,
+    }
+    return tuple(row for row, used in rows.items() if not used)
+
+
+def keys_without_effect(
+    schema: Schema, given: Container[str], rows: tuple[NoEffect, ...] = IDLE
+) -> list[ConfigProblem]:
+    """Which of the `given` keys have no effect, a line for each row; a value that is the default asks for nothing."""
+    changed = [path for path, value in values_of(schema) if path in given and _differs(path, value)]
+    notes = []
+    for row in rows:
+        keys = [path for path in changed if row.covers(path)]
+        said = row.unless != "" and row.unless in given
+        if keys and not said and row.when(schema):
+            notes.append(ConfigProblem(", ".join(keys), f"no effect: {row.why}"))
+    return notes
+
+
+@functools.cache
+def _defaults() -> dict[str, object]:
+    return dict(values_of(Schema()))
+
+
+def _differs(path: str, value: object) -> bool:
+    default = _defaults().get(path)
+    # Some keys hold Python objects, which need not know what equality is.
+    return value is not None if default is None else value != default

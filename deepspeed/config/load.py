@@ -9,19 +9,74 @@ from typing import Any, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from deepspeed.config import auto, params, renamed
+from deepspeed.config import renamed
 from deepspeed.config.batch import MICRO, STEPS, TRAIN
-from deepspeed.config.clean import Findings, Problem, clean
+from deepspeed.config.clean import ConfigProblem, Findings, clean
 from deepspeed.config.explain import values_of
 from deepspeed.config.features import UNBUILT, missing_first
-from deepspeed.config.read import ConfigSource, read
+from deepspeed.config.model import from_text
+from deepspeed.config.optimizer import check_optimizer, check_scheduler
+from deepspeed.config.read import ConfigSource, RawConfig, read
 from deepspeed.config.schema import Schema
-from deepspeed.config.shape import Model, keys_of
-from deepspeed.config.values import from_text
+from deepspeed.config.schema_walk import Model, keys_of
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError, FeatureUnavailable
-from deepspeed.log import warn_once
+from deepspeed.log import get_dist_msg, warn_once
 
-__all__ = ["BY_STRICT", "Loaded", "load"]
+_TRAINER = "Transformers' Trainer"
+_BOTH = f"{_TRAINER} and Accelerate"
+
+_FILLED: dict[str, str] = {
+    "train_micro_batch_size_per_gpu": f"{_BOTH} fill it from the per-device batch size",
+    "gradient_accumulation_steps": f"{_BOTH} fill it from their own gradient_accumulation_steps",
+    "train_batch_size": f"{_BOTH} compute it from the other two batch keys and the number of processes",
+    "gradient_clipping": f"{_TRAINER} fills it from max_grad_norm, Accelerate from gradient_clipping",
+    "optimizer.params.lr": f"{_TRAINER} fills it from learning_rate, Accelerate from DummyOptim",
+    "optimizer.params.betas": f"{_TRAINER} fills it from adam_beta1 and adam_beta2",
+    "optimizer.params.eps": f"{_TRAINER} fills it from adam_epsilon",
+    "optimizer.params.weight_decay": f"{_TRAINER} fills it from weight_decay, Accelerate from DummyOptim",
+    "scheduler.params.warmup_min_lr": f"{_BOTH} set it to 0",
+    "scheduler.params.warmup_max_lr": f"{_BOTH} fill it from the learning rate",
+    "scheduler.params.warmup_num_steps": f"{_BOTH} fill it from the warm-up steps",
+    "scheduler.params.total_num_steps": f"{_BOTH} fill it from the length of the training",
+    "fp16.enabled": f"{_TRAINER} fills it from fp16, Accelerate from mixed_precision",
+    "bf16.enabled": f"{_TRAINER} fills it from bf16, Accelerate from mixed_precision",
+    "zero_optimization.stage": "Accelerate fills it from its zero_stage",
+    "zero_optimization.reduce_bucket_size": f"{_BOTH} compute it from the model's hidden size",
+    "zero_optimization.stage3_prefetch_bucket_size": f"{_BOTH} compute it from the model's hidden size",
+    "zero_optimization.stage3_param_persistence_threshold": f"{_BOTH} compute it from the model's hidden size",
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save": "Accelerate fills it from zero3_save_16bit_model",
+    "zero_optimization.offload_optimizer.device": "Accelerate fills it from offload_optimizer_device",
+    "zero_optimization.offload_param.device": "Accelerate fills it from offload_param_device",
+}
+
+
+def unresolved(path: str) -> str:
+    """What to say of a key that is still "auto" when the engine is built."""
+    who = _FILLED.get(path)
+    if who is None:
+        return 'it is "auto", and no client fills this key: write a value, or remove the key to get its default'
+    return (
+        f'it is still "auto": {who} before the engine is built. Build the engine through that client, or write a value.'
+    )
+
+
+def is_filled(path: str) -> bool:
+    """True for a key that some client fills."""
+    return path in _FILLED
+
+
+def is_inert(path: str, stage: object) -> bool:
+    """True for a key that has no effect at this ZeRO stage; clients leave those at "auto".
+
+    TRL builds engines for reference models from the config as it is before Accelerate has filled it: the flag about
+    saving, which such an engine never does, and the bucket size, which stage 0 does not use, are still "auto" there.
+    """
+    if path == "zero_optimization.stage3_gather_16bit_weights_on_model_save":
+        return True
+    if path == "zero_optimization.reduce_bucket_size":
+        return stage in (None, 0, "0")
+    return path.startswith("zero_optimization.stage3_") and stage not in (3, "3")
+
 
 _FLAG = TypeAdapter(bool)
 BY_STRICT = ' (an error because of "strict": true)'
@@ -43,8 +98,8 @@ class Loaded:
     """Keys left at "auto"; non-empty only for a partial config."""
 
 
-def load(source: ConfigSource, *, partial: bool = False) -> Loaded:
-    """Load a config; everything wrong with it is told in one DeepSpeedConfigError.
+def load(source: ConfigSource | RawConfig, *, partial: bool = False) -> Loaded:
+    """Load a config; one DeepSpeedConfigError lists everything that is wrong with it.
 
     A `partial` config may still hold "auto", as it does when a model is constructed before a client resolves it;
     such keys take their defaults.
@@ -53,24 +108,22 @@ def load(source: ConfigSource, *, partial: bool = False) -> Loaded:
     working, _ = read(raw)
     moved, wrong = renamed.apply(working)
     found = clean(working, Schema)
-    problems = [Problem(path, text) for path, text in wrong] + found.problems
+    problems = [ConfigProblem(path, text) for path, text in wrong] + found.problems
     problems += _check_params(found)
     if not partial:
         stage = found.data.get("zero_optimization", {})
         stage = stage.get("stage") if isinstance(stage, dict) else None
-        problems += [Problem(path, auto.unresolved(path)) for path in found.autos if not auto.is_inert(path, stage)]
+        problems += [ConfigProblem(path, unresolved(path)) for path in found.autos if not is_inert(path, stage)]
     if _is_strict(found):
-        problems += [Problem(path, f"unknown key{BY_STRICT}") for path in found.aliens]
+        problems += [ConfigProblem(path, f"unknown key{BY_STRICT}") for path in found.unknown]
     schema = _validate(found, problems)
     texts = [] if schema is None else list(_numbers_as_text(found, schema))
     if _is_strict(found):
-        problems += [Problem(each.path, f"{each.text}{BY_STRICT}") for each in texts]
+        problems += [ConfigProblem(each.path, f"{each.text}{BY_STRICT}") for each in texts]
     if problems:
         raise _error(missing_first(problems, found.data), name)
     assert schema is not None, "without a problem there is a schema"
-    _tell(found, moved, name)
-    for each in texts:
-        warn_once(f"config: {each}")
+    _tell(found, moved, texts, name)
     return Loaded(
         schema,
         raw,
@@ -89,16 +142,16 @@ def _is_strict(found: Findings) -> bool:
         return False
 
 
-def _check_params(found: Findings) -> list[Problem]:
-    problems: list[Problem] = []
-    for section, check in (("optimizer", params.check_optimizer), ("scheduler", params.check_scheduler)):
+def _check_params(found: Findings) -> list[ConfigProblem]:
+    problems: list[ConfigProblem] = []
+    for section, check in (("optimizer", check_optimizer), ("scheduler", check_scheduler)):
         data = found.data.get(section)
         if isinstance(data, dict):
             problems += check(data, found.autos)
     return problems
 
 
-def _validate(found: Findings, problems: list[Problem]) -> Schema | None:
+def _validate(found: Findings, problems: list[ConfigProblem]) -> Schema | None:
     try:
         return Schema.model_validate(found.data)
     except ValidationError as error:
@@ -108,21 +161,23 @@ def _validate(found: Findings, problems: list[Problem]) -> Schema | None:
             shown = _shown(item.get("input"))
             if path and shown and not item["type"].startswith(("value_error", "assertion", "missing")):
                 text = f"{text[0].lower()}{text[1:]}, found {shown}"
-            # A section tells all its broken rules at once, a line each.
-            problems.extend(Problem(found.given.get(path, path), line) for line in text.splitlines())
+            # A section reports all its broken rules at once, a line each.
+            problems.extend(ConfigProblem(found.given.get(path, path), line) for line in text.splitlines())
     return None
 
 
-def _numbers_as_text(found: Findings, schema: Schema) -> Iterator[Problem]:
+def _numbers_as_text(found: Findings, schema: Schema) -> Iterator[ConfigProblem]:
     """The keys at which text was read as a number or as true or false."""
-    for path, value, _ in values_of(schema):
+    for path, value in values_of(schema):
         given = found.values.get(path)
         pairs = zip(given, value, strict=False) if isinstance(given, list) else [(given, value)]
         for text, number in pairs:
             spelled = isinstance(number, bool) or (isinstance(number, (int, float)) and from_text(text) is not None)
             if isinstance(text, str) and spelled:  # a size such as "70GB" is meant to be text
                 shown = json.dumps(number)
-                yield Problem(found.given[path], f"the text {text!r} was read as {shown}; write {shown} without quotes")
+                yield ConfigProblem(
+                    found.given[path], f"the text {text!r} was read as {shown}; write {shown} without quotes"
+                )
 
 
 def _path_of(loc: Iterable[int | str]) -> str:
@@ -152,7 +207,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _error(problems: list[Problem], source: str) -> DeepSpeedConfigError:
+def _error(problems: list[ConfigProblem], source: str) -> DeepSpeedConfigError:
     unique = list(dict.fromkeys(problems))
     kind = BatchSizeError if any(problem.path in (TRAIN, MICRO, STEPS) for problem in unique) else DeepSpeedConfigError
     if all(problem in (feature.problem for feature in UNBUILT) for problem in unique):
@@ -163,9 +218,14 @@ def _error(problems: list[Problem], source: str) -> DeepSpeedConfigError:
     return kind(f"{len(unique)} problems in the config ({source}):\n{lines}", path=unique[0].path)
 
 
-def _tell(found: Findings, moved: list[renamed.Applied], source: str) -> None:
+def _tell(found: Findings, moved: list[renamed.Renamed], texts: list[ConfigProblem], source: str) -> None:
+    """Log what is worth a change, each once and on rank 0; the environment knows the rank before ranks meet."""
+    if get_dist_msg("") is None:
+        return
     for move in moved:
         if move.tell:
             warn_once(f"config key '{move.old}' is the old name of '{move.new}'; please rename it")
-    for path in found.aliens:
+    for path in found.unknown:
         warn_once(f"config key '{path}' is not known and is ignored ({source})")
+    for each in texts:
+        warn_once(f"config: {each}")

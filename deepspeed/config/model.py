@@ -1,26 +1,64 @@
-"""The base of every config section, and the value types that sections share."""
+"""What sections of the config are made of: their base, `key` with its marks, and the value types that they share."""
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, ClassVar
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, AllowInfNan, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from deepspeed.config.renamed import current
 
-__all__ = [
-    "Count",
-    "DeepSpeedConfigModel",
-    "Elements",
-    "Foreign",
-    "ForeignOptions",
-    "PositiveCount",
-    "PositiveElements",
-    "Section",
-    "Share",
-]
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """Marks a key of a feature that this version does not have: a value that asks for it is an error."""
+
+    feature: str
+    asked: Callable[[Any], bool] | None = None
+    """Whether a value asks for it; None is any value but the default, in a section that is not off."""
+    instead: str = "remove the key or turn it off"
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Marks a key, or every key of a section, that changes nothing while `when` holds for the config; a warning says "
+    "so."""
+
+    why: str
+    when: Callable[[Any], bool] = lambda schema: True
+    switch: str = ""
+    """The key that would turn the section on; off, it has the effect that is meant."""
+    unless: str = ""
+    """A key that says the same where it is given: a section that is switched off needs no word."""
+    path: str = ""
+    """The key, once the mark is found at it."""
+
+    def covers(self, path: str) -> bool:
+        """True for the key itself and for what lies in it."""
+        return path != self.switch and (path == self.path or path.startswith(f"{self.path}."))
+
+
+def key(default: Any, meaning: str, *marks: NotBuilt | NoEffect, **options: Any) -> Any:
+    """A key of the config: its default, or the class of its section; what it means to a user; what is special of it."""
+    made: FieldInfo
+    if isinstance(default, type):
+        made = Field(default_factory=default, description=meaning, **options)
+    else:
+        made = Field(default, description=meaning, **options)
+    made.metadata.extend(marks)
+    return made
+
+
+def no_effect(default: Any, why: str, **options: Any) -> Any:
+    """A key that is accepted and never changes anything."""
+    return key(default, f"No effect: {why}.", NoEffect(why), **options)
 
 
 class DeepSpeedConfigModel(BaseModel):
@@ -66,12 +104,26 @@ class Section(DeepSpeedConfigModel):
         return current(cls.renamed_under, data)
 
 
-class Foreign(Section):
-    """A section of something that is no part of the library: only its switch is known."""
+class Unbuilt(Section):
+    """The section of a feature that this version does not have: a switch, and keys that nothing reads."""
 
     model_config = ConfigDict(extra="allow")
 
-    enabled: bool = Field(False, description="Whether it is wanted.")
+    enabled: bool = key(False, "Whether the feature is wanted.")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The keys that are given, with their values."""
+        return {name: value for name, value in self if name in self.model_fields_set}
+
+
+def switches(section: Mapping[str, Any]) -> Iterator[bool]:
+    """Every `enabled` in a section that nothing else is known of; what is neither true nor false counts as true."""
+    for name, value in section.items():
+        if isinstance(value, Mapping):
+            yield from switches(value)
+        elif name == "enabled" and value is not None:
+            yield str(value).lower() not in ("false", "0", "no", "off", "f", "n")
 
 
 def _whole(value: Any) -> Any:
@@ -112,3 +164,120 @@ PositiveElements = Annotated[int, BeforeValidator(_floor), Gt(0)]
 """A number of tensor elements above zero."""
 Share = Annotated[float, Ge(0.0), Le(1.0)]
 """A fraction between 0 and 1, both included."""
+
+_DTYPES: dict[str, str] = {
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+}
+
+
+def not_boolean(value: Any) -> Any:
+    """Booleans are numbers to Python, but not to the author of a config."""
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, found {str(value).lower()}")
+    return value
+
+
+def _positive_or_auto(value: Any) -> Any:
+    if value == "auto":
+        return value
+    number = from_text(value)
+    if number is None or number != math.floor(number) or number < 1:
+        raise ValueError(f'expected a whole number above zero or "auto", found {value!r}')
+    return int(number)
+
+
+def _number_or_auto(value: Any) -> Any:
+    if value == "auto":
+        return value
+    number = from_text(value)
+    if number is None:
+        raise ValueError(f'expected a number or "auto", found {value!r}')
+    return number
+
+
+def from_text(value: Any) -> float | None:
+    """The finite number that `value` is or spells, otherwise None."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _dtype_name(value: Any) -> str:
+    # A dict built in Python may hold torch.float16 itself; its text is its name, so torch need not be imported.
+    text = str(value) if type(value).__module__ == "torch" else value
+    short = _DTYPES.get(text.lower().removeprefix("torch.")) if isinstance(text, str) else None
+    if short is None:
+        raise ValueError(
+            f"{value!r} is not a supported dtype; use fp16 (float16, half), bf16 (bfloat16) or fp32 (float32, float)"
+        )
+    return short
+
+
+def _not_a_bare_string(value: Any) -> Any:
+    if isinstance(value, str):
+        raise ValueError(f'expected a list of names, found the string {value!r}; write ["{value}"]')
+    return value
+
+
+def _one_or_more(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _regex(pattern: str) -> str:
+    # "*" alone is how configs say "everything"; it is no regular expression, so that its readers treat it apart.
+    if pattern != "*":
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from error
+    return pattern
+
+
+def _no_dots(name: str) -> str:
+    if "." in name:
+        raise ValueError(f"expected the name of a direct child or attribute, without dots, found {name!r}")
+    return name
+
+
+def raise_together(problems: Sequence[str]) -> None:
+    """One ValueError that lists every problem, one per line; nothing if there is none."""
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+Whole = Annotated[int, BeforeValidator(not_boolean)]
+"""A whole number of any sign."""
+Number = Annotated[float, BeforeValidator(not_boolean), AllowInfNan(False)]
+"""A finite number."""
+CountOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_positive_or_auto)]
+"""A whole number above zero, or the word "auto"."""
+NumberOrAuto = Annotated[float | Literal["auto"], BeforeValidator(_number_or_auto)]
+"""A finite number, or the word "auto"."""
+Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+"""Makes a choice independent of case; the stored value is lower case."""
+Upper = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
+"""Makes a choice independent of case; the stored value is upper case."""
+DtypeName = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype_name)]
+"""A floating dtype by any of its usual names, stored as the short one."""
+Folder = Annotated[
+    Path | None, BeforeValidator(lambda value: None if isinstance(value, str) and not value.strip() else value)
+]
+"""The path of a folder; empty text is none, not the current folder."""
+Names = Annotated[list[str], BeforeValidator(_not_a_bare_string)]
+"""A list of names; a bare string is refused, since it would be read letter by letter."""
+OneOrMoreNames = Annotated[
+    list[str], BeforeValidator(_one_or_more), AfterValidator(lambda names: list(dict.fromkeys(names)))
+]
+"""A list of names without repeats; a bare string is a list of one."""
+Pattern = Annotated[str, AfterValidator(_regex)]
+"""A regular expression, or "*" for everything."""
+Patterns = Annotated[list[Pattern], BeforeValidator(_one_or_more)]
+"""A list of regular expressions; a bare string is a list of one."""
+PlainName = Annotated[str, AfterValidator(_no_dots)]
+"""A name without dots."""

@@ -1,39 +1,22 @@
-"""The `optimizer` and `scheduler` sections, and the parameter names that each DeepSpeed type takes."""
+"""The `optimizer`, `scheduler` and `optimizer_in_backward` sections, and the parameters that each type takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib
+import inspect
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from .model import Section
+from deepspeed.config.clean import ConfigProblem, nearest
 
-__all__ = [
-    "ONE_BIT_OPTIMIZERS",
-    "OPTIMIZER_PARAMS",
-    "OPTIMIZER_TYPES",
-    "SCHEDULER_PARAMS",
-    "SCHEDULER_REQUIRED",
-    "SCHEDULER_TYPES",
-    "OptimizerConfig",
-    "SchedulerConfig",
-]
+from .model import NoEffect, NotBuilt, Section, key, no_effect
 
 OPTIMIZER_TYPES: tuple[str, ...] = (
-    "Adam",
-    "AdamW",
-    "Adagrad",
-    "Lamb",
-    "Lion",
-    "Muon",
-    "OneBitAdam",
-    "ZeroOneAdam",
-    "OneBitLamb",
-    "MuAdam",
-    "MuAdamW",
-    "MuSGD",
+    *("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon"),
+    *("OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"),
 )
 """Our own optimizer names, matched without regard to case; any other type is the exact name of a torch.optim class."""
 
@@ -67,13 +50,6 @@ _MUON = frozenset(
         *("adam_w_mode", "torch_adam", "fp32_optimizer_states", "moment_bits", "per_head_muon"),
     }
 )
-_ONE_BIT = frozenset(
-    {
-        *("lr", "bias_correction", "betas", "eps", "eps_inside_sqrt", "weight_decay", "amsgrad"),
-        *("cuda_aware", "comm_backend_name"),
-    }
-)
-
 OPTIMIZER_PARAMS: Mapping[str, frozenset[str] | None] = MappingProxyType(
     {
         "adam": _ADAM,
@@ -82,16 +58,15 @@ OPTIMIZER_PARAMS: Mapping[str, frozenset[str] | None] = MappingProxyType(
         "lamb": _LAMB,
         "lion": _LION,
         "muon": _MUON,
-        "onebitadam": _ONE_BIT | {"freeze_step"},
-        "zerooneadam": _ONE_BIT | {"var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"},
-        "onebitlamb": _ONE_BIT
-        | {"freeze_step", "max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold"},
+        "onebitadam": None,
+        "zerooneadam": None,
+        "onebitlamb": None,
         "muadam": None,
         "muadamw": None,
         "musgd": None,
     }
 )
-"""Lower-case optimizer type -> the parameter names it takes; None where the package `mup` decides."""
+"""Lower-case optimizer type -> the parameter names it takes; None where `mup` decides, or the type is refused."""
 
 _WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
 
@@ -134,7 +109,7 @@ _CANONICAL = {name.lower(): name for name in OPTIMIZER_TYPES}
 
 
 class _Missing:
-    """Stands for a type that is not given, so that the error is told at the key `type`."""
+    """Stands for a type that is not given, so that the error names the key `type`."""
 
 
 def _given(value: Any) -> Any:
@@ -153,25 +128,24 @@ def _mark_missing_type(data: Any) -> Any:
     return data
 
 
-def _empty_if_null(value: Any) -> Any:
-    return {} if value is None else value
-
-
-_Params = Annotated[dict[str, Any], BeforeValidator(_empty_if_null)]
+_Params = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
 
 
 class OptimizerConfig(Section):
     """Which optimizer to build; an optimizer handed to `initialize` takes precedence."""
 
-    type: Annotated[str | None, BeforeValidator(_canonical), BeforeValidator(_given)] = Field(
+    type: Annotated[str | None, BeforeValidator(_canonical), BeforeValidator(_given)] = key(
         None,
-        description=f"Optimizer to build: {', '.join(OPTIMIZER_TYPES)} (any case), or the exact name of a "
-        "torch.optim class.",
+        f"Optimizer to build: {', '.join(OPTIMIZER_TYPES)} (any case), or the exact name of a torch.optim class.",
+        NotBuilt(
+            "1-bit optimizers",
+            lambda kind: kind in ONE_BIT_OPTIMIZERS,
+            instead="use AdamW in place of OneBitAdam and ZeroOneAdam, Lamb in place of OneBitLamb, and remove the "
+            "params that only those have, such as freeze_step",
+        ),
     )
-    params: _Params = Field({}, description="Keyword arguments of the optimizer, such as lr and weight_decay.")
-    legacy_fusion: bool = Field(
-        False, description="No effect: every optimizer takes the same step path; accepted for old configs."
-    )
+    params: _Params = key({}, "Keyword arguments of the optimizer, such as lr and weight_decay.")
+    legacy_fusion: bool = no_effect(False, "every optimizer takes the same step path")
 
     @model_validator(mode="before")
     @classmethod
@@ -191,14 +165,118 @@ class OptimizerConfig(Section):
 class SchedulerConfig(Section):
     """Which learning-rate schedule to build; a scheduler handed to `initialize` takes precedence."""
 
-    type: Annotated[str | None, BeforeValidator(_given)] = Field(
-        None,
-        description=f"Schedule to build: {', '.join(SCHEDULER_TYPES)}, or the exact name of a "
-        "torch.optim.lr_scheduler class.",
+    type: Annotated[str | None, BeforeValidator(_given)] = key(
+        None, f"Schedule to build: {', '.join(SCHEDULER_TYPES)}, or the exact name of a torch.optim.lr_scheduler class."
     )
-    params: _Params = Field({}, description="Keyword arguments of the schedule; step counts are in optimizer steps.")
+    params: _Params = key({}, "Keyword arguments of the schedule; step counts are in optimizer steps.")
 
     @model_validator(mode="before")
     @classmethod
     def _has_type(cls, data: Any) -> Any:
         return _mark_missing_type(data)
+
+
+class OptimizerInBackwardConfig(Section):
+    """Whether gradients are used up as they come, so that they never exist all at once."""
+
+    enabled: bool = key(
+        False, "Whether each parameter is updated, and its gradient freed, during the last backward of a step."
+    )
+    clip_by_last_norm: bool = key(
+        False,
+        "Whether gradient_clipping acts by the norm of the step before: its own is known too late.",
+        NoEffect("gradient_clipping is 0", lambda c: c.gradient_clipping <= 0),
+    )
+
+
+REFUSALS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What constructors, torch's among them, raise when they cannot take a value."""
+
+# How client libraries call what the classes call otherwise.
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "epsilon": "eps",
+    "adam_epsilon": "eps",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "warmup_steps": "warmup_num_steps",
+    "num_warmup_steps": "warmup_num_steps",
+    "total_steps": "total_num_steps",
+    "num_training_steps": "total_num_steps",
+}
+
+# What the library passes itself; naming it in the config is an error.
+_PASSED = frozenset({"self", "params", "optimizer"})
+
+
+def check_optimizer(section: Mapping[str, Any], autos: Iterable[str]) -> list[ConfigProblem]:
+    """Problems of an optimizer section as given (a dict with `type` and `params`)."""
+    return _check("optimizer", section, autos, OPTIMIZER_TYPES, OPTIMIZER_PARAMS, "torch.optim", "Optimizer")
+
+
+def check_scheduler(section: Mapping[str, Any], autos: Iterable[str]) -> list[ConfigProblem]:
+    """Problems of a scheduler section as given (a dict with `type` and `params`)."""
+    return _check(
+        "scheduler", section, autos, SCHEDULER_TYPES, SCHEDULER_PARAMS, "torch.optim.lr_scheduler", "LRScheduler"
+    )
+
+
+def _check(
+    name: str,
+    section: Mapping[str, Any],
+    autos: Iterable[str],
+    own_types: Iterable[str],
+    own_params: Mapping[str, frozenset[str] | None],
+    torch_module: str,
+    torch_base: str,
+) -> list[ConfigProblem]:
+    kind, params = section.get("type"), section.get("params")
+    if not isinstance(kind, str) or (params is not None and not isinstance(params, Mapping)):
+        return []  # the schema says what is wrong with the value
+    prefix = f"{name}.params."
+    given = {*(params or ()), *(path.removeprefix(prefix) for path in autos if path.startswith(prefix))}
+    spelled = kind if kind in own_params else kind.lower()
+    own = own_params.get(spelled, frozenset())
+    if own is None:
+        return []  # another package's class, which knows its own parameters; or one that is refused
+    known, required = set(own), set(SCHEDULER_REQUIRED.get(kind, ()))
+    if not known:
+        parameters = _signature(torch_module, kind, torch_base)
+        if parameters is None:
+            return [_no_such_type(name, kind, own_types, torch_module, torch_base)]
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return []
+        known = set(parameters) - _PASSED
+        required = {key for key in known if parameters[key].default is inspect.Parameter.empty}
+    return [
+        *(_no_such_param(prefix, key, kind, known) for key in sorted(given - known)),
+        *(ConfigProblem(f"{prefix}{key}", f"{kind} needs it, and it is not given") for key in sorted(required - given)),
+    ]
+
+
+def _no_such_param(prefix: str, key: str, kind: str, known: set[str]) -> ConfigProblem:
+    meant = _SYNONYMS[key] if _SYNONYMS.get(key) in known else nearest(key, known)
+    if meant is not None:
+        return ConfigProblem(f"{prefix}{key}", f"{kind} has no such parameter; did you mean {meant!r}?")
+    return ConfigProblem(f"{prefix}{key}", f"{kind} has no such parameter; it takes {', '.join(sorted(known))}")
+
+
+def _no_such_type(name: str, kind: str, own: Iterable[str], torch_module: str, torch_base: str) -> ConfigProblem:
+    module = importlib.import_module(torch_module)
+    base = getattr(module, torch_base)
+    classes = {key for key, value in vars(module).items() if inspect.isclass(value) and issubclass(value, base)}
+    meant = nearest(kind, {*own, *classes} - {torch_base})
+    if meant is not None:
+        return ConfigProblem(f"{name}.type", f"no {name} is called {kind!r}; did you mean {meant!r}?")
+    return ConfigProblem(
+        f"{name}.type", f"no {name} is called {kind!r}; use one of {', '.join(own)} or a class of {torch_module}"
+    )
+
+
+def _signature(module_name: str, kind: str, base_name: str) -> Mapping[str, inspect.Parameter] | None:
+    """The constructor's parameters of a torch class, or None if torch has no such class."""
+    module = importlib.import_module(module_name)
+    found = getattr(module, kind, None)
+    if not (inspect.isclass(found) and issubclass(found, getattr(module, base_name))):
+        return None
+    return inspect.signature(found.__init__).parameters

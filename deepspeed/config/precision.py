@@ -5,36 +5,31 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from .model import Count, Section
-from .values import DtypeName, Names, Number, Whole, raise_together
-
-__all__ = ["DataTypesConfig", "DeepSpeedBF16Config", "DeepSpeedFP16Config", "TorchAutocastConfig"]
+from .model import Count, DtypeName, Names, Number, Section, Whole, key, no_effect, raise_together
 
 
 class DeepSpeedFP16Config(Section):
     """Training in fp16 with fp32 master weights and loss scaling."""
 
-    enabled: bool = Field(False, description="Whether to train in fp16, keeping fp32 master weights.")
-    auto_cast: bool = Field(False, description="Whether to cast floating inputs of the model to fp16 in forward.")
-    loss_scale: Annotated[Number, Ge(0)] = Field(
-        0, description="Fixed factor on the loss; 0 means a dynamic factor that adapts to overflows."
+    enabled: bool = key(False, "Whether to train in fp16, keeping fp32 master weights.")
+    auto_cast: bool = key(False, "Whether to cast floating inputs of the model to fp16 in forward.")
+    loss_scale: Annotated[Number, Ge(0)] = key(
+        0, "Fixed factor on the loss; 0 means a dynamic factor that adapts to overflows."
     )
-    initial_scale_power: Annotated[Count, Le(127)] = Field(
-        16, description="The dynamic loss scale starts at 2 to this power; 127 is the largest that fp32 can hold."
+    initial_scale_power: Annotated[Count, Le(127)] = key(
+        16, "The dynamic loss scale starts at 2 to this power; 127 is the largest that fp32 can hold."
     )
-    loss_scale_window: Whole = Field(
-        1000, description="Number of optimizer steps without overflow after which the dynamic scale doubles."
+    loss_scale_window: Whole = key(
+        1000, "Number of optimizer steps without overflow after which the dynamic scale doubles."
     )
-    hysteresis: Whole = Field(2, description="Number of overflows tolerated before the dynamic scale is halved.")
-    consecutive_hysteresis: bool = Field(
-        False, description="Whether every step without overflow refills the hysteresis count."
-    )
-    min_loss_scale: Whole = Field(1, description="Lowest value that the dynamic loss scale may reach.")
-    fp16_master_weights_and_grads: bool = Field(
+    hysteresis: Whole = key(2, "Number of overflows tolerated before the dynamic scale is halved.")
+    consecutive_hysteresis: bool = key(False, "Whether every step without overflow refills the hysteresis count.")
+    min_loss_scale: Whole = key(1, "Lowest value that the dynamic loss scale may reach.")
+    fp16_master_weights_and_grads: bool = key(
         False,
-        description="Whether master weights and gradients are kept in fp16 instead of fp32 (ZeRO stages 1-3 with "
+        "Whether master weights and gradients are kept in fp16 instead of fp32 (ZeRO stages 1-3 with "
         "offload_optimizer, whose moments stay fp32).",
     )
 
@@ -66,22 +61,18 @@ class DeepSpeedBF16Config(Section):
 
     renamed_under: ClassVar[str | None] = "bf16"
 
-    enabled: bool = Field(False, description="Whether to train in bf16, keeping fp32 master weights.")
-    immediate_grad_update: bool = Field(
-        False,
-        description="No effect: gradients are always summed as backward brings them; accepted for old configs.",
+    enabled: bool = key(False, "Whether to train in bf16, keeping fp32 master weights.")
+    immediate_grad_update: bool = no_effect(False, "gradients are always summed as backward brings them")
+    check_grad_overflow: bool = key(
+        True, "Whether a step whose gradients hold inf or NaN is skipped (ZeRO stages 1 and 2)."
     )
-    check_grad_overflow: bool = Field(
-        True, description="Whether a step whose gradients hold inf or NaN is skipped (ZeRO stages 1 and 2)."
-    )
-    bf16_master_weights_and_grads: bool = Field(
+    bf16_master_weights_and_grads: bool = key(
         False,
-        description="Whether master weights and gradients are kept in bf16 instead of fp32 (ZeRO stages 1-3; needs "
+        "Whether master weights and gradients are kept in bf16 instead of fp32 (ZeRO stages 1-3; needs "
         "bf16_optimizer_states, or offload_optimizer, whose moments stay fp32).",
     )
-    bf16_optimizer_states: bool = Field(
-        False,
-        description="Whether the optimizer's moments are kept in bf16 too; needs bf16_master_weights_and_grads.",
+    bf16_optimizer_states: bool = key(
+        False, "Whether the optimizer's moments are kept in bf16 too; needs bf16_master_weights_and_grads."
     )
 
     @model_validator(mode="after")
@@ -96,16 +87,14 @@ class DeepSpeedBF16Config(Section):
 class TorchAutocastConfig(Section):
     """torch.autocast around the forward pass."""
 
-    enabled: bool = Field(
-        False, description="Whether forward runs under torch.autocast; an autocast opened outside is replaced."
+    enabled: bool = key(False, "Whether forward runs under torch.autocast; an autocast opened outside is replaced.")
+    dtype: DtypeName | None = key(
+        None, "Dtype that autocast computes in; null means the default that torch has for the device."
     )
-    dtype: DtypeName | None = Field(
-        None, description="Dtype that autocast computes in; null means the default that torch has for the device."
-    )
-    lower_precision_safe_modules: Names | None = Field(
+    lower_precision_safe_modules: Names | None = key(
         None,
-        description="Fully qualified classes whose own parameters are communicated in that dtype; null means "
-        "torch.nn Linear, Conv1d, Conv2d and Conv3d.",
+        "Fully qualified classes whose own parameters are communicated in that dtype; null means torch.nn Linear, "
+        "Conv1d, Conv2d and Conv3d.",
     )
 
 
@@ -118,17 +107,17 @@ def _auto_or_list(value: Any) -> Any:
 class DataTypesConfig(Section):
     """Dtypes by role, where they differ from the training dtype."""
 
-    grad_accum_dtype: DtypeName | None = Field(
-        None, description="Dtype in which gradients are accumulated; null means the model's dtype."
+    grad_accum_dtype: DtypeName | None = key(
+        None, "Dtype in which gradients are accumulated; null means the model's dtype."
     )
-    param_dtype: DtypeName | None = Field(
-        None, description="Dtype that the parameters are expected to have; a check only, it never changes them."
+    param_dtype: DtypeName | None = key(
+        None, "Dtype that the parameters are expected to have; a check only, it never changes them."
     )
-    buffer_dtype: DtypeName | None = Field(
-        None, description="Dtype to which floating buffers are cast with fp16 or bf16 on; null leaves them alone."
+    buffer_dtype: DtypeName | None = key(
+        None, "Dtype to which floating buffers are cast with fp16 or bf16 on; null leaves them alone."
     )
-    keep_in_fp32_modules: Annotated[list[str] | Literal["auto"], BeforeValidator(_auto_or_list)] = Field(
+    keep_in_fp32_modules: Annotated[list[str] | Literal["auto"], BeforeValidator(_auto_or_list)] = key(
         "auto",
-        description="Buffers that stay in fp32, as name patterns where * matches anything; auto asks the model's "
-        "modules, an empty list keeps none.",
+        "Buffers that stay in fp32, as name patterns where * matches anything; auto asks the model's modules, an "
+        "empty list keeps none.",
     )

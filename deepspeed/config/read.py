@@ -8,22 +8,29 @@ import io
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed.errors import DeepSpeedConfigError
-
-__all__ = ["ConfigSource", "read"]
 
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
 
 _MOST_BYTES = 2**26  # a device would give bytes without end
 
 
-def read(source: ConfigSource) -> tuple[dict[str, Any], str]:
-    """The config as plain dicts and lists that nobody else holds, and where it came from, for messages."""
+class RawConfig(NamedTuple):
+    """A config as it is given: plain dicts and lists that nothing else holds, and where it came from, for messages."""
+
+    values: dict[str, Any]
+    source: str
+
+
+def read(source: ConfigSource | RawConfig) -> RawConfig:
+    """The config at a source; one that is read already is what it is."""
+    if isinstance(source, RawConfig):
+        return source
     if isinstance(source, Mapping):
         try:
-            return _own(source, ""), "the given dict"
+            return RawConfig(_own(source, ""), "the given dict")
         except RecursionError:
             raise DeepSpeedConfigError("the given dict contains itself, or is nested too deeply") from None
     if not isinstance(source, (str, os.PathLike)):
@@ -32,13 +39,13 @@ def read(source: ConfigSource) -> tuple[dict[str, Any], str]:
         )
     path = os.fspath(source)
     if os.path.exists(path):
-        return _parse(_text_of(path), path), path
-    return _parse(_decode(path), "base64 text"), "base64 text"
+        return RawConfig(_parse(_text_of(path), path), path)
+    return RawConfig(_parse(_decode(path), "base64 text"), "base64 text")
 
 
 def _text_of(path: str) -> str:
     try:
-        with open(path, "rb") as file:  # a pipe is as good as a file: somebody pipes a config to `check`
+        with open(path, "rb") as file:  # a pipe is as good as a file: configs are piped to `check`
             data = file.read(_MOST_BYTES + 1)
         if len(data) > _MOST_BYTES:
             raise DeepSpeedConfigError(f"config file {path!r} has more than {_MOST_BYTES} bytes; that is no config")

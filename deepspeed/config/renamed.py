@@ -6,13 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["REMOVED", "RENAMED", "Renamed", "apply", "current"]
-
 Raw = dict[str, Any]
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _to_cpu(value: Any) -> Any:
@@ -25,7 +19,7 @@ class Renamed:
 
     old: str
     new: str
-    convert: Callable[[Any], Any] = _same
+    convert: Callable[[Any], Any] = lambda value: value
     tell: bool = True
     """Warn that the old name was used; False where clients write it without the user's doing."""
     newer_wins: bool = False
@@ -44,8 +38,6 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed("bf16.check_overflow", "bf16.check_grad_overflow"),
     Renamed("aio.thread_count", "aio.intra_op_parallelism", tell=False),
     Renamed("elasticity.prefer_large_batch", "elasticity.prefer_larger_batch"),
-    Renamed("autotuning.start_step", "autotuning.start_profile_step"),
-    Renamed("autotuning.end_step", "autotuning.end_profile_step"),
 )
 
 REMOVED: dict[str, str] = {
@@ -58,18 +50,9 @@ REMOVED: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Applied:
-    """One rename that took place, for messages and for `explain`."""
-
-    old: str
-    new: str
-    tell: bool
-
-
-def apply(raw: Raw) -> tuple[list[Applied], list[tuple[str, str]]]:
+def apply(raw: Raw) -> tuple[list[Renamed], list[tuple[str, str]]]:
     """Move every old key in `raw` (changed in place) to its new name; return what was done and what is wrong."""
-    done: list[Applied] = []
+    done: list[Renamed] = []
     wrong: list[tuple[str, str]] = []
     _boolean_zero(raw, done)
     for row in RENAMED:
@@ -89,7 +72,7 @@ def apply(raw: Raw) -> tuple[list[Applied], list[tuple[str, str]]]:
                 wrong.append((row.old, f"it is the old name of {row.new!r}, which is given too; keep the new one"))
             continue
         target[name] = converted
-        done.append(Applied(row.old, row.new, row.tell))
+        done.append(row)
     return done, wrong
 
 
@@ -103,7 +86,7 @@ def current(section: str, values: Raw) -> Raw:
     return moved
 
 
-def _boolean_zero(raw: Raw, done: list[Applied]) -> None:
+def _boolean_zero(raw: Raw, done: list[Renamed]) -> None:
     """`"zero_optimization": true` once meant stage 1 with a top-level `allgather_size`."""
     value = raw.get(_ZERO)
     if not isinstance(value, bool):
@@ -111,8 +94,8 @@ def _boolean_zero(raw: Raw, done: list[Applied]) -> None:
     raw[_ZERO] = {"stage": int(value)}
     if value and raw.get("allgather_size") is not None:
         raw[_ZERO]["allgather_bucket_size"] = raw.pop("allgather_size")
-        done.append(Applied("allgather_size", f"{_ZERO}.allgather_bucket_size", False))
-    done.append(Applied(f"{_ZERO}: {str(value).lower()}", f"{_ZERO}.stage", True))
+        done.append(Renamed("allgather_size", f"{_ZERO}.allgather_bucket_size", tell=False))
+    done.append(Renamed(f"{_ZERO}: {str(value).lower()}", f"{_ZERO}.stage"))
 
 
 def _find(raw: Raw, path: str, *, create: bool = False) -> tuple[Raw | None, str]:

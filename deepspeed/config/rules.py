@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from .keys import Keys
-from .optimizer import ONE_BIT_OPTIMIZERS
-
-__all__ = ["RULES", "violations"]
+if TYPE_CHECKING:
+    from .schema import Schema
 
 
 def _refuse(keys: str, why: str) -> None:
     raise ValueError(f"{keys}: {why}")
 
 
-def _stage(config: Keys) -> int:
+def _stage(config: Schema) -> int:
     return int(config.zero_optimization.stage)
 
 
-def one_precision(config: Keys) -> None:
+def one_precision(config: Schema) -> None:
     if config.fp16.enabled and config.bf16.enabled:
         _refuse("fp16.enabled, bf16.enabled", "both are true; a model trains in one of them, set the other to false")
 
 
-def amp_alone(config: Keys) -> None:
-    if not config.amp.enabled:
-        return
-    others = {
-        "fp16.enabled": config.fp16.enabled,
-        "bf16.enabled": config.bf16.enabled,
-        f"zero_optimization.stage {_stage(config)}": _stage(config) > 0,
-    }
-    found = [name for name, on in others.items() if on]
-    if found:
-        _refuse("amp.enabled", f"Apex AMP does not work with {', '.join(found)}; use one of them")
-
-
-def one_answer_to_where_states_live(config: Keys) -> None:
+def one_answer_to_where_states_live(config: Schema) -> None:
     zero = config.zero_optimization
     others = {
         "zero_optimization.offload_optimizer": zero.offloads_optimizer,
@@ -47,7 +33,7 @@ def one_answer_to_where_states_live(config: Keys) -> None:
         _refuse("memory.device", f"{' and '.join(found)} says where states live, too; give one of them")
 
 
-def low_precision_masters_need_zero(config: Keys) -> None:
+def low_precision_masters_need_zero(config: Schema) -> None:
     keys = {
         "fp16.fp16_master_weights_and_grads": config.fp16.fp16_master_weights_and_grads,
         "bf16.bf16_master_weights_and_grads": config.bf16.bf16_master_weights_and_grads,
@@ -58,7 +44,7 @@ def low_precision_masters_need_zero(config: Keys) -> None:
         _refuse(", ".join(given), "16-bit master state needs zero_optimization.stage 1, 2 or 3, found stage 0")
 
 
-def wide_moments_of_low_precision_masters(config: Keys) -> None:
+def wide_moments_of_low_precision_masters(config: Schema) -> None:
     fp16, bf16 = config.fp16, config.bf16
     if _stage(config) == 0 or config.zero_optimization.offloads_optimizer:
         return
@@ -72,7 +58,7 @@ def wide_moments_of_low_precision_masters(config: Keys) -> None:
         )
 
 
-def parameters_have_the_expected_dtype(config: Keys) -> None:
+def parameters_have_the_expected_dtype(config: Schema) -> None:
     expected = config.data_types.param_dtype
     actual = "fp16" if config.fp16.enabled else "bf16" if config.bf16.enabled else "fp32"
     if expected is not None and expected != actual:
@@ -82,12 +68,7 @@ def parameters_have_the_expected_dtype(config: Keys) -> None:
         )
 
 
-def autocast_without_quantized_weights(config: Keys) -> None:
-    if config.torch_autocast.enabled and config.zero_optimization.zero_quantized_weights:
-        _refuse("torch_autocast.enabled, zero_optimization.zero_quantized_weights", "they exclude each other; keep one")
-
-
-def clipping_needs_the_norm(config: Keys) -> None:
+def clipping_needs_the_norm(config: Schema) -> None:
     if not config.zero_optimization.compute_grad_norm and config.gradient_clipping > 0:
         _refuse(
             "zero_optimization.compute_grad_norm, gradient_clipping",
@@ -96,7 +77,7 @@ def clipping_needs_the_norm(config: Keys) -> None:
         )
 
 
-def one_answer_to_nonfinite_gradients(config: Keys) -> None:
+def one_answer_to_nonfinite_gradients(config: Schema) -> None:
     answer, bf16, autocast = config.nonfinite_gradients, config.bf16, config.torch_autocast
     asked = "check_grad_overflow" in bf16.model_fields_set
     if answer == "ignore" and (config.fp16.enabled or (autocast.enabled and autocast.dtype == "fp16")):
@@ -109,29 +90,23 @@ def one_answer_to_nonfinite_gradients(config: Keys) -> None:
         )
 
 
-def sum_of_gradients(config: Keys) -> None:
+def sum_of_gradients(config: Schema) -> None:
     if config.gradient_allreduce_op != "sum":
         return
     others = {
         "zero_optimization.stage 3": _stage(config) == 3,
         "zero_optimization.zenflow": config.zero_optimization.zenflow is not None,
-        "compile.deepcompile": config.compile.deepcompile,
     }
     found = [name for name, on in others.items() if on]
     if found:
         _refuse("gradient_allreduce_op", f'"sum" does not work with {", ".join(found)}; use "mean"')
 
 
-def scaling_before_reduction(config: Keys) -> None:
-    zero = config.zero_optimization
-    stage = _stage(config)
+def scaling_before_reduction(config: Schema) -> None:
+    stage, factor = _stage(config), config.gradient_predivide_factor
     divided = stage == 3 or (stage == 2 and config.gradient_allreduce_op == "mean")
-    given = []
-    if config.prescale_gradients:
-        given.append("prescale_gradients")
-    if config.gradient_predivide_factor != 1.0:
-        given.append("gradient_predivide_factor")
-    if given and divided and zero.reduce_scatter:
+    given = ["prescale_gradients"] * config.prescale_gradients + ["gradient_predivide_factor"] * (factor != 1.0)
+    if given and divided and config.zero_optimization.reduce_scatter:
         _refuse(
             ", ".join(given),
             f"no effect is possible at ZeRO stage {stage} with zero_optimization.reduce_scatter; remove the key, or "
@@ -139,66 +114,30 @@ def scaling_before_reduction(config: Keys) -> None:
         )
 
 
-def unmanaged_accumulation(config: Keys) -> None:
-    if config.managed_gradient_accumulation:
-        return
-    if config.compile.deepcompile:
-        _refuse("managed_gradient_accumulation, compile.deepcompile", "false does not work with DeepCompile")
-    if config.zero_optimization.overlap_comm and _stage(config) < 2:
+def unmanaged_accumulation(config: Schema) -> None:
+    if not config.managed_gradient_accumulation and config.zero_optimization.overlap_comm and _stage(config) < 2:
         _refuse(
             "managed_gradient_accumulation, zero_optimization.overlap_comm",
             f"false with overlap_comm needs ZeRO stage 2 or 3, found stage {_stage(config)}",
         )
 
 
-def one_bit_without_zero(config: Keys) -> None:
-    if config.optimizer.type in ONE_BIT_OPTIMIZERS and _stage(config) > 0:
-        _refuse(
-            "optimizer.type, zero_optimization.stage",
-            f"{config.optimizer.type} communicates by itself and needs stage 0, found stage {_stage(config)}",
-        )
-
-
-def lamb_scales_dynamically(config: Keys) -> None:
-    if config.optimizer.type in ("Lamb", "OneBitLamb") and config.fp16.enabled and not config.fp16.dynamic:
+def lamb_scales_dynamically(config: Schema) -> None:
+    if config.optimizer.type == "Lamb" and config.fp16.enabled and not config.fp16.dynamic:
         _refuse(
             "optimizer.type, fp16.loss_scale",
-            f"{config.optimizer.type} in fp16 needs a dynamic loss scale (0), found {config.fp16.loss_scale}",
+            f"Lamb in fp16 needs a dynamic loss scale (0), found {config.fp16.loss_scale}",
         )
 
 
-def muon_without_quantized_gradients(config: Keys) -> None:
-    if config.optimizer.type == "Muon" and config.zero_optimization.zero_quantized_gradients:
-        _refuse(
-            "optimizer.type, zero_optimization.zero_quantized_gradients",
-            "Muon needs whole gradients, which the quantised exchange does not give",
-        )
-
-
-def one_optimizer_offload(config: Keys) -> None:
+def one_optimizer_offload(config: Schema) -> None:
     if config.compile.offload_opt_states and config.zero_optimization.offloads_optimizer:
         _refuse(
-            "compile.offload_opt_states, zero_optimization.offload_optimizer",
-            "both move the optimizer state; keep one",
+            "compile.offload_opt_states, zero_optimization.offload_optimizer", "both move the optimizer state; keep one"
         )
 
 
-def compiled_passes(config: Keys) -> None:
-    passes = config.compile.passes or ()
-    if not config.compile.deepcompile:
-        return
-    if "autosp" in passes and _stage(config) > 1:
-        _refuse("compile.passes", f"autosp needs ZeRO stage 0 or 1, found stage {_stage(config)}")
-    if "autotp" in passes and config.tensor_parallel.autotp_size < 2:
-        _refuse(
-            "compile.passes",
-            f"autotp needs tensor_parallel.autotp_size above 1, found {config.tensor_parallel.autotp_size}",
-        )
-    if "autotp" in passes and config.tensor_parallel.tp_overlap_comm:
-        _refuse("compile.passes, tensor_parallel.tp_overlap_comm", "the autotp pass does not overlap; set it to false")
-
-
-def compiled_around_experts(config: Keys) -> None:
+def compiled_around_experts(config: Schema) -> None:
     if not config.compile.autoep_non_moe:
         return
     zero = config.zero_optimization
@@ -215,7 +154,7 @@ def compiled_around_experts(config: Keys) -> None:
         _refuse("compile.autoep_non_moe", f"does not work with {', '.join(found)}")
 
 
-def expert_and_tensor_presets_agree(config: Keys) -> None:
+def expert_and_tensor_presets_agree(config: Schema) -> None:
     expert, tensor = config.expert_parallel.preset_model, config.tensor_parallel.preset_model
     if config.expert_parallel.enabled and expert is not None and tensor is not None and expert != tensor:
         _refuse(
@@ -224,7 +163,7 @@ def expert_and_tensor_presets_agree(config: Keys) -> None:
         )
 
 
-def experts_with_tensor_parallel(config: Keys) -> None:
+def experts_with_tensor_parallel(config: Schema) -> None:
     expert, zero = config.expert_parallel, config.zero_optimization
     if not expert.enabled or config.tensor_parallel.autotp_size < 2 or expert.expert_tensor_parallel_size > 1:
         return  # experts that ranks share lie as the rest of the model does
@@ -232,7 +171,6 @@ def experts_with_tensor_parallel(config: Keys) -> None:
         f"autoep_size {expert.autoep_size} (needs more than 1)": expert.autoep_size < 2,
         "zero_optimization.offload_optimizer": zero.offloads_optimizer,
         "zero_optimization.offload_param": zero.offloads_parameters,
-        "compile.deepcompile": config.compile.deepcompile,
         "use_data_before_expert_parallelism": config.use_data_before_expert_parallelism,
         "expert_parallel.async_split_plan": expert.async_split_plan,
         "expert_parallel.combine_impl fused_weighted_sum": expert.combine_impl == "fused_weighted_sum",
@@ -242,20 +180,7 @@ def experts_with_tensor_parallel(config: Keys) -> None:
         _refuse("expert_parallel.enabled, tensor_parallel.autotp_size", f"together do not work with {', '.join(found)}")
 
 
-def experts_with_sharded_parameters(config: Keys) -> None:
-    zero = config.zero_optimization
-    if not config.expert_parallel.enabled or _stage(config) != 3:
-        return
-    others = {
-        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
-    }
-    found = [name for name, on in others.items() if on]
-    if found:
-        _refuse("expert_parallel.enabled, zero_optimization.stage", f"stage 3 does not work with {', '.join(found)}")
-
-
-def elastic_batch_sizes(config: Keys) -> None:
+def elastic_batch_sizes(config: Schema) -> None:
     elastic = config.elasticity
     if not elastic.enabled or elastic.ignore_non_elastic_batch_info:
         return
@@ -269,16 +194,7 @@ def elastic_batch_sizes(config: Keys) -> None:
         )
 
 
-def quantized_weights_in_the_step(config: Keys) -> None:
-    shared = config.compression_training.weight_quantization.shared_parameters
-    if shared.enabled and not shared.quantize_weight_in_forward and not config.fp16.enabled:
-        _refuse(
-            "compression_training.weight_quantization.shared_parameters.quantize_weight_in_forward",
-            "false quantises in the fp16 optimizer step, but fp16.enabled is false; set it to true",
-        )
-
-
-def gradients_that_are_used_up(config: Keys) -> None:
+def gradients_that_are_used_up(config: Schema) -> None:
     section, zero = config.optimizer_in_backward, config.zero_optimization
     if not section.enabled:
         return
@@ -305,36 +221,29 @@ def gradients_that_are_used_up(config: Keys) -> None:
         _refuse("optimizer_in_backward.enabled", f"does not work with {', '.join(found)}")
 
 
-RULES: tuple[Callable[[Keys], None], ...] = (
+RULES: tuple[Callable[[Schema], None], ...] = (
     one_precision,
-    amp_alone,
     one_answer_to_where_states_live,
     low_precision_masters_need_zero,
     wide_moments_of_low_precision_masters,
     parameters_have_the_expected_dtype,
-    autocast_without_quantized_weights,
     clipping_needs_the_norm,
     one_answer_to_nonfinite_gradients,
     sum_of_gradients,
     scaling_before_reduction,
     unmanaged_accumulation,
-    one_bit_without_zero,
     lamb_scales_dynamically,
-    muon_without_quantized_gradients,
     one_optimizer_offload,
-    compiled_passes,
     compiled_around_experts,
     expert_and_tensor_presets_agree,
     experts_with_tensor_parallel,
-    experts_with_sharded_parameters,
     elastic_batch_sizes,
-    quantized_weights_in_the_step,
     gradients_that_are_used_up,
 )
 """Every rule between sections."""
 
 
-def violations(config: Keys) -> list[str]:
+def violations(config: Schema) -> list[str]:
     """The texts of all rules that `config` breaks."""
     found = []
     for rule in RULES:

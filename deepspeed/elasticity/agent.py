@@ -29,21 +29,18 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 
-from deepspeed.launcher.place import Place
-from deepspeed.launcher.plan import RETIRE, Plan
-from deepspeed.launcher.ports import claimed
+from deepspeed.launcher.ports import claim_port
+from deepspeed.launcher.process_loop import STOPPING
+from deepspeed.launcher.protocol import RETIRE, NodePlacement, NodePlan
 from deepspeed.launcher.supervise import Supervision
-from deepspeed.launcher.wakeups import STOPPING
 from deepspeed.log import logger
-
-__all__ = ["GuardedAgent", "Stopped"]
 
 SILENCE = 20.0  # seconds without a beat until a host counts as gone
 _BEAT_EVERY = 1.0
 _LOOK_PER_HOST = 0.01  # seconds between looks at the rendezvous, whose state grows with the number of hosts
 _GOODBYE = 5.0  # seconds that whoever keeps the store waits for others to have read its end
 
-Crew = Callable[[Place], Plan]
+Crew = Callable[[NodePlacement], NodePlan]
 
 
 class Stopped(Exception):
@@ -119,7 +116,7 @@ class GuardedAgent(SimpleElasticAgent):
         if not own:
             self._ended = 0
             return {}
-        place = Place(
+        place = NodePlacement(
             first=own[0].global_rank,
             local=len(own),
             world=world,
@@ -166,7 +163,7 @@ class GuardedAgent(SimpleElasticAgent):
         self._port.close()
         if _node(worker_group)[0] == 0:
             address = worker_group.spec.local_addr or socket.getfqdn()
-            port = self._port.enter_context(claimed(0))
+            port = self._port.enter_context(claim_port(0))
             store.set("master", f"{address} {port}")
             return address, port
         address, _, text = store.get("master").decode().rpartition(" ")

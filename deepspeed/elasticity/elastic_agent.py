@@ -12,10 +12,8 @@ from torch.distributed.elastic.utils.api import macros
 
 from deepspeed.elasticity.agent import GuardedAgent
 from deepspeed.errors import ElasticityError
-from deepspeed.launcher.masking import without_secrets
-from deepspeed.launcher.place import Place
-from deepspeed.launcher.plan import Plan, RankPlan
-from deepspeed.launcher.rank_logs import log_files
+from deepspeed.launcher.environment import mask_command
+from deepspeed.launcher.protocol import NodePlacement, NodePlan, RankPlan, log_files
 
 __all__ = ["DSElasticAgent"]
 
@@ -47,7 +45,7 @@ class DSElasticAgent(GuardedAgent):
         environment = {**os.environ, **{name: str(value) for name, value in env.items()}}
         super().__init__(spec, self._ranks, environment, exit_barrier_timeout=exit_barrier_timeout)
 
-    def _ranks(self, place: Place) -> Plan:
+    def _ranks(self, place: NodePlacement) -> NodePlan:
         environments = place.environments()
         logs = log_files(self._log_dir or "None", [int(each["RANK"]) for each in environments])
         ranks = []
@@ -59,9 +57,9 @@ class DSElasticAgent(GuardedAgent):
                     rank=number,
                     local_rank=local_rank,
                     command=tuple(command),
-                    shown=shlex.join(without_secrets(command)),
+                    shown=shlex.join(mask_command(command)),
                     environment=environment,
                     log=logs.get(number),
                 )
             )
-        return Plan(host=socket.gethostname(), ranks=tuple(ranks))
+        return NodePlan(host=socket.gethostname(), ranks=tuple(ranks))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from deepspeed.config import elastic_batch
+from deepspeed.config.elasticity import PLANNED, check_planned, elastic_batch, elastic_section, largest_micro
 from deepspeed.errors import ElasticityConfigError, ElasticityError
 from deepspeed.log import logger
 
@@ -28,11 +28,11 @@ def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
 
 def ensure_immutable_elastic_config(runtime_elastic_config_dict: Mapping[str, Any]) -> None:
     """End if the section is not the one that the scheduler planned with; only warns where no scheduler did."""
-    text = os.environ.get(elastic_batch.PLANNED)
+    text = os.environ.get(PLANNED)
     if text is None:
-        logger.warning("%s is not set: nobody planned with this elasticity section", elastic_batch.PLANNED)
+        logger.warning("%s is not set: nobody planned with this elasticity section", PLANNED)
         return
-    elastic_batch.check_planned(elastic_batch.elastic_section(runtime_elastic_config_dict), text)
+    check_planned(elastic_section(runtime_elastic_config_dict), text)
 
 
 def compute_elastic_config(
@@ -41,7 +41,7 @@ def compute_elastic_config(
     """Batch size and valid numbers of GPUs; with a world size or `return_microbatch`, the micro-batch size too."""
     if not isinstance(ds_config, Mapping) or "elasticity" not in ds_config:
         raise ElasticityConfigError("the config has no elasticity section; add one", path="elasticity")
-    section = elastic_batch.elastic_section(ds_config["elasticity"])
+    section = elastic_section(ds_config["elasticity"])
     if not section.enabled:
         raise ElasticityConfigError("elasticity.enabled is false; set it to true", path="elasticity.enabled")
     _check_version(target_deepspeed_version)
@@ -52,9 +52,9 @@ def compute_elastic_config(
             "WORLD_SIZE",
             path="elasticity.version",
         )
-    batch = elastic_batch.elastic_batch(section, gpus or None)
+    batch = elastic_batch(section, gpus or None)
     if world_size > 0 or return_microbatch:
-        micro = elastic_batch.largest_micro(batch, section.micro_batch_sizes, world_size or gpus)
+        micro = largest_micro(batch, section.micro_batch_sizes, world_size or gpus)
         return batch.train, list(batch.valid), micro
     return batch.train, list(batch.valid)
 

@@ -7,12 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 
-from deepspeed._version import __version__
+from deepspeed._package import __version__
 from deepspeed.config.read import read
 from deepspeed.elasticity.elasticity import compute_elastic_config
 from deepspeed.errors import DeepSpeedError
-
-__all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

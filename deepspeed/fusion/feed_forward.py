@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed.fusion.again import not_kept
-from deepspeed.fusion.likeness import overridden, same, stand_in
-from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward
+from deepspeed.fusion.equivalence import overridden, same, stand_in
+from deepspeed.fusion.recompute import recomputed_input
 from deepspeed.ops.model.gated import ACTIVATIONS, gated, gated_reference, halves
-from deepspeed.ops.rehearsal import forth_and_back
-
-__all__ = ["APART", "FeedForward", "find_feed_forward", "is_gated"]
+from deepspeed.ops.precompile import forward_and_backward
+from deepspeed.transformers.replacement import TOKENS, Refused, Swap, put_forward
 
 _WIDTH, _INNER = 8, 6
 APART = ("gate_proj", "up_proj", "down_proj")
@@ -45,9 +43,9 @@ def find_feed_forward(module: nn.Module) -> Swap | Refused | None:
 
 def _scene(kind: str, width: int, together: bool, *, dtype: torch.dtype) -> None:
     if together:
-        forth_and_back(lambda both: halves(both, kind), (TOKENS, 2 * width), dtype=dtype)
+        forward_and_backward(lambda both: halves(both, kind), (TOKENS, 2 * width), dtype=dtype)
     else:
-        forth_and_back(lambda gate, up: gated(gate, up, kind), (TOKENS, width), (TOKENS, width), dtype=dtype)
+        forward_and_backward(lambda gate, up: gated(gate, up, kind), (TOKENS, width), (TOKENS, width), dtype=dtype)
 
 
 def is_gated(module: nn.Module) -> bool:
@@ -99,7 +97,7 @@ class FeedForward:
         if len(args) != 1 or kwargs:  # only what a layer computes of its input was tried
             return type(module).forward(module, *args, **kwargs)
         (x,) = args
-        with not_kept(x, module):
+        with recomputed_input(x, module):
             gate, up = module.gate_proj(x), module.up_proj(x)
         return module.down_proj(gated(gate, up, self.kind))
 
@@ -107,6 +105,6 @@ class FeedForward:
         if len(args) != 1 or kwargs:
             return type(module).forward(module, *args, **kwargs)
         (x,) = args
-        with not_kept(x, module):
+        with recomputed_input(x, module):
             both = module.gate_up_proj(x)
         return module.down_proj(halves(both, self.kind))

@@ -17,16 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from deepspeed.fusion.again import not_kept
+from deepspeed.fusion.equivalence import alike, attempt, only_ours, overridden, stand_in, watched_everywhere
 from deepspeed.fusion.feed_forward import is_gated
-from deepspeed.fusion.layers import only_ours, watched_everywhere
-from deepspeed.fusion.likeness import alike, attempt, overridden, stand_in
-from deepspeed.fusion.swap import TOKENS, Refused, Swap, Undo, put_forward, put_whole, replacement, whole_shape
-from deepspeed.ops.model.bias_gelu import FORMS, bias_gelu
-from deepspeed.ops.model.gated import ACTIVATIONS
-from deepspeed.ops.rehearsal import forth_and_back
-
-__all__ = ["LinearGelu", "find_gelu"]
+from deepspeed.fusion.recompute import recomputed_input
+from deepspeed.ops.model.gated import ACTIVATIONS, FORMS, bias_gelu
+from deepspeed.ops.precompile import forward_and_backward
+from deepspeed.transformers.replacement import (
+    TOKENS,
+    Refused,
+    Swap,
+    Undo,
+    put_forward,
+    put_whole,
+    replacement,
+    whole_shape,
+)
 
 _WIDTH = 8
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -82,7 +87,7 @@ def _swap(module: nn.Module, names: Names, kind: str, alone: Callable[[nn.Module
 
 
 def _scene(kind: str, width: int, *, dtype: torch.dtype) -> None:
-    forth_and_back(lambda x, bias: bias_gelu(x, bias, kind), (TOKENS, width), (width,), dtype=dtype)
+    forward_and_backward(lambda x, bias: bias_gelu(x, bias, kind), (TOKENS, width), (width,), dtype=dtype)
 
 
 class _State(threading.local):
@@ -120,7 +125,7 @@ class LinearGelu:
     def run(self, module: Any, input: Tensor) -> Tensor:
         if not self._state.together:
             return self.plain(module, input)
-        with not_kept(input, module):
+        with recomputed_input(input, module):
             inner = self.product(input, module.weight)
         self._state.done = True
         return bias_gelu(inner, module.bias, self.kind)

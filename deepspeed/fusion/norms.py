@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -11,13 +13,22 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
-from deepspeed.fusion.again import computable
-from deepspeed.fusion.likeness import overridden, same, stand_in
-from deepspeed.fusion.swap import TOKENS, Refused, Swap, put_forward, whole_shape
+from deepspeed.fusion.equivalence import only_ours, overridden, same, stand_in, watched_everywhere
+from deepspeed.fusion.recompute import recomputable
 from deepspeed.ops.model.norm import layer_norm, rms_norm, rms_norm_reference
-from deepspeed.ops.rehearsal import forth_and_back
-
-__all__ = ["find_norm"]
+from deepspeed.ops.precompile import forward_and_backward
+from deepspeed.transformers.replacement import TOKENS, Refused, Swap, put_forward, replacement, whole_shape
+from deepspeed.transformers.source import (
+    assigned,
+    called_on_self,
+    changed_in_place,
+    code_of,
+    copied,
+    exchanged,
+    innermost,
+    is_read_from,
+    tree_of,
+)
 
 Norm = Callable[..., tuple[Tensor, Tensor]]
 
@@ -76,9 +87,9 @@ def _scene(norm: Norm, width: int, *weights: tuple[int], dtype: torch.dtype, sum
         def behind(x: Tensor, residual: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
             return norm(x, *rest, residual=residual)
 
-        forth_and_back(behind, (TOKENS, width), (TOKENS, width), *weights, dtype=dtype)
+        forward_and_backward(behind, (TOKENS, width), (TOKENS, width), *weights, dtype=dtype)
     else:
-        forth_and_back(lambda *inputs: norm(*inputs)[0], (TOKENS, width), *weights, dtype=dtype)
+        forward_and_backward(lambda *inputs: norm(*inputs)[0], (TOKENS, width), *weights, dtype=dtype)
 
 
 class _RmsNorm:
@@ -143,4 +154,123 @@ def _computable(norm: Norm, result: Tensor, x: Tensor, *weights: Tensor) -> Tens
         with torch.no_grad():
             return norm(x, *kept)[0]
 
-    return computable(result, again)
+    return recomputable(result, again)
+
+
+def find_residual(module: nn.Module, norms: Mapping[nn.Module, Swap]) -> Swap | Refused | None:
+    """How the sum before one of these norms, which run on kernels, is computed; None for modules without one."""
+    names = {name for name, child in module.named_children() if child in norms}
+    forward = innermost(type(module)) if names else None
+    if not isinstance(forward, types.FunctionType):
+        return None
+    tree = tree_of(forward)
+    found = {} if tree is None else _rewritten(tree, names)
+    if tree is None or not found:
+        return None
+    if reason := overridden(module):
+        return Refused(reason)
+    if forward.__closure__ or not is_read_from(forward, tree_of(forward)):
+        return Refused(f"the forward of {type(module).__name__} uses names of its class or around it")
+    again = exchanged(type(module).forward, forward, _function(tree, forward))
+    if again is None:
+        return Refused(f"decorators of {type(module).__name__}.forward hide what they call")
+    put = partial(put_forward, module, _Layer(again, tuple(found)).run)
+    name, adds = max(found.items(), key=lambda each: each[1])
+    norm = norms[module.get_submodule(name)]
+    scene = None if norm.scene is None else partial(norm.scene, summed=True)
+    return Swap(f"{'sum' if adds else 'sum of gradients'} in {norm.kernel}", put, scene)
+
+
+class _Layer:
+    """A layer whose forward was written again."""
+
+    def __init__(self, forward: Callable[..., Any], norms: tuple[str, ...]) -> None:
+        self.forward, self.norms = forward, norms
+
+    def run(self, module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Hooks of others on a norm would see a norm that also adds; for them it stays what it was.
+
+        So it does where a norm was exchanged or wrapped meanwhile, by one that only normalises.
+        """
+        ours = not watched_everywhere() and all(_adds(module._modules.get(norm)) for norm in self.norms)
+        return (self.forward if ours else type(module).forward)(module, *args, **kwargs)
+
+
+def _adds(norm: nn.Module | None) -> bool:
+    return norm is not None and replacement(norm) is not None and only_ours(norm)
+
+
+def _rewritten(tree: ast.Module, names: Collection[str]) -> dict[str, bool]:
+    """Write sums around these norms again, in place; by the name of the norm, whether it adds before it normalises."""
+    found: dict[str, bool] = {}
+    changed = {name for node in ast.walk(tree) if (name := changed_in_place(node)) is not None}
+    for node in ast.walk(tree):
+        inside = getattr(node, "body", None)
+        body: list[ast.stmt] = inside if isinstance(inside, list) else []
+        for at in range(len(body) - 1):
+            for length, fits, call in ((3, _is_sum, _sum), (2, _is_kept, _keep)):
+                lines = body[at : at + length]
+                norm = _norm(lines[-1]) if len(lines) == length else None
+                if norm is not None and norm[0] in names and fits(*lines) and assigned(lines[-2]) not in changed:
+                    body[at : at + length] = [call(*lines)]
+                    found[norm[0]] = found.get(norm[0], False) or length == 3
+                    break
+    ast.fix_missing_locations(tree)
+    return found
+
+
+def _norm(node: ast.AST) -> tuple[str, str] | None:
+    """(name of a module, argument) of `x = self.module(argument)`."""
+    call = node.value if isinstance(node, ast.Assign) else None
+    if not isinstance(call, ast.Call) or call.keywords or len(call.args) != 1 or not isinstance(call.args[0], ast.Name):
+        return None
+    name = called_on_self(call)
+    return None if name is None else (name, call.args[0].id)
+
+
+def _is_sum(first: ast.AST, second: ast.AST, third: ast.AST) -> bool:
+    """Whether the sum of the first line is kept by the second, and normalised and forgotten by the third."""
+    total = assigned(first)
+    added = isinstance(first, ast.Assign) and isinstance(first.value, ast.BinOp) and isinstance(first.value.op, ast.Add)
+    if total is None or not added:
+        return False
+    parts = (first.value.left, first.value.right)  # type: ignore[attr-defined]
+    named = any(isinstance(part, ast.Name) for part in parts)
+    # the call computes its parts in another order, which nobody sees unless one assigns what the other reads
+    assigns = any(isinstance(node, ast.NamedExpr) for part in parts for node in ast.walk(part))
+    return named and not assigns and _is_kept(second, third) and assigned(third) == total
+
+
+def _is_kept(first: ast.AST, second: ast.AST) -> bool:
+    """Whether what the first line keeps is normalised and forgotten by the second."""
+    kept, norm = assigned(first), _norm(second)
+    named = isinstance(first, ast.Assign) and isinstance(first.value, ast.Name)
+    if kept is None or norm is None or not named:
+        return False
+    source: str = first.value.id  # type: ignore[attr-defined]
+    return kept != source and source == norm[1] == assigned(second)
+
+
+def _sum(first: Any, second: Any, third: Any) -> ast.Assign:
+    left, right = first.value.left, first.value.right
+    residual, other = (left, right) if isinstance(left, ast.Name) else (right, left)
+    return _call(second, third, other, ast.keyword("residual", residual))
+
+
+def _keep(first: Any, second: Any) -> ast.Assign:
+    return _call(first, second, second.value.args[0], ast.keyword("keeps", ast.Constant(True)))
+
+
+def _call(kept: Any, norm: Any, argument: ast.expr, keyword: ast.keyword) -> ast.Assign:
+    """normalised, kept = norm(argument, keyword)."""
+    targets = ast.Tuple([norm.targets[0], kept.targets[0]], ast.Store())
+    return ast.copy_location(ast.Assign([targets], ast.Call(norm.value.func, [argument], [keyword])), kept)
+
+
+def _function(tree: ast.Module, forward: types.FunctionType) -> Callable[..., Any]:
+    """The function of a tree, with the names and defaults of the one that it was read from."""
+    code = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
+    code.decorator_list = []
+    ast.increment_lineno(tree, forward.__code__.co_firstlineno - 1)  # an error shows the line of the class's own
+    made: Callable[..., Any] = copied(forward, code=code_of(tree, forward))
+    return made

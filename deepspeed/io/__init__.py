@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from deepspeed.io.fast_file_writer import FastFileWriter, FastFileWriterConfig
-from deepspeed.io.mock_file_writer import MockFileWriter
-from deepspeed.io.py_file_writer import PyFileWriter
+from deepspeed.io.fast_file_writer import FastFileWriter, FastFileWriterConfig, MockFileWriter, PyFileWriter
 
 __all__ = ["FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"]

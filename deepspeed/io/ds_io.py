@@ -8,11 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from deepspeed.errors import DeepSpeedError
-from deepspeed.io.runs import Folder, speed, stopped_by_signals
-from deepspeed.io.sizes import parse_size, show_size
-from deepspeed.io.trial import ENGINES, Trial, problem_of
-
-__all__ = ["count", "main", "report_errors"]
+from deepspeed.io.trial import ENGINES, Folder, Trial, parse_size, problem_of, show_size, speed, stopped_by_signals
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -17,12 +20,86 @@ from rich.table import Table
 
 from deepspeed.errors import UsageError
 from deepspeed.io.ds_io import count, report_errors
-from deepspeed.io.runs import Folder, speed
-from deepspeed.io.sizes import parse_size, show_size
-from deepspeed.io.sweep import SWEEP, Outcome, best, combinations, read_sweep
-from deepspeed.io.trial import Trial, problem_of
+from deepspeed.io.trial import Folder, Trial, parse_size, problem_of, show_size, speed
 
-__all__ = ["main"]
+SWEEP: dict[str, list[Any]] = {
+    "block_size": ["1M", "8M"],
+    "queue_depth": [32, 128],
+    "sequential_requests": [True, False],
+    "single_submit": [False, True],
+    "io_parallel": [1, 2, 4, 8],
+}
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """One combination and what it reached in GB/s; None for what was not measured."""
+
+    settings: Mapping[str, Any]
+    read: float | None
+    write: float | None
+
+    @property
+    def seconds(self) -> float:
+        """Of moving a gigabyte in every direction that was measured: states are read and written once per step."""
+        return sum(1 / speed for speed in (self.read, self.write) if speed)
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """The config's `aio` section with these settings."""
+        return {
+            "block_size": self.settings["block_size"],
+            "queue_depth": self.settings["queue_depth"],
+            "intra_op_parallelism": self.settings["io_parallel"],
+            "single_submit": self.settings["single_submit"],
+            "overlap_events": not self.settings["sequential_requests"],
+        }
+
+
+def best(outcomes: Iterable[TrialResult]) -> TrialResult:
+    """The one that moves a gigabyte there and back in the least time."""
+    return min(outcomes, key=lambda each: each.seconds)
+
+
+def read_sweep(path: str) -> dict[str, list[Any]]:
+    """The lists of a JSON file, for all or some of the keys of `SWEEP`; a UsageError says what is wrong with one."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UsageError(f"--sweep_config: {path} cannot be read as JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"--sweep_config: {path} holds {type(found).__name__}; expected an object of lists")
+    for key, values in found.items():
+        if key not in SWEEP:
+            raise UsageError(f"--sweep_config: {path} has the key {key!r}; expected some of {', '.join(SWEEP)}")
+        if not isinstance(values, list) or not values:
+            raise UsageError(f"--sweep_config: {key} of {path} is {values!r}; expected a list of values to try")
+    return {**SWEEP, **found}
+
+
+def combinations(sweep: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Every combination, as settings of a trial; a UsageError names a value that is none."""
+    rows = [list(dict.fromkeys(_value(key, value) for value in sweep[key])) for key in SWEEP]
+    return [dict(zip(SWEEP, row, strict=True)) for row in itertools.product(*rows)]
+
+
+def _value(key: str, value: Any) -> Any:
+    default = SWEEP[key][0]
+    if isinstance(default, bool):
+        if isinstance(value, bool):
+            return value
+        raise UsageError(f"{key}: found {value!r}, expected true or false")
+    if key == "block_size":
+        try:
+            return parse_size(value)
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"{key}: {error}") from error
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{key}: found {value!r}, expected a whole number from 1 up")
+    return value
+
+
+# ---- the command
 
 _SHOWN = 10
 _DROP_CACHES = Path("/proc/sys/vm/drop_caches")
@@ -46,7 +123,7 @@ def _tune(arguments: argparse.Namespace) -> None:
         _drop_caches()  # now, so that a user who may not is told at once
     folders: list[Folder] = [(folder, n if arguments.gpu else 0) for n, folder in enumerate(arguments.nvme_dir)]
     console = Console(file=sys.stderr)
-    outcomes: list[Outcome] = []
+    outcomes: list[TrialResult] = []
     tried = combinations(sweep)
     logs = Path(arguments.log_dir)
     logs.mkdir(parents=True, exist_ok=True)
@@ -54,7 +131,7 @@ def _tune(arguments: argparse.Namespace) -> None:
         measure = functools.partial(_measure, arguments, settings, folders)
         read = None if arguments.no_read else measure(read=True)
         write = None if arguments.no_write else measure(read=False)
-        outcomes.append(Outcome(settings, read, write))
+        outcomes.append(TrialResult(settings, read, write))
         if arguments.verbose:
             console.print(f"{number}/{len(tried)}", _words(outcomes[-1]), highlight=False)
     chosen = best(outcomes)
@@ -90,7 +167,7 @@ def _write_json(path: Path, content: object) -> None:
     part.replace(path)
 
 
-_COLUMNS: dict[str, Callable[[Outcome], str]] = {
+_COLUMNS: dict[str, Callable[[TrialResult], str]] = {
     "block size": lambda each: show_size(each.settings["block_size"]),
     "queue depth": lambda each: str(each.settings["queue_depth"]),
     "threads": lambda each: str(each.settings["io_parallel"]),
@@ -101,11 +178,11 @@ _COLUMNS: dict[str, Callable[[Outcome], str]] = {
 }
 
 
-def _words(outcome: Outcome) -> str:
+def _words(outcome: TrialResult) -> str:
     return ", ".join(f"{name} {text(outcome)}" for name, text in _COLUMNS.items() if text(outcome))
 
 
-def _show(outcomes: Sequence[Outcome], chosen: Outcome) -> None:
+def _show(outcomes: Sequence[TrialResult], chosen: TrialResult) -> None:
     shown = sorted(outcomes, key=lambda each: each.seconds)[:_SHOWN]
     table = Table(*_COLUMNS, box=box.SIMPLE, title=f"The best {len(shown)} of {len(outcomes)}")
     for each in shown:

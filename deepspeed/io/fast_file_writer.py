@@ -1,23 +1,59 @@
-"""`FastFileWriter`: gathers bytes in page-locked memory, which an `aio_handle` writes past the page cache."""
+"""Files for `torch.save`: written by an `aio_handle`, by Python, or not at all."""
 
 from __future__ import annotations
 
 import errno
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deepspeed.errors import FileError, UsageError
-from deepspeed.io.base_file_writer import BaseFileWriter
 from deepspeed.ops.host_memory import bytes_of, copy_bytes
 
-__all__ = ["FastFileWriter", "FastFileWriterConfig"]
+__all__ = ["FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"]
 
 
-class Handle(Protocol):
+class BaseFileWriter(ABC):
+    """A file to write to; `close` finishes it, and errors of the disk surface there at the latest."""
+
+    def __init__(self, file_path: str | os.PathLike[str]) -> None:
+        self._file_path = os.fspath(file_path)
+
+    def file_path(self) -> str:
+        """Where the file lies."""
+        return self._file_path
+
+    @abstractmethod
+    def write(self, buffer: Any) -> int:
+        """Take all bytes of a buffer; their number. Nothing of it is used after the return."""
+
+    @abstractmethod
+    def fileno(self) -> int:
+        """The descriptor of the file."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Hand everything to the operating system that can be."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write what is left and close the file; harmless when repeated."""
+
+    def __enter__(self) -> BaseFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AioHandle(Protocol):
     """What a writer needs of an `aio_handle`."""
 
     def async_pwrite(self, buffer: Tensor, filename: str | int, file_offset: int = 0) -> int: ...
@@ -31,7 +67,7 @@ class Handle(Protocol):
 class FastFileWriterConfig:
     """How a file is written. Handle and memory are the writer's alone until it is closed."""
 
-    dnvme_handle: Handle
+    dnvme_handle: AioHandle
     pinned_tensor: Tensor
     """Where bytes are gathered; best from the handle's `new_cpu_locked_tensor`."""
     double_buffer: bool = True
@@ -142,3 +178,46 @@ def _create(path: str) -> int:
         if error.errno != errno.EINVAL:
             raise
     return os.open(path, flags, 0o666)  # a file system without O_DIRECT
+
+
+class PyFileWriter(BaseFileWriter):
+    """Writes through Python's buffer and the page cache."""
+
+    def __init__(self, file_path: str | os.PathLike[str]) -> None:
+        super().__init__(file_path)
+        self._file = open(file_path, "wb")  # noqa: SIM115 - closed by close()
+
+    def write(self, buffer: Any) -> int:
+        return self._file.write(buffer)
+
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class MockFileWriter(BaseFileWriter):
+    """No file is made; `size` counts what would be in it."""
+
+    def __init__(self, file_path: str | os.PathLike[str]) -> None:
+        super().__init__(file_path)
+        self.size = 0
+
+    def write(self, buffer: Any) -> int:
+        count = memoryview(buffer).nbytes
+        self.size += count
+        return count
+
+    def fileno(self) -> int:
+        """There is none: -1."""
+        return -1
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+    def close(self) -> None:
+        """Nothing to do."""

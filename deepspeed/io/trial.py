@@ -1,13 +1,23 @@
-"""`Trial`: one way to read or write files, and how long that takes."""
+"""`Trial`: one way to read or write files in folders of users, and how long that takes."""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import errno
+import multiprocessing
 import os
+import re
+import shutil
+import signal
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Barrier, BrokenBarrierError
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,8 +28,6 @@ from deepspeed.errors import FileError
 from deepspeed.io.fast_file_writer import FastFileWriter, FastFileWriterConfig
 from deepspeed.ops.aio.locked import locked_tensor
 from deepspeed.ops.op_builder import AsyncIOBuilder, GDSBuilder
-
-__all__ = ["ENGINES", "Trial", "problem_of"]
 
 
 @dataclass(frozen=True)
@@ -193,3 +201,115 @@ def _content(trial: Trial, path: str) -> Tensor:
 def _check(path: str, got: Tensor, expected: Tensor) -> None:
     if not torch.equal(got, expected):
         raise FileError(errno.EIO, "the bytes that were read or written are not those that should have been", path)
+
+
+# ---- trials in folders: space looked at before, processes begun together, files removed after
+
+Folder = tuple[str, int]
+"""A folder to measure, and the device whose memory is moved."""
+
+_PREPARED_S = 600.0
+
+
+def speed(trial: Trial, folders: Sequence[Folder], processes: int = 1) -> float:
+    """GB/s over all folders, with so many processes in each."""
+    for folder, _ in folders:
+        _require_space(folder, trial.io_size * trial.files * processes)
+    with contextlib.ExitStack() as made:
+        tasks = [
+            (made.enter_context(own_folder(folder)), device) for folder, device in folders for _ in range(processes)
+        ]
+        seconds = [trial.run(*tasks[0])] if len(tasks) == 1 else _together(trial, tasks)
+    return len(tasks) * trial.counted * trial.io_size / max(seconds) / 1e9
+
+
+@contextlib.contextmanager
+def own_folder(parent: str) -> Iterator[str]:
+    """A new folder that only this user can look into, removed with everything in it."""
+    try:
+        made = tempfile.mkdtemp(prefix="ds_io-", dir=parent)
+    except OSError as error:
+        raise FileError(error.errno or 0, f"no folder can be made in it: {error.strerror}", parent) from error
+    try:
+        yield made
+    finally:
+        _remove(made)
+
+
+def _remove(folder: str) -> None:
+    """Remove a folder of ours, in which a request that nobody waits for any more may still make its file."""
+    while True:
+        try:
+            return shutil.rmtree(folder)
+        except OSError as error:  # the last of those requests makes the last file
+            if error.errno != errno.ENOTEMPTY:
+                raise
+
+
+@contextlib.contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGTERM ends the program as Ctrl-C does: whatever was made is removed on the way out."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _together(trial: Trial, tasks: Sequence[Folder]) -> list[float]:
+    """Each task in a process of its own, all of which begin to measure at the same moment."""
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(len(tasks), mp_context=context) as pool:
+        barrier = manager.Barrier(len(tasks))
+        futures = [pool.submit(_one, trial, folder, device, barrier) for folder, device in tasks]
+        errors = [error for error in (future.exception() for future in futures) if error is not None]
+        for error in errors:
+            if not isinstance(error, BrokenBarrierError):  # that is a neighbour of the one that failed
+                raise error
+        return [future.result() for future in futures]
+
+
+def _one(trial: Trial, folder: str, device: int, barrier: Barrier) -> float:
+    try:
+        return trial.run(folder, device, lambda: barrier.wait(_PREPARED_S))
+    except BaseException:
+        barrier.abort()
+        raise
+
+
+def _require_space(folder: str, needed: int) -> None:
+    try:
+        room = os.statvfs(folder)
+    except OSError as error:
+        raise FileError(error.errno or 0, f"it cannot be looked at: {error.strerror}", folder) from error
+    free = room.f_bavail * room.f_frsize
+    if room.f_blocks and needed > free:
+        raise FileError(errno.ENOSPC, f"{needed} bytes are needed, {free} are free there", folder)
+
+
+# ---- numbers of bytes as people write them
+
+_UNITS = "KMGT"
+
+
+def parse_size(text: str | int) -> int:
+    """The number of bytes; K, M, G and T are powers of 1024. Any other text is an error of argparse that says why."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?)\s*([{_UNITS}]?)(?:i?B)?", str(text).strip(), re.IGNORECASE)
+    if found is None or isinstance(text, bool):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a number of bytes such as 4096, 64K, 1M or 1.5G")
+    size = float(found[1]) * 1024 ** (_UNITS.find(found[2].upper()) + 1 if found[2] else 0)
+    if size < 1 or size != int(size):
+        raise argparse.ArgumentTypeError(f"{text!r} is {size:g} bytes; expected a whole number from 1 up")
+    return int(size)
+
+
+def show_size(size: int) -> str:
+    """The shortest text that `parse_size` reads as this number."""
+    for power in range(len(_UNITS), 0, -1):
+        if size % 1024**power == 0:
+            return f"{size // 1024**power}{_UNITS[power - 1]}"
+    return str(size)

@@ -1,16 +1,15 @@
-"""The options of the `deepspeed` command."""
+"""The options of the `deepspeed` command and of the launcher of one node, and the words that pass them on."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from deepspeed.launcher.elastic_options import add_counts
+from deepspeed.launcher.errors import LaunchError, option_words
 from deepspeed.launcher.ports import DEFAULT_PORT
 from deepspeed.log import log_levels
-
-__all__ = ["DEFAULT_HOSTFILE", "LAUNCHERS", "STYLES", "HelpFormatter", "parse_args"]
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 LAUNCHERS = ("pdsh", "ssh", "openmpi", "mpich", "impi", "slurm", "mvapich")
@@ -149,3 +148,90 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("elastic training").add_argument
     add("--elastic_training", action="store_true", help="start again after a failure, with the hosts there are then")
     add_counts(add)
+
+
+# ---- elastic jobs
+
+_RESTARTS = 100
+_COUNTS = ("min_elastic_nodes", "max_elastic_nodes", "max_elastic_restarts")
+
+
+def add_counts(add: Callable[..., object]) -> None:
+    """The options that both commands have."""
+    add("--min_elastic_nodes", type=int, default=-1, help="fewest hosts to train on; -1: one")
+    add("--max_elastic_nodes", type=int, default=-1, help="most hosts to train on; -1: all")
+    add("--max_elastic_restarts", type=int, default=_RESTARTS, help="failures after which the job is given up")
+
+
+def elastic_words(args: argparse.Namespace, *, kept: bool = False) -> list[str]:
+    """What a node is told; `kept`: somebody else keeps the store at which the hosts meet. Nothing if not asked for."""
+    if not args.elastic_training:
+        return []
+    words = [f"--{name}={getattr(args, name)}" for name in _COUNTS]
+    return ["--enable_elastic_training", *words, *(["--elastic_store_kept"] if kept else [])]
+
+
+def elastic_nodes(args: argparse.Namespace, hosts: int) -> tuple[int, int]:
+    """The fewest and the most hosts to train on, of so many; an error if these cannot be."""
+    fewest = 1 if args.min_elastic_nodes == -1 else args.min_elastic_nodes
+    most = max(hosts, fewest) if args.max_elastic_nodes == -1 else args.max_elastic_nodes
+    if not 1 <= fewest <= most:
+        raise LaunchError(
+            f"--min_elastic_nodes {fewest} and --max_elastic_nodes {most} are no range of hosts; give 1 or more, and "
+            "not less for the most than for the fewest"
+        )
+    if fewest > hosts:
+        raise LaunchError(f"--min_elastic_nodes {fewest}: the job has only {hosts} host{'' if hosts == 1 else 's'}")
+    if args.max_elastic_restarts < 0:
+        raise LaunchError(f"--max_elastic_restarts {args.max_elastic_restarts} is not a number of them; give 0 or more")
+    return fewest, most
+
+
+# ---- words for the nodes
+
+_PREFLIGHT = "deepspeed.preflight"
+
+
+def node_words(
+    args: argparse.Namespace,
+    world_info: str,
+    *,
+    node_rank: int | str | None,
+    master: tuple[str, int],
+    save_pid: int = 0,
+    store_kept: bool = False,
+    script: Sequence[str] | None = None,
+) -> list[str]:
+    """What follows `python -m deepspeed.launcher.launch`; `script` replaces the user's script and arguments.
+
+    `store_kept`: the hosts of an elastic job meet at a store that no node keeps.
+    """
+    words = [f"--world_info={world_info}"]
+    if node_rank is not None:
+        words.append(f"--node_rank={node_rank}")
+    words += [f"--master_addr={master[0]}", f"--master_port={master[1]}"]
+    words += [f"--{name}" for name in ("no_python", "module", "no_local_rank") if getattr(args, name)]
+    if save_pid:
+        words.append(f"--save_pid={save_pid}")
+    words.append(f"--enable_each_rank_log={args.enable_each_rank_log}")
+    if args.bind_cores_to_rank:
+        words.append("--bind_cores_to_rank")
+    if args.bind_core_list is not None:
+        words.append(f"--bind_core_list={args.bind_core_list}")
+    if args.quiet:
+        words.append("--quiet")
+    words.append(f"--log_level={args.log_level}")
+    words += elastic_words(args, kept=store_kept)
+    return [*words, *([args.user_script, *args.user_args] if script is None else script)]
+
+
+def preflight_of(args: argparse.Namespace) -> argparse.Namespace:
+    """The same job with the preflight in the place of the script, which it gets as its arguments."""
+    if args.module and args.no_python:
+        raise LaunchError("--module and --no_python contradict each other: a module is run by Python; give one of them")
+    job = copy.copy(args)
+    kind = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
+    job.user_args = [*option_words("preflight_args", args.preflight_args), *kind, args.user_script, *args.user_args]
+    job.user_script, job.module, job.no_python = _PREFLIGHT, True, False
+    job.elastic_training = False  # it looks once, at all hosts
+    return job

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from deepspeed.launcher.errors import LaunchError
 
-__all__ = ["Binding", "Topology", "bind", "parse_range_list", "ranges", "share"]
-
 _CPUS = Path("/sys/devices/system/cpu")
 _NODES = Path("/sys/devices/system/node")
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")

@@ -11,8 +11,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["Draw", "emit", "plain_table"]
-
 _PIPED_WIDTH = 160
 
 Draw = Callable[[Console], None]

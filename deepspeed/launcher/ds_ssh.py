@@ -9,15 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deepspeed.launcher.arguments import DEFAULT_HOSTFILE, HelpFormatter
-from deepspeed.launcher.backends.ssh import check_hosts, ssh_words
 from deepspeed.launcher.errors import LaunchError, option_words, run_program
-from deepspeed.launcher.hostfile import fetch_hostfile
-from deepspeed.launcher.messages import new_token
-from deepspeed.launcher.relay_plan import Link, RelayPlan
-from deepspeed.launcher.resources import parse_inclusion_exclusion
+from deepspeed.launcher.hosts import fetch_hostfile, parse_inclusion_exclusion
+from deepspeed.launcher.multi_host import check_hosts, ssh_words
+from deepspeed.launcher.protocol import Link, RelayPlan, new_token
 from deepspeed.launcher.supervise import supervise
-
-__all__ = ["add_hosts", "hosts_of", "main"]
 
 
 def add_hosts(parser: argparse._ActionsContainer, default: str | None) -> None:
@@ -64,7 +60,7 @@ def _run(args: argparse.Namespace) -> int:
     plan = RelayPlan(
         links=links, world=len(links), token=new_token(), style="host", log_level="warning", independent=True
     )
-    return supervise(plan, os.environ, program="relay")
+    return supervise(plan, os.environ)
 
 
 if __name__ == "__main__":

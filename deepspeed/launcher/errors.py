@@ -7,10 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 
-from deepspeed.errors import DeepSpeedError
-from deepspeed.printable import printable
-
-__all__ = ["MISTAKE", "LaunchError", "option_words", "run_program"]
+from deepspeed.errors import DeepSpeedError, printable
 
 MISTAKE = 2  # exit status: the job was never started, as with a wrong option
 

@@ -6,32 +6,34 @@ Every function works without a GPU, a network or any optional tool; what cannot 
 from __future__ import annotations
 
 import importlib.metadata
+import ipaddress
 import os
 import platform
 import shutil
+import socket
+import struct
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from deepspeed._version import __git_branch__, __git_hash__, __version__
+from deepspeed._package import __git_branch__, __git_hash__, __version__
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.detect import survey
 from deepspeed.accelerator.interface import DeepSpeedAccelerator
-from deepspeed.errors import AcceleratorError
-from deepspeed.launcher import network, variables
+from deepspeed.errors import AcceleratorError, OpUnavailable
+from deepspeed.launcher.environment import relevant
 from deepspeed.ops import capability, registry
-
-__all__ = ["AcceleratorFacts", "Device", "Finding", "Machine", "Report", "SharedMemory", "Tool", "gather"]
+from deepspeed.ops.cuda_arch import check_arch_list
 
 SHM_WANTED = 512 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class DeviceFacts:
     """One device of the accelerator in use."""
 
     index: int
@@ -41,7 +43,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class SystemFeature:
     """Something that was looked for; `reason` says what was found, or why it is not available."""
 
     name: str
@@ -50,7 +52,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class HostFacts:
     """The host; `cores` are those that this process may use, `memory` is in bytes."""
 
     system: str
@@ -58,7 +60,7 @@ class Machine:
     cores: int | None
     memory: int | None
     vector_instructions: tuple[str, ...]
-    storage: tuple[Finding, ...]
+    storage: tuple[SystemFeature, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ class AcceleratorFacts:
     name: str | None
     communication_backend: str | None
     problem: str | None
-    devices: tuple[Device, ...]
-    candidates: tuple[Finding, ...]
+    devices: tuple[DeviceFacts, ...]
+    candidates: tuple[SystemFeature, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,31 +93,31 @@ class SharedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class SystemReport:
     """Everything; `dataclasses.asdict` of it is what `--json` prints."""
 
     versions: Mapping[str, str | None]
-    machine: Machine
+    machine: HostFacts
     paths: Mapping[str, str | None]
     accelerator: AcceleratorFacts
     ops: tuple[registry.Explanation, ...]
     build_tools: tuple[Tool, ...]
     shared_memory: SharedMemory | None
-    interfaces: tuple[network.Interface, ...]
+    interfaces: tuple[Interface, ...]
     suggested_interface: str | None
     launchers: tuple[Tool, ...]
     environment: Mapping[str, str]
     warnings: tuple[str, ...]
 
 
-def gather() -> Report:
+def gather() -> SystemReport:
     """Ask everything once."""
     accelerator = accelerator_facts()
     tools = build_tools()
     shared = shared_memory()
-    found = network.interfaces()
+    found = interfaces()
     warned = [*_accelerator_warnings(accelerator), *_build_warnings(tools), *_shm_warnings(shared)]
-    return Report(
+    return SystemReport(
         versions=versions(),
         machine=machine(),
         paths=paths(),
@@ -124,10 +126,10 @@ def gather() -> Report:
         build_tools=tools,
         shared_memory=shared,
         interfaces=found,
-        suggested_interface=network.suggested(found),
+        suggested_interface=suggested(found),
         launchers=launchers(),
-        environment=variables.relevant(),
-        warnings=(*warned, *variables.warnings()),
+        environment=relevant(),
+        warnings=(*warned, *variable_warnings()),
     )
 
 
@@ -176,17 +178,17 @@ def _host_memory() -> int | None:
         return None
 
 
-def machine() -> Machine:
+def machine() -> HostFacts:
     """The host: system, processor, cores that this process may use, memory, what kernels and storage could use."""
     sets = (capability.has_avx2, capability.has_avx512, capability.has_neon, capability.has_sve)
     storage = (capability.has_libaio, capability.has_io_uring, capability.has_gds)
-    return Machine(
+    return HostFacts(
         system=platform.platform(),
         processor=" ".join(part for part in (platform.machine(), _cpu_model()) if part),
         cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         memory=_host_memory(),
         vector_instructions=tuple(fact.name for fact in sets if fact.holds),
-        storage=tuple(Finding(fact.name, fact.holds, fact.reason) for fact in storage),
+        storage=tuple(SystemFeature(fact.name, fact.holds, fact.reason) for fact in storage),
     )
 
 
@@ -204,7 +206,7 @@ def gibibytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
 
 
-def _device(accelerator: DeepSpeedAccelerator, index: int) -> Device:
+def _device(accelerator: DeepSpeedAccelerator, index: int) -> DeviceFacts:
     kind = accelerator._name
     name, arch = accelerator.device_name(index), None
     if kind == "cuda":
@@ -218,12 +220,12 @@ def _device(accelerator: DeepSpeedAccelerator, index: int) -> Device:
         memory: int | None = accelerator.total_memory(index)
     except (AttributeError, RuntimeError):
         memory = None
-    return Device(index, name, memory, arch)
+    return DeviceFacts(index, name, memory, arch)
 
 
 def accelerator_facts() -> AcceleratorFacts:
     """The accelerator that this process would use, its devices, and why the others are not there."""
-    candidates = tuple(Finding(each.name, each.available, each.reason or "") for each in survey())
+    candidates = tuple(SystemFeature(each.name, each.available, each.reason or "") for each in survey())
     try:
         accelerator = get_accelerator()
         devices = tuple(_device(accelerator, index) for index in range(accelerator.device_count()))
@@ -341,3 +343,127 @@ def _shm_warnings(found: SharedMemory | None) -> list[str]:
         f"{found.path} holds only {gibibytes(found.total)}, less than {gibibytes(SHM_WANTED)}: NCCL and data-loader "
         "workers may fail; in Docker add --shm-size=1g or --ipc=host"
     ]
+
+
+# ---- network interfaces, as the kernel tells them
+
+_SIOCGIFADDR = 0x8915
+_IFF_UP = 0x1
+_IFF_LOOPBACK = 0x8
+_DOWN = ("down", "lowerlayerdown", "notpresent", "dormant")
+# Made by container engines and hypervisors: ranks on other machines are not reached through them.
+_VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "ifb", "dummy", "tunl", "podman")
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """One interface; `up` is None where the system does not say."""
+
+    name: str
+    up: bool | None
+    loopback: bool
+    addresses: tuple[str, ...]
+    speed_mbit: int | None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:  # many of these files answer EINVAL while the interface is down
+        return ""
+
+
+def _names() -> list[str]:
+    try:
+        return [name for _, name in socket.if_nameindex()]
+    except OSError:
+        return []
+
+
+def ipv4_address(name: str) -> str | None:
+    """The main IPv4 address of an interface, asked from the kernel (Linux only)."""
+    if sys.platform != "linux":
+        return None
+    import fcntl  # not on every system
+
+    request = struct.pack("256s", name.encode()[:15])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+    except OSError:
+        return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_addresses(table: Path) -> dict[str, list[str]]:
+    """Interface name → IPv6 addresses, from lines of: 32 hex digits, index, prefix, scope, flags, name."""
+    found: dict[str, list[str]] = {}
+    for line in _read(table).splitlines():
+        words = line.split()
+        if len(words) == 6 and len(words[0]) == 32:
+            found.setdefault(words[5], []).append(str(ipaddress.IPv6Address(int(words[0], 16))))
+    return found
+
+
+def interfaces(
+    names: Iterable[str] | None = None,
+    root: Path = Path("/sys/class/net"),
+    inet6: Path = Path("/proc/net/if_inet6"),
+    ipv4: Callable[[str], str | None] = ipv4_address,
+) -> tuple[Interface, ...]:
+    """Every interface in the kernel's order; the arguments replace the kernel's answers."""
+    v6 = _ipv6_addresses(inet6)
+    found = []
+    for name in _names() if names is None else names:
+        flags = _read(root / name / "flags")
+        bits = int(flags, 16) if flags.startswith("0x") else None
+        state = _read(root / name / "operstate")
+        up = None if bits is None else bool(bits & _IFF_UP) and state not in _DOWN
+        speed = _read(root / name / "speed")
+        v4 = ipv4(name)
+        addresses = (*([v4] if v4 else []), *v6.get(name, ()))
+        found.append(
+            Interface(
+                name=name,
+                up=up,
+                loopback=bool(bits & _IFF_LOOPBACK) if bits is not None else name.startswith("lo"),
+                addresses=addresses,
+                speed_mbit=int(speed) if speed.isdigit() and int(speed) > 0 else None,
+            )
+        )
+    return tuple(found)
+
+
+def suggested(found: Iterable[Interface]) -> str | None:
+    """The interface that other machines most likely reach: the fastest that is up and has an address."""
+    usable = [
+        each
+        for each in found
+        if each.up and not each.loopback and each.addresses and not each.name.startswith(_VIRTUAL)
+    ]
+    best = max(usable, key=lambda each: each.speed_mbit or 0, default=None)
+    return best.name if best else None
+
+
+# ---- variables
+
+
+def variable_warnings(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """What is set but cannot work, or does nothing."""
+    found = []
+    try:
+        check_arch_list(environ.get("TORCH_CUDA_ARCH_LIST", ""))
+    except ValueError as error:
+        found.append(str(error))
+    ops = {each.variable: each for each in registry.operations().values()}
+    for name in sorted(environ):
+        if name.startswith("DS_BUILD_") and environ[name] not in ("", "0"):
+            found.append(f"{name} has no effect: nothing is compiled when the package is installed")
+        elif name.startswith("DS_OP_") and name not in ops:
+            found.append(f"{name} names no op; there are {', '.join(sorted(ops))}")
+        elif name in ops and environ[name]:
+            try:
+                ops[name].demand(environ[name])
+            except OpUnavailable as error:
+                found.append(str(error))
+    return found

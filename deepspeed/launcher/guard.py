@@ -3,8 +3,7 @@
 [Note: the guard] The launcher (torch loaded, the process users see) starts one small process, this one, in a session of
 its own, and waits for it. The guard is the parent of the ranks, each again in a session of its own:
 
-- The guard reads a pipe whose other end only the launcher holds. A byte is the number of a signal to pass on; the end
-  of the pipe means that the launcher is dead, in whatever way, and everything below the guard is killed.
+- If the launcher is gone, see process_loop.py, everything below the guard is killed.
 - Orphans become children of the guard (Linux), so it finds every process that a rank ever started, daemons included.
 - The kernel kills the ranks if the guard dies (Linux); the launcher then kills the orphans that come to it.
 
@@ -17,7 +16,6 @@ they became ready. So the first failure is known even when the guard was late an
 
 from __future__ import annotations
 
-import logging
 import os
 import selectors
 import signal
@@ -31,40 +29,33 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from deepspeed.comm.verdict_pipe import Told, VerdictPipe
-from deepspeed.launcher import messages, processes
-from deepspeed.launcher.folding import labelled
-from deepspeed.launcher.frames import receive
-from deepspeed.launcher.output import Channel, last_lines
-from deepspeed.launcher.plan import RETIRE, Plan, RankPlan
-from deepspeed.launcher.verdict import Ending, failure, rank_list
-from deepspeed.launcher.wakeups import STOPPING, waking
-from deepspeed.log import logger, set_log_level_from_string
+from deepspeed.comm.verdict_pipe import ReportedVerdict, VerdictPipe
+from deepspeed.launcher import processes
+from deepspeed.launcher.failure_report import RankEnd, failure_report, rank_list
+from deepspeed.launcher.output import OutputPipe, labelled, last_lines
+from deepspeed.launcher.process_loop import FAILURE_GRACE, SIGNAL_GRACE, STOPPING, TICK, ProcessLoop, run_plan
+from deepspeed.launcher.protocol import RETIRE, NodePlan, RankPlan, RelaySetting, encode
+from deepspeed.log import logger
 
-__all__ = ["FAILURE_GRACE", "SIGNAL_GRACE", "Guard", "main"]
-
-FAILURE_GRACE = 5.0  # seconds between SIGTERM and SIGKILL once a rank has failed
-SIGNAL_GRACE = 30.0  # seconds that ranks get to end after a signal of the user, for instance to save a checkpoint
 _CHILDREN_GRACE = 2.0  # seconds that processes which ranks left behind get to end by themselves
 _KILL_WAIT = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
-_TICK = 0.05  # seconds between looks at processes that are not our children
 
 
 @dataclass
-class _Rank:
+class _RunningRank:
     """A started rank; `code` is None while it runs, `told` means that it ended after the guard told it to."""
 
     plan: RankPlan
     process: subprocess.Popen[bytes]
-    channels: list[Channel]
+    channels: list[OutputPipe]
     log_start: int
     started: float = field(default_factory=time.monotonic)
     code: int | None = None
     at: float = 0.0
     told: bool = False
-    verdict: Told | None = None  # the newest one of its watch for hangs
+    verdict: ReportedVerdict | None = None  # the newest one of its watch for hangs
 
-    def ending(self) -> Ending:
+    def ending(self) -> RankEnd:
         """How it ended; its output must have been read to the end."""
         source, lines = "stdout and stderr", []
         if self.plan.log is not None:
@@ -77,49 +68,26 @@ class _Rank:
             lines = chosen.tail.lines()
         code = 0 if self.code is None else self.code
         verdict = self.verdict if self.verdict is not None and self.verdict.explains(self.started + self.at) else None
-        return Ending(self.plan, self.process.pid, code, self.at, self.told, source, lines, verdict)
+        return RankEnd(self.plan, self.process.pid, code, self.at, self.told, source, lines, verdict)
 
 
-class Guard:
-    """Runs a plan; `control` is the reading end of the launcher's pipe."""
+class Guard(ProcessLoop):
+    """Runs the plan of one node."""
 
-    def __init__(self, plan: Plan, control: int) -> None:
+    def __init__(self, plan: NodePlan, control: int) -> None:
+        super().__init__(control, plan.pid_file)
         self._plan = plan
-        self._control = control
-        self._ranks: list[_Rank] = []
-        self._first: _Rank | None = None
-        self._signal: int | None = None  # that the user sent to stop the job
-        self._agenda: list[tuple[float, Callable[[], None]]] = []  # what happens if processes do not end by then
-        self._stopping = self._killed = self._hurried = self._stuck = self._retiring = False
-        self._selector = selectors.DefaultSelector()
-        self._stop_read, self._stop_write = os.pipe()
+        self._ranks: list[_RunningRank] = []
+        self._first: _RunningRank | None = None
+        self._hurried = self._stuck = self._retiring = False
         self._locks = {1: threading.Lock(), 2: threading.Lock()}
-        self._relayed = messages.Relayed.parse(plan.relay)
+        self._relayed = RelaySetting.parse(plan.relay)
         self._verdicts = VerdictPipe()
-
-    def run(self) -> int:
-        """Start the ranks, wait for all, and return the exit status of the job."""
-        processes.adopt_orphans()
-        self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
         self._selector.register(self._verdicts.source, selectors.EVENT_READ, self._on_verdicts)
-        with waking(self._selector, self._on_own_signal):
-            trouble = self._start()
-            if trouble is not None:
-                self._kill()
-            while self._running() or self._left_behind():
-                self._turn(_TICK if self._agenda else None)
-                self._keep_agenda()
-            self._reap([])  # what has just ended is not left to whoever comes after us
-            self._drain()
-        if trouble is not None:
-            logger.error("%s", trouble)
-            return 127
-        return self._verdict()
 
     # ---- starting
 
     def _start(self) -> str | None:
-        """Start every rank; what went wrong if one could not be started."""
         arm = processes.end_with_parent()
         for plan in self._plan.ranks:
             try:
@@ -132,8 +100,8 @@ class Guard:
                 channel.start()
         return None
 
-    def _spawn(self, plan: RankPlan, arm: Callable[[], None]) -> _Rank:
-        channels: list[Channel] = []
+    def _spawn(self, plan: RankPlan, arm: Callable[[], None]) -> _RunningRank:
+        channels: list[OutputPipe] = []
         log_start = 0
         if plan.log is not None:
             out = os.open(plan.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
@@ -144,7 +112,7 @@ class Guard:
             shape = None
             if self._relayed is not None and self._relayed.labels:
                 shape = partial(labelled, label=f"[{plan.rank}] ".encode())
-            channels = [Channel(target, self._stop_read, self._locks[target], shape) for target in targets]
+            channels = [OutputPipe(target, self._stop_read, self._locks[target], shape) for target in targets]
             inlets = (channels[0].inlet, channels[-1].inlet)
 
         def prepare() -> None:
@@ -166,11 +134,21 @@ class Guard:
             with suppress(OSError):  # a kernel before 5.3
                 descriptor = os.pidfd_open(process.pid)
                 self._selector.register(descriptor, selectors.EVENT_READ, process.pid)
-        return _Rank(plan, process, channels, log_start)
+        return _RunningRank(plan, process, channels, log_start)
 
     # ---- waiting
 
-    def _running(self) -> list[_Rank]:
+    def _wait(self) -> None:
+        while self._running() or self._left_behind():
+            self._turn(TICK if self._agenda else None)
+            self._keep_agenda()
+        self._reap([])  # what has just ended is not left to the parent of this process
+        # All output that there is is passed on, unless the user is in a hurry.
+        os.close(self._stop_write)
+        while not self._hurried and any(channel.busy() for rank in self._ranks for channel in rank.channels):
+            self._turn(TICK / 10)
+
+    def _running(self) -> list[_RunningRank]:
         return [rank for rank in self._ranks if rank.code is None]
 
     def _turn(self, wait: float | None) -> None:
@@ -202,11 +180,11 @@ class Guard:
                 return  # a rank: its pidfd is readable now, and says who was first
             os.waitpid(orphan.si_pid, 0)
 
-    def _ended(self, rank: _Rank, code: int) -> None:
+    def _ended(self, rank: _RunningRank, code: int) -> None:
         rank.code = rank.process.returncode = code
         rank.at = time.monotonic() - rank.started
         rank.told = self._stopping or self._killed or self._signal is not None
-        logger.debug("rank %d (pid %d) %s", rank.plan.rank, rank.process.pid, processes.described(code))
+        logger.debug("rank %d (pid %d) %s", rank.plan.rank, rank.process.pid, processes.describe_exit(code))
         if code != 0 and not rank.told and self._first is None:
             self._first = rank
         if not self._running() and not self._killed and self._first is None:
@@ -219,7 +197,7 @@ class Guard:
     def _targets(self) -> list[int]:
         """Every process below the guard, or elsewhere than on Linux every group that a rank leads."""
         if processes.LINUX:
-            return processes.below(os.getpid())
+            return processes.descendants(os.getpid())
         groups = []
         for rank in self._ranks:
             with suppress(ProcessLookupError, PermissionError):
@@ -240,18 +218,10 @@ class Guard:
         if self._signal is None:
             self._on_stop(number)
 
-    def _on_control(self) -> None:
-        numbers = os.read(self._control, 4096)
-        for number in numbers:
-            self._on_signal(number)
-        if not numbers:
-            self._selector.unregister(self._control)
-            self._hurried = True
-            if self._plan.pid_file is not None:
-                with suppress(OSError):
-                    os.unlink(self._plan.pid_file)
-            logger.error("the launcher was killed: ending %s", rank_list([each.rank for each in self._plan.ranks]))
-            self._kill()
+    def _on_orphaned(self) -> None:
+        self._hurried = True
+        logger.error("the launcher was killed: ending %s", rank_list([each.rank for each in self._plan.ranks]))
+        self._kill()
 
     def _on_signal(self, number: int) -> None:
         if number in STOPPING:
@@ -288,23 +258,19 @@ class Guard:
 
     # ---- ending
 
-    def _plan_end(self, grace: float, then: Callable[[], None]) -> None:
-        self._agenda = [(time.monotonic() + grace, then)]
-
     def _keep_agenda(self) -> None:
         """Do what is due; processes that appear after a SIGKILL are killed as well."""
         if self._first is not None and not self._stopping:
             self._stop_others(self._first)
         if self._killed:
             processes.send(signal.SIGKILL, self._targets())
-        if self._agenda and time.monotonic() >= self._agenda[0][0]:
-            self._agenda.pop(0)[1]()
+        self._do_due()
 
-    def _stop_others(self, first: _Rank) -> None:
+    def _stop_others(self, first: _RunningRank) -> None:
         self._stopping = True
         self._tell(first, kind="failed", code=first.code)
         if others := [rank.plan.rank for rank in self._running()]:
-            what = processes.described(first.code or 0)
+            what = processes.describe_exit(first.code or 0)
             logger.error("rank %d %s: ending %s", first.plan.rank, what, rank_list(others))
         processes.send(signal.SIGTERM, self._targets())
         self._plan_end(FAILURE_GRACE, self._kill)
@@ -331,21 +297,15 @@ class Guard:
             rank.code, rank.told = -signal.SIGKILL, True
         self._stuck = True
 
-    def _tell(self, rank: _Rank, **message: Any) -> bool:
-        """Tell the launcher that reads along; False if there is none. See [Note: messages] in messages.py."""
+    def _tell(self, rank: _RunningRank, **message: Any) -> bool:
+        """Tell the launcher that reads along; False if there is none. See [Note: messages] in protocol.py."""
         if self._relayed is None or not self._relayed.token:
             return False
         number = rank.plan.rank
-        lines = messages.encode(self._relayed.token, number, {"rank": number, "host": self._plan.host, **message})
+        lines = encode(self._relayed.token, number, {"rank": number, "host": self._plan.host, **message})
         with self._locks[1 if os.path.sameopenfile(1, 2) else 2], suppress(OSError):  # nobody reads any more
             os.write(2, lines)
         return True
-
-    def _drain(self) -> None:
-        """Pass on all output that there is, unless the user is in a hurry."""
-        os.close(self._stop_write)
-        while not self._hurried and any(channel.busy() for rank in self._ranks for channel in rank.channels):
-            self._turn(_TICK / 10)
 
     def _verdict(self) -> int:
         self._on_verdicts()
@@ -353,7 +313,7 @@ class Guard:
         if self._first is not None:
             first = self._first.ending()
             others = [ending for ending in endings if ending.plan.rank != first.plan.rank]
-            text = failure(first, others, self._plan.host)
+            text = failure_report(first, others, self._plan.host)
             if not self._tell(self._first, kind="story", text=text):
                 logger.error("%s", text)
             return processes.status(first.code)
@@ -365,12 +325,5 @@ class Guard:
 
 
 def main(control: int) -> int:
-    """Read the plan from the launcher's pipe and run it."""
-    os.set_inheritable(control, False)
-    line = receive(control)
-    if not line:
-        return 1  # the launcher was killed before it could say what to start
-    plan = Plan.loads(line.decode("ascii"))
-    set_log_level_from_string(plan.log_level)
-    logging.raiseExceptions = False  # stderr may be closed; there is nobody to tell
-    return Guard(plan, control).run()
+    """Run the plan that comes through the launcher's pipe."""
+    return run_plan(Guard, control)

@@ -18,22 +18,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.launcher import messages
-from deepspeed.launcher.arguments import HelpFormatter
+from deepspeed.launcher.arguments import HelpFormatter, add_counts, elastic_nodes
 from deepspeed.launcher.binding import Binding, bind
-from deepspeed.launcher.elastic_options import add_counts, elastic_nodes
+from deepspeed.launcher.environment import mask_command
 from deepspeed.launcher.errors import LaunchError, run_program
-from deepspeed.launcher.masking import without_secrets
-from deepspeed.launcher.pidfile import pid_file
-from deepspeed.launcher.place import Place
-from deepspeed.launcher.plan import Plan, RankPlan
-from deepspeed.launcher.ports import DEFAULT_PORT, claimed
-from deepspeed.launcher.rank_logs import log_files
-from deepspeed.launcher.resources import Slots, decode_world_info
-from deepspeed.launcher.supervise import supervise
+from deepspeed.launcher.hosts import Slots, decode_world_info
+from deepspeed.launcher.ports import DEFAULT_PORT, claim_port
+from deepspeed.launcher.protocol import RELAY_VARIABLE, NodePlacement, NodePlan, RankPlan, labels_only, log_files
+from deepspeed.launcher.supervise import pid_file, supervise
 from deepspeed.log import log_levels, logger, set_log_level_from_string
-
-__all__ = ["main", "parse_args", "run"]
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -78,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     world = decode_world_info(args.world_info)
     host = _host(args, world)
     _check_program(args)
-    relay = os.environ.pop(messages.VARIABLE, "")
+    relay = os.environ.pop(RELAY_VARIABLE, "")
     environment = dict(os.environ)
     get_accelerator().set_visible_devices_envs(environment, world[host])
     with ExitStack() as stack:
@@ -87,15 +80,15 @@ def run(args: argparse.Namespace) -> int:
             saved = stack.enter_context(pid_file(args.save_pid))
             logger.info("pid %d saved in %s", os.getpid(), saved)
 
-        def crew(place: Place) -> Plan:
-            plan = Plan(
+        def crew(place: NodePlacement) -> NodePlan:
+            plan = NodePlan(
                 host=socket.gethostname(),
                 ranks=tuple(_ranks(args, place)),
                 log_level=level,
                 pid_file=None if saved is None else str(saved),
                 forward_to_groups=args.no_python,
                 # A failure is not the end of an elastic job, so that the relay hears of none.
-                relay=messages.labels_only(relay) if args.enable_elastic_training else relay,
+                relay=labels_only(relay) if args.enable_elastic_training else relay,
             )
             logger.info(
                 "starting %d of %d ranks on %s (slots %s), which meet at %s:%d: %s",
@@ -105,14 +98,14 @@ def run(args: argparse.Namespace) -> int:
             return plan
 
         if args.enable_elastic_training:
-            from deepspeed.launcher import elastic  # torch's agents, which every other start would wait for
+            from deepspeed.elasticity import node  # torch's agents, which every other start would wait for
 
             nodes = elastic_nodes(args, len(world))
             slots = len(world[host])
-            return elastic.run(args, crew, environment, nodes=nodes, slots=slots, hangs_on_stdin=bool(relay))
+            return node.run(args, crew, environment, nodes=nodes, slots=slots, hangs_on_stdin=bool(relay))
         if args.node_rank == 0:
-            args.master_port = stack.enter_context(claimed(args.master_port))
-        plan = crew(Place.of(world, host, (args.master_addr, args.master_port)))
+            args.master_port = stack.enter_context(claim_port(args.master_port))
+        plan = crew(NodePlacement.of(world, host, (args.master_addr, args.master_port)))
         return supervise(plan, environment, hangs_on_stdin=bool(relay))
 
 
@@ -128,7 +121,7 @@ def _host(args: argparse.Namespace, world: Slots) -> str:
     return host
 
 
-def _ranks(args: argparse.Namespace, place: Place) -> Iterator[RankPlan]:
+def _ranks(args: argparse.Namespace, place: NodePlacement) -> Iterator[RankPlan]:
     environments = place.environments()
     bindings: list[Binding] | None = None
     if args.bind_cores_to_rank or args.bind_core_list:
@@ -148,7 +141,7 @@ def _ranks(args: argparse.Namespace, place: Place) -> Iterator[RankPlan]:
             rank=int(environment["RANK"]),
             local_rank=local_rank,
             command=tuple(command),
-            shown=shlex.join(without_secrets(command)),
+            shown=shlex.join(mask_command(command)),
             environment=environment,
             cores=cores,
             log=logs.get(int(environment["RANK"])),

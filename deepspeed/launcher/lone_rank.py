@@ -15,23 +15,19 @@ from collections.abc import Sequence
 
 from deepspeed.comm.discover import discover
 from deepspeed.errors import DeepSpeedError
+from deepspeed.launcher.environment import mask_command
 from deepspeed.launcher.errors import MISTAKE
 from deepspeed.launcher.guard import Guard
-from deepspeed.launcher.masking import without_secrets
-from deepspeed.launcher.messages import VARIABLE
-from deepspeed.launcher.plan import Plan, RankPlan
 from deepspeed.launcher.ports import DEFAULT_PORT
-from deepspeed.launcher.rank_logs import log_files
+from deepspeed.launcher.protocol import RELAY_VARIABLE, NodePlan, RankPlan, log_files
 from deepspeed.log import log_levels, set_log_level_from_string
-
-__all__ = ["main"]
 
 
 def main(words: Sequence[str]) -> int:
     """Run the rank and return its exit status."""
     args = _parse(words)
     set_log_level_from_string(args.log_level)
-    relay = os.environ.pop(VARIABLE, "")
+    relay = os.environ.pop(RELAY_VARIABLE, "")
     try:
         plan = _plan(args, relay)
     except DeepSpeedError as error:
@@ -56,7 +52,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def _plan(args: argparse.Namespace, relay: str) -> Plan:
+def _plan(args: argparse.Namespace, relay: str) -> NodePlan:
     facts = discover(os.environ, port=DEFAULT_PORT)
     known = {
         "RANK": facts.rank,
@@ -73,11 +69,11 @@ def _plan(args: argparse.Namespace, relay: str) -> Plan:
         rank=facts.rank,
         local_rank=facts.local_rank or 0,
         command=command,
-        shown=shlex.join(without_secrets(command)),
+        shown=shlex.join(mask_command(command)),
         environment={name: str(value) for name, value in known.items() if value is not None},
         log=log_files(args.enable_each_rank_log, [facts.rank]).get(facts.rank),
     )
-    return Plan(
+    return NodePlan(
         host=socket.gethostname(),
         ranks=(rank,),
         log_level=args.log_level,

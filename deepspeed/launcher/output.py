@@ -1,4 +1,4 @@
-"""A rank's output on its way to the user: passed on at once, its last lines remembered.
+"""Output of ranks on its way to the user: passed on at once, labelled or folded, its last lines remembered.
 
 [Note: output] A rank writes into a pipe, or into a pseudo-terminal where the launcher itself writes to a terminal, so
 that progress bars and colours look as if there were no launcher. A thread per channel passes the bytes on. Only whole
@@ -21,9 +21,12 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
-__all__ = ["LINES", "Channel", "Tail", "last_lines", "write_all"]
+from deepspeed.launcher.binding import ranges
+from deepspeed.launcher.protocol import Link, RelayPlan
 
 LINES = 20  # remembered per channel
 _LINE_BYTES = 2000  # of a line that is remembered
@@ -33,7 +36,7 @@ _CHUNK = 2**16
 _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 
 
-class Tail:
+class LastLines:
     """The last lines of a stream of bytes; of a line that was redrawn, what could be seen last."""
 
     def __init__(self, count: int = LINES) -> None:
@@ -54,7 +57,7 @@ class Tail:
 
     def lines(self) -> list[str]:
         """The lines, an unfinished one included; blank lines at either end are left out."""
-        copy = Tail()
+        copy = LastLines()
         copy._lines.extend(self._lines)
         if self._rest:
             copy._keep(self._rest)
@@ -68,14 +71,14 @@ class Tail:
 
 def last_lines(path: str, start: int = 0) -> list[str]:
     """The last lines of a file, not counting what was there before byte `start`."""
-    tail = Tail()
+    tail = LastLines()
     with suppress(OSError), Path(path).open("rb") as file:
         file.seek(max(start, file.seek(0, os.SEEK_END) - LINES * _LINE_BYTES))
         tail.feed(file.read())
     return tail.lines()
 
 
-class Channel:
+class OutputPipe:
     """One way from a rank to a file descriptor of ours: give `inlet` to the rank, then `start`.
 
     `shape` gets what would be written, whole lines as far as patience goes, and says what is written instead.
@@ -87,7 +90,7 @@ class Channel:
         self.target = target
         self._shape = shape
         self._patience = _PATIENCE if shape is None else _SHAPED_PATIENCE
-        self.tail = Tail()
+        self.tail = LastLines()
         self._stop = stop
         self._lock = lock
         self.terminal = shape is None and os.isatty(target)
@@ -182,3 +185,118 @@ def _leave_bytes_alone(terminal: int) -> None:
     settings[1] &= ~termios.OPOST
     settings[3] &= ~(termios.ECHO | termios.ICANON | termios.ISIG)
     termios.tcsetattr(terminal, termios.TCSANOW, settings)
+
+
+# ---- lines of many ranks
+
+WINDOW = 0.25  # seconds that a line waits for equal ones of other ranks
+_LABEL = re.compile(rb"\[(\d+)\] ")
+_END = re.compile(rb"\r\n|\n|\r")
+
+
+def labelled(data: bytes, label: bytes) -> bytes:
+    """Every line with the label before it; a line that is redrawn becomes several, since others come in between."""
+    lines = _END.split(data)
+    if not lines[-1]:
+        lines.pop()
+    return b"".join(label + line + b"\n" for line in lines)
+
+
+def split_label(line: bytes) -> tuple[int | None, bytes]:
+    """ "[3] text" → (3, "text"); a line that no rank wrote → (None, the line)."""
+    match = _LABEL.match(line)
+    return (None, line) if match is None else (int(match[1]), line[match.end() :])
+
+
+@dataclass
+class _Line:
+    text: bytes
+    number: int
+    due: float
+    ranks: set[int] = field(default_factory=set)
+
+
+class LineFolder:
+    """Holds each line a moment, and writes it once with the ranks that said it; lines of a rank keep their order."""
+
+    def __init__(self, world: int, write: Callable[[bytes], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._world = world
+        self._write = write
+        self._clock = clock
+        self._lines: deque[_Line] = deque()
+        self._open: dict[bytes, _Line] = {}  # the newest line with a text
+        self._last: dict[int, int] = {}  # of each rank, the number of its last line
+        self._count = 0
+        self._lock = threading.Lock()
+
+    def add(self, rank: int, text: bytes) -> None:
+        """A line of a rank, without its end."""
+        with self._lock:
+            found = self._open.get(text)
+            # A rank joins a line only behind its own last one.
+            if found is None or found.number <= self._last.get(rank, -1):
+                found = self._open[text] = _Line(text, self._count, self._clock() + WINDOW)
+                self._lines.append(found)
+                self._count += 1
+            found.ranks.add(rank)
+            self._last[rank] = found.number
+            self._write_due(self._clock())
+
+    def flush(self, everything: bool = False) -> float | None:
+        """Write what has waited long enough; seconds until the next line is due, None if nothing waits."""
+        with self._lock:
+            now = self._clock()
+            self._write_due(float("inf") if everything else now)
+            return max(0.0, self._lines[0].due - now) if self._lines else None
+
+    def _write_due(self, now: float) -> None:
+        while self._lines and (self._lines[0].due <= now or len(self._lines[0].ranks) == self._world):
+            line = self._lines.popleft()
+            if self._open.get(line.text) is line:
+                del self._open[line.text]
+            self._write(b"[" + ranges(line.ranks).encode() + b"] " + line.text + b"\n")
+
+
+class HostOutput:
+    """Shapes lines of links for stdout and stderr; with folding, a thread of its own writes what has waited."""
+
+    def __init__(self, plan: RelayPlan) -> None:
+        self.locks = {1: threading.Lock(), 2: threading.Lock()}
+        self._plain = plan.style == "plain"
+        self._by_host = plan.style == "host"
+        names = "|".join(map(re.escape, plan.hosts))
+        self._named = re.compile(rf"(?:{names}): ".encode()) if names else None
+        self._folds: dict[int, LineFolder] = {}
+        self._closed = threading.Event()
+        if plan.style == "fold":
+            self._folds = {n: LineFolder(plan.world, partial(write_all, n, lock=self.locks[n])) for n in (1, 2)}
+            threading.Thread(target=self._flush, daemon=True).start()
+
+    def shaped(self, link: Link, target: int, data: bytes) -> bytes:
+        """What is written at once of whole lines that came from a link."""
+        if self._plain or not data:
+            return data
+        out: list[bytes] = []
+        for line in data.split(b"\n")[: -1 if data.endswith(b"\n") else None]:
+            named = self._named.match(line) if self._named is not None else None
+            rank, text = (None, line) if self._by_host else split_label(line[named.end() :] if named else line)
+            if rank is None:
+                out.append(f"{link.host}: ".encode() + line if link.host else line)
+            elif self._folds:
+                self._folds[target].add(rank, text)
+            else:
+                out.append(b"[%d] " % rank + text)
+        return b"".join(line + b"\n" for line in out)
+
+    def close(self) -> None:
+        """Write everything that waits."""
+        self._closed.set()
+        with suppress(OSError):
+            for fold in self._folds.values():
+                fold.flush(everything=True)
+
+    def _flush(self) -> None:
+        with suppress(OSError):  # nobody reads any more: the channels notice it, too
+            while not self._closed.wait(WINDOW / 4):
+                for fold in self._folds.values():
+                    fold.flush()

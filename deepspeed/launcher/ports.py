@@ -15,15 +15,13 @@ from contextlib import ExitStack, contextmanager
 
 from deepspeed.launcher.errors import LaunchError
 
-__all__ = ["DEFAULT_PORT", "claimed", "free_port", "is_free"]
-
 DEFAULT_PORT = 29500
 # Systems give higher ones to outgoing connections, any of which could take the port before rank 0 does.
 _LAST_PORT = 32767
 
 
 @contextmanager
-def claimed(port: int) -> Iterator[int]:
+def claim_port(port: int) -> Iterator[int]:
     """The port, or the first free one from 29500 on if it is 0; no other launcher gets it while this is open."""
     if not 0 <= port < 2**16:
         raise LaunchError(f"--master_port {port} is not a port; use one from 1 to 65535, or 0 for one that is free")

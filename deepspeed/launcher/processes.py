@@ -6,11 +6,9 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-
-__all__ = ["adopt_orphans", "below", "described", "end_with_parent", "send", "status"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -51,7 +49,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> Callable[[], None]:
     return arm
 
 
-def below(root: int, proc: Path = Path("/proc")) -> list[int]:
+def descendants(root: int, proc: Path = Path("/proc")) -> list[int]:
     """The live processes whose chain of parents leads to `root`, from /proc; empty where there is none."""
     children: dict[int, list[int]] = {}
     dead = set()
@@ -74,12 +72,11 @@ def below(root: int, proc: Path = Path("/proc")) -> list[int]:
     return sorted(set(found) - dead)
 
 
-def send(number: int, targets: Iterable[int], spared: Collection[int] = ()) -> None:
+def send(number: int, targets: Iterable[int]) -> None:
     """Send a signal to processes, or to groups given as negative numbers; those that are gone do not matter."""
     for target in targets:
-        if target not in spared:
-            with suppress(ProcessLookupError, PermissionError):  # another user's: a program that changed its user
-                os.kill(target, number)
+        with suppress(ProcessLookupError, PermissionError):  # another user's: a program that changed its user
+            os.kill(target, number)
 
 
 def status(code: int) -> int:
@@ -87,7 +84,7 @@ def status(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def described(code: int) -> str:
+def describe_exit(code: int) -> str:
     """ "exited with code 3", or "was killed by SIGKILL (signal 9)"."""
     if code >= 0:
         return f"exited with code {code}"

@@ -1,9 +1,8 @@
 """The relay: runs the programs that reach other hosts, reads what the ranks tell, and stops all hosts when one fails.
 
-[Note: the relay] It stands to the launcher as the guard does, see [Note: the guard] in guard.py: a small process that
-reads a pipe of signals and ends everything when the launcher is gone. Below it run one ssh for each host, or one pdsh,
-mpirun or srun. On each host a guard supervises the ranks there, and tells of a failure at once; see [Note: messages].
-The first message decides which rank failed first, because hosts take different times to end after it.
+[Note: the relay] It stands to the launcher as the guard does, see process_loop.py. Below it run one ssh for each host,
+or one pdsh, mpirun or srun. On each host a guard supervises the ranks there, and tells of a failure at once; see
+[Note: messages]. The first message decides which rank failed first, because hosts take different times to end after it.
 
 [Note: beats] The far end of an ssh notices by the end of its stdin that the relay is gone. Where the network is cut
 instead, nothing ends; so a byte goes there now and then, and silence means the same. ssh does so in our direction.
@@ -11,7 +10,6 @@ instead, nothing ends; so a byte goes there now and then, and silence means the 
 
 from __future__ import annotations
 
-import logging
 import os
 import selectors
 import signal
@@ -19,39 +17,32 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from deepspeed.launcher import processes
-from deepspeed.launcher.frames import receive
-from deepspeed.launcher.guard import FAILURE_GRACE, SIGNAL_GRACE
-from deepspeed.launcher.messages import Reader
-from deepspeed.launcher.output import Channel
-from deepspeed.launcher.relay_output import Printer
-from deepspeed.launcher.relay_plan import Link, RelayPlan
+from deepspeed.launcher.failure_report import SSH_FAILED, LostHosts, lost_report
+from deepspeed.launcher.output import HostOutput, OutputPipe
+from deepspeed.launcher.process_loop import FAILURE_GRACE, SIGNAL_GRACE, STOPPING, TICK, ProcessLoop, run_plan
+from deepspeed.launcher.protocol import Link, MessageReader, RelayPlan
 from deepspeed.launcher.supervise import BEAT
-from deepspeed.launcher.verdict import Loss, lost
-from deepspeed.launcher.wakeups import STOPPING, waking
-from deepspeed.log import logger, set_log_level_from_string
-
-__all__ = ["Relay", "Running", "main", "start"]
+from deepspeed.log import logger
 
 _BEAT_EVERY = 15.0
 _SLACK = 5.0  # seconds that a host gets beyond what its own guard takes
 _DRAIN = 2.0  # seconds until the output of a program that has ended counts as read
+_LONGEST = 16  # times the first wait for a host that stays away
 _ORPHAN_GRACE = 3.0  # seconds that programs get to end after the launcher was killed
-_TICK = 0.05
 
 
 @dataclass
-class Running:
+class RunningLink:
     """A started link; `code` is None while it runs, `failed` means that a rank's failure came through it."""
 
     link: Link
     process: subprocess.Popen[bytes]
-    channels: list[Channel]
+    channels: list[OutputPipe]
     waiting: bytearray  # for its stdin
     code: int | None = None
     at: float = 0.0
@@ -64,55 +55,31 @@ class Running:
 
 
 @dataclass
-class _Told:
+class _Reported:
     """What ranks told about themselves."""
 
     failed: list[dict[str, Any]] = field(default_factory=list)  # in the order of arrival
     stories: dict[int, str] = field(default_factory=dict)
 
 
-class Relay:
-    """Runs a plan; `control` is the reading end of the launcher's pipe."""
+class Relay(ProcessLoop):
+    """Runs the links of a job that ends with its first failure."""
 
     def __init__(self, plan: RelayPlan, control: int) -> None:
+        super().__init__(control, plan.pid_file)
         self._plan = plan
-        self._control = control
-        self._links: list[Running] = []
-        self._told = _Told()
-        self._lost: Loss | None = None  # a link that ended badly, and no rank said why
-        self._signal: int | None = None
-        self._stopping = self._killed = False
-        self._agenda: list[tuple[float, Callable[[], None]]] = []
-        self._selector = selectors.DefaultSelector()
-        self._stop_read, self._stop_write = os.pipe()
+        self._links: list[RunningLink] = []
+        self._told = _Reported()
+        self._lost: LostHosts | None = None  # a link that ended badly, and no rank said why
         self._wake_read, self._wake_write = os.pipe()
-        self._inbox: deque[tuple[Running, dict[str, Any]]] = deque()
-        self._printer = Printer(plan)
+        self._inbox: deque[tuple[RunningLink, dict[str, Any]]] = deque()
+        self._printer = HostOutput(plan)
         self._next_beat = time.monotonic() + _BEAT_EVERY
-
-    def run(self) -> int:
-        """Start the links, wait for all, and return the exit status of the job."""
-        processes.adopt_orphans()
-        self._selector.register(self._control, selectors.EVENT_READ, self._on_control)
         self._selector.register(self._wake_read, selectors.EVENT_READ, lambda: os.read(self._wake_read, 4096))
-        with waking(self._selector, self._on_stop):
-            trouble = self._start()
-            if trouble is not None:
-                self._kill()
-            while any(not each.judged for each in self._links):
-                self._turn()
-            os.close(self._stop_write)
-            self._printer.close()
-        processes.send(signal.SIGKILL, processes.below(os.getpid()))  # what a program left on this host
-        if trouble is not None:
-            logger.error("%s", trouble)
-            return 127
-        return self._verdict()
 
     # ---- starting
 
     def _start(self) -> str | None:
-        """Start every link; what went wrong if one could not be started."""
         arm = processes.end_with_parent(signal.SIGTERM)
         for link in self._plan.links:
             try:
@@ -124,9 +91,9 @@ class Relay:
                 channel.start()
         return None
 
-    def _spawn(self, link: Link, arm: Callable[[], None]) -> Running:
-        reader = Reader(self._plan.token)
-        running: list[Running] = []
+    def _spawn(self, link: Link, arm: Callable[[], None]) -> RunningLink:
+        reader = MessageReader(self._plan.token)
+        running: list[RunningLink] = []
 
         def shape(target: int, data: bytes) -> bytes:
             kept, messages = reader.split(data)
@@ -136,7 +103,8 @@ class Relay:
             return self._printer.shaped(link, target, kept)
 
         channels = [
-            Channel(target, self._stop_read, self._printer.locks[target], partial(shape, target)) for target in (1, 2)
+            OutputPipe(target, self._stop_read, self._printer.locks[target], partial(shape, target))
+            for target in (1, 2)
         ]
         process = subprocess.Popen(
             list(link.command),
@@ -146,7 +114,7 @@ class Relay:
             start_new_session=True,
             preexec_fn=arm,
         )
-        running.append(Running(link, process, channels, bytearray()))
+        running.append(RunningLink(link, process, channels, bytearray()))
         if link.opening:
             assert process.stdin is not None, "it was asked for"
             os.set_blocking(process.stdin.fileno(), False)
@@ -155,7 +123,7 @@ class Relay:
 
     # ---- talking to the far ends
 
-    def _say(self, each: Running, data: bytes) -> None:
+    def _say(self, each: RunningLink, data: bytes) -> None:
         """Write to a link's stdin, later if it does not take it now."""
         stdin = each.process.stdin
         if stdin is None or stdin.closed:
@@ -164,7 +132,7 @@ class Relay:
             self._selector.register(stdin, selectors.EVENT_WRITE, partial(self._write, each))
         each.waiting += data
 
-    def _write(self, each: Running) -> None:
+    def _write(self, each: RunningLink) -> None:
         assert each.process.stdin is not None, "only those are registered"
         try:
             done = os.write(each.process.stdin.fileno(), each.waiting)
@@ -176,13 +144,13 @@ class Relay:
         if not each.waiting:
             self._selector.unregister(each.process.stdin)
 
-    def _hang_up(self, each: Running) -> None:
+    def _hang_up(self, each: RunningLink) -> None:
         """Let a link end: the far end notices that its stdin is closed, or the program is told."""
         if each.process.stdin is None:
             processes.send(signal.SIGTERM, [each.process.pid])
         self._close_stdin(each)
 
-    def _close_stdin(self, each: Running) -> None:
+    def _close_stdin(self, each: RunningLink) -> None:
         stdin = each.process.stdin
         if stdin is not None and not stdin.closed:
             if each.waiting:
@@ -192,7 +160,14 @@ class Relay:
 
     # ---- waiting
 
-    def _running(self) -> list[Running]:
+    def _wait(self) -> None:
+        while any(not each.judged for each in self._links):
+            self._turn()
+        os.close(self._stop_write)
+        self._printer.close()
+        processes.send(signal.SIGKILL, processes.descendants(os.getpid()))  # what a program left on this host
+
+    def _running(self) -> list[RunningLink]:
         return [each for each in self._links if each.code is None]
 
     def _turn(self) -> None:
@@ -203,7 +178,7 @@ class Relay:
             for each in self._running():
                 self._say(each, bytes([BEAT]))
         ended = any(each.code is not None and not each.judged for each in self._links)
-        wait = _TICK if ended else max(0.0, min(self._dues()) - now)
+        wait = TICK if ended else max(0.0, min(self._dues()) - now)
         for key, _ in self._selector.select(wait):
             key.data()
         for each in self._running():
@@ -215,14 +190,13 @@ class Relay:
         for each in self._links:
             if each.code is not None and not each.judged and each.drained() and not self._inbox:
                 self._judge(each, each.code)
-        if self._agenda and time.monotonic() >= self._agenda[0][0]:
-            self._agenda.pop(0)[1]()
+        self._do_due()
 
     def _dues(self) -> list[float]:
         """When something has to be done even if nothing happens."""
         return [self._next_beat, *(due for due, _ in self._agenda[:1])]
 
-    def _on_message(self, each: Running, message: dict[str, Any]) -> None:
+    def _on_message(self, each: RunningLink, message: dict[str, Any]) -> None:
         rank, kind = message.get("rank"), message.get("kind")
         if not isinstance(rank, int) or kind not in ("failed", "story"):
             return  # a rank that prints lines of this job's token, for fun
@@ -237,20 +211,20 @@ class Relay:
         self._told.failed.append({**message, "told": self._stopping or self._signal is not None})
         self._fail(each)
 
-    def _judge(self, each: Running, code: int) -> None:
+    def _judge(self, each: RunningLink, code: int) -> None:
         """A link has ended, and all its output was read."""
         each.judged = True
         self._close_stdin(each)
         if self._plan.independent:
             if code != 0:
-                logger.error("%s: %s %s", each.link.name, each.link.command[0], processes.described(code))
+                logger.error("%s: %s %s", each.link.name, each.link.command[0], processes.describe_exit(code))
             return
         told = self._stopping or self._signal is not None
         if code != 0 and not each.failed and not told and self._lost is None:
-            self._lost = Loss(each.link.host, tuple(each.link.command), code, each.channels[1].tail.lines())
+            self._lost = LostHosts(each.link.host, tuple(each.link.command), code, each.channels[1].tail.lines())
             self._fail(each)
 
-    def _fail(self, culprit: Running) -> None:
+    def _fail(self, culprit: RunningLink) -> None:
         if self._stopping or self._signal is not None:
             return
         self._stopping = True
@@ -261,18 +235,13 @@ class Relay:
 
     # ---- signals
 
-    def _on_control(self) -> None:
-        numbers = os.read(self._control, 4096)
-        for number in numbers:
-            self._on_signal(number)
-        if not numbers:
-            self._selector.unregister(self._control)
-            if self._plan.pid_file is not None:
-                with suppress(OSError):
-                    os.unlink(self._plan.pid_file)
-            logger.error("the launcher was killed: ending the ranks on all hosts")
-            self._signal = self._signal or signal.SIGKILL
-            self._end(_ORPHAN_GRACE)
+    def _on_orphaned(self) -> None:
+        logger.error("the launcher was killed: ending the ranks on all hosts")
+        self._signal = self._signal or signal.SIGKILL
+        self._end(_ORPHAN_GRACE)
+
+    def _on_own_signal(self, number: int) -> None:
+        self._on_stop(number)
 
     def _on_signal(self, number: int) -> None:
         if number in STOPPING:
@@ -304,9 +273,6 @@ class Relay:
 
     # ---- ending
 
-    def _plan_end(self, grace: float, then: Callable[[], None]) -> None:
-        self._agenda = [(time.monotonic() + grace, then)]
-
     def _end(self, grace: float = FAILURE_GRACE + _SLACK) -> None:
         for each in self._running():
             self._hang_up(each)
@@ -318,17 +284,17 @@ class Relay:
             logger.warning("%s: not ending, so the connection is cut", names)
         self._killed = True
         own = [each.process.pid for each in self._running()]
-        processes.send(signal.SIGKILL, {*own, *processes.below(os.getpid())})
-        self._plan_end(_TICK, self._kill)
+        processes.send(signal.SIGKILL, {*own, *processes.descendants(os.getpid())})
+        self._plan_end(TICK, self._kill)
 
     def _verdict(self) -> int:
         failed = self._told.failed
         if failed and (self._lost is None or not failed[0]["told"]):
             first, *others = failed
             story = self._told.stories.get(first["rank"])
-            text = [story or f"rank {first['rank']} failed first: it {processes.described(first['code'])}"]
+            text = [story or f"rank {first['rank']} failed first: it {processes.describe_exit(first['code'])}"]
             text += [
-                f"  then, on host {each['host']}, rank {each['rank']} {processes.described(each['code'])}"
+                f"  then, on host {each['host']}, rank {each['rank']} {processes.describe_exit(each['code'])}"
                 for each in others
                 if not each["told"]
             ]
@@ -336,7 +302,7 @@ class Relay:
                 logger.error("%s", "\n".join(text))
                 return processes.status(first["code"])
         if self._lost is not None:
-            logger.error("%s", lost(self._lost))
+            logger.error("%s", lost_report(self._lost))
             return processes.status(self._lost.code)
         codes = [each.code or 0 for each in self._links]
         if self._signal is not None and any(codes):
@@ -345,18 +311,88 @@ class Relay:
         return max((processes.status(code) for code in codes), default=0)
 
 
-def start(kind: type[Relay], control: int) -> int:
-    """Read the plan from the launcher's pipe and run it."""
-    os.set_inheritable(control, False)
-    line = receive(control)
-    if not line:
-        return 1  # the launcher was killed before it could say what to start
-    plan = RelayPlan.loads(line.decode("ascii"))
-    set_log_level_from_string(plan.log_level)
-    logging.raiseExceptions = False  # stderr may be closed; there is nobody to tell
-    return kind(plan, control).run()
+@dataclass
+class _LostHost:
+    """A host that was lost, or never reached, and when it is tried again."""
+
+    link: Link
+    due: float
+
+
+class ElasticRelay(Relay):
+    """Runs one link for each host; the job goes on as long as one of them is there, and a lost one is tried again.
+
+    What ranks do is told by the agents on the hosts, which meet without the relay; see [Note: rounds] in
+    elasticity/agent.py. An agent that ends by itself has a word about the whole job, an ssh that ends has not.
+    """
+
+    def __init__(self, plan: RelayPlan, control: int) -> None:
+        super().__init__(plan, control)
+        self._absent: dict[str, _LostHost] = {}
+        self._waits: dict[str, float] = {}  # which grow with every attempt
+        self._status: int | None = None  # with which an agent ended the job
+        self._arm = processes.end_with_parent(signal.SIGTERM)
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        for absent in [each for each in self._absent.values() if each.due <= now]:
+            del self._absent[absent.link.host]
+            logger.info("host %s is tried again", absent.link.host)
+            # Between fork and exec the child only calls what was loaded before, so that our threads do not matter.
+            again = self._spawn(absent.link, self._arm)
+            self._links.append(again)
+            for channel in again.channels:
+                channel.start()
+        super()._turn()
+
+    def _dues(self) -> list[float]:
+        return [*super()._dues(), *(each.due for each in self._absent.values())]
+
+    def _on_message(self, each: RunningLink, message: dict[str, Any]) -> None:
+        """Guards of an elastic job send none: this is a rank that prints lines of this job's token, for fun."""
+
+    def _judge(self, each: RunningLink, code: int) -> None:
+        each.judged = True
+        self._close_stdin(each)
+        if self._status is not None or self._signal is not None:
+            return
+        if 0 <= code != SSH_FAILED:
+            self._status = code
+            self._absent.clear()
+            if code == 0:  # which an agent says when all ranks have ended; the others have the same to say
+                self._plan_end(FAILURE_GRACE + _SLACK, self._end)
+            else:
+                self._fail(each)
+            return
+        loss = LostHosts(each.link.host, tuple(each.link.command), code, each.channels[1].tail.lines())
+        if not self._running():
+            self._lost = loss
+            return
+        wait = self._waits.get(each.link.host, self._plan.again)
+        self._waits[each.link.host] = min(2 * wait, _LONGEST * self._plan.again)
+        self._absent[each.link.host] = _LostHost(each.link, time.monotonic() + wait)
+        what = processes.describe_exit(code)
+        logger.warning(
+            "host %s is lost (%s %s): the job goes on without it, and it is tried again in %.0f s",
+            *(each.link.host, each.link.command[0], what, wait),
+        )
+
+    def _on_stop(self, number: int) -> None:
+        self._absent.clear()
+        super()._on_stop(number)
+
+    def _verdict(self) -> int:
+        if self._signal is not None and any(each.code for each in self._links):
+            logger.error("the job was stopped by %s", signal.Signals(self._signal).name)
+            return 128 + self._signal
+        if self._status is not None:
+            return self._status
+        if self._lost is not None:
+            logger.error("%s", lost_report(self._lost))
+            return processes.status(self._lost.code)
+        return 0
 
 
 def main(control: int) -> int:
-    """The relay of a job that ends with its first failure."""
-    return start(Relay, control)
+    """Run the plan that comes through the launcher's pipe."""
+    return run_plan(lambda plan, pipe: (ElasticRelay if plan.elastic else Relay)(plan, pipe), control)

@@ -13,14 +13,12 @@ from collections.abc import Mapping, Sequence
 
 from deepspeed.launcher import launch
 from deepspeed.launcher.errors import LaunchError, run_program
-from deepspeed.launcher.frames import framed, receive
-
-__all__ = ["job", "main"]
+from deepspeed.launcher.protocol import framed, receive
 
 
 def job(arguments: Sequence[str], environment: Mapping[str, str]) -> bytes:
     """What is written to the far end: options of the per-node launcher, and variables to set."""
-    return framed(json.dumps({"arguments": list(arguments), "environment": dict(environment)}))
+    return framed(json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode())
 
 
 def main() -> None:

@@ -11,23 +11,21 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.interface import DeepSpeedAccelerator
 from deepspeed.errors import AcceleratorError
 from deepspeed.launcher import launch
-from deepspeed.launcher.arguments import parse_args
-from deepspeed.launcher.elastic_options import elastic_nodes
+from deepspeed.launcher.arguments import elastic_nodes, node_words, parse_args, preflight_of
+from deepspeed.launcher.environment import ENVIRONMENT_FILE
 from deepspeed.launcher.errors import LaunchError, run_program
-from deepspeed.launcher.exports import ENVIRONMENT_FILE
-from deepspeed.launcher.hostfile import fetch_hostfile
-from deepspeed.launcher.node_words import node_words, preflight_of
-from deepspeed.launcher.resources import (
+from deepspeed.launcher.hosts import (
     Slots,
     apply_num_nodes_and_gpus,
     decode_world_info,
     encode_world_info,
+    fetch_hostfile,
     parse_inclusion_exclusion,
     parse_node_config,
     parse_node_config_list,
     parse_resource_filter,
 )
-from deepspeed.launcher.several import run_here, run_on_hosts
+from deepspeed.launcher.multi_host import run_here, run_on_hosts
 from deepspeed.log import logger, set_log_level_from_string
 
 __all__ = [

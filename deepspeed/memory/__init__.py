@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from deepspeed.memory.budget import Budget, Part, Plan, Unit, budgets_of, place
+from deepspeed.memory.budget import (
+    Budget,
+    ModelStates,
+    Spread,
+    StatePart,
+    StateUnit,
+    TierPlan,
+    Widths,
+    budgets_of,
+    model_states,
+    place,
+    plan_states,
+    show,
+)
 from deepspeed.memory.estimate import (
     estimate_zero1_model_states_mem_needs,
     estimate_zero1_model_states_mem_needs_all_cold,
@@ -14,17 +27,14 @@ from deepspeed.memory.estimate import (
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
 )
-from deepspeed.memory.plan_table import show
-from deepspeed.memory.states import ModelStates, Spread, Widths, model_states
-from deepspeed.memory.tiers import plan_states
 
 __all__ = [
     "Budget",
     "ModelStates",
-    "Part",
-    "Plan",
     "Spread",
-    "Unit",
+    "StatePart",
+    "StateUnit",
+    "TierPlan",
     "Widths",
     "budgets_of",
     "estimate_zero1_model_states_mem_needs",

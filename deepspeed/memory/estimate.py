@@ -24,21 +24,9 @@ tier its bytes find place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import nn
-
-__all__ = [
-    "estimate_zero1_model_states_mem_needs",
-    "estimate_zero1_model_states_mem_needs_all_cold",
-    "estimate_zero1_model_states_mem_needs_all_live",
-    "estimate_zero2_model_states_mem_needs",
-    "estimate_zero2_model_states_mem_needs_all_cold",
-    "estimate_zero2_model_states_mem_needs_all_live",
-    "estimate_zero3_model_states_mem_needs",
-    "estimate_zero3_model_states_mem_needs_all_cold",
-    "estimate_zero3_model_states_mem_needs_all_live",
-]
 
 Row = tuple[int, int, str]
 """(bytes per CPU, bytes per GPU, options)."""
@@ -103,12 +91,8 @@ def estimate_zero1_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print the estimates of stage 1 for a number of parameters."""
-    machine = (num_gpus_per_node, num_nodes)
-    needs = [
-        estimate_zero1_model_states_mem_needs(total_params, *machine, offload, additional_buffer_factor)
-        for offload in (True, False)
-    ]
-    _print_replicated(total_params, *machine, needs)
+    estimate = estimate_zero1_model_states_mem_needs
+    _print_replicated(estimate, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -124,12 +108,8 @@ def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
     """Print the estimates of stage 2 for a number of parameters."""
-    machine = (num_gpus_per_node, num_nodes)
-    needs = [
-        estimate_zero2_model_states_mem_needs(total_params, *machine, offload, additional_buffer_factor)
-        for offload in (True, False)
-    ]
-    _print_replicated(total_params, *machine, needs)
+    estimate = estimate_zero2_model_states_mem_needs
+    _print_replicated(estimate, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -179,11 +159,13 @@ def _replicated(
     return int(4 * params * gpus_per_node * factor), int(whole * params + sharded * params / gpus)
 
 
-def _print_replicated(params: int, gpus_per_node: int, nodes: int, needs: Iterable[tuple[int, int]]) -> None:
-    """The table of a stage with whole parameters; `needs` with the optimizer offloaded, then without."""
+def _print_replicated(
+    estimate: Callable[..., tuple[int, int]], params: int, gpus_per_node: int, nodes: int, factor: float
+) -> None:
+    """The table of a stage with whole parameters."""
     rows = [
-        (*bytes_needed, f"offload_optimizer={_tier(offload)}")
-        for bytes_needed, offload in zip(needs, (True, False), strict=True)
+        (*estimate(params, gpus_per_node, nodes, offload, factor), f"offload_optimizer={_tier(offload)}")
+        for offload in (True, False)
     ]
     _print(f"{_millions(params)} total params", gpus_per_node, nodes, rows)
 

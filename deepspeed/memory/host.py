@@ -1,10 +1,17 @@
-"""Host memory of exact size, page-locked where a device reads and writes it."""
+"""Host memory of exact size, page-locked where a device uses it, and device tensors that stay in it for a while.
+
+[Note: parked storages] What moves are storages. Tensors that are given are shown in host memory meanwhile, so that they
+can be read there; whatever else is a view of a storage, a flat buffer for instance, finds it empty until it returns.
+After that all of them share memory as they did before.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
 import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,8 +19,6 @@ from torch import Tensor
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.memory import size_text
 from deepspeed.log import warn_once
-
-__all__ = ["Slabs", "host_empty"]
 
 _ALIGNMENT = 64
 _PAGE = 4096
@@ -63,7 +68,7 @@ def _unregister(address: int) -> None:
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
-class Slabs:
+class HostSlabs:
     """Hands out host memory in small parts of large allocations: each of these costs a call of the driver."""
 
     def __init__(self, *, pinned: bool) -> None:
@@ -80,3 +85,83 @@ class Slabs:
             self._rest = host_empty(_SLAB, torch.uint8, pinned=self._pinned)
         taken, self._rest = self._rest[:size], self._rest[padded:]
         return taken.view(dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """A storage that is away: its content on the host, and the tensors that are shown there with what they were."""
+
+    storage: torch.UntypedStorage
+    content: Tensor
+    shown: list[tuple[Tensor, Tensor]]
+
+
+class ParkedStorages:
+    """See [Note: parked storages]. The host memory is kept for the next time, since locking pages takes long."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, _Place] = {}
+        """By the identity of the storage on the device."""
+        self._memory: dict[tuple[int, int, bool], Tensor] = {}
+        """By storage, size and whether it is page-locked."""
+
+    def __bool__(self) -> bool:
+        return bool(self._places)
+
+    @torch.no_grad()
+    def park(self, tensors: Iterable[Tensor], known: Iterable[Tensor], *, pinned: bool, blocking: bool = True) -> None:
+        """Bring the storages of `tensors` to the host; of `known` ones those are shown there that share a storage."""
+        parked = {_key(place.content) for place in self._places.values()}
+        wanted = {key: each for each in tensors if (key := _key(each)) is not None and key not in parked}
+        aliases: dict[int, list[Tensor]] = {key: [] for key in wanted}
+        for each in {id(each): each for each in (*wanted.values(), *known)}.values():
+            key = _key(each)
+            if key is not None and key in aliases:
+                aliases[key].append(each)
+        for key, first in wanted.items():
+            self._places[key] = self._leave(key, first.untyped_storage(), aliases[key], pinned=pinned)
+        if blocking and any(each.device.type != "cpu" for each in wanted.values()):
+            get_accelerator().synchronize()
+        for key in wanted:
+            if self._places[key].storage.resizable():
+                self._places[key].storage.resize_(0)
+
+    @torch.no_grad()
+    def bring_back(self, *, blocking: bool = True) -> None:
+        """Everything returns to where it was."""
+        on_device = False
+        for place in self._places.values():
+            size = place.content.numel()
+            if place.storage.nbytes() != size:
+                place.storage.resize_(size)
+            _bytes(place.storage).copy_(place.content, non_blocking=True)
+            on_device = on_device or place.storage.device.type != "cpu"
+            for tensor, before in place.shown:
+                tensor.data = before
+        self._places.clear()
+        if blocking and on_device:
+            get_accelerator().synchronize()
+
+    def _leave(self, key: int, storage: torch.UntypedStorage, tensors: list[Tensor], *, pinned: bool) -> _Place:
+        kept = (key, storage.nbytes(), pinned)
+        content = self._memory.get(kept)
+        if content is None:
+            content = self._memory[kept] = host_empty(storage.nbytes(), torch.uint8, pinned=pinned)
+        content.copy_(_bytes(storage), non_blocking=True)
+        # a tensor whose data are replaced keeps its old view of the device alive: it is what it becomes again
+        place = _Place(storage, content, [(tensor, tensor.detach()) for tensor in tensors])
+        for tensor, before in place.shown:
+            at, width = before.storage_offset() * before.element_size(), before.element_size()
+            flat = content[at : at + (content.numel() - at) // width * width].view(before.dtype)
+            tensor.data = flat.as_strided(before.shape, before.stride())
+        return place
+
+
+def _key(tensor: Tensor) -> int | None:
+    """What tells storages apart as long as one is alive; None: there is nothing in it."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if storage.nbytes() else None
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,9 +1,16 @@
-"""Rows to the ranks that hold their experts, and back: all-to-all that autograd knows."""
+"""Rows to the ranks that hold their experts, and back: all-to-all that autograd knows, in one hop or in two.
+
+[Note: two hops] Of N nodes with L ranks each, a rank would send N · L − L messages to other nodes. If it first hands
+the rows for place j of any node to its neighbour at place j, each rank sends N − 1 messages, L times as large, and the
+same bytes. On the way back the hops come in the other order, so that what is slow, the hop between nodes, is always the
+one beside which something else can be computed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +19,169 @@ from torch.distributed import ProcessGroup
 
 from deepspeed import comm
 from deepspeed.comm.agreement import gather_words
-from deepspeed.moe.two_hops import TwoHops
+from deepspeed.moe.routing import Routes
+from deepspeed.ops.grouped import Groups
+from deepspeed.ops.model.assignments import RowAssignment
+from deepspeed.ops.registry import op
 from deepspeed.parallel import AxisGroup
 
-__all__ = ["exchange", "exchange_counts", "most_of_all"]
+if TYPE_CHECKING:
+    from deepspeed.parallel import AxisGroup
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """Which row each assignment has among those of the experts."""
+
+    places: RowAssignment
+
+    def to_rows(self, tokens: Tensor) -> Tensor:
+        """[count, M] of [S, M]; empty rows are 0."""
+        moved: Tensor = _ToRows.apply(tokens, self.places)  # type: ignore[no-untyped-call]
+        return moved
+
+    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """[S, M] of [count, M]: each token's rows, weighted [k, S] and summed in float32."""
+        summed: Tensor = _Combine.apply(rows, weights, self.places)  # type: ignore[no-untyped-call]
+        return summed
+
+
+def by_slots(routes: Routes, capacity: int) -> Dispatch:
+    """Every expert has `capacity` rows, filled from the front."""
+    count = routes.num_experts * capacity
+    rows = torch.where(routes.kept, routes.experts * capacity + routes.places, count)
+    return Dispatch(RowAssignment(rows.contiguous(), count, full=False))
+
+
+def in_order(experts: Tensor, count: int) -> tuple[Dispatch, Groups]:
+    """Experts [k, S] have as many rows as they were chosen, one behind the other; dropped assignments have one, too.
+
+    Beside it the groups of rows, one for each of `count` experts.
+    """
+    flat = experts.reshape(-1)
+    narrow = torch.uint8 if count <= 256 else torch.int16 if count <= 2**15 else torch.int64
+    ordered, sources = torch.sort(flat.to(narrow), stable=True)  # fewer digits to sort by
+    rows = torch.empty_like(sources)
+    rows[sources] = torch.arange(flat.numel(), device=flat.device)
+    numbers = torch.arange(count, device=flat.device, dtype=narrow)
+    ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
+    return Dispatch(RowAssignment(rows.view(experts.shape), flat.numel(), full=True, sorted=sources)), Groups(
+        count, ends=ends
+    )
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, places: RowAssignment) -> Tensor:
+        ctx.places = places
+        rows: Tensor = op("spread_rows")(tokens, places)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return op("combine_rows")(grads[0], None, ctx.places), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, places: RowAssignment) -> Tensor:
+        ctx.places = places
+        ctx.save_for_backward(rows, weights)
+        tokens: Tensor = op("combine_rows")(rows, weights, places)
+        return tokens
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weights = ctx.saved_tensors
+        to_rows, to_weights = op("combine_slopes")(grads[0], rows, weights, ctx.places, ctx.needs_input_grad[:2])
+        return to_rows, to_weights, None
+
+
+Counts = list[list[int]]
+"""[node][place] rows."""
+
+
+def swapped(rows: Tensor, counts: Counts) -> Tensor:
+    """Rows that lie in blocks [a][b] of `counts` rows each, in the order [b][a]."""
+    outer, inner = len(counts), len(counts[0])
+    numbers = {count for row in counts for count in row}
+    if len(numbers) == 1:
+        each = numbers.pop()
+        return rows.view(outer, inner, each, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    pieces = rows.split([count for row in counts for count in row])
+    return torch.cat([pieces[a * inner + b] for b in range(inner) for a in range(outer)])
+
+
+@dataclass(frozen=True, slots=True)
+class TwoHops:
+    """One exchange, and its way back: how many rows go where on each hop."""
+
+    inter: AxisGroup
+    intra: AxisGroup
+    goes: Counts
+    """[node][place]: rows for each rank."""
+    passing: Counts
+    """[place][node]: rows that each neighbour hands to this rank, for its place on each node."""
+    comes: Counts
+    """[node][place]: rows from each rank."""
+
+    @classmethod
+    def plan(
+        cls, nodes: tuple[AxisGroup, AxisGroup], comes: Sequence[int], goes: Sequence[int], like: Tensor, equal: bool
+    ) -> TwoHops:
+        """With unequal numbers neighbours tell each other theirs, for which the host waits."""
+        inter, intra = nodes
+        outward, inward = _by_node(goes, intra.size), _by_node(comes, intra.size)
+        if equal:
+            return cls(inter, intra, outward, [list(column) for column in zip(*outward, strict=True)], inward)
+        told = torch.tensor(outward, device=like.device).t().contiguous()  # [place, node]
+        heard = torch.empty_like(told)
+        with comm.labelled("numbers of tokens that pass"):
+            comm.all_to_all_single(heard, told, group=intra.group)
+        return cls(inter, intra, outward, heard.tolist(), inward)
+
+    def out(self, rows: Tensor) -> tuple[Tensor, Any]:
+        """(what will be filled, the work on the way to it)."""
+        by_place = swapped(rows, self.goes)
+        passing = rows.new_empty(_total(self.passing), *rows.shape[1:])
+        _send(by_place, passing, self.intra, _sums(self.passing), _sums(_turned(self.goes))).wait()
+        by_node = swapped(passing, self.passing)
+        received = rows.new_empty(_total(self.comes), *rows.shape[1:])
+        return received, _send(by_node, received, self.inter, _sums(self.comes), _sums(_turned(self.passing)))
+
+    def back(self, rows: Tensor) -> tuple[Tensor, Any]:
+        """The first hop of the way back, as `out`; `through` is the second."""
+        received = rows.new_empty(_total(self.passing), *rows.shape[1:])
+        return received, _send(rows, received, self.inter, _sums(_turned(self.passing)), _sums(self.comes))
+
+    def through(self, by_node: Tensor) -> Tensor:
+        """What came from other nodes, to the neighbours that it belongs to: rows as they were before `out`."""
+        passing = swapped(by_node, _turned(self.passing))
+        by_place = by_node.new_empty(_total(self.goes), *by_node.shape[1:])
+        _send(passing, by_place, self.intra, _sums(_turned(self.goes)), _sums(self.passing)).wait()
+        return swapped(by_place, _turned(self.goes))
+
+
+def _send(rows: Tensor, received: Tensor, axis: AxisGroup, comes: list[int], goes: list[int]) -> Any:
+    with comm.labelled("tokens to their experts"):
+        return comm.all_to_all_single(received, rows.contiguous(), comes, goes, group=axis.group, async_op=True)
+
+
+def _by_node(counts: Sequence[int], places: int) -> Counts:
+    return [list(counts[start : start + places]) for start in range(0, len(counts), places)]
+
+
+def _turned(counts: Counts) -> Counts:
+    return [list(column) for column in zip(*counts, strict=True)]
+
+
+def _sums(counts: Counts) -> list[int]:
+    return [sum(row) for row in counts]
+
+
+def _total(counts: Counts) -> int:
+    return sum(_sums(counts))
+
 
 Splits = list[int] | None
 
@@ -132,3 +298,42 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return ctx.trip.leave(grads[0], back=True), None
+
+
+Compute = Callable[[Tensor, Groups], Tensor]
+"""[rows, M] → [rows, out]: each of this rank's experts computes its group of rows."""
+
+
+def through_experts(
+    tokens: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    *,
+    count: int,
+    axis: AxisGroup | None,
+    compute: Compute,
+    beside: Callable[[], None] | None = None,
+) -> Tensor:
+    """[S, out] of tokens [S, M]: what the chosen experts [k, S] compute, weighted [k, S] and summed.
+
+    `count` experts are spread over the axis in order; with several ranks the host has to know how many rows travel.
+    `beside` is done once, while they do.
+    """
+    plan, groups = in_order(experts, count)
+    rows = plan.to_rows(tokens)
+    if axis is None or axis.size == 1:
+        if beside is not None:
+            beside()
+        return plan.combine(compute(rows, groups), weights)
+    local = count // axis.size
+    sent = groups.counts().view(axis.size, local)
+    came = exchange_counts(sent, axis)
+    comes, goes = (each.sum(1).tolist() for each in (came, sent))
+    rows = exchange(rows, axis, comes, goes, beside)  # [from rank][local expert]
+    numbers = torch.arange(local, device=rows.device).repeat(axis.size)
+    order = torch.argsort(numbers.repeat_interleave(came.view(-1), output_size=sum(comes)), stable=True)
+    out = compute(rows.index_select(0, order), Groups.of(came.sum(0)))
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    rows = exchange(out.index_select(0, back), axis, goes, comes)
+    return plan.combine(rows, weights)

@@ -10,7 +10,7 @@ from deepspeed.log import log_dist, logger
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.sharded_moe import MOELayer, TopKGate
 from deepspeed.parallel import ExpertGroups, ParallelLayout
-from deepspeed.parallel.current import current_layout
+from deepspeed.parallel.mpu import current_layout
 
 __all__ = ["MoE", "meet"]
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
-from deepspeed.parallel.current import current_layout
+from deepspeed.parallel.mpu import current_layout
 from deepspeed.parallel.regions import between, joined, own
 
 __all__ = ["drop_tokens", "gather_tokens", "parts_of", "whole_of"]

@@ -12,35 +12,38 @@ from torch import Tensor, nn
 
 from deepspeed.errors import LayoutError, UsageError
 from deepspeed.log import warn_once
-from deepspeed.moe import gates
-from deepspeed.moe.dispatch import by_slots
-from deepspeed.moe.exchange import exchange, most_of_all
+from deepspeed.moe.exchange import by_slots, exchange, most_of_all, through_experts
 from deepspeed.moe.experts import Experts
-from deepspeed.moe.gates import einsum, gumbel_rsample, multiplicative_jitter, top1gating, top2gating, topkgating
-from deepspeed.moe.listening import Listener
 from deepspeed.moe.mappings import parts_of, whole_of
-from deepspeed.moe.routing import Routes, capacity_of, route_top1, route_top2, route_topk
-from deepspeed.moe.travel import through_experts
+from deepspeed.moe.routing import (
+    Routes,
+    capacity_of,
+    common_capacity,
+    einsum,
+    gumbel,
+    published,
+    random_scores,
+    route_top1,
+    route_top2,
+    route_topk,
+    top1_capacity,
+    top1gating,
+    top2gating,
+    topkgating,
+)
+from deepspeed.moe.stacked_experts import Listener
 from deepspeed.ops.grouped import Groups
-from deepspeed.ops.model.wide_linear import wide_linear
+from deepspeed.ops.model.linear import wide_linear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from deepspeed.parallel import AxisGroup
 
-__all__ = [
-    "MOELayer",
-    "TopKGate",
-    "einsum",
-    "gumbel_rsample",
-    "multiplicative_jitter",
-    "top1gating",
-    "top2gating",
-    "topkgating",
-]
+__all__ = ["MOELayer", "TopKGate", "einsum", "top1gating", "top2gating", "topkgating"]
 
 M = TypeVar("M", bound=nn.Module)
+_JITTER = 0.99, 1.01  # factors of the input of a gate
 
 
 class TopKGate(nn.Module):
@@ -85,21 +88,8 @@ class TopKGate(nn.Module):
         self, input: Tensor, used_token: Tensor | None = None, sparse_routes: bool = False, use_tutel: bool = False
     ) -> tuple[Any, ...]:
         """What the gating function of this k returns for these tokens [S, M]."""
-        logits, factor = self._logits(input), self._factor
-        if self.k == 1:
-            policy = self.noisy_gate_policy if self.training else None
-            return top1gating(
-                logits, factor, self.min_capacity, used_token, policy, self.drop_tokens, self.use_rts, self.ep_group,
-                sparse_routes, use_tutel,
-            )  # fmt: skip
-        if self.k == 2:
-            return top2gating(
-                logits, factor, self.min_capacity, self.drop_tokens, self.ep_group, self.top2_2nd_expert_sampling,
-                sparse_routes,
-            )  # fmt: skip
-        return topkgating(
-            logits, self.k, factor, self.min_capacity, self.drop_tokens, self.ep_group, sparse_routes=sparse_routes
-        )
+        routes = self.route(input, used_token if self.k == 1 else None)
+        return published(routes, self.ep_group, sparse=sparse_routes or (use_tutel and self.k == 1))
 
     def route(self, input: Tensor, used_token: Tensor | None = None) -> Routes:
         """The same choice as `forward`, as routes."""
@@ -111,14 +101,14 @@ class TopKGate(nn.Module):
             noisy = self.training and self.noisy_gate_policy == "RSample"
             return route_top1(
                 logits,
-                gates.top1_capacity(*shape) if self.drop_tokens else None,
+                top1_capacity(*shape) if self.drop_tokens else None,
                 used=used_token,
-                noise=gates.gumbel if noisy else None,
-                lottery=gates.lots if self.use_rts else None,
+                noise=gumbel if noisy else None,
+                lottery=random_scores if self.use_rts else None,
             )
         capacity = capacity_of(*shape) if self.drop_tokens else None
         if self.k == 2:
-            return route_top2(logits, capacity, noise=gates.gumbel if self.top2_2nd_expert_sampling else None)
+            return route_top2(logits, capacity, noise=gumbel if self.top2_2nd_expert_sampling else None)
         return route_topk(logits, self.k, capacity)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TopKGate:
@@ -139,7 +129,9 @@ class TopKGate(nn.Module):
         with torch.autocast(input.device.type, enabled=False):
             values = input
             if self.training and self.noisy_gate_policy == "Jitter":
-                values = multiplicative_jitter(input.float(), device=input.device)
+                values = input.float()
+                low, high = _JITTER
+                values = values * (torch.rand(values.shape, device=values.device) * (high - low) + low)
             return wide_linear(values, self.wg.weight)
 
 
@@ -215,7 +207,7 @@ class MOELayer(nn.Module):
         if routes.capacity is not None and not (alone and _as_one(self.experts)):
             combined = self._by_slots(tokens, routes, most_of_all(routes.capacity, self._hosts), beside)
         elif self._slices is not None or not isinstance(self.experts, Experts):
-            combined = self._by_slots(tokens, routes, gates.common_capacity(routes, self.ep_group), beside)
+            combined = self._by_slots(tokens, routes, common_capacity(routes, self.ep_group), beside)
         else:
             combined = through_experts(
                 tokens,

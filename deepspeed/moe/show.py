@@ -10,10 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deepspeed.errors import DeepSpeedError, FileError, OpUnavailable
-from deepspeed.printable import printable
-
-__all__ = ["History", "draw", "main", "read", "table"]
+from deepspeed.errors import DeepSpeedError, FileError, OpUnavailable, printable
 
 _FILE = re.compile(r"Train_Experts_(?P<layer>.+)_(?P<what>entropy|dropped|load_(?P<expert>\d{1,6}))\.csv")
 _MOST_BYTES = 2**30

@@ -13,11 +13,8 @@ from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.events import EventStream, ExpertsUsed, LayerUse, StepFinished
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.listening import Listener
-from deepspeed.moe.stacked import SpreadStack
+from deepspeed.moe.stacked_experts import Listener, SpreadStack
 from deepspeed.parallel import AxisGroup
-
-__all__ = ["RouterStatistics"]
 
 
 class RouterStatistics:

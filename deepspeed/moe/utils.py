@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.stacked import SpreadStack
+from deepspeed.moe.stacked_experts import SpreadStack
 
 __all__ = [
     "configure_moe_param_groups",

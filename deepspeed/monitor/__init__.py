@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.monitor.base import Monitor
-from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.monitor import Monitor, MonitorMaster
 from deepspeed.monitor.subscriber import MonitorSubscriber
 
 __all__ = ["Monitor", "MonitorMaster", "MonitorSubscriber"]

@@ -1,20 +1,289 @@
-"""`MonitorMaster`: every monitor that the config enables, as one."""
+"""Monitors: TensorBoard, Weights & Biases, Comet and CSV files, and `MonitorMaster`, all that are enabled as one."""
 
 from __future__ import annotations
 
+import csv
+import importlib
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from deepspeed.monitor.base import Backend, Monitor
-from deepspeed.monitor.comet import CometMonitor
-from deepspeed.monitor.csv_monitor import csvMonitor
-from deepspeed.monitor.tensorboard import TensorBoardMonitor
-from deepspeed.monitor.wandb import WandbMonitor
+import torch
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import get_dist_msg, logger
+from deepspeed.trust import flaw_of_name
 
 if TYPE_CHECKING:
-    from deepspeed.config.monitor import DeepSpeedMonitorConfig
+    from deepspeed.config.monitor import CometConfig, CSVConfig, DeepSpeedMonitorConfig, TensorBoardConfig, WandbConfig
+__all__ = ["CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]
 
-__all__ = ["Monitor", "MonitorMaster"]
+
+class Entry(NamedTuple):
+    """One metric as a backend receives it: the value is a number, no longer a tensor."""
+
+    label: str
+    value: Any
+    step: int
+
+
+def writes_here() -> bool:
+    """True on the one process that writes: rank 0 of the process group, else of the environment, else this one."""
+    return get_dist_msg("") is not None
+
+
+def folder_of(section: str, output_path: str, job_name: str) -> str:
+    """`<output_path>/<job_name>`; a name that would lead out of `output_path` is an error on every rank."""
+    flaw = flaw_of_name(job_name) if job_name else None
+    if flaw is not None:
+        raise DeepSpeedConfigError(
+            f"{section}.job_name {job_name!r:.200} {flaw}; it names a folder inside {section}.output_path "
+            f"({output_path or 'the working directory'}). Give the place itself as output_path.",
+            path=f"{section}.job_name",
+        )
+    if "\0" in output_path:
+        raise DeepSpeedConfigError(
+            f"{section}.output_path {output_path!r:.200} has a NUL character in it; give the path of a folder",
+            path=f"{section}.output_path",
+        )
+    return os.path.join(output_path, job_name)
+
+
+class Monitor(ABC):
+    """Takes metrics; users may write their own."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+
+    @abstractmethod
+    def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
+        """Write `(label, value, step)` metrics; a value is a number or a tensor of one element."""
+
+    def close(self) -> None:
+        """Finish what is being written; nothing is written afterwards."""
+        return
+
+
+class Backend(Monitor):
+    """A monitor over a client library: opened on rank 0 only, told once when it fails, never in the way.
+
+    A subclass implements `_open`, `_write` and `_close` as if nothing could go wrong.
+    """
+
+    key: ClassVar[str]
+    """The config section."""
+    package: ClassVar[str | None] = None
+    """What pip installs; None if nothing is needed."""
+
+    def __init__(self, monitor_config: Any) -> None:
+        super().__init__(monitor_config)
+        self.enabled: bool = monitor_config.enabled
+        self._is_open = False
+        self._complained = False
+        if self.enabled and writes_here():
+            with _CatchErrors(self, "could not be opened, its metrics are not written"):
+                self._open()
+                self._is_open = True
+
+    def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
+        if not self._is_open:
+            return
+        with _CatchErrors(self, "could not write metrics, some are lost"):
+            self._write([Entry(label, _number(value), int(step)) for label, value, step in event_list])
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            with _CatchErrors(self, "could not be closed, its last metrics may be lost"):
+                self._close()
+
+    @abstractmethod
+    def _open(self) -> None: ...
+
+    @abstractmethod
+    def _write(self, entries: list[Entry]) -> None:
+        """Write the metrics and flush them."""
+
+    @abstractmethod
+    def _close(self) -> None: ...
+
+    def _secrets(self) -> tuple[str, ...]:
+        """Texts that must not appear in a message."""
+        return ()
+
+    def _complain(self, what: str, error: Exception) -> None:
+        """Warn, the first time; a disk may have room again later, so writing is still tried."""
+        if self._complained:
+            return
+        self._complained = True
+        reason = f"{type(error).__name__}: {error}"
+        for secret in self._secrets():
+            reason = reason.replace(secret, "***")
+        cure = "Repair the cause"
+        if isinstance(error, ImportError) and self.package is not None:
+            cure = f"Install it with `pip install {self.package}`"
+        logger.warning(
+            '%s %s (%s). %s, or set "%s": {"enabled": false} in the config. Training goes on.',
+            *(self.key, what, reason, cure, self.key),
+        )
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+class _CatchErrors:
+    """A `with` block around a client library: whatever it raises is told and goes no further.
+
+    The library is not ours, so neither are its exceptions: this is the one place that stops any of them. Ctrl-C
+    and SystemExit pass.
+    """
+
+    __slots__ = ("_backend", "_what")
+
+    def __init__(self, backend: Backend, what: str) -> None:
+        self._backend = backend
+        self._what = what
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._backend._complain(self._what, error)
+        return True
+
+
+class TensorBoardMonitor(Backend):
+    """Scalars for TensorBoard, flushed after every call."""
+
+    key = "tensorboard"
+    package = "tensorboard"
+
+    def __init__(self, tensorboard_config: TensorBoardConfig) -> None:
+        self.output_path = tensorboard_config.output_path
+        self.job_name = tensorboard_config.job_name
+        self.log_dir = folder_of(self.key, self.output_path, self.job_name)
+        self.summary_writer: Any = None
+        super().__init__(tensorboard_config)
+
+    def _open(self) -> None:
+        library = importlib.import_module("torch.utils.tensorboard")
+        self.summary_writer = library.SummaryWriter(log_dir=self.log_dir)
+
+    def _write(self, entries: list[Entry]) -> None:
+        for label, value, step in entries:
+            self.summary_writer.add_scalar(label, value, step)
+        self.summary_writer.flush()
+
+    def _close(self) -> None:
+        self.summary_writer.close()
+
+
+class WandbMonitor(Backend):
+    """Logs each metric at its step; a run that the script has already started is used, and left open."""
+
+    key = "wandb"
+    package = "wandb"
+
+    def __init__(self, wandb_config: WandbConfig) -> None:
+        self.group = wandb_config.group
+        self.team = wandb_config.team
+        self.project = wandb_config.project
+        self.run: Any = None
+        self._is_ours = False
+        super().__init__(wandb_config)
+
+    def _open(self) -> None:
+        library = importlib.import_module("wandb")
+        self._is_ours = library.run is None
+        self.run = library.run
+        if self._is_ours:
+            self.run = library.init(project=self.project, group=self.group, entity=self.team)
+
+    def _write(self, entries: list[Entry]) -> None:
+        for label, value, step in entries:
+            self.run.log({label: value}, step=step)
+
+    def _close(self) -> None:
+        if self._is_ours:
+            self.run.finish()
+
+
+class CometMonitor(Backend):
+    """Thins out each metric on its own: the first value is logged, then the next one an interval or more later."""
+
+    key = "comet"
+    package = "comet_ml"
+
+    def __init__(self, comet_config: CometConfig) -> None:
+        self.samples_log_interval = comet_config.samples_log_interval
+        self.experiment: Any = None
+        self._logged_at: dict[str, int] = {}
+        super().__init__(comet_config)
+
+    def _open(self) -> None:
+        config = self.monitor_config
+        self.experiment = importlib.import_module("comet_ml").start(
+            api_key=config.api_key,
+            project=config.project,
+            workspace=config.workspace,
+            experiment_key=config.experiment_key,
+            mode=config.mode,
+            online=config.online,
+        )
+        if config.experiment_name is not None:
+            self.experiment.set_name(config.experiment_name)
+
+    def _write(self, entries: list[Entry]) -> None:
+        for label, value, step in entries:
+            last = self._logged_at.get(label)
+            if last is None or step - last >= self.samples_log_interval:
+                self._logged_at[label] = step
+                self.experiment.log_metric(label, value, step=step)
+
+    def _close(self) -> None:
+        self.experiment.end()
+
+    def _secrets(self) -> tuple[str, ...]:
+        key = self.monitor_config.api_key
+        return (key,) if key else ()
+
+
+class csvMonitor(Backend):
+    """Rows of step and value, appended; `Train/Samples/lr` goes to `Train_Samples_lr.csv` with header `step,lr`.
+
+    The header is written once per file, not once per run: a resumed run leaves no text between the numbers.
+    """
+
+    key = "csv_monitor"
+
+    def __init__(self, csv_config: CSVConfig) -> None:
+        self.output_path = csv_config.output_path
+        self.job_name = csv_config.job_name
+        self.log_dir = folder_of(self.key, self.output_path, self.job_name)
+        super().__init__(csv_config)
+
+    def _open(self) -> None:
+        os.makedirs(self.log_dir, exist_ok=True)
+
+    def _write(self, entries: list[Entry]) -> None:
+        labels = dict.fromkeys(entry.label for entry in entries)
+        for label in labels:
+            name = label.replace("/", "_").replace(" ", "_") + ".csv"
+            with open(os.path.join(self.log_dir, name), "a", newline="", encoding="utf-8") as file:
+                rows = csv.writer(file)
+                if file.tell() == 0:
+                    rows.writerow(("step", label.rpartition("/")[2]))
+                rows.writerows((entry.step, entry.value) for entry in entries if entry.label == label)
+
+    def _close(self) -> None:
+        """Every file was closed when it was written."""
 
 
 class MonitorMaster(Monitor):

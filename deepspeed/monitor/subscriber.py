@@ -11,9 +11,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.events import EventStream, ExpertsUsed, Phase, StepFinished, Subscription
-from deepspeed.monitor.base import Monitor, writes_here
-
-__all__ = ["MonitorSubscriber", "StepTimes"]
+from deepspeed.monitor.monitor import Monitor, writes_here
 
 _PREFIX = "Train/Samples/"
 _EXPERTS = "Train/Experts/"
@@ -27,7 +25,7 @@ class StepTimes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Unread:
+class _PendingMetrics:
     """Metrics of a step whose loss is on its way to the host; it has arrived once `arrived` has happened."""
 
     metrics: list[tuple[str, Any, int]]
@@ -46,7 +44,7 @@ class MonitorSubscriber:
     def __init__(self, monitor: Monitor, *, times: StepTimes | None = None) -> None:
         self._monitor = monitor
         self._times = times
-        self._unread: _Unread | None = None
+        self._unread: _PendingMetrics | None = None
         self._subscriptions = ExitStack()
 
     def attach(self, events: EventStream) -> MonitorSubscriber:
@@ -85,7 +83,7 @@ class MonitorSubscriber:
             if accelerator.on_accelerator(loss) and not accelerator.is_synchronized_device():
                 copy, arrived = loss.to("cpu", non_blocking=True), accelerator.Event()
                 arrived.record()
-                self._unread = _Unread(metrics, copy, event.samples, arrived)
+                self._unread = _PendingMetrics(metrics, copy, event.samples, arrived)
                 if arrived.query():
                     self.flush()
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed._lazy import submodule
+from deepspeed._package import submodule
 from deepspeed.ops.registry import op
 
 __all__ = ["__compatible_ops__", "__installed_ops__", "op"]
@@ -16,8 +16,8 @@ __installed_ops__: dict[str, bool]
 def __getattr__(name: str) -> Any:
     if name not in ("__compatible_ops__", "__installed_ops__"):
         return submodule(__name__, name)
-    from deepspeed.ops.op_builder import all_ops  # on first use: the answer asks compilers, drivers and devices
+    from deepspeed.ops.op_builder import builders  # on first use: the answer asks compilers, drivers and devices
 
-    answer = all_ops.compatible_ops() if name == "__compatible_ops__" else all_ops.installed_ops()
+    answer = builders.compatible_ops() if name == "__compatible_ops__" else builders.installed_ops()
     globals()[name] = answer
     return answer

@@ -16,8 +16,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["BLOCK", "blocks", "decode", "dither", "encode"]
-
 BLOCK = 256
 """Elements that share a scale."""
 

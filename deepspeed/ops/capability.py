@@ -30,7 +30,7 @@ from deepspeed.accelerator import get_accelerator
 
 __all__ = [
     "Capability",
-    "Verdict",
+    "ProbeResult",
     "always",
     "compute_capability",
     "cxx_compiler",
@@ -62,7 +62,7 @@ _PROBE_FAILURES = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProbeResult:
     """Whether a fact holds, and what was found: a phrase that reads well after "because"."""
 
     holds: bool
@@ -72,14 +72,14 @@ class Verdict:
 class Capability:
     """A fact, or several joined with `&`, `|` and `~`; one that is not `lasting` is looked up at every question."""
 
-    def __init__(self, name: str, probe: Callable[[], Verdict], *, lasting: bool = True) -> None:
+    def __init__(self, name: str, probe: Callable[[], ProbeResult], *, lasting: bool = True) -> None:
         self.name = name
         self._probe = probe
         self._lasting = lasting
-        self._known: Verdict | None = None
+        self._known: ProbeResult | None = None
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> ProbeResult:
         """The answer; a probe that fails means no for now, with the error as the reason."""
         if self._known is not None:
             return self._known
@@ -87,7 +87,7 @@ class Capability:
             verdict = self._probe()
         except _PROBE_FAILURES as error:
             found = (str(error).splitlines() or [""])[0]
-            return Verdict(False, f"{self.name} could not be determined: {type(error).__name__}: {found}")
+            return ProbeResult(False, f"{self.name} could not be determined: {type(error).__name__}: {found}")
         if self._lasting:
             self._known = verdict
         return verdict
@@ -104,25 +104,25 @@ class Capability:
         return self.holds
 
     def __and__(self, other: Capability) -> Capability:
-        def probe() -> Verdict:
+        def probe() -> ProbeResult:
             failing = [fact.reason for fact in (self, other) if not fact.holds]
             if failing:
-                return Verdict(False, _joined(failing))
-            return Verdict(True, _joined([self.reason, other.reason]))
+                return ProbeResult(False, _joined(failing))
+            return ProbeResult(True, _joined([self.reason, other.reason]))
 
         return Capability(f"{self.name} & {other.name}", probe, lasting=False)
 
     def __or__(self, other: Capability) -> Capability:
-        def probe() -> Verdict:
+        def probe() -> ProbeResult:
             for fact in (self, other):
                 if fact.holds:
                     return fact.verdict
-            return Verdict(False, _joined([self.reason, other.reason]))
+            return ProbeResult(False, _joined([self.reason, other.reason]))
 
         return Capability(f"({self.name} | {other.name})", probe, lasting=False)
 
     def __invert__(self) -> Capability:
-        return Capability(f"~({self.name})", lambda: Verdict(not self.holds, self.reason), lasting=False)
+        return Capability(f"~({self.name})", lambda: ProbeResult(not self.holds, self.reason), lasting=False)
 
     def __repr__(self) -> str:
         return f"Capability({self.name})"
@@ -133,47 +133,47 @@ def _joined(reasons: list[str]) -> str:
     return "; ".join(dict.fromkeys(part for reason in reasons if reason for part in reason.split("; ")))
 
 
-def _fact(name: str, *, lasting: bool = True) -> Callable[[Callable[[], Verdict]], Capability]:
+def _fact(name: str, *, lasting: bool = True) -> Callable[[Callable[[], ProbeResult]], Capability]:
     return lambda probe: Capability(name, probe, lasting=lasting)
 
 
-always = Capability("always", lambda: Verdict(True, ""))
+always = Capability("always", lambda: ProbeResult(True, ""))
 
 
 @_fact("triton")
-def has_triton() -> Verdict:
+def has_triton() -> ProbeResult:
     # Looked for, not imported: importing it takes longer than the rest of the library.
     if importlib.util.find_spec("triton") is None:
-        return Verdict(False, "the package triton is not installed")
+        return ProbeResult(False, "the package triton is not installed")
     for distribution in ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-rocm", "triton-windows"):
         try:
-            return Verdict(True, f"triton {importlib.metadata.version(distribution)}")
+            return ProbeResult(True, f"triton {importlib.metadata.version(distribution)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    return Verdict(True, "triton of an unknown version")
+    return ProbeResult(True, "triton of an unknown version")
 
 
 @_fact("cuda", lasting=False)  # another accelerator may be set
-def on_cuda() -> Verdict:
+def on_cuda() -> ProbeResult:
     name = get_accelerator()._name
     if name != "cuda":
-        return Verdict(False, f"the accelerator in use is {name}")
+        return ProbeResult(False, f"the accelerator in use is {name}")
     if torch.version.hip is not None:
-        return Verdict(False, f"the accelerator in use is ROCm {torch.version.hip}")
-    return Verdict(True, f"CUDA {torch.version.cuda}")
+        return ProbeResult(False, f"the accelerator in use is ROCm {torch.version.hip}")
+    return ProbeResult(True, f"CUDA {torch.version.cuda}")
 
 
 def compute_capability(major: int, minor: int = 0) -> Capability:
     """The current NVIDIA GPU is at least of this compute capability."""
 
-    def probe() -> Verdict:
+    def probe() -> ProbeResult:
         if not on_cuda.holds:
             return on_cuda.verdict
         found = torch.cuda.get_device_capability()
         text = f"{torch.cuda.get_device_name()} has compute capability {found[0]}.{found[1]}"
         if found < (major, minor):
-            return Verdict(False, f"{text}, {major}.{minor} is needed")
-        return Verdict(True, text)
+            return ProbeResult(False, f"{text}, {major}.{minor} is needed")
+        return ProbeResult(True, text)
 
     return Capability(f"compute capability {major}.{minor}", probe, lasting=False)
 
@@ -194,25 +194,25 @@ def nvcc() -> str | None:
 
 
 @_fact("a C++ compiler")
-def has_cxx_compiler() -> Verdict:
+def has_cxx_compiler() -> ProbeResult:
     path = cxx_compiler()
     if path is not None:
-        return Verdict(True, f"C++ compiler {path}")
+        return ProbeResult(True, f"C++ compiler {path}")
     wanted = os.environ.get("CXX")
     found = f"CXX={wanted} is no program" if wanted else "there is no c++, g++ or clang++ on PATH"
-    return Verdict(False, found)
+    return ProbeResult(False, found)
 
 
 @_fact("nvcc")
-def has_nvcc() -> Verdict:
+def has_nvcc() -> ProbeResult:
     path = nvcc()
-    return Verdict(path is not None, path or "nvcc is neither below CUDA_HOME nor on PATH")
+    return ProbeResult(path is not None, path or "nvcc is neither below CUDA_HOME nor on PATH")
 
 
 @_fact("ninja")
-def has_ninja() -> Verdict:
+def has_ninja() -> ProbeResult:
     path = shutil.which("ninja")
-    return Verdict(path is not None, path or "ninja is not on PATH")
+    return ProbeResult(path is not None, path or "ninja is not on PATH")
 
 
 @functools.lru_cache(None)
@@ -233,10 +233,10 @@ def _cpu_flags() -> frozenset[str]:
 
 
 def _instruction_set(flag: str, name: str) -> Capability:
-    def probe() -> Verdict:
+    def probe() -> ProbeResult:
         found = flag in _cpu_flags()
         machine = platform.machine() or "unknown"
-        return Verdict(found, f"the processor ({machine}) has {'' if found else 'no '}{name}")
+        return ProbeResult(found, f"the processor ({machine}) has {'' if found else 'no '}{name}")
 
     return Capability(name, probe)
 
@@ -248,46 +248,46 @@ has_sve = _instruction_set("sve", "SVE")
 
 
 @_fact("libaio")
-def has_libaio() -> Verdict:
+def has_libaio() -> ProbeResult:
     library = ctypes.util.find_library("aio")
     if library is None:
-        return Verdict(False, "the library libaio is not installed")
+        return ProbeResult(False, "the library libaio is not installed")
     prefixes = [os.environ[name] for name in ("CONDA_PREFIX", "VIRTUAL_ENV") if os.environ.get(name)]
     folders = [Path(prefix, "include") for prefix in (*prefixes, "/usr", "/usr/local")]
     for name in ("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH"):
         folders.extend(Path(folder) for folder in os.environ.get(name, "").split(os.pathsep) if folder)
     if not any((folder / "libaio.h").is_file() for folder in folders):
-        return Verdict(False, f"{library} is there, but its header libaio.h is not (package libaio-dev)")
-    return Verdict(True, library)
+        return ProbeResult(False, f"{library} is there, but its header libaio.h is not (package libaio-dev)")
+    return ProbeResult(True, library)
 
 
 _IO_URING_SETUP = 425  # the same number on every architecture
 
 
 @_fact("io_uring")
-def has_io_uring() -> Verdict:
+def has_io_uring() -> ProbeResult:
     if sys.platform != "linux":
-        return Verdict(False, f"io_uring is part of Linux, this is {sys.platform}")
+        return ProbeResult(False, f"io_uring is part of Linux, this is {sys.platform}")
     # Asked without arguments: a kernel that offers it complains about the arguments, and nothing is created.
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), ctypes.c_void_p(None))
     answer = ctypes.get_errno()
     if answer in (errno.EFAULT, errno.EINVAL):
-        return Verdict(True, f"io_uring of Linux {platform.release()}")
+        return ProbeResult(True, f"io_uring of Linux {platform.release()}")
     if answer == errno.ENOSYS:
-        return Verdict(False, f"Linux {platform.release()} offers no io_uring, or the container hides it")
+        return ProbeResult(False, f"Linux {platform.release()} offers no io_uring, or the container hides it")
     if answer == errno.EPERM:
-        return Verdict(False, "io_uring is forbidden (kernel.io_uring_disabled, or the container's rules)")
-    return Verdict(False, f"io_uring answers {errno.errorcode.get(answer, answer)}")
+        return ProbeResult(False, "io_uring is forbidden (kernel.io_uring_disabled, or the container's rules)")
+    return ProbeResult(False, f"io_uring answers {errno.errorcode.get(answer, answer)}")
 
 
 @_fact("GPUDirect Storage", lasting=False)
-def has_gds() -> Verdict:
+def has_gds() -> ProbeResult:
     if not on_cuda.holds:
         return on_cuda.verdict
     library = ctypes.util.find_library("cufile")
     if library is None:
-        return Verdict(False, "the library libcufile is not installed")
+        return ProbeResult(False, "the library libcufile is not installed")
     if not Path("/proc/driver/nvidia-fs").exists():
-        return Verdict(False, f"{library} is there, but the kernel module nvidia-fs is not loaded")
-    return Verdict(True, f"{library} with nvidia-fs")
+        return ProbeResult(False, f"{library} is there, but the kernel module nvidia-fs is not loaded")
+    return ProbeResult(True, f"{library} with nvidia-fs")

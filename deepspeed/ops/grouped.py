@@ -17,8 +17,6 @@ from torch.nn import functional
 from deepspeed.ops.capability import compute_capability, on_cuda
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["Groups", "grouped_linear"]
-
 _ALIGNED = 16  # bytes: what the kernels of torch ask of rows
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from deepspeed.errors import UsageError
 
-__all__ = ["bytes_of", "copy_bytes"]
-
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor of the host, to read or to write; valid while the tensor lives."""

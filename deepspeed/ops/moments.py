@@ -16,8 +16,6 @@ from torch import Tensor
 from deepspeed.errors import UsageError
 from deepspeed.ops import blockwise
 
-__all__ = ["Group", "MomentKeeper", "StateEntry", "moment_width", "scale_name", "wide"]
-
 Group = dict[str, Any]
 StateEntry = tuple[str, torch.dtype, int]
 """A state tensor of a parameter: name, dtype, number of elements."""

@@ -15,8 +15,6 @@ from torch import Tensor
 
 from deepspeed.ops.registry import implementation, op, reference
 
-__all__ = ["axpby_", "global_norm", "scale_", "sum_of_squares"]
-
 PART = 1 << 16
 """Elements of host memory that are summed at a time."""
 

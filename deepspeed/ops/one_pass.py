@@ -15,8 +15,6 @@ from torch import Tensor
 
 from deepspeed.errors import UsageError
 
-__all__ = ["OnePass"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -57,3 +55,17 @@ class OnePass:
                     f"{tensor.device} for a parameter of shape {tuple(param.shape)} on {param.device}; it must be "
                     f"contiguous, on the same device, of {param.numel()} elements, and float32, bfloat16 or float16"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What the device decides while it updates, so that the host need not wait for it: float32 scalars there."""
+
+    divisor: Tensor
+    """Gradients are divided by this first; they are used up, in place or not."""
+    skip: Tensor
+    """1 leaves parameters and moments as they are, 0 does not."""
+
+    def on(self, device: torch.device) -> Conditions:
+        """The same for tensors on `device`."""
+        return self if self.skip.device == device else Conditions(self.divisor.to(device), self.skip.to(device))

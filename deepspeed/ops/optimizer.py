@@ -21,15 +21,14 @@ import torch
 from torch import Tensor
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.moments import Group, MomentKeeper, scale_name, wide
-from deepspeed.ops.one_pass import OnePass
+from deepspeed.ops.one_pass import Conditions, OnePass
 
 __all__ = [
-    "Batch",
     "BatchOptimizer",
     "Closure",
     "Group",
+    "ParameterBatch",
     "TensorLists",
     "check_hyperparameters",
     "contiguous",
@@ -53,7 +52,7 @@ _GRADS = 1
 
 
 @dataclass(slots=True)
-class Batch:
+class ParameterBatch:
     """Parameters that one call of an update rule takes: lists of one device and one dtype each, and one step number."""
 
     step: int
@@ -130,7 +129,7 @@ class BatchOptimizer(MomentKeeper):
         for batch in self._batches(group, self.moments):
             self._apply(group, batch)
 
-    def _apply(self, group: Group, batch: Batch) -> None:
+    def _apply(self, group: Group, batch: ParameterBatch) -> None:
         raise TypeError(f"{type(self).__name__} defines no update rule")
 
     @torch.no_grad()
@@ -182,11 +181,11 @@ class BatchOptimizer(MomentKeeper):
     def _gradient(self, param: Tensor) -> Tensor | None:
         return param.grad if self.one_pass is None else self.one_pass.gradient(param)
 
-    def _batches(self, group: Group, names: Sequence[str]) -> list[Batch]:
+    def _batches(self, group: Group, names: Sequence[str]) -> list[ParameterBatch]:
         """Advance the step of every parameter with a gradient and sort them into batches; the empty ones have none."""
         host = self.one_pass
         counted: list[dict[str, Any]] = []
-        found: dict[tuple[Any, ...], Batch] = {}
+        found: dict[tuple[Any, ...], ParameterBatch] = {}
         latest: tuple[Any, ...] | None = None
         for param in group["params"]:
             grad = param.grad if host is None else host.gradient(param)
@@ -220,10 +219,10 @@ class BatchOptimizer(MomentKeeper):
         return list(found.values())
 
 
-def _empty_batch(step: int, names: Sequence[str], moments: torch.dtype, one_pass: OnePass | None) -> Batch:
+def _empty_batch(step: int, names: Sequence[str], moments: torch.dtype, one_pass: OnePass | None) -> ParameterBatch:
     lists: tuple[list[Tensor], ...] = tuple([] for _ in names)
     scales: tuple[list[Tensor], ...] = tuple([] for _ in names) if moments == torch.uint8 else ()
-    return Batch(step, lists, factor=1.0 if one_pass is None else one_pass.factor, scales=scales)
+    return ParameterBatch(step, lists, factor=1.0 if one_pass is None else one_pass.factor, scales=scales)
 
 
 def evaluate(closure: Closure | None) -> Any:

@@ -28,21 +28,8 @@ from typing import Any, TypeVar
 
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
-from deepspeed.ops.capability import Capability, always
-from deepspeed.ops.compilation import follow_compilation
-
-__all__ = [
-    "Explanation",
-    "Implementation",
-    "Op",
-    "State",
-    "chosen",
-    "explain",
-    "implementation",
-    "op",
-    "operations",
-    "reference",
-]
+from deepspeed.ops.capability import Capability, always, has_triton, on_cuda
+from deepspeed.ops.precompile import follow_compilation
 
 Kernel = Callable[..., Any]
 F = TypeVar("F", bound=Kernel)
@@ -51,23 +38,16 @@ F = TypeVar("F", bound=Kernel)
 _FAMILIES = (
     "deepspeed.ops.multi_tensor",
     "deepspeed.ops.adam.rule",
-    "deepspeed.ops.adam.host",
-    "deepspeed.ops.adam.one_pass",
     "deepspeed.ops.lion.rule",
-    "deepspeed.ops.lion.host",
-    "deepspeed.ops.lion.one_pass",
     "deepspeed.ops.lamb.rule",
-    "deepspeed.ops.lamb.one_pass",
     "deepspeed.ops.adagrad.rule",
-    "deepspeed.ops.adagrad.host",
     "deepspeed.ops.muon.momentum",
     "deepspeed.ops.muon.newton_schulz",
     "deepspeed.ops.grouped",
     "deepspeed.ops.model.norm",
     "deepspeed.ops.model.gated",
     "deepspeed.ops.model.assignments",
-    "deepspeed.ops.model.wide_linear",
-    "deepspeed.ops.model.bias_gelu",
+    "deepspeed.ops.model.linear",
     "deepspeed.ops.model.rotary",
     "deepspeed.ops.model.linear_loss",
     "deepspeed.ops.fp8.quantise",
@@ -116,7 +96,7 @@ class Explanation:
     reason: str
 
 
-class Op:
+class RegisteredOp:
     """An operation and its implementations; the choice among them is made once, at the first use."""
 
     def __init__(self, name: str) -> None:
@@ -234,7 +214,7 @@ def _loaded(each: Implementation) -> Kernel:
     return each.load()
 
 
-_OPS: dict[str, Op] = {}
+_OPS: dict[str, RegisteredOp] = {}
 
 
 def implementation(
@@ -249,7 +229,7 @@ def implementation(
         label = name or load.__name__.strip("_")
         if not label:
             raise ValueError(f"an implementation of op {op!r} needs a name: @implementation({op!r}, name=...)")
-        _OPS.setdefault(op, Op(op)).add(Implementation(label, requires, load, rank))
+        _OPS.setdefault(op, RegisteredOp(op)).add(Implementation(label, requires, load, rank))
         return load
 
     return register
@@ -265,13 +245,23 @@ def reference(op: str) -> Callable[[F], F]:
     return register
 
 
+def by_triton(op: str) -> Callable[[F], F]:
+    """Register the decorated function itself as the version that launches kernels of Triton."""
+
+    def register(kernel: F) -> F:
+        implementation(op, name="triton", requires=has_triton & on_cuda, rank=20)(lambda: kernel)
+        return kernel
+
+    return register
+
+
 @functools.lru_cache(None)
 def _load_families() -> None:
     for module in _FAMILIES:
         importlib.import_module(module)
 
 
-def operations() -> dict[str, Op]:
+def operations() -> dict[str, RegisteredOp]:
     """Every registered operation by its name."""
     _load_families()
     return dict(_OPS)
@@ -287,7 +277,7 @@ def chosen(name: str) -> str:
     return _found(name).chosen
 
 
-def _found(name: str) -> Op:
+def _found(name: str) -> RegisteredOp:
     found = _OPS.get(name)
     if found is None:
         found = operations().get(name)

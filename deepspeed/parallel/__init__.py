@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from deepspeed._lazy import lazy
+from deepspeed._package import lazy
 
 if TYPE_CHECKING:
-    from .axes import Axis, LayoutPlan
-    from .current import current_layout
-    from .layout import AxisGroup, ExpertGroups, ParallelLayout
-    from .mpu import LayoutMpu, layout_from_mpu
+    from deepspeed.parallel.axes import Axis, LayoutPlan
+    from deepspeed.parallel.layout import AxisGroup, ExpertGroups, ParallelLayout
+    from deepspeed.parallel.mpu import LayoutMpu, current_layout, layout_from_mpu
 
 # Loaded on first use, so that the arithmetic in axes.py does not bring process groups with it.
 _LAZY = {
@@ -20,7 +19,7 @@ _LAZY = {
     "LayoutMpu": "deepspeed.parallel.mpu:LayoutMpu",
     "LayoutPlan": "deepspeed.parallel.axes:LayoutPlan",
     "ParallelLayout": "deepspeed.parallel.layout:ParallelLayout",
-    "current_layout": "deepspeed.parallel.current:current_layout",
+    "current_layout": "deepspeed.parallel.mpu:current_layout",
     "layout_from_mpu": "deepspeed.parallel.mpu:layout_from_mpu",
 }
 

@@ -23,17 +23,6 @@ from typing import Any, NamedTuple, overload
 
 from deepspeed.errors import LayoutError
 
-__all__ = [
-    "GRID_AXES",
-    "Axis",
-    "ExpertAxes",
-    "GridGroups",
-    "LayoutPlan",
-    "RankGrid",
-    "Ranks",
-    "expert_parallel_ranks",
-]
-
 Ranks = tuple[int, ...]
 
 GRID_AXES = ("pp", "dp", "sp", "tp")
@@ -133,10 +122,6 @@ class Axis:
     def group_of(self, rank: int) -> Ranks:
         """The group that holds `rank`."""
         return self.groups[self._number(rank)]
-
-    def index_of(self, rank: int) -> int:
-        """The place of `rank` within its group."""
-        return self.group_of(rank).index(rank)
 
     def _number(self, rank: int) -> int:
         if not 0 <= rank < self.world:

@@ -10,8 +10,6 @@ from itertools import accumulate
 
 from deepspeed.errors import UsageError
 
-__all__ = ["partition_balanced", "partition_uniform"]
-
 Number = float  # weights are counts of parameters or measured times
 
 

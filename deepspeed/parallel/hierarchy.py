@@ -1,4 +1,4 @@
-"""Splits of an axis in two levels: nodes and the ranks in them (hpZ, MiCS, quantised gradients); pure arithmetic.
+"""Splits of an axis in two levels: nodes and the ranks in them, or runs of neighbours (hpZ); pure arithmetic.
 
 Every split turns one axis into two, `inter` and `intra`: a rank's intra group are its neighbours, its inter group
 the ranks that hold the same place in the other intra groups of the same axis group.
@@ -12,25 +12,12 @@ from typing import NamedTuple
 
 from deepspeed.errors import LayoutError
 from deepspeed.log import warn_once
-
-from .axes import Axis, Ranks
-
-__all__ = [
-    "Split",
-    "all_to_all_split",
-    "hpz_split",
-    "local_ranks",
-    "mics_gather_split",
-    "mics_split",
-    "node_split",
-    "ranks_per_node",
-    "split",
-]
+from deepspeed.parallel.axes import Axis, Ranks
 
 _NODE_VARIABLES = ("LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 
 
-class Split(NamedTuple):
+class AxisLevels(NamedTuple):
     """The two levels of one axis."""
 
     inter: Axis
@@ -54,7 +41,7 @@ def local_ranks(unknown: int = 1) -> int:
     return int(found) if found.isdigit() and int(found) else unknown
 
 
-def split(axis: Axis, size: int) -> Split:
+def split(axis: Axis, size: int) -> AxisLevels:
     """Neighbours in runs of `size`, and the ranks with the same place in each run."""
     if size < 1 or axis.size % size:
         raise LayoutError(
@@ -65,7 +52,7 @@ def split(axis: Axis, size: int) -> Split:
     return _levels(axis, runs)
 
 
-def node_split(axis: Axis, per_node: int) -> Split:
+def node_split(axis: Axis, per_node: int) -> AxisLevels:
     """Ranks of the axis on the same node, and across nodes; every node must hold the same number of them."""
     ranks_per_node(axis.world, per_node)
     runs = [_by_node(group, per_node) for group in axis.groups]
@@ -79,12 +66,7 @@ def node_split(axis: Axis, per_node: int) -> Split:
     return _levels(axis, runs)
 
 
-def all_to_all_split(axis: Axis, per_node: int) -> Split:
-    """The two hops of a quantised gradient all-to-all (qgZ): within each node, then across the nodes."""
-    return node_split(axis, per_node)
-
-
-def hpz_split(axis: Axis, partition_size: int) -> Split:
+def hpz_split(axis: Axis, partition_size: int) -> AxisLevels:
     """The secondary shards of hpZ: runs of min(partition_size, axis size) neighbours; 0 and 1 mean none."""
     if partition_size < 0:
         raise LayoutError(
@@ -99,34 +81,10 @@ def hpz_split(axis: Axis, partition_size: int) -> Split:
     return split(axis, size)
 
 
-def mics_split(axis: Axis, shard_size: int) -> Split:
-    """MiCS: parameters are sharded over intra and replicated over inter; −1 shards over the whole axis."""
-    if shard_size == -1:
-        return split(axis, axis.size)
-    if shard_size < 1 or axis.size % shard_size:
-        raise LayoutError(
-            f"mics_shard_size {shard_size} does not divide the {axis.size} ranks of axis {axis.name!r}. "
-            f"Use a size that divides {axis.size}, or -1 to turn MiCS off."
-        )
-    return split(axis, shard_size)
-
-
-def mics_gather_split(shards: Axis, per_node: int) -> Split:
-    """The two hops of a hierarchical gather within the shard groups of MiCS, which must span several nodes."""
-    levels = node_split(shards, per_node)
-    if levels.inter.size == 1:
-        raise LayoutError(
-            f"a hierarchical gather needs shard groups that span nodes, but groups of {shards.size} ranks lie "
-            f"within one node of {per_node} ranks. Turn mics_hierarchical_params_gather off, or use a "
-            f"mics_shard_size above {per_node}."
-        )
-    return levels
-
-
-def _levels(axis: Axis, runs: list[list[Ranks]]) -> Split:
+def _levels(axis: Axis, runs: list[list[Ranks]]) -> AxisLevels:
     intra = tuple(run for group in runs for run in group)
     inter = tuple(places for group in runs for places in zip(*group, strict=True))
-    return Split(Axis(f"{axis.name}.inter", inter), Axis(f"{axis.name}.intra", intra))
+    return AxisLevels(Axis(f"{axis.name}.inter", inter), Axis(f"{axis.name}.intra", intra))
 
 
 def _by_node(group: Ranks, per_node: int) -> list[Ranks]:

@@ -10,15 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from deepspeed import comm
 from deepspeed.errors import LayoutError
-
-from . import hierarchy
-from .axes import GRID_AXES, Axis, ExpertAxes, LayoutPlan, RankGrid, Ranks
-from .process_groups import GroupTable, rank_and_world
+from deepspeed.parallel import hierarchy
+from deepspeed.parallel.axes import GRID_AXES, Axis, ExpertAxes, LayoutPlan, RankGrid, Ranks
+from deepspeed.parallel.process_groups import GroupTable, rank_and_world
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["AxisGroup", "ExpertGroups", "ParallelLayout"]
 
 _MESH_NAMES = {
     **dict.fromkeys(("pp", "pipe", "pipeline", "pipeline_parallel"), "pp"),

@@ -12,8 +12,6 @@ from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.parallel.balance import partition_uniform
 
-__all__ = ["PartitionedTensor"]
-
 
 class PartitionedTensor:
     """This rank's part of a tensor that all ranks of `group` have; `full` puts the parts together again."""

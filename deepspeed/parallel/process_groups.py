@@ -20,13 +20,10 @@ from deepspeed import comm
 from deepspeed.comm.init import default_timeout
 from deepspeed.comm.watch.settings import timeout_of
 from deepspeed.errors import LayoutError
-
-from .axes import Axis, GridGroups, Ranks
+from deepspeed.parallel.axes import Axis, GridGroups, Ranks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["GroupTable", "create_group", "destroy_group", "rank_and_world", "ranks_of", "world_timeout"]
 
 
 def create_group(

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from deepspeed import comm
+from deepspeed.fragments import DimSplit
 
-__all__ = ["Members", "Peers", "Way", "between", "enter", "joined", "leave", "own", "summed", "summed_part"]
 
-
-class Peers(Protocol):
+class RankGroup(Protocol):
     """Ranks that have parts of a tensor, and the place of this one among them: an axis, or the members of a group."""
 
     @property
@@ -39,7 +38,7 @@ class Peers(Protocol):
 
 
 @dataclass(frozen=True)
-class Members:
+class GroupMembers:
     """The ranks of a process group that belongs to no layout."""
 
     group: ProcessGroup
@@ -54,15 +53,15 @@ class Members:
         """How many they are."""
         return self.group.size()
 
-    def __deepcopy__(self, _: Any) -> Members:
+    def __deepcopy__(self, _: Any) -> GroupMembers:
         return self  # groups of processes are not copied
 
 
-Way = Callable[[Tensor, Peers, Sequence[int], int], Tensor]
+Way = Callable[[Tensor, RankGroup, Sequence[int], int], Tensor]
 """(tensor, ranks, sizes of their parts, dim) → tensor: `joined`, `own` or `summed_part`."""
 
 
-def summed(tensor: Tensor, axis: Peers) -> Tensor:
+def summed(tensor: Tensor, axis: RankGroup) -> Tensor:
     """The sum over ranks, in memory of its own."""
     result = tensor.contiguous()
     result = result.clone() if result.data_ptr() == tensor.data_ptr() else result
@@ -70,7 +69,7 @@ def summed(tensor: Tensor, axis: Peers) -> Tensor:
     return result
 
 
-def joined(part: Tensor, axis: Peers, sizes: Sequence[int], dim: int) -> Tensor:
+def joined(part: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int) -> Tensor:
     """All ranks' parts along a dim; parts may be of unequal sizes, which all ranks know."""
     longest, given = max(sizes), part.contiguous()
     if min(sizes) < longest:
@@ -82,7 +81,7 @@ def joined(part: Tensor, axis: Peers, sizes: Sequence[int], dim: int) -> Tensor:
     return torch.cat([parts[rank].narrow(dim, 0, size) for rank, size in enumerate(sizes)], dim=dim)
 
 
-def summed_part(whole: Tensor, axis: Peers, sizes: Sequence[int], dim: int) -> Tensor:
+def summed_part(whole: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int) -> Tensor:
     """This rank's part along a dim of the sum over ranks."""
     longest = max(sizes)
     stacked = whole.new_zeros((len(sizes), *whole.shape[:dim], longest, *whole.shape[dim + 1 :]))
@@ -93,14 +92,14 @@ def summed_part(whole: Tensor, axis: Peers, sizes: Sequence[int], dim: int) -> T
     return result.narrow(dim, 0, sizes[axis.rank])
 
 
-def own(whole: Tensor, axis: Peers, sizes: Sequence[int], dim: int) -> Tensor:
+def own(whole: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int) -> Tensor:
     """This rank's part along a dim."""
     return whole.narrow(dim, sum(sizes[: axis.rank]), sizes[axis.rank]).contiguous()
 
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Peers) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, axis: RankGroup) -> Tensor:
         ctx.axis = axis
         return tensor.view_as(tensor)
 
@@ -111,7 +110,7 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Peers) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, axis: RankGroup) -> Tensor:
         return summed(tensor, axis)
 
     @staticmethod
@@ -121,7 +120,9 @@ class _Leave(torch.autograd.Function):
 
 class _Between(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, axis: Peers, sizes: Sequence[int], dim: int, pair: tuple[Way, Way]) -> Tensor:
+    def forward(
+        ctx: Any, tensor: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int, pair: tuple[Way, Way]
+    ) -> Tensor:
         ctx.given = axis, sizes, dim
         ctx.back = pair[1]
         return pair[0](tensor, axis, sizes, dim)
@@ -131,17 +132,82 @@ class _Between(torch.autograd.Function):
         return ctx.back(grads[0], *ctx.given), None, None, None, None
 
 
-def enter(tensor: Tensor, axis: Peers) -> Tensor:
+def enter(tensor: Tensor, axis: RankGroup) -> Tensor:
     """Into a split region: every rank's computation has a share in the gradient."""
     return _Enter.apply(tensor, axis)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def leave(tensor: Tensor, axis: Peers) -> Tensor:
-    """Out of a split region: every rank has a summand."""
+def leave(tensor: Tensor, axis: RankGroup, *, fresh: bool = False) -> Tensor:
+    """Out of a split region: every rank has a summand.
+
+    A `fresh` tensor is read nowhere else: where no gradients are wanted, it becomes the sum in its own memory.
+    """
+    if fresh and not torch.is_grad_enabled() and tensor.is_contiguous():
+        comm.all_reduce(tensor, group=axis.group)
+        return tensor
     return _Leave.apply(tensor, axis)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def between(tensor: Tensor, axis: Peers, sizes: Sequence[int], dim: int, pair: tuple[Way, Way]) -> Tensor:
+def between(tensor: Tensor, axis: RankGroup, sizes: Sequence[int], dim: int, pair: tuple[Way, Way]) -> Tensor:
     """From one form into another: the first way of the pair forward, the second backward."""
     dim = dim % tensor.dim()
     return _Between.apply(tensor, axis, tuple(sizes), dim, pair)  # type: ignore[no-any-return,no-untyped-call]
+
+
+@dataclass
+class ParameterCut:
+    """Parameters of which every rank of an axis holds a part."""
+
+    axis: RankGroup
+    splits: dict[str, DimSplit]
+    """How each of the module's own parameters is cut, by its name in the module."""
+
+    def __deepcopy__(self, _: Any) -> ParameterCut:
+        return self  # groups of processes are not copied
+
+
+def cut_of(module: nn.Module) -> ParameterCut | None:
+    """How a module is cut; None if all of it is here."""
+    share = getattr(module, "share", None)
+    return share if isinstance(share, ParameterCut) else None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """logits [tokens, this rank's vocabulary], target [tokens] → the loss of each token, zero where it is ignored."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, start: int, group: Any, ignore: int) -> Tensor:
+        stop = start + logits.shape[-1]
+        highest = logits.max(dim=-1).values
+        if group is not None:
+            comm.all_reduce(highest, op=comm.ReduceOp.MAX, group=group)
+        shifted = logits - highest.unsqueeze(-1)
+        foreign = (target < start) | (target >= stop)
+        place = (target - start).masked_fill(foreign, 0)
+        found = shifted.gather(-1, place.unsqueeze(-1)).squeeze(-1)
+        exps = shifted.exp_()
+        sums = torch.stack([exps.sum(-1), found.masked_fill(foreign, 0)])  # [2, tokens]
+        if group is not None:
+            comm.all_reduce(sums, group=group)
+        ignored = target == ignore
+        ctx.save_for_backward(exps.div_(sums[0].unsqueeze(-1)), place, foreign | ignored, ignored)
+        return (sums[0].log() - sums[1]).masked_fill(ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        shares, place, elsewhere, ignored = ctx.saved_tensors
+        grad = shares.clone()
+        ones = (~elsewhere).to(grad.dtype).neg_().unsqueeze(-1)
+        grad.scatter_add_(-1, place.unsqueeze(-1), ones)
+        grad.mul_(grads[0].masked_fill(ignored, 0).unsqueeze(-1))
+        return grad, None, None, None, None
+
+
+def split_cross_entropy(logits: Tensor, target: Tensor, start: int, group: Any, ignore_index: int = -100) -> Tensor:
+    """The loss of each token, in float32; `start` is the first token of this rank's vocabulary.
+
+    The ranks of `group` have the other parts of the vocabulary; None where this rank has all of it.
+    """
+    flat = logits.reshape(-1, logits.shape[-1]).float()
+    losses = _CrossEntropy.apply(flat, target.reshape(-1), start, group, ignore_index)  # type: ignore[no-untyped-call]
+    return losses.view(target.shape)  # type: ignore[no-any-return]

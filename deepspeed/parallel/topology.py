@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.errors import LayoutError
-
-from .axes import Axis, RankGrid
-from .process_groups import GroupTable, rank_and_world, ranks_of
+from deepspeed.parallel.axes import Axis, RankGrid
+from deepspeed.parallel.process_groups import GroupTable, rank_and_world, ranks_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -1,15 +1,15 @@
 """Pipeline parallelism: layers spread over ranks, micro-batches that follow each other through them.
 
 ```
-specs       a layer that is built where it is needed;  partition: which layers make a stage;  ties: shared weights
-outline     where the blocks of a Transformers model are;  ghosts: its own forward without them;  cutting: its layers
-module      PipelineModule: the layers of this rank
+layers      a layer that is built where it is needed; which layers make a stage;  ties: shared weights
+cutting     a Transformers model as layers: where its blocks are, its own forward without them
+module      PipelineModule: the layers of this rank, and their files in a checkpoint
 schedule/   which rank computes what when: data, without torch
-forms       what travels between stages, as text and tensors;  wires: the messages
+messages    what travels between stages, as text and tensors
 split       backward in two parts;  executor: plays a schedule
-feed        micro-batches;  accord: what ranks agree upon around a batch
-axes        a stage's split layers and experts;  measure: the norm over stages;  gathering: the whole model on one rank
-engine      PipelineEngine: train_batch, eval_batch;  lost: the stages of ranks that an error names
+accord      what ranks agree upon around a batch
+axes        a stage's split layers, experts and sequences; the norm over stages
+engine      PipelineEngine: train_batch, eval_batch; micro-batches, the whole model on one rank
 ```
 """
 

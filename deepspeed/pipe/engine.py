@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -11,26 +14,195 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.comm import Pending
-from deepspeed.errors import DeepSpeedConfigError, PipelineError, UsageError
+from deepspeed.errors import CommError, DeepSpeedConfigError, PipelineError, UsageError
 from deepspeed.events import Phase, PhaseFailed
 from deepspeed.log import log_dist, warn_once
-from deepspeed.pipe.accord import Accord
+from deepspeed.parallel import AxisGroup
+from deepspeed.parallel.topology import ProcessTopology
+from deepspeed.pipe.batch_agreement import BatchAgreement
 from deepspeed.pipe.executor import Batch, Executor, Results
-from deepspeed.pipe.feed import Feed
-from deepspeed.pipe.gathering import whole_state
-from deepspeed.pipe.lost import naming_stages
+from deepspeed.pipe.messages import MessageForm, StageLinks, flatten, unflatten
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.pipe.outputs import averaged, joined, number
 from deepspeed.pipe.schedule.actions import Schedule
-from deepspeed.pipe.schedule.generators import forward_only
-from deepspeed.pipe.schedule.names import kind_of, make
-from deepspeed.pipe.wires import Wires
+from deepspeed.pipe.schedule.generators import forward_only, kind_of, make
+from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.step.choose import tell_if_frozen
-from deepspeed.zero.agreement import Hosts
+from deepspeed.runtime.saving.model_state import collect, gather_experts
+from deepspeed.runtime.step.choose import warn_if_frozen
+from deepspeed.zero.agreement import RankAgreement
 
-__all__ = ["PipelineEngine"]
+__all__ = ["DualPipeVEngine", "DualPipeVModule", "PipelineEngine"]
+
+
+class BatchSource:
+    """Takes micro-batches, on the ranks that need them: those of the first and of the last stage."""
+
+    def __init__(self, loader: Any, *, needed: bool) -> None:
+        self.needed = needed
+        self.batch_fn: Callable[[Any], Any] | None = None
+        self._source: Iterable[Any] | None = None
+        self._iterator: Iterator[Any] | None = None
+        self._again = False
+        if loader is not None:
+            self.use_iterator(RepeatingLoader(loader))
+
+    def use_iterator(self, iterator: Iterator[Any] | Iterable[Any] | None, *, again: bool = False) -> None:
+        """Take batches from an iterator or a loader from now on; none is an error when they are taken, on all ranks.
+
+        A source that is given `again` with every batch must be an iterator: a loader would begin anew each time.
+        """
+        self._source, self._iterator, self._again = iterator if self.needed else None, None, again
+
+    def reopen(self) -> None:
+        """Take batches from where the loader was told to continue."""
+        if callable(getattr(self._source, "load_state_dict", None)):
+            self._iterator = None
+
+    def take(self, count: int) -> list[Batch]:
+        """So many micro-batches, or fewer at the end of the data; nothing where they are not needed."""
+        if not self.needed:
+            return []
+        if self._source is None:
+            raise UsageError(
+                "there is no data: pass train_batch(data_iter=...), or training_data to deepspeed.initialize; the "
+                "ranks of the first and of the last stage need it"
+            )
+        if self._iterator is None:
+            goes_on = hasattr(self._source, "__next__")
+            if self._again and not goes_on:
+                raise UsageError(
+                    f"train_batch(data_iter=...) takes an iterator, which iter(loader) makes once for many batches; "
+                    f"found a {type(self._source).__name__}, of which every batch would be the first. Or let the "
+                    "engine keep it: engine.set_dataloader(loader), and train_batch()"
+                )
+            self._iterator = cast("Iterator[Any]", self._source) if goes_on else iter(self._source)
+        batches: list[Batch] = []
+        while len(batches) < count:
+            try:
+                batches.append(self._pair(next(self._iterator)))
+            except StopIteration:
+                break
+        return batches
+
+    def lend(self, iterator: Iterator[Any] | Iterable[Any] | None) -> BatchSource:
+        """Another source with the same batch function, for an evaluation."""
+        other = BatchSource(None, needed=self.needed)
+        other.batch_fn = self.batch_fn
+        other.use_iterator(iterator)
+        return other
+
+    def _pair(self, batch: Any) -> Batch:
+        if self.batch_fn is not None:
+            batch = self.batch_fn(batch)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            found = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+            raise UsageError(
+                f"a pipeline's batch is a pair (inputs, labels); found {found}. Nest the inputs in a tuple of their "
+                "own, or make a pair with engine.set_batch_fn(fn)."
+            )
+        return batch[0], batch[1]
+
+
+def number(value: Any) -> Tensor:
+    """One number as a tensor without its history."""
+    return value.detach().float() if isinstance(value, Tensor) else torch.tensor(float(value))
+
+
+def averaged(outputs: list[Any]) -> Any:
+    """The mean over micro-batches, tensor by tensor; None without outputs."""
+    if not outputs:
+        return None
+    if isinstance(outputs[0], Tensor):
+        shapes = sorted({tuple(each.shape) for each in outputs})
+        if len(shapes) > 1:
+            raise UsageError(
+                f"the outputs of micro-batches have the shapes {shapes}, of which there is no mean: pass "
+                "eval_batch(..., reduce_output=None) for a list of them"
+            )
+        return torch.stack([each.float() for each in outputs]).mean(0)
+    if isinstance(outputs[0], (tuple, list)):
+        return type(outputs[0])(averaged([each[place] for each in outputs]) for place in range(len(outputs[0])))
+    return outputs[0]
+
+
+def joined(outputs: list[Any]) -> Any:
+    """The outputs of all micro-batches along their first dim where they fit together, else a list; None without any."""
+    if not outputs:
+        return None
+    rows = [each for each in outputs if isinstance(each, Tensor) and each.dim() > 0]
+    if len(rows) == len(outputs) and len({each.shape[1:] for each in rows}) == 1:
+        return torch.cat(rows)
+    return outputs
+
+
+def whole_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any] | None:
+    """Host copies of everything in the model's state dict on rank 0; None on other ranks, all of which help."""
+    layout, experts = parts.layout, parts.experts
+    leads = layout["dp", "sp"].rank == 0 and layout["tp"].rank == 0
+    found = collect(parts.module, keep=leads or experts is not None, exclude_frozen=exclude_frozen)
+    if experts is not None:
+        assert found is not None, "every rank keeps its experts"
+        gather_experts(found, experts, keep=leads)
+    if not leads:
+        return None
+    assert found is not None, "this rank keeps it"
+    return _to_first(found, layout["pp"], parts.device)
+
+
+def _to_first(state: OrderedDict[str, Any], stages: AxisGroup, device: torch.device) -> dict[str, Any] | None:
+    """Stage by stage, so that the first rank holds one message at a time."""
+    with comm.labelled("weights of the stages"):
+        if stages.rank > 0:
+            _send(state, stages, device)
+            return None
+        for stage in range(1, stages.size):
+            for name, value in _receive(stage, stages, device).items():
+                state.setdefault(name, value)
+    return state
+
+
+def _send(state: OrderedDict[str, Any], stages: AxisGroup, device: torch.device) -> None:
+    form, tensors = flatten(dict(state))
+    text = torch.tensor(list(form.text().encode()), dtype=torch.uint8, device=device)
+    for each in (torch.tensor([text.numel()], device=device), text, *tensors):
+        if each.numel():
+            data = each.detach().to(device).contiguous().view(-1).view(torch.uint8)
+            comm.send(data, stages.ranks[0], stages.group)
+
+
+def _receive(stage: int, stages: AxisGroup, device: torch.device) -> dict[str, Any]:
+    def hear(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        told = torch.empty(shape, dtype=dtype, device=device)
+        if told.numel():
+            comm.recv(told.view(-1).view(torch.uint8), stages.ranks[stage], stages.group)
+        return told
+
+    size = int(hear((1,), torch.int64))
+    form = MessageForm.parse(bytes(hear((size,), torch.uint8).tolist()).decode())
+    found: dict[str, Any] = unflatten(form, [hear(kind.shape, kind.dtype).cpu() for kind in form.kinds])
+    return found
+
+
+_RANKS = re.compile(r"\branks? (\d+(?:, \d+)*)")
+
+
+@contextmanager
+def naming_stages(topology: ProcessTopology) -> Iterator[None]:
+    """A rank that was lost is told by its stage, too."""
+    try:
+        yield
+    except CommError as error:
+        raise CommError(_with_stages(str(error), topology)) from error
+
+
+def _with_stages(message: str, topology: ProcessTopology) -> str:
+    """The first line says who is at fault; behind it stands which stages these ranks have."""
+    first, *rest = message.split("\n", 1)
+    named = {int(rank) for found in _RANKS.findall(first) for rank in found.split(", ")}
+    known = sorted(rank for rank in named if rank < topology.world_size())
+    stages = ", ".join(f"stage {getattr(topology.get_coord(rank), 'pipe', 0)} on rank {rank}" for rank in known)
+    return "\n".join([f"{first}; the pipeline has {stages}" if stages else first, *rest])
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -50,18 +222,18 @@ class PipelineEngine(DeepSpeedEngine):
             module.set_checkpoint_interval(schema.pipeline.activation_checkpoint_interval)
         if schema.pipeline.use_reentrant is not None:
             module.use_reentrant = schema.pipeline.use_reentrant
-        self._accord = Accord(parts.layout)
+        self._accord = BatchAgreement(parts.layout)
         _require(parts, module, self._accord)
-        hosts = Hosts(parts.layout.world)
+        hosts = RankAgreement(parts.layout.world)
         module.ties.require_alike(hosts)
-        tell_if_frozen(module, parts.basic_optimizer, hosts)
+        warn_if_frozen(module, parts.basic_optimizer, hosts)
         stages = parts.layout["pp"]
-        self._wires = Wires(stages, parts.device, dynamic=module.dynamic_shape, foretold=module.foretold)
+        self._wires = StageLinks(stages, parts.device, dynamic=module.dynamic_shape, foretold=module.foretold)
         self._wires.open()
         self._schedules: dict[tuple[str, int], Schedule] = {}
         self._executor = Executor(parts, module, self._wires, splits=self._splits())
         parts.reducer.keep_back(module.ties.shared())
-        self._feed = Feed(parts.training_dataloader, needed=module.first or module.last)
+        self._feed = BatchSource(parts.training_dataloader, needed=module.first or module.last)
         self._feed.batch_fn = None if module.cut is None else module.cut.pair
         self._plan(self.gradient_accumulation_steps())
         self._at_boundary = False
@@ -151,7 +323,7 @@ class PipelineEngine(DeepSpeedEngine):
             finally:
                 self.module.train(training)
 
-    def _load(self, feed: Feed, what: str, count: int) -> tuple[list[Batch], Callable[[], None]]:
+    def _load(self, feed: BatchSource, what: str, count: int) -> tuple[list[Batch], Callable[[], None]]:
         """The micro-batches of a batch that this rank has, and what asks whether all ranks have theirs."""
         error: Exception | None = None
         batches: list[Batch] = []
@@ -243,7 +415,7 @@ class PipelineEngine(DeepSpeedEngine):
         if self.module.splits_checkpoints:
             self.module.later.wanted = self._plan(self.gradient_accumulation_steps()).splits_backward
             sharded = self._parts.sharded
-            if sharded is not None and sharded.hooks is not None:
+            if sharded.hooks is not None:
                 sharded.hooks.watches_inputs = self.module.later.wanted
             return True
         if self._plan(self.gradient_accumulation_steps()).splits_backward:
@@ -259,7 +431,7 @@ class PipelineEngine(DeepSpeedEngine):
     def set_dataloader(self, loader: Any) -> None:
         """Take training batches from the beginning of a loader; at its end train_batch() raises StopIteration."""
         self.training_dataloader = loader if self._feed.needed else None
-        self._feed.use_loader(loader)
+        self._feed.use_iterator(loader)
 
     def _continue_run(self, source: Source, whole: bool) -> None:
         super()._continue_run(source, whole)
@@ -360,7 +532,7 @@ def _chosen(wanted: str | None, module: PipelineModule) -> str:
     return wanted
 
 
-def _require(parts: Parts, module: PipelineModule, accord: Accord) -> None:
+def _require(parts: Parts, module: PipelineModule, accord: BatchAgreement) -> None:
     if not parts.accumulation.managed:
         raise DeepSpeedConfigError(
             "managed_gradient_accumulation false is not for a pipeline, whose batch is one accumulation; remove it",
@@ -375,3 +547,14 @@ def _require(parts: Parts, module: PipelineModule, accord: Accord) -> None:
             "partition_method"
         )
     accord.end(error is not None, error, error)
+
+
+class DualPipeVModule(PipelineModule):
+    """A `PipelineModule` of which rank r holds the stages r and 2p - 1 - r of p ranks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, schedule="dualpipev", **kwargs)
+
+
+DualPipeVEngine = PipelineEngine
+"""One executor plays all schedules."""

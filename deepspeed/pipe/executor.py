@@ -1,4 +1,8 @@
-"""The executor: plays one rank's part of any schedule, with the same forward and backward that an engine runs."""
+"""The executor: plays one rank's part of any schedule, with the same forward and backward that an engine runs.
+
+A layer may change its input in place, as `nn.ReLU(inplace=True)` does. Of a leaf that needs a gradient autograd does
+not allow that; so layers get the result of an operation that does nothing, over the same memory.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,114 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from deepspeed.errors import CommError, PipelineError
 from deepspeed.events import Phase
-from deepspeed.pipe.entering import cut_off, entered
-from deepspeed.pipe.forms import flatten, map_tensors
+from deepspeed.pipe.messages import FAILED, StageLinks, flatten, map_tensors
 from deepspeed.pipe.module import PipelineModule
-from deepspeed.pipe.passes import Pass, passes_of
-from deepspeed.pipe.schedule.actions import Action, Op, Schedule
-from deepspeed.pipe.split import Rest, backward_inputs
-from deepspeed.pipe.wires import FAILED, Wires
+from deepspeed.pipe.schedule.actions import Action, Message, PassKind, Schedule
+from deepspeed.pipe.split_backward import WeightBackward, backward_inputs
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.phases import phase
 
-__all__ = ["Batch", "Executor", "Failure", "Results"]
+_as_new: Callable[[Tensor, torch.Size], Tensor] = torch.ops.aten._unsafe_view.default
+"""The same tensor as one of its own: no view, and what happens to it is not counted as a change of what was given."""
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:
+        ctx.mark_dirty(value)  # so that it is no view of what was given, and may be changed
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def entered(value: Any, *, shared: bool) -> tuple[Any, list[Tensor]]:
+    """(the structure for layers, its leaves that need a gradient, each once).
+
+    Of memory that is `shared` with the stage before, on one rank, autograd must know what changes: that stage may need
+    it in its backward. What another rank sent is nobody else's.
+    """
+    leaves: list[Tensor] = []
+
+    def enter(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        leaves.append(tensor)
+        if not shared:
+            return _as_new(tensor, tensor.shape)
+        value = tensor.detach()
+        with _unsafe_preserve_version_counter(value):  # nothing was changed yet
+            entering: Tensor = _Enter.apply(tensor, value)  # type: ignore[no-untyped-call]
+        return entering
+
+    return (enter(value) if isinstance(value, Tensor) else map_tensors(value, _once(enter))), leaves
+
+
+def cut_off(value: Any) -> Any:
+    """The same structure without what it comes from; its tensors get gradients of their own if they need some."""
+    return map_tensors(value, _once(lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad)))
+
+
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """A tensor that is at two places of a structure stays one tensor."""
+    known: dict[int, Tensor] = {}
+
+    def changed(tensor: Tensor) -> Tensor:
+        if id(tensor) not in known:
+            known[id(tensor)] = change(tensor)
+        return known[id(tensor)]
+
+    return changed
+
+
+# What brings gradients to the same weights as an operation does: I to those that cannot wait, W to the others.
+_ALIKE = {
+    PassKind.BACKWARD: (PassKind.BACKWARD, PassKind.INPUT, PassKind.WEIGHT),
+    PassKind.INPUT: (PassKind.BACKWARD, PassKind.INPUT),
+    PassKind.WEIGHT: (PassKind.BACKWARD, PassKind.WEIGHT),
+}
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One action as a rank runs it."""
+
+    action: Action
+    received: Message | None = None
+    """What another rank sends for it."""
+    sent: Message | None = None
+    """What it gives to another rank."""
+    final: bool = False
+    """The weights that it brings gradients to get no more of them."""
+    more: bool = False
+    """Another final pass follows on this rank."""
+
+
+def passes_of(schedule: Schedule, rank: int, *, splits: bool) -> list[Pass]:
+    """The passes of a rank; where backward is not split, or nobody waits for the inputs' gradients, I is B."""
+    row = [each for action in schedule.ranks[rank] for each in _whole(action, splits=splits and action.stage > 0)]
+    found: list[Pass] = []
+    later: set[tuple[PassKind, int]] = set()
+    more = False
+    for action in reversed(row):
+        alike = _ALIKE.get(action.op, ())
+        final = bool(alike) and not any((op, action.stage) in later for op in alike)
+        found.append(Pass(action, schedule.received(action), schedule.sent(action), final, more))
+        later.add((action.op, action.stage))
+        more = more or final
+    return found[::-1]
+
+
+def _whole(action: Action, *, splits: bool) -> list[Action]:
+    if splits or action.op in (PassKind.FORWARD, PassKind.BACKWARD):
+        return [action]
+    return [action._replace(op=PassKind.BACKWARD)] if action.op is PassKind.INPUT else []
+
 
 _AHEAD = 2  # actions whose receives are posted before one is computed
 
@@ -40,7 +138,7 @@ class Failure:
     error: Exception
 
     def __str__(self) -> str:
-        what = {Op.FORWARD: "forward", Op.WEIGHT: "backward of weights"}.get(self.action.op, "backward")
+        what = {PassKind.FORWARD: "forward", PassKind.WEIGHT: "backward of weights"}.get(self.action.op, "backward")
         return (
             f"stage {self.action.stage} failed in the {what} of micro-batch {self.action.micro_batch}: "
             f"{type(self.error).__name__}: {self.error}"
@@ -86,7 +184,7 @@ class _Play:
     keep_outputs: bool
     results: Results = field(default_factory=Results)
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
-    rests: dict[tuple[int, int], Rest] = field(default_factory=dict)
+    rests: dict[tuple[int, int], WeightBackward] = field(default_factory=dict)
     nearby: dict[tuple[str, int, int], Any] = field(default_factory=dict)
     """Between two stages of this rank."""
 
@@ -94,7 +192,7 @@ class _Play:
 class Executor:
     """Runs batches through the stages of this rank."""
 
-    def __init__(self, parts: Parts, module: PipelineModule, wires: Wires, *, splits: bool) -> None:
+    def __init__(self, parts: Parts, module: PipelineModule, wires: StageLinks, *, splits: bool) -> None:
         """Without `splits` the gradients of weights are computed together with those of inputs."""
         self._parts = parts
         self._module = module
@@ -147,12 +245,17 @@ class Executor:
             self._passes[id(schedule)] = schedule, passes
         return self._passes[id(schedule)][1]
 
+    @property
+    def _coordinator(self) -> Any:
+        """What gathers parameters; None where they are whole."""
+        return self._parts.sharded.coordinator
+
     def _announce(self, each: Pass) -> None:
         """Tell what gathers parameters which layers run next, and how."""
-        coordinator = None if self._parts.sharded is None else self._parts.sharded.coordinator
+        coordinator = self._coordinator
         if coordinator is not None:
             coordinator.kind = (each.action.op.value, each.action.stage, each.final, each.more)
-            coordinator.inputs_only = each.action.op is Op.INPUT
+            coordinator.inputs_only = each.action.op is PassKind.INPUT
 
     # ---- messages
 
@@ -168,7 +271,7 @@ class Executor:
         if each.received is not None:
             return self._wires.receive(each.received)
         action = each.action
-        kind = "activation" if action.op is Op.FORWARD else "gradient"
+        kind = "activation" if action.op is PassKind.FORWARD else "gradient"
         return play.nearby.pop((kind, action.stage, action.micro_batch), None)
 
     def _give(self, play: _Play, each: Pass, result: Any) -> None:
@@ -179,7 +282,7 @@ class Executor:
             except PipelineError as error:
                 self._fail(play, action, error)
                 self._wires.send(each.sent, FAILED)
-        elif action.op is Op.FORWARD and action.stage + 1 < play.schedule.stages:
+        elif action.op is PassKind.FORWARD and action.stage + 1 < play.schedule.stages:
             cut = result if result is FAILED else cut_off(result)
             play.nearby["activation", action.stage + 1, action.micro_batch] = cut
         elif action.op.passes_back and action.stage > 0:
@@ -206,10 +309,10 @@ class Executor:
 
     def _pass_by(self, each: Pass) -> None:
         """Take part in what replicas of this stage do together while they compute and this rank does not."""
-        if each.action.op is not Op.FORWARD:
+        if each.action.op is not PassKind.FORWARD:
             self._passing(each, lambda: None)
-        elif self._parts.sharded is not None and self._parts.sharded.coordinator is not None:
-            self._parts.sharded.coordinator.pass_by()
+        elif self._coordinator is not None:
+            self._coordinator.pass_by()
 
     def _fail(self, play: _Play, action: Action, error: Exception) -> None:
         play.results.failed = True
@@ -219,7 +322,7 @@ class Executor:
     def _compute(self, play: _Play, each: Pass, value: Any) -> Any:
         if not play.train:
             return self._forward(play, each, value)
-        if each.action.op is Op.FORWARD:
+        if each.action.op is PassKind.FORWARD:
             with self._phase(Phase.FORWARD, each.action):
                 return self._forward(play, each, value)
         with self._phase(Phase.BACKWARD, each.action):
@@ -235,7 +338,7 @@ class Executor:
 
     def _differentiate(self, play: _Play, action: Action, value: Any) -> list[Tensor | None] | None:
         with self._phase(Phase.BACKWARD_INNER, action):
-            if action.op is not Op.WEIGHT:
+            if action.op is not PassKind.WEIGHT:
                 return self._backward(play, action, value)
             self._weights(play, action)
             return None
@@ -246,8 +349,7 @@ class Executor:
     def _weights(self, play: _Play, action: Action) -> None:
         rest = play.rests.pop((action.stage, action.micro_batch), None)
         if rest is not None:
-            coordinator = None if self._parts.sharded is None else self._parts.sharded.coordinator
-            rest.run(None if coordinator is None else coordinator.before_weights)
+            rest.run(None if self._coordinator is None else self._coordinator.before_weights)
 
     def _forward(self, play: _Play, each: Pass, value: Any) -> Any:
         action, device = each.action, self._parts.device
@@ -293,14 +395,14 @@ class Executor:
             if not roots[0].requires_grad:
                 raise PipelineError("the loss does not require a gradient: no trained parameter took part in it")
             roots, grads = [self._parts.scale.apply(roots[0] / play.schedule.micro_batches)], [None]
-        if roots and action.op is Op.INPUT and held.leaves:
+        if roots and action.op is PassKind.INPUT and held.leaves:
             play.rests[action.stage, action.micro_batch] = self._inputs(roots, grads, held.leaves)
         elif roots:
             torch.autograd.backward(roots, grads)
         return [leaf.grad for leaf in held.leaves]
 
-    def _inputs(self, roots: list[Tensor], grads: list[Tensor | None], leaves: list[Tensor]) -> Rest:
-        again = Rest()
+    def _inputs(self, roots: list[Tensor], grads: list[Tensor | None], leaves: list[Tensor]) -> WeightBackward:
+        again = WeightBackward()
         self._module.later.collect(again)
         try:
             rest = backward_inputs(roots, grads, leaves)

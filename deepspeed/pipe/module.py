@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 import torch
@@ -12,25 +14,37 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.errors import LayoutError, PipelineError, UsageError
+from deepspeed.checkpoint.formats.training_state import PipelineLayers
+from deepspeed.checkpoint.formats.zero_files.file_names import layer_file
+from deepspeed.errors import CheckpointError, LayoutError, PipelineError, UsageError
 from deepspeed.parallel import layout_from_mpu
 from deepspeed.parallel.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
-from deepspeed.pipe.accord import Accord
-from deepspeed.pipe.cutting import ModelCut, Part
-from deepspeed.pipe.layer_files import LayerFiles
-from deepspeed.pipe.partition import bounds_of
-from deepspeed.pipe.pretended import foretell, is_pretended
-from deepspeed.pipe.schedule.names import kind_of
-from deepspeed.pipe.specs import Elsewhere, Layer, LayerSpec, TiedLayerSpec, name_of
-from deepspeed.pipe.split import Later
-from deepspeed.pipe.ties import Tie, Ties
+from deepspeed.pipe.batch_agreement import BatchAgreement
+from deepspeed.pipe.layers import (
+    Layer,
+    LayerSpec,
+    RemoteLayer,
+    TiedLayerSpec,
+    bounds_of,
+    callable_of,
+    forms_of_inputs,
+    is_fake_world,
+    name_of,
+)
+from deepspeed.pipe.model_layers import ModelCut, ModelLayer
+from deepspeed.pipe.schedule.generators import kind_of
+from deepspeed.pipe.split_backward import DeferredBackward
+from deepspeed.pipe.ties import StageTies, TiedWeights
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.zero.parameters.structure import tensors_in
+from deepspeed.zero.parameters.nested_tensors import tensors_in
 
 __all__ = ["LayerSpec", "PipelineError", "PipelineModule", "TiedLayerSpec"]
 
+_LOSS = "loss_fn"
+"""The loss of a pipeline, where it is a module of the model."""
 
-class PipelineModule(LayerFiles, nn.Module):
+
+class PipelineModule(nn.Module):
     """Layers that follow each other, spread over the pipeline's ranks.
 
     Each layer takes what the one before it gave, as one argument. A layer is a module, a `LayerSpec`, a `TiedLayerSpec`
@@ -77,7 +91,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self.checkpointable_layers = None if checkpointable_layers is None else list(checkpointable_layers)
         self.dynamic_shape = dynamic_shape
         self.use_reentrant = True
-        self.later = Later()
+        self.later = DeferredBackward()
         self.micro_offset = 0
         comm.init_distributed()
         self.sized_by_stages = topology is None
@@ -95,8 +109,8 @@ class PipelineModule(LayerFiles, nn.Module):
         self.parts = bounds_of(partition_method, self._layer_specs, len(self.owners), example_input)
         self.stages = tuple(stage for stage, owner in enumerate(self.owners) if owner == self.stage_id)
         self._local_start, self._local_stop = self.parts[self.stages[0]], self.parts[self.stages[0] + 1]
-        known = example_input is not None and is_pretended()
-        self.foretold = foretell(self._layer_specs, self.parts, self.stages, example_input) if known else {}
+        known = example_input is not None and is_fake_world()
+        self.foretold = forms_of_inputs(self._layer_specs, self.parts, self.stages, example_input) if known else {}
         """Among pretended ranks: stage → the form of what comes into it."""
         self._take_loss(loss_fn if self.cut is None or loss_fn is not None else self.cut.loss)
         self.tied_modules = nn.ModuleDict()
@@ -109,7 +123,7 @@ class PipelineModule(LayerFiles, nn.Module):
         self.to(device)
         if self.last and isinstance(self.loss_fn, nn.Module):
             self.loss_fn.to(device)
-        self.ties = Ties(self._find_ties(), self._grid, self._tied_module)
+        self.ties = StageTies(self._find_ties(), self._grid, self._tied_module)
         self.ties.share()
 
     # ---- building
@@ -137,7 +151,7 @@ class PipelineModule(LayerFiles, nn.Module):
         try:
             if self.world_size > 1:
                 with layout_from_mpu(self._grid) as layout:
-                    Accord(layout).end(error is not None, error, error)
+                    BatchAgreement(layout).end(error is not None, error, error)
             elif error is not None:
                 raise error
         except PipelineError:
@@ -147,20 +161,10 @@ class PipelineModule(LayerFiles, nn.Module):
     def _build(self, number: int, layer: Layer) -> None:
         if self.seed_layers:
             self._seed(self.base_seed + number)
-        call: Callable[..., Any]
-        if isinstance(layer, Part):
-            call = layer
-        elif isinstance(layer, TiedLayerSpec):
-            if layer.key not in self.tied_modules:
-                self.tied_modules[layer.key] = layer.build()
-            module = self.tied_modules[layer.key]
-            call = module if layer.forward_fn is None else partial(layer.forward_fn, module)
-        elif isinstance(layer, (LayerSpec, nn.Module)):
-            call = layer.build() if isinstance(layer, LayerSpec) else layer
+        call = callable_of(layer, self.tied_modules)
+        if isinstance(call, nn.Module) and not isinstance(layer, TiedLayerSpec):
             self.add_module(str(number), call)
             self.fwd_map[str(number)] = len(self.forward_funcs)
-        else:
-            call = layer
         self._calls[number] = call
         self.forward_funcs.append(call)
 
@@ -175,20 +179,20 @@ class PipelineModule(LayerFiles, nn.Module):
                 self.add_module(name, module)
         for number, layer in enumerate(self._layer_specs):
             if isinstance(layer, nn.Module) and number not in self._calls:
-                self._layer_specs[number] = Elsewhere(name_of(layer))
+                self._layer_specs[number] = RemoteLayer(name_of(layer))
 
     def _tied_module(self, key: str) -> nn.Module:
         return self.tied_modules[key] if self.cut is None else self.get_submodule(key)
 
-    def _find_ties(self) -> Iterator[Tie]:
+    def _find_ties(self) -> Iterator[TiedWeights]:
         """The tied keys in the order of their first layer, with the stages on which they lie."""
         for shared in self.cut.ties if self.cut is not None else ():
-            yield Tie(shared.path, (shared.attribute,), list(dict.fromkeys((self.owners[0], self.owners[-1]))))
-        found: dict[str, Tie] = {}
+            yield TiedWeights(shared.path, (shared.attribute,), list(dict.fromkeys((self.owners[0], self.owners[-1]))))
+        found: dict[str, TiedWeights] = {}
         for stage, (first, last) in enumerate(pairwise(self.parts)):
             for layer in self._layer_specs[first:last]:
                 if isinstance(layer, TiedLayerSpec):
-                    tie = found.setdefault(layer.key, Tie(layer.key, tuple(layer.tied_weight_attr), []))
+                    tie = found.setdefault(layer.key, TiedWeights(layer.key, tuple(layer.tied_weight_attr), []))
                     if self.owners[stage] not in tie.ranks:
                         tie.ranks.append(self.owners[stage])
         yield from found.values()
@@ -236,7 +240,7 @@ class PipelineModule(LayerFiles, nn.Module):
         # The reentrant kind loses the gradients of layers whose inputs have none, such as tokens.
         reentrant = self.use_reentrant and any(tensor.requires_grad for tensor in tensors_in(inputs))
         if reentrant and self.later.wanted:
-            return checkpointing.run_again(run, self.later.backward, *inputs)
+            return checkpointing.recompute(run, self.later.backward, *inputs)
         return checkpointing.checkpoint(run, *inputs, use_reentrant=reentrant)
 
     def _is_checkpointable(self, first: int, last: int) -> bool:
@@ -244,7 +248,7 @@ class PipelineModule(LayerFiles, nn.Module):
         calls = [self._calls[number] for number in range(first, last)]
         if self.checkpointable_layers is not None:
             return all(name_of(call) in self.checkpointable_layers for call in calls)
-        return any(isinstance(call, (nn.Module, Part)) and any(True for _ in call.parameters()) for call in calls)
+        return any(isinstance(call, (nn.Module, ModelLayer)) and any(True for _ in call.parameters()) for call in calls)
 
     @property
     def splits_checkpoints(self) -> bool:
@@ -307,10 +311,6 @@ class PipelineModule(LayerFiles, nn.Module):
         """Further losses of the last forward, by name, for subclasses: they are averaged and shown, not trained."""
         return None
 
-    def share_ties(self) -> None:
-        """Give every stage the tied weights of the first that has them."""
-        self.ties.share()
-
     def topology(self) -> ProcessTopology:
         """The topology of the pipeline."""
         return self._topo
@@ -324,11 +324,97 @@ class PipelineModule(LayerFiles, nn.Module):
         self._grid.close()
         self._topo, self._grid = topology, PipelineParallelGrid(topology=topology)
         assert self._grid.stage_id == self.stage_id, "stages are the slowest axis of every topology"
-        self.ties = Ties(self._find_ties(), self._grid, self._tied_module)
+        self.ties = StageTies(self._find_ties(), self._grid, self._tied_module)
 
     def num_pipeline_stages(self) -> int:
         """Ranks of the pipeline."""
         return self.num_stages
+
+    # ---- checkpoint files
+
+    def layer_names(self) -> PipelineLayers:
+        """The layers that have a file, with what the names of their tensors begin."""
+        if self.cut is not None:
+            files = list(enumerate(self.cut.files()))
+            here = {file: prefix for file, (number, prefix) in files if number in self._calls}
+            tied = {f"{tie.path}." for tie in self.cut.ties} if len(self._layer_specs) - 1 in self._calls else set()
+            here |= self._loss_file(len(files))
+            return PipelineLayers(
+                here, {file: prefix for file, (_, prefix) in files if file not in here and prefix in tied}
+            )
+        owned = {number: f"tied_modules.{key}." for key, number in _files_of_ties(self._layer_specs).items()}
+        here = {}
+        for number in self._calls:
+            layer = self._layer_specs[number]
+            if number in owned:
+                here[number] = owned[number]
+            elif isinstance(layer, (LayerSpec, nn.Module)) and not isinstance(layer, TiedLayerSpec):
+                here[number] = f"{number}."
+        here |= self._loss_file(len(self._layer_specs))
+        prefixes = tuple(f"tied_modules.{key}." for key in self.tied_modules)
+        return PipelineLayers(here, {n: p for n, p in owned.items() if n not in here and p in prefixes})
+
+    def _loss_file(self, number: int) -> dict[int, str]:
+        """The file behind those of the layers, where the loss has weights."""
+        return {number: f"{_LOSS}."} if _LOSS in self._modules else {}
+
+    def holds(self, name: str) -> bool:
+        """Whether a tensor of the whole model lies on this rank; what no rank can have does, to be refused there."""
+        if name.startswith(f"{_LOSS}."):
+            return _LOSS in self._modules
+        if self.cut is not None:
+            return not self.cut.knows(name) or name.startswith(tuple(self.layer_names().known.values()))
+        first, _, rest = name.partition(".")
+        if first == "tied_modules":
+            return rest.partition(".")[0] in self.tied_modules
+        if not first.isdigit() or int(first) >= len(self._layer_specs):
+            return True
+        return first in self._modules
+
+    def ckpt_prefix(self, checkpoints_path: str | os.PathLike[str], tag: str) -> str:
+        """The beginning of the names of this rank's model files."""
+        return str(Path(checkpoints_path) / tag / f"module{self._slices()}")
+
+    def ckpt_layer_path(self, ckpt_dir: str | os.PathLike[str], local_layer_idx: int) -> str:
+        """The file of this rank's layer of that number."""
+        return str(Path(ckpt_dir) / self._file(self._local_start + local_layer_idx))
+
+    def save_state_dict(
+        self, save_dir: str | os.PathLike[str], checkpoint_engine: Any, exclude_frozen_params: bool = False
+    ) -> None:
+        """Write the files of this rank's layers by a checkpoint engine; on the first replica only."""
+        if self._grid.data_parallel_id != 0 or self._grid.get_sequence_parallel_rank() != 0:
+            return
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        for number, module in self._with_files():
+            frozen = {name for name, param in module.named_parameters() if not param.requires_grad}
+            values = {
+                name: value
+                for name, value in module.state_dict().items()
+                if not (exclude_frozen_params and name in frozen)
+            }
+            checkpoint_engine.save(values, str(Path(save_dir) / self._file(number)))
+
+    def load_state_dir(self, load_dir: str | os.PathLike[str], checkpoint_engine: Any, strict: bool = True) -> None:
+        """Read the files of this rank's layers by a checkpoint engine."""
+        for number, module in self._with_files():
+            path = Path(load_dir) / self._file(number)
+            if not path.exists():
+                raise CheckpointError(f"{path} is missing: the checkpoint has no file of layer {number}")
+            module.load_state_dict(checkpoint_engine.load(str(path), map_location="cpu"), strict=strict)
+        self.ties.share()
+
+    def _with_files(self) -> list[tuple[int, nn.Module]]:
+        here = self.layer_names().here
+        return [(number, self.get_submodule(prefix.removesuffix("."))) for number, prefix in here.items()]
+
+    def _file(self, number: int) -> str:
+        slices = self._grid.get_slice_parallel_world_size()
+        return layer_file(number, self._grid.get_slice_parallel_rank() if slices > 1 else None)
+
+    def _slices(self) -> str:
+        words = self._grid.topology().get_rank_repr(self._grid.global_rank, ("data", "pipe", "sequence"))
+        return f"-{words}" if words else ""
 
 
 def _require_kinds(num_stages: object, chunks: object, method: object, checkpointable: object) -> None:
@@ -389,3 +475,15 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
             "processes, or change num_stages."
         )
     return PipeDataParallelTopology(num_pp=num_stages, num_dp=world // num_stages)
+
+
+def _files_of_ties(layers: Sequence[Layer]) -> dict[str, int]:
+    """Tied key → the layer whose file holds it: its first use as a plain module, or its first use."""
+    found: dict[str, int] = {}
+    for number, layer in enumerate(layers):
+        if isinstance(layer, TiedLayerSpec):
+            known = found.setdefault(layer.key, number)
+            first = layers[known]
+            if layer.forward_fn is None and isinstance(first, TiedLayerSpec) and first.forward_fn is not None:
+                found[layer.key] = number
+    return found

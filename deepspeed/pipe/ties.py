@@ -13,18 +13,16 @@ from torch import Tensor, nn
 from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.parallel.topology import PipelineParallelGrid
-from deepspeed.zero.agreement import Hosts
+from deepspeed.zero.agreement import RankAgreement
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["Tie", "Ties"]
 
 _ELSEWHERE, _TRAINED, _FROZEN = 0, 1, 2
 
 
 @dataclass
-class Tie:
+class TiedWeights:
     """One key of tied layers."""
 
     key: str
@@ -34,16 +32,18 @@ class Tie:
     """The pipeline ranks that have it, in the order of the stages."""
 
 
-class Ties:
+class StageTies:
     """The tied weights of a rank."""
 
-    def __init__(self, ties: Iterable[Tie], grid: PipelineParallelGrid, module_of: Callable[[str], nn.Module]) -> None:
+    def __init__(
+        self, ties: Iterable[TiedWeights], grid: PipelineParallelGrid, module_of: Callable[[str], nn.Module]
+    ) -> None:
         """`module_of` gives this rank's module of a key."""
         self._ties = list(ties)
         self._grid = grid
         self._module_of = module_of
 
-    def mine(self) -> Iterator[tuple[Tie, nn.Parameter, list[int]]]:
+    def mine(self) -> Iterator[tuple[TiedWeights, nn.Parameter, list[int]]]:
         """(tie, weight, global ranks that share it), in an order that all ranks have."""
         here = self._grid.stage_id
         for tie in self._ties:
@@ -62,7 +62,7 @@ class Ties:
         """Ids of weights whose gradient an earlier stage counts in the norm."""
         return {id(param) for tie, param, _ in self.mine() if tie.ranks[0] != self._grid.stage_id}
 
-    def require_alike(self, hosts: Hosts) -> None:
+    def require_alike(self, hosts: RankAgreement) -> None:
         """Raise where a weight is trained on one stage and frozen on another: its copies would go apart."""
         weights = [(tie, attribute) for tie in self._ties for attribute in tie.attributes]
         if not weights:
@@ -77,7 +77,7 @@ class Ties:
                     "a layer that shall give it no gradient uses weight.detach()"
                 )
 
-    def _word(self, tie: Tie, attribute: str) -> int:
+    def _word(self, tie: TiedWeights, attribute: str) -> int:
         if self._grid.stage_id not in tie.ranks:
             return _ELSEWHERE
         return _TRAINED if _weight(self._module_of(tie.key), tie.key, attribute).requires_grad else _FROZEN
@@ -98,7 +98,7 @@ class Ties:
         for tie, param, ranks in self.mine():
             replace(param, partial(self._sum, tie, param, ranks))
 
-    def _sum(self, tie: Tie, param: nn.Parameter, ranks: list[int], grad: Tensor | None) -> Tensor:
+    def _sum(self, tie: TiedWeights, param: nn.Parameter, ranks: list[int], grad: Tensor | None) -> Tensor:
         """Each stage sends its own to the others, and all add in the order of the stages."""
         shape = getattr(param, "ds_shape", param.shape)
         own = torch.zeros(shape, dtype=param.dtype, device=param.device) if grad is None else grad.contiguous()

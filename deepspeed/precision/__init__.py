@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepspeed.precision.autocast import AutocastPolicy, forward_context
 from deepspeed.precision.cast import BufferRule, CastReport, cast_inputs, cast_module
-from deepspeed.precision.overflow import has_overflow
+from deepspeed.precision.loss_scaler import has_overflow
 from deepspeed.precision.policy import Precision, make_scale
 from deepspeed.precision.scale import DynamicScale, LossScale, LossScaleError, NoScale, StaticScale
 

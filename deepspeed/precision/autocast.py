@@ -14,12 +14,10 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import warn_once
-from deepspeed.precision.dtypes import DTYPES, short
+from deepspeed.precision.cast import DTYPES, short
 
 if TYPE_CHECKING:
     from deepspeed.config.precision import TorchAutocastConfig
-
-__all__ = ["SAFE_MODULES", "AutocastPolicy", "forward_context", "resolve_modules"]
 
 SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 """Modules that autocast computes in the lower precision anyway: their gradients lose nothing by travelling in it."""

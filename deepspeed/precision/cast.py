@@ -25,9 +25,19 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import log_dist, warn_once
-from deepspeed.precision.dtypes import CASTABLE, short
 
-__all__ = ["BufferRule", "CastReport", "cast_inputs", "cast_module", "explain_dtypes", "parameter_dtypes"]
+DTYPES: dict[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+CASTABLE = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+"""What a cast may change. Eight-bit floats are quantised values, which mean nothing without their scales."""
+
+_SHORT = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def short(dtype: torch.dtype) -> str:
+    """`bf16` for torch.bfloat16; torch's own name where the config has none."""
+    return _SHORT.get(dtype, str(dtype).removeprefix("torch."))
+
 
 _KEEP_KEY = "data_types.keep_in_fp32_modules"
 _CAST_INPUTS = "cast inputs"

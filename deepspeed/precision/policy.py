@@ -16,14 +16,11 @@ from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import log_dist_once
 from deepspeed.precision.autocast import AutocastPolicy, forward_context
-from deepspeed.precision.cast import BufferRule, CastReport, cast_inputs, cast_module, explain_dtypes
-from deepspeed.precision.dtypes import DTYPES, short
+from deepspeed.precision.cast import DTYPES, BufferRule, CastReport, cast_inputs, cast_module, explain_dtypes, short
 from deepspeed.precision.scale import DynamicScale, LossScale, NoScale, StaticScale
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
-
-__all__ = ["Precision", "make_scale"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,6 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["LARGEST_SCALE", "DynamicScale", "LossScale", "LossScaleError", "NoScale", "StaticScale"]
-
 LARGEST_SCALE = 2.0**127
 """The largest power of two that fp32 holds."""
 

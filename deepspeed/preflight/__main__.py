@@ -11,10 +11,7 @@ from deepspeed.errors import DeepSpeedError
 from deepspeed.launcher.console import emit
 from deepspeed.preflight.arguments import parse
 from deepspeed.preflight.checks import CHECKS
-from deepspeed.preflight.run import run
-from deepspeed.preflight.verdict import Verdict
-
-__all__ = ["main"]
+from deepspeed.preflight.run import PreflightResult, run
 
 _MISTAKE = 2
 
@@ -23,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Check, and return 0 if nothing is wrong, 1 if something is, 2 if the ranks could not meet."""
     options, program = parse(argv, [check.name for check in CHECKS])
 
-    def report(verdict: Verdict) -> None:
+    def report(verdict: PreflightResult) -> None:
         emit(json.dumps(verdict.as_json(), indent=2) + "\n" if options.json else verdict.draw)
         if verdict.status:
             sys.stderr.write(f"preflight: {verdict.line}\n")  # which a launcher repeats, instead of the whole table

@@ -1,4 +1,4 @@
-"""The contract of a check: what a rank looks up, and what follows from the facts of all ranks.
+"""The contract of a check: what a rank looks up, what follows from the facts of all ranks, and the words for ranks.
 
 `gather` runs on every rank and returns a dataclass of plain values, which travels as JSON. `judge` runs once, on the
 facts of all ranks, and is pure: no file, no clock, no process group.
@@ -7,25 +7,100 @@ facts of all ranks, and is pure: no file, no clock, no process group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from statistics import median
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from deepspeed.config import Loaded
-from deepspeed.preflight.arguments import Options
-from deepspeed.preflight.finding import Finding, Told
-from deepspeed.preflight.program import Program
-
-__all__ = ["Check", "Company", "Here"]
+from deepspeed.launcher.binding import ranges
+from deepspeed.preflight.arguments import Options, Program
 
 F = TypeVar("F")
+_MOST_RANGES = 6
+_MOST_HOSTS = 4
+
+
+class Level(str, Enum):
+    """How bad it is; only a problem makes the preflight fail."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckFinding:
+    """One thing that a check found: what, on which ranks (none: all of them), and what to do about it."""
+
+    level: Level
+    what: str
+    ranks: tuple[int, ...] = ()
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RankFact(Generic[F]):
+    """The facts of one rank, and the host that it is on."""
+
+    rank: int
+    host: str
+    fact: F
+
+
+def few(numbers: Collection[int]) -> str:
+    """`0-3, 7`; where there are many runs, the first of them and how many numbers there are."""
+    runs = ranges(numbers).split(",")
+    more = f", … ({len(numbers)} in all)" if len(runs) > _MOST_RANGES else ""
+    return ", ".join(runs[:_MOST_RANGES]) + more
+
+
+def name_ranks(told: Sequence[RankFact[F]]) -> str:
+    """`rank 3 on host b`, `ranks 8-15 on host b`, `ranks 0-31 on 4 hosts`."""
+    hosts = list(dict.fromkeys(each.host for each in told))
+    ranks = {each.rank for each in told}
+    place = f"{len(hosts)} hosts" if len(hosts) > _MOST_HOSTS else f"host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
+    return f"rank{'s' * (len(ranks) > 1)} {few(ranks)} on {place}"
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `4 ranks`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def among(told: Sequence[RankFact[F]], ranks: Iterable[int]) -> list[RankFact[F]]:
+    """The facts of these ranks."""
+    wanted = set(ranks)
+    return [each for each in told if each.rank in wanted]
+
+
+def by_host(told: Sequence[RankFact[F]]) -> dict[str, list[RankFact[F]]]:
+    """Host → the facts of its ranks."""
+    hosts: dict[str, list[RankFact[F]]] = {}
+    for each in told:
+        hosts.setdefault(each.host, []).append(each)
+    return hosts
+
+
+def minority_values(values: Mapping[int, F]) -> tuple[F, dict[F, list[int]]]:
+    """The value that most ranks have (of equals, that of the lowest rank), and the others with their ranks."""
+    counts = Counter(values.values())
+    most = max(counts.values())
+    usual = next(value for _, value in sorted(values.items()) if counts[value] == most)
+    others: dict[F, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        if value != usual:
+            others.setdefault(value, []).append(rank)
+    return usual, others
 
 
 @dataclass(frozen=True)
-class Company:
+class AllRanks:
     """What checks use that need all ranks at once."""
 
     device: torch.device
@@ -45,7 +120,7 @@ class Company:
 
 
 @dataclass(frozen=True)
-class Here:
+class ThisRank:
     """This rank, and what is asked of it."""
 
     rank: int
@@ -59,7 +134,7 @@ class Here:
     """The variables that this process was started with: some libraries set others when they are imported."""
     now: Callable[[], int] = field(repr=False)
     """Nanoseconds of the host's clock."""
-    company: Company | None = None
+    company: AllRanks | None = None
     """None while ranks look by themselves."""
 
     @property
@@ -68,21 +143,50 @@ class Here:
         return self.local_rank == 0
 
 
-class Check(ABC, Generic[F]):
+class PreflightCheck(ABC, Generic[F]):
     """One thing that is looked at."""
 
     name: ClassVar[str]
-    about: ClassVar[str]
-    """What is looked at, in a few words."""
     together: ClassVar[bool] = False
     """Whether all ranks have to gather at the same time."""
     fact: ClassVar[type[Any]]
     """The dataclass that `gather` returns."""
 
     @abstractmethod
-    def gather(self, here: Here) -> F:
+    def gather(self, here: ThisRank) -> F:
         """What this rank finds."""
 
     @abstractmethod
-    def judge(self, told: Sequence[Told[F]]) -> list[Finding]:
+    def judge(self, told: Sequence[RankFact[F]]) -> list[CheckFinding]:
         """What the facts of the ranks mean; at least one finding, of level OK if nothing is wrong."""
+
+
+# ---- slow ranks
+
+SLOWER = 0.5
+"""Below this part of the median a rank is told."""
+MUCH_SLOWER = 0.1
+"""Below this part it is a problem: a job is as fast as its slowest rank."""
+
+K = TypeVar("K")
+
+
+def stragglers(speeds: Mapping[K, float]) -> dict[K, float]:
+    """Those below half of the median, with their part of it, the slowest first."""
+    if not speeds:
+        return {}
+    middle = median(speeds.values())
+    if len(speeds) == 2:
+        middle = max(speeds.values())  # of two, only the faster one can say what is usual
+    if middle <= 0:
+        return {}
+    parts = {key: speed / middle for key, speed in speeds.items()}
+    slow = {key: part for key, part in parts.items() if part < SLOWER}
+    return dict(sorted(slow.items(), key=lambda each: each[1]))
+
+
+def level_of(parts: Mapping[K, float]) -> Level:
+    """How bad it is to have these."""
+    if not parts:
+        return Level.OK
+    return Level.PROBLEM if min(parts.values()) < MUCH_SLOWER else Level.WARNING

@@ -1,4 +1,4 @@
-"""One rank of a preflight: meet, look, compare, judge; rank 0 has the last word, and all end with its verdict."""
+"""One rank of a preflight: meet, look, compare, judge; rank 0 decides, and all ranks end with its verdict."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as td
+from rich.console import Console
+from rich.text import Text
 from torch._C._distributed_c10d import PrefixStore
 
 from deepspeed import comm
@@ -19,16 +22,96 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.comm.discover import discover
 from deepspeed.comm.init import DEFAULT_PORT
 from deepspeed.config import Loaded, load
-from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, printable
+from deepspeed.launcher.console import plain_table
 from deepspeed.log import logger
-from deepspeed.preflight.arguments import Options
-from deepspeed.preflight.check import Check, Company, Here
-from deepspeed.preflight.finding import Finding, Level, Told, counted, few, who
-from deepspeed.preflight.meeting import Meeting, absent_words
-from deepspeed.preflight.program import Program
-from deepspeed.preflight.verdict import Verdict
+from deepspeed.preflight.arguments import Options, Program
+from deepspeed.preflight.check import (
+    AllRanks,
+    CheckFinding,
+    Level,
+    PreflightCheck,
+    RankFact,
+    ThisRank,
+    counted,
+    few,
+    name_ranks,
+)
+from deepspeed.preflight.rank_store import RankStore, absent_words
 
-__all__ = ["judge_all", "run"]
+_STYLES = {Level.OK: "green", Level.WARNING: "yellow", Level.PROBLEM: "bold red"}
+_MOST = 12
+"""Findings of one check that the table shows; JSON has all."""
+
+
+@dataclass(frozen=True)
+class PreflightResult:
+    """What a preflight found."""
+
+    ranks: int
+    hosts: tuple[str, ...]
+    findings: Mapping[str, Sequence[CheckFinding]]
+    """Check → what it says."""
+    seconds: float = 0.0
+
+    def count(self, level: Level) -> int:
+        """How many findings have this level."""
+        return sum(finding.level is level for own in self.findings.values() for finding in own)
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 unless there is a problem; warnings do not fail."""
+        return int(self.count(Level.PROBLEM) > 0)
+
+    @property
+    def line(self) -> str:
+        """The verdict in one line."""
+        warnings = self.count(Level.WARNING)
+        warned = f", {counted(warnings, 'warning')}" if warnings else ""
+        made = f"{counted(len(self.findings), 'check')} on {counted(self.ranks, 'rank')} in {self.seconds:.1f} s"
+        problems = self.count(Level.PROBLEM)
+        return f"NOT READY: {counted(problems, 'problem')}{warned} ({made})" if problems else f"READY{warned} ({made})"
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything."""
+        return {
+            "ready": self.status == 0,
+            "ranks": self.ranks,
+            "hosts": list(self.hosts),
+            "seconds": round(self.seconds, 3),
+            "checks": {name: [asdict(finding) for finding in own] for name, own in self.findings.items()},
+        }
+
+    def draw(self, console: Console) -> None:
+        """The table, what to do, and the verdict as its last line."""
+        table = plain_table("check", "", "found")
+        for name, own in self.findings.items():
+            ordered = sorted(own, key=lambda finding: list(Level).index(finding.level), reverse=True)
+            for number, finding in enumerate(ordered[:_MOST]):
+                state = Text(finding.level.value, style=_STYLES[finding.level])
+                table.add_row("" if number else name, state, printable(finding.what))
+            if len(ordered) > _MOST:
+                table.add_row("", "", f"… and {len(ordered) - _MOST} more; --json has them")
+        console.print(table, highlight=False)
+        acts: dict[str, Level] = {}
+        for name, own in self.findings.items():
+            for finding in own:
+                if finding.advice and finding.level is not Level.OK:
+                    act = f"{name}: {finding.advice}"
+                    acts[act] = Level.PROBLEM if Level.PROBLEM in (acts.get(act), finding.level) else Level.WARNING
+        if acts:
+            console.print()
+            console.print(Text("What to do", style="bold cyan"))
+            grid = plain_table()
+            grid.show_header = False
+            grid.add_column()
+            grid.add_column(overflow="fold")
+            for act, level in sorted(acts.items(), key=lambda item: item[1] is not Level.PROBLEM):
+                grid.add_row(Text("!" if level is Level.PROBLEM else "-", style=_STYLES[level]), printable(act))
+            console.print(grid, highlight=False)
+        console.print()
+        console.print(Text(self.line, style=_STYLES[Level.PROBLEM if self.status else Level.OK]))
+
 
 _NODE = ("CROSS_RANK", "GROUP_RANK")  # number of the host, as our launcher and torchrun say it
 # What looking at a machine can raise; anything else is a mistake in a check and is shown as such.
@@ -41,8 +124,8 @@ Gathered = dict[str, dict[str, Any]]
 def run(
     options: Options,
     program: Program,
-    checks: Sequence[Check[Any]],
-    report: Callable[[Verdict], None],
+    checks: Sequence[PreflightCheck[Any]],
+    report: Callable[[PreflightResult], None],
     now: Callable[[], int] = time.time_ns,
 ) -> int:
     """Do this rank's part and return the exit status of all; rank 0 hands the verdict to `report`."""
@@ -50,8 +133,8 @@ def run(
     environ = dict(os.environ)
     facts = discover(environ, port=DEFAULT_PORT)
     began = time.monotonic()
-    meeting = Meeting(facts, options.timeout)
-    here = Here(
+    meeting = RankStore(facts, options.timeout)
+    here = ThisRank(
         rank=facts.rank,
         world=facts.world_size,
         local_rank=facts.local_rank or 0,
@@ -76,7 +159,9 @@ def run(
     return verdict.status
 
 
-def _lead(meeting: Meeting, alone: Sequence[Check[Any]], together: Sequence[Check[Any]], here: Here) -> Verdict:
+def _lead(
+    meeting: RankStore, alone: Sequence[PreflightCheck[Any]], together: Sequence[PreflightCheck[Any]], here: ThisRank
+) -> PreflightResult:
     """The part of rank 0: hear all, decide whether to go on, judge."""
     hosts = _host_names(meeting.hear_all("here"))
     absent = sorted(set(range(here.world)) - set(hosts))
@@ -96,10 +181,10 @@ def _lead(meeting: Meeting, alone: Sequence[Check[Any]], together: Sequence[Chec
         findings["ranks"].append(_silent(silent, hosts, here.options.timeout))
     told = {rank: own for rank, own in gathered.items() if rank not in silent}
     findings |= judge_all(made, told, hosts)
-    return Verdict(here.world, tuple(dict.fromkeys(hosts.values())), findings)
+    return PreflightResult(here.world, tuple(dict.fromkeys(hosts.values())), findings)
 
 
-def _follow(meeting: Meeting, together: Sequence[Check[Any]], here: Here) -> int:
+def _follow(meeting: RankStore, together: Sequence[PreflightCheck[Any]], here: ThisRank) -> int:
     """The part of every rank but the first."""
     hosts = meeting.decided("together")
     if hosts is not None:
@@ -134,7 +219,7 @@ def _host_names(said: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
     }
 
 
-def _gather(checks: Sequence[Check[Any]], here: Here) -> Gathered:
+def _gather(checks: Sequence[PreflightCheck[Any]], here: ThisRank) -> Gathered:
     found: Gathered = {}
     for check in checks:
         try:
@@ -144,7 +229,9 @@ def _gather(checks: Sequence[Check[Any]], here: Here) -> Gathered:
     return found
 
 
-def _gather_together(checks: Sequence[Check[Any]], here: Here, hosts: Sequence[str], meeting: Meeting) -> Gathered:
+def _gather_together(
+    checks: Sequence[PreflightCheck[Any]], here: ThisRank, hosts: Sequence[str], meeting: RankStore
+) -> Gathered:
     """Join as the job would, and gather; an error on the way is told for each check that it prevented."""
     try:
         company = _join(here, hosts, meeting)
@@ -160,7 +247,7 @@ def _gather_together(checks: Sequence[Check[Any]], here: Here, hosts: Sequence[s
     return found
 
 
-def _join(here: Here, hosts: Sequence[str], meeting: Meeting) -> Company:
+def _join(here: ThisRank, hosts: Sequence[str], meeting: RankStore) -> AllRanks:
     accelerator = get_accelerator()
     backend = accelerator.communication_backend_name() or "gloo"
     if accelerator.device_name() != "cpu":
@@ -170,23 +257,23 @@ def _join(here: Here, hosts: Sequence[str], meeting: Meeting) -> Company:
     td.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=limit)
     messages = td.group.WORLD if backend == "gloo" else td.new_group(backend="gloo", timeout=limit)
     assert messages is not None, "the group was just made"
-    return Company(comm.group_device(), tuple(hosts), messages)
+    return AllRanks(comm.group_device(), tuple(hosts), messages)
 
 
-def _presence(absent: Sequence[int], hosts: Mapping[int, str], timeout: float, world: int) -> Finding:
+def _presence(absent: Sequence[int], hosts: Mapping[int, str], timeout: float, world: int) -> CheckFinding:
     if not absent:
         count = len(set(hosts.values()))
-        return Finding(Level.OK, f"{counted(world, 'rank')} on {counted(count, 'host')}")
+        return CheckFinding(Level.OK, f"{counted(world, 'rank')} on {counted(count, 'host')}")
     verb = "has" if len(absent) == 1 else "have"
     what = f"{_ranks(absent)} {verb} not come within {timeout:.0f} s{absent_words(absent, hosts)}"
     advice = "look whether they were started, and whether their hosts reach rank 0's; --timeout waits longer"
-    return Finding(Level.PROBLEM, what, tuple(absent), advice)
+    return CheckFinding(Level.PROBLEM, what, tuple(absent), advice)
 
 
-def _silent(silent: Sequence[int], hosts: Mapping[int, str], timeout: float) -> Finding:
-    place = who([Told(rank, hosts[rank], None) for rank in silent])
+def _silent(silent: Sequence[int], hosts: Mapping[int, str], timeout: float) -> CheckFinding:
+    place = name_ranks([RankFact(rank, hosts[rank], None) for rank in silent])
     what = f"{place} came, and said nothing more within {timeout:.0f} s"
-    return Finding(Level.PROBLEM, what, tuple(silent), "look at what they wrote last, and at their hosts")
+    return CheckFinding(Level.PROBLEM, what, tuple(silent), "look at what they wrote last, and at their hosts")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -194,21 +281,21 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def judge_all(
-    checks: Sequence[Check[Any]], gathered: Mapping[int, Gathered], hosts: Mapping[int, str]
-) -> dict[str, list[Finding]]:
+    checks: Sequence[PreflightCheck[Any]], gathered: Mapping[int, Gathered], hosts: Mapping[int, str]
+) -> dict[str, list[CheckFinding]]:
     """Check → its findings, from the facts of all ranks; ranks that have none are told with the reason."""
-    findings: dict[str, list[Finding]] = {}
+    findings: dict[str, list[CheckFinding]] = {}
     for check in checks:
-        told: list[Told[Any]] = []
+        told: list[RankFact[Any]] = []
         errors: dict[str, list[int]] = {}
         for rank, own in sorted(gathered.items()):
             words = own.get(check.name, {"error": "it was not told"})
             if "error" in words:
                 errors.setdefault(words["error"], []).append(rank)
             else:
-                told.append(Told(rank, hosts[rank], check.fact(**words["fact"])))
+                told.append(RankFact(rank, hosts[rank], check.fact(**words["fact"])))
         findings[check.name] = [
-            Finding(Level.PROBLEM, f"{_ranks(ranks)}: {error}", tuple(ranks), "mend this first")
+            CheckFinding(Level.PROBLEM, f"{_ranks(ranks)}: {error}", tuple(ranks), "mend this first")
             for error, ranks in errors.items()
         ]
         if told and not errors:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deepspeed.profiling.memory import MemoryBreakdown, see_memory_usage
 from deepspeed.profiling.progress import ProgressBar, StepLine
 from deepspeed.profiling.throughput import Throughput, training_flops_per_token
-from deepspeed.profiling.wall_clock import WallClock
+from deepspeed.profiling.timers import WallClock
 
 __all__ = [
     "MemoryBreakdown",

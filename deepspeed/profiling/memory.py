@@ -9,8 +9,6 @@ from deepspeed.accelerator.host import HostMemory
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished
 from deepspeed.log import get_dist_msg, print_dist
 
-__all__ = ["MemoryBreakdown", "memory_line", "see_memory_usage"]
-
 _GB = 1024**3
 _SHOWN = (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 

@@ -24,8 +24,6 @@ from deepspeed.profiling.throughput import Throughput
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-__all__ = ["ProgressBar", "StepLine", "short"]
-
 _GB = 1024**3
 _REDRAW_SECONDS = 0.1
 

@@ -14,8 +14,6 @@ from deepspeed.events import EventStream, PhaseBegan, StepFinished, Subscription
 from deepspeed.log import print_dist
 from deepspeed.profiling.timers import NamedTimer
 
-__all__ = ["Throughput", "ThroughputTimer", "training_flops_per_token"]
-
 Amount = float | Callable[[], float]
 
 _GB = 1024**3

@@ -1,6 +1,6 @@
 """Orchestration: the engine and its collaborators."""
 
-from deepspeed._lazy import lazy
+from deepspeed._package import lazy
 
 __all__: list[str] = []
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from deepspeed.errors import DeepSpeedConfigError
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation:
     """Counts micro steps; the boundary is the micro step that ends with an optimizer step.

@@ -9,11 +9,10 @@ of both kinds meet in one step, the gradients that are there are brought to the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.events import EventStream, Phase
@@ -21,77 +20,13 @@ from deepspeed.log import warn_once
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.phases import phase
-from deepspeed.zero.gradients.arrivals import Arrivals
-from deepspeed.zero.parameters.shard import used_while_empty
-from deepspeed.zero.parameters.structure import tensors_in
-
-__all__ = ["Backward", "Reducer", "Updates"]
+from deepspeed.zero.interface import GradientReducer, tensors_in, used_while_empty
 
 # What autograd says where a parameter was empty when it was used, and is whole when its gradient comes.
 _EMPTY = re.compile(
     r"invalid gradient at index \d+ - got (\[0\] but|.* compatible with \[0\])"
     r"|size of tensor a \(0\) must match|must match the size of tensor b \(0\)"
 )
-
-
-class Reducer(Protocol):
-    """What brings gradients of the ranks together: whole ones or shards."""
-
-    arrivals: Arrivals
-    """When gradients come and leave."""
-
-    @property
-    def eager(self) -> bool:
-        """True if gradients are reduced in every backward, not only in the last one before the optimizer."""
-
-    def refresh(self) -> None:
-        """Look again at which parameters are trained."""
-
-    def announce(self, begun: Callable[[], None], arrived: Callable[[], None]) -> None:
-        """In a backward that the engine did not begin, call `begun` before any gradient, else `arrived` after one."""
-
-    def enter_backward(self) -> None:
-        """Called from inside the outermost backward, before anything else happens in it."""
-
-    def leave_backward(self) -> None:
-        """Autograd is through; what has not been reduced yet follows."""
-
-    def keep_back(self, params: Iterable[nn.Parameter]) -> None:
-        """Let the gradients of these leave last of all, after the last pass."""
-
-    def reopen(self) -> None:
-        """More gradients are about to be added to what may have been reduced already."""
-
-    def arm(self) -> None:
-        """The backward that starts now is to be reduced while it runs."""
-
-    def begin(self) -> None:
-        """Called from inside the outermost backward that is to be reduced, before any gradient arrives."""
-
-    def settle(self) -> None:
-        """The backward is over: what has not been sent is on its way."""
-
-    def finish(self) -> None:
-        """Reduce what is not reduced yet, and wait for it; on all ranks together."""
-
-    def conclude(self) -> None:
-        """Every rank takes an optimizer step now: `finish`, and whatever ranks have to agree upon."""
-
-    @property
-    def empty(self) -> bool:
-        """True if no rank has had any gradient; the same on all of them once `conclude` was called."""
-
-    def change_unreduced(self, param: nn.Parameter, change: Callable[[Tensor | None], Tensor]) -> None:
-        """Put what `change` makes of it in place of this rank's whole gradient, before it is reduced."""
-
-    def rescale(self, factor: float) -> None:
-        """Multiply every gradient that is held."""
-
-    def forget(self) -> None:
-        """The gradients were used or dropped."""
-
-    def close(self) -> None:
-        """Remove every hook."""
 
 
 class Updates(Protocol):
@@ -122,7 +57,7 @@ class Backward:
 
     def __init__(
         self,
-        reducer: Reducer,
+        reducer: GradientReducer,
         accumulation: Accumulation,
         scale: LossScale,
         events: EventStream,

@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed._lazy import lazy
 from deepspeed.errors import UsageError
 
 if TYPE_CHECKING:
+    from deepspeed.parallel import AxisGroup
     from deepspeed.precision.scale import LossScale
-    from deepspeed.runtime.step.stepper import Outcome, Stepper
+    from deepspeed.runtime.step.stepper import StepOutcome, Stepper
+    from deepspeed.zero.interface import ParameterOffload
 
-__all__ = ["DeepSpeedOptimizer", "MixedPrecisionOptimizer", "reload"]
+
+__all__ = ["DeepSpeedOptimizer", "MixedPrecisionOptimizer", "ZeROOptimizer", "reload"]
 
 
 def reload(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -27,10 +29,6 @@ def reload(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         old.clear()
         old.update(new)
     optimizer.param_groups = before  # torch makes new dicts, but others hold on to these
-
-
-# An old name in this module for what is made of its classes.
-__getattr__ = lazy(__name__, {"ZeROOptimizer": "deepspeed.runtime.step.zero_optimizer:ZeroOptimizer"})
 
 
 class DeepSpeedOptimizer:
@@ -74,7 +72,7 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
         self._stepper = stepper
         self._scale = scale
         self._backward = backward
-        self._outcome: Outcome | None = None
+        self._outcome: StepOutcome | None = None
 
     def __getattr__(self, name: str) -> Any:
         # A schedule-free optimizer has two modes; others have no such methods, and then there are none here.
@@ -123,15 +121,6 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
         """True if the loss scale adapts to overflows."""
         return self._scale.dynamic
 
-    def needs_scaler(self) -> bool:
-        """True if losses are scaled before backward."""
-        return self._scale.dynamic or self.cur_scale != 1
-
-    def scale_if_loss(self, value: Any) -> Any:
-        """A loss, one number with a gradient function, times the loss scale; anything else as it is."""
-        is_loss = isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad
-        return value * self.cur_scale if is_loss and self.needs_scaler() else value
-
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Any:
         """As `engine.backward`."""
         return self._backward(loss, retain_graph=retain_graph)
@@ -142,7 +131,7 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
             raise TypeError("a closure cannot be used here: backward runs before step, call engine.backward(loss)")
         self.take_step()
 
-    def take_step(self) -> Outcome:
+    def take_step(self) -> StepOutcome:
         """As `step`, and says what became of it."""
         outcome = self._outcome = self._stepper.step()
         self.overflow = not outcome.applied
@@ -207,3 +196,45 @@ def _listed(given: Any) -> list[nn.Parameter]:
     if isinstance(given, set):
         raise UsageError("add_param_group: params must have an order that all ranks share; found a set")
     return [given] if isinstance(given, nn.Parameter) else list(given)
+
+
+class ZeroOptimizer(MixedPrecisionOptimizer):
+    """An optimizer whose states are spread over ranks.
+
+    Its groups list this rank's parts of the master weights. Attributes of DeepSpeed's own optimizers that scripts read
+    (`single_partition_of_fp32_groups` and others) are computed when asked for: `deepspeed.zero.public.views`.
+    """
+
+    parameter_offload: ParameterOffload
+    """At stage 3 only: the hooks that gather parameters, for clients that take them off and put them on again."""
+
+    def __init__(self, *args: Any, axis: AxisGroup, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._axis = axis
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            from deepspeed.zero.public import views
+
+            view = views.find(name)
+            if view is not None:
+                self._stepper.states.settle()
+                return view(self._stepper.states, self.optimizer)
+        return super().__getattr__(name)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of any engine, of this rank's parts."""
+        return {**super().state_dict(), "rank": self._axis.rank, "ranks": self._axis.size}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave on the same rank of as many."""
+        found = state_dict.get("rank"), state_dict.get("ranks")
+        if found != (self._axis.rank, self._axis.size):
+            raise UsageError(
+                f"this optimizer state is that of rank {found[0]} of {found[1]}, but here is rank {self._axis.rank} of "
+                f"{self._axis.size}. Use engine.save_checkpoint and load_checkpoint, which fit any number of ranks."
+            )
+        super().load_state_dict(state_dict)
+
+
+ZeROOptimizer = ZeroOptimizer  # DeepSpeed's spelling

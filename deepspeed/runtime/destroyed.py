@@ -11,8 +11,6 @@ from deepspeed.errors import UsageError
 if TYPE_CHECKING:
     from deepspeed.runtime.parts import Parts
 
-__all__ = ["Destroyed", "close", "without_destroyed_engine"]
-
 _REMAINS = ("accumulation", "batch", "flops_profiler", "layout", "memory_profiler", "precision", "scale")
 
 
@@ -57,11 +55,12 @@ def _let_trainers_wrap_again() -> None:
     """
     trainer = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     wrap = getattr(trainer, "_wrap_model", None)
-    if trainer is None or wrap is None or hasattr(wrap, "__wrapped__"):
+    if trainer is None or wrap is None or getattr(wrap, "looks_through_engines", False):
         return
 
     @functools.wraps(wrap)
     def wrap_again(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return wrap(self, without_destroyed_engine(model), *args, **kwargs)
 
+    wrap_again.looks_through_engines = True  # type: ignore[attr-defined]  # a mark of our own: `wraps` is common
     trainer._wrap_model = wrap_again

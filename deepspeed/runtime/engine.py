@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+import weakref
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from deepspeed.comm.watch.look import here
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.storage.durable import gibibytes
+from deepspeed.comm import Pending
+from deepspeed.comm.watch.threads import here
 from deepspeed.config import DeepSpeedConfig
+from deepspeed.config.batch import resolve
+from deepspeed.config.zero import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.events import OverflowFound, Phase, StepFinished
-from deepspeed.log import warn_once
-from deepspeed.runtime import getters, news
+from deepspeed.log import NOTICE, log_dist, logger, warn_once
+from deepspeed.runtime import getters
+from deepspeed.runtime.compile_blocks import compile_module
 from deepspeed.runtime.destroyed import Destroyed, close
-from deepspeed.runtime.model_methods import ModelMethods
-from deepspeed.runtime.moving import MovingMethods
+from deepspeed.runtime.lr_schedules import require_metric, step_schedule
+from deepspeed.runtime.offload_states import move_states, require_here, return_states
+from deepspeed.runtime.out_of_memory import held_tensors
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.phases import phase
-from deepspeed.runtime.regions import compile_module
 from deepspeed.runtime.saving.checkpoints import Checkpoints
 from deepspeed.runtime.saving.methods import CheckpointMethods
-from deepspeed.runtime.step.schedule import require_metric, step_schedule
-from deepspeed.runtime.step.stepper import Outcome
-from deepspeed.runtime.summary import log_start, logs_end
+from deepspeed.runtime.step.stepper import StepOutcome
+from deepspeed.zero.interface import numel_of
 
 __all__ = ["DeepSpeedEngine"]
 
 
-class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module):
+class DeepSpeedEngine(CheckpointMethods, nn.Module):
     """A module that trains as its config says.
 
     `engine(batch)`, `engine.backward(loss)` and `engine.step()` after every micro batch; a plain `loss.backward()` in
@@ -62,14 +71,14 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         self.global_steps = 0
         self.global_samples = 0
         self.skipped_steps = 0
-        self._outcome: Outcome | None = None
+        self._outcome: StepOutcome | None = None
         self._applied = False
         self.skipped_in_a_row = 0
         self.loss_of_step: Any = None
         self.training = parts.module.training
         self._checkpoints = Checkpoints(parts)
-        log_start(parts)
-        self._log_end = logs_end(self)
+        _log_start(parts)
+        self._log_end = _logs_end(self)
 
     # ---- the loop
 
@@ -136,7 +145,7 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         outcome = self._outcome = taken()
         self._applied = outcome.applied
         if outcome.empty:
-            warn_once(news.without_gradients(after_backward=ran))
+            warn_once(_without_gradients(after_backward=ran))
             self.loss_of_step = None
             return
         self.global_steps += 1
@@ -150,10 +159,37 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
             self.skipped_steps += 1
             self.skipped_in_a_row += 1
             if self.events.wants(OverflowFound):
-                self.events.emit(news.overflow(self, outcome))
+                self.events.emit(self._overflow_event(outcome))
         if self.events.wants(StepFinished):
-            self.events.emit(news.finished(self, outcome, used_lr, used_momentum))
+            self.events.emit(self._finished_event(outcome, used_lr, used_momentum))
         self.loss_of_step = None
+
+    def _overflow_event(self, outcome: StepOutcome) -> OverflowFound:
+        return OverflowFound(
+            step=self.global_steps,
+            scale_before=outcome.scale_before,
+            scale_after=outcome.scale_after,
+            scaled=self._scaled(outcome),
+            in_a_row=self.skipped_in_a_row,
+        )
+
+    def _finished_event(self, outcome: StepOutcome, lr: tuple[float, ...], momentum: tuple[Any, ...]) -> StepFinished:
+        """`lr` and `momentum` are those that the step was taken with."""
+        loss = self.loss_of_step
+        return StepFinished(
+            step=self.global_steps,
+            samples=self.global_samples,
+            applied=outcome.applied,
+            skipped_steps=self.skipped_steps,
+            lr=lr,
+            momentum=momentum,
+            loss_scale=outcome.scale_before if self._scaled(outcome) else None,
+            find_grad_norm=outcome.norm.wait,
+            find_loss=loss.wait if isinstance(loss, Pending) else lambda: loss,
+        )
+
+    def _scaled(self, outcome: StepOutcome) -> bool:
+        return self._parts.scale.dynamic or outcome.scale_before != 1.0
 
     def _look_for_unfrozen(self) -> None:
         """Parameters that were unfrozen since the last step begin to train."""
@@ -180,11 +216,9 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         """Decide by hand whether the coming micro step ends with an optimizer step; holds until set again."""
         self._parts.accumulation.override(is_boundary)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Backward passes inside only accumulate on this rank; the first one outside reduces everything."""
-        with self._suspended("no_sync"):
-            yield
+        return self._suspended("no_sync")
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -264,21 +298,18 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all data-parallel ranks."""
-        return self._batch_info()[0]
+        return self.get_batch_info()[0]
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and micro step."""
-        return self._batch_info()[1]
+        return self.get_batch_info()[1]
 
     def gradient_accumulation_steps(self) -> int:
         """Micro steps per optimizer step."""
-        return self._batch_info()[2]
+        return self.get_batch_info()[2]
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """(train batch size, micro batch size, accumulation steps)."""
-        return self._batch_info()
-
-    def _batch_info(self) -> tuple[int, int, int]:
         batch = self._parts.batch
         if batch is None:
             raise DeepSpeedConfigError("this engine was built without batch sizes", path="train_batch_size")
@@ -293,8 +324,6 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
         self._resize(train=None, micro=micro_batch_size, steps=self.gradient_accumulation_steps())
 
     def _resize(self, *, train: int | None, micro: int, steps: int | None) -> None:
-        from deepspeed.config.batch import resolve
-
         batch = self._parts.batch = resolve(train, micro, steps, self.dp_world_size)
         self._parts.accumulation.steps = batch.steps
 
@@ -339,6 +368,30 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
     def dp_world_size(self) -> int:
         """Data-parallel ranks."""
         return self._config.world_size
+
+    # ---- states in host memory for a while
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: OffloadDeviceEnum | str = OffloadDeviceEnum.cpu,
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move optimizer states, masters, parameters and gradients, or what is included of these, to host memory.
+
+        A model whose parameters stay can be evaluated meanwhile. `reload_states` brings all back to where it was. With
+        `non_blocking` the host may read what was moved only after the device was synchronised.
+        """
+        move_states(self._parts, include, OffloadDeviceEnum(device), pinned=pin_memory, blocking=not non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring everything that `offload_states` moved back to the device; harmless if that is nothing."""
+        return_states(self._parts, blocking=not non_blocking)
+
+    def _must_be_here(self, call: str, *, trains: bool, steps: bool = False) -> None:
+        """Refuse what needs states that are away."""
+        require_here(self._parts.moved, call, trains=trains, steps=steps)
 
     # ---- life
 
@@ -397,3 +450,59 @@ class DeepSpeedEngine(CheckpointMethods, ModelMethods, MovingMethods, nn.Module)
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             raise AttributeError(f"neither the engine nor {type(module).__name__} has an attribute {name!r}") from None
+
+
+def _without_gradients(*, after_backward: bool) -> str:
+    """What to say of a step for which no rank had a gradient."""
+    if after_backward:
+        found = (
+            "engine.step() was called after a backward in which no rank has had a gradient of what the optimizer trains"
+        )
+        advice = "Let the loss depend on parameters of the optimizer that require gradients"
+    else:
+        found = "engine.step() was called, but no rank has had a gradient since the last step"
+        advice = "Call engine.backward(loss) first"
+    return f"{found}: nothing was updated, and no step is counted. {advice}."
+
+
+def _log_start(parts: Parts) -> None:
+    """Log the model, its parameters, the ranks, stage, precision, and what this rank holds."""
+    if not logger.isEnabledFor(NOTICE):
+        return
+    parameters = list(parts.module.parameters())
+    count = sum(map(numel_of, parameters))
+    trained = sum(numel_of(param) for param in parameters if param.requires_grad)
+    sizes = {name: size for name, size in parts.layout.sizes.items() if size > 1}
+    spread = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    whole = parts.experts is None and not sizes.keys() - {"dp", "sp"}
+    held = {each.untyped_storage().data_ptr(): each for kind in held_tensors(parts).values() for each in kind}
+    size = sum(each.untyped_storage().nbytes() for each in held.values())
+    log_dist(
+        f"{type(parts.module).__name__}: {count:,} parameters{'' if whole else ' on rank 0'}, {trained:,} trained; "
+        f"{comm.get_world_size()} ranks{f' ({spread})' if spread else ''}; ZeRO stage "
+        f"{int(parts.config.schema.zero_optimization.stage)}; {parts.precision.describe()}; {gibibytes(size)} held by "
+        "rank 0 before the first step",
+        level=NOTICE,
+    )
+
+
+def _logs_end(engine: DeepSpeedEngine) -> Callable[[], None]:
+    """What logs how far the engine came: called once, by `destroy` or else when the program ends."""
+    began, alive = time.perf_counter(), weakref.ref(engine)
+
+    def tell() -> None:
+        atexit.unregister(tell)
+        ended = alive()
+        if ended is None or isinstance(ended._parts, Destroyed) or ended.global_steps == 0:
+            return  # nothing was trained
+        skipped = f" ({ended.skipped_steps} skipped)" if ended.skipped_steps else ""
+        peak = gibibytes(get_accelerator().max_memory_allocated())
+        log_dist(
+            f"{type(ended.module).__name__}: ended at step {ended.global_steps}{skipped} after "
+            f"{ended.global_samples:,} samples, {time.perf_counter() - began:.1f} s after it began; peak memory {peak} "
+            "on rank 0",
+            level=NOTICE,
+        )
+
+    atexit.register(tell)
+    return tell

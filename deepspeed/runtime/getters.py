@@ -8,32 +8,21 @@ from typing import Any
 
 from deepspeed import comm
 
-__all__ = ["FACTS", "GETTERS", "find"]
-
 _ZERO = "schema.zero_optimization."
 
 # method → path below the engine's DeepSpeedConfig; `engine.method()` returns the value
 GETTERS: dict[str, str] = {
     "autotp_size": "schema.tensor_parallel.autotp_size",
     "autotuning_enabled": "schema.autotuning.enabled",
-    "autotuning_end_profile_step": "schema.autotuning.end_profile_step",
-    "autotuning_metric": "schema.autotuning.metric",
-    "autotuning_metric_path": "schema.autotuning.metric_path",
-    "autotuning_model_info_path": "schema.autotuning.model_info_path",
-    "autotuning_start_profile_step": "schema.autotuning.start_profile_step",
     "aio_config": "schema.aio",
     "bf16_master_weights_and_gradients": "schema.bf16.bf16_master_weights_and_grads",
     "bf16_optimizer_states": "schema.bf16.bf16_optimizer_states",
     "bfloat16_enabled": "schema.bf16.enabled",
     "checkpoint_serialization_enabled": "schema.checkpoint.checkpoint_serialization",
-    "curriculum_learning_config": "schema.data_efficiency.data_sampling.curriculum_learning",
-    "curriculum_learning_enabled": "schema.data_efficiency.data_sampling.curriculum_learning.enabled",
     "checkpoint_tag_validation_enabled": "checkpoint_tag_validation_enabled",
     "checkpoint_tag_validation_fail": "checkpoint_tag_validation_fail",
     "data_efficiency_config": "schema.data_efficiency",
     "data_efficiency_enabled": "schema.data_efficiency.enabled",
-    "data_sampling_config": "schema.data_efficiency.data_sampling",
-    "data_sampling_enabled": "schema.data_efficiency.data_sampling.enabled",
     "dataloader_drop_last": "schema.dataloader_drop_last",
     "dump_state": "schema.dump_state",
     "dynamic_loss_scale_args": "dynamic_loss_scale_args",
@@ -118,9 +107,9 @@ _DERIVED: dict[str, Callable[[Any], Any]] = {
     ),
     "postscale_gradients": lambda engine: not engine._config.schema.prescale_gradients,
     "zero_cpu_offload": lambda engine: engine._config.schema.zero_optimization.offloads_optimizer,
-    "zero_optimization": lambda engine: engine._config.schema.zero_optimization.stage > 0,
-    "zero_optimization_partition_gradients": lambda engine: engine._config.schema.zero_optimization.stage >= 2,
-    "zero_optimization_partition_weights": lambda engine: engine._config.schema.zero_optimization.stage >= 3,
+    "zero_optimization": lambda engine: engine._config.schema.zero_optimization.shards_states,
+    "zero_optimization_partition_gradients": lambda engine: engine._config.schema.zero_optimization.shards_gradients,
+    "zero_optimization_partition_weights": lambda engine: engine._config.schema.zero_optimization.shards_parameters,
 }
 
 # plain attributes

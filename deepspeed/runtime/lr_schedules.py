@@ -1,30 +1,30 @@
-"""The five learning-rate schedules, and any torch schedule by name."""
+"""The five learning-rate schedules, with their curves as pure functions of the step k, and any torch schedule by name.
+
+[Note: the step k]
+k is `last_batch_iteration`: −1 when the schedule is built, then 0, 1, 2, … after each optimizer step. The value at
+k = −1 therefore governs the first update, the value at k = 0 the second. A curve depends on k alone, so resuming,
+jumping and going back are all the same evaluation.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch.optim import lr_scheduler
+import torch
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import logger
-from deepspeed.runtime.schedules import curves
-from deepspeed.runtime.schedules.base import (
-    LRSchedule,
-    at_least,
-    get_torch_optimizer,
-    own_lrs,
-    positive_int,
-    switch,
-    warmup_steps,
-    warmup_type_of,
-    whole,
-)
 
 if TYPE_CHECKING:
     from deepspeed.config.optimizer import SchedulerConfig
+
 
 __all__ = [
     "VALID_LR_SCHEDULES",
@@ -36,6 +36,224 @@ __all__ = [
     "WarmupLR",
     "build_scheduler",
 ]
+
+WARMUP_LOG_RATE = "log"
+WARMUP_LINEAR_RATE = "linear"
+
+
+def line(low: float, high: float, share: float) -> float:
+    """The point that lies `share` of the way from `low` to `high`."""
+    return low + (high - low) * share
+
+
+def warmup(k: int, steps: int, kind: str) -> float:
+    """Share of the way from the minimum to the maximum: 0 up to k = 0, 1 from k = steps on.
+
+    Logarithmic: ln(k + 1) / ln(steps); linear: k / steps.
+    """
+    if k < 0:
+        return 0.0
+    if k >= steps:
+        return 1.0
+    return k / steps if kind == WARMUP_LINEAR_RATE else math.log(k + 1) / math.log(steps)
+
+
+def linear_decay(k: int, steps: int, total: float) -> float:
+    """Share that is left after the warmup: 1 at k = steps, 0 from k = total on."""
+    return max(0.0, (total - k) / max(1.0, total - steps))
+
+
+def cosine(k: int, steps: int, total: float, floor: float) -> float:
+    """Half a cosine after the warmup, from just below 1 at k = steps to `floor` from k = total − 1 on."""
+    progress = min(1.0, (k - steps + 1) / max(1.0, total - steps))
+    return line(floor, 1.0, (1.0 + math.cos(math.pi * progress)) / 2)
+
+
+def growth(k: int, size: int, rate: float, staircase: bool) -> float:
+    """Factor of the range test: 1 at k = −1, and `rate` more for every `size` steps, in jumps if a staircase."""
+    position = (k + 1) // size if staircase else (k + 1) / size
+    return 1.0 + rate * position
+
+
+@dataclass(frozen=True, slots=True)
+class Cycle:
+    """The shape of a 1-cycle schedule: up over `first` steps, down over `second`, then decay."""
+
+    first: float
+    second: float
+    first_stairs: int
+    second_stairs: int
+    decay_size: float
+
+    def over(self, k: int) -> bool:
+        """True once the cycle has ended and the decay runs."""
+        return k >= self.first + self.second
+
+    def height(self, k: int) -> float:
+        """0 at the ends of the cycle, 1 at its top; with n stairs only multiples of 1/n, rounded down."""
+        at = (k + 1) % (self.first + self.second)
+        if at <= self.first:
+            return _stair(at, self.first, self.first_stairs)
+        return _stair(self.first + self.second - at, self.second, self.second_stairs)
+
+    def decayed(self, k: int, rate: float) -> float:
+        """1 plus `rate` for every `decay_size` steps since the cycle ended; 1 where there is no decay."""
+        if self.decay_size == 0 or rate == 0:
+            return 1.0
+        return 1.0 + rate * (k + 1 - self.first - self.second) / self.decay_size
+
+
+def _stair(done: float, whole: float, stairs: int) -> float:
+    return done / whole if stairs <= 0 else (done * stairs // whole) / stairs
+
+
+class _HasGroups(Protocol):
+    param_groups: list[dict[str, Any]]
+
+
+def get_torch_optimizer(optimizer: Any) -> Any:
+    """The torch optimizer in `optimizer`, which may be wrapped; a wrapper of another kind needs `param_groups`."""
+    found = optimizer
+    while not isinstance(found, Optimizer):
+        inner = getattr(found, "optimizer", None)
+        if inner is None or inner is found:
+            break
+        found = inner
+    if isinstance(found, Optimizer):
+        return found
+    if isinstance(getattr(optimizer, "param_groups", None), list):
+        return optimizer
+    raise TypeError(
+        f"a schedule got a {type(optimizer).__name__}; it needs a torch.optim.Optimizer, or a wrapper that has one "
+        "as its attribute `optimizer` or has `param_groups`"
+    )
+
+
+def update_lr(param_groups: Iterable[dict[str, Any]], lrs: Iterable[float]) -> list[float]:
+    """Give each group its learning rate; a tensor (a capturable optimizer's) is written in place. Returns them."""
+    used = []
+    for group, lr in zip(param_groups, lrs, strict=False):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+        used.append(lr)
+    return used
+
+
+class LRSchedule(ABC):
+    """A schedule: a function of `last_batch_iteration` whose value is written to the optimizer's groups.
+
+    See [Note: the step k]. The learning rate is in force as soon as the schedule is built, stepped
+    or loaded. A group that is added to the optimizer later keeps its own learning rate.
+    """
+
+    def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
+        self.optimizer: _HasGroups = get_torch_optimizer(optimizer)
+        self.last_batch_iteration = whole(last_batch_iteration, "last_batch_iteration", -1)
+        self._last_lr: list[float] = []
+
+    @abstractmethod
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group at `last_batch_iteration`."""
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of each group as last written."""
+        return self._last_lr
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position; everything else comes from the constructor."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, sd: dict[str, Any]) -> None:
+        """Continue at a saved position; the learning rate of that position is in force at once."""
+        if "last_batch_iteration" not in sd:
+            raise ValueError(
+                f"{type(self).__name__} got a state with the keys {sorted(sd)}; it needs last_batch_iteration. "
+                "The state was saved by another kind of schedule"
+            )
+        self._move_to(sd["last_batch_iteration"])
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go one step on, or to the given position."""
+        self._move_to(last_batch_iteration)
+
+    def _move_to(self, k: int | None) -> None:
+        self.last_batch_iteration = self.last_batch_iteration + 1 if k is None else k
+        self._apply()
+
+    def _apply(self) -> None:
+        self._last_lr = update_lr(self.optimizer.param_groups, self.get_lr())
+
+    def _per_group(self, value: float | Sequence[float], name: str) -> list[float]:
+        """One number of at least 0 per group from one number for all, or from a list of the right length."""
+        count = len(self.optimizer.param_groups)
+        if isinstance(value, (list, tuple)):
+            if len(value) != count:
+                raise ValueError(
+                    f"{name} has {len(value)} values and the optimizer has {count} parameter groups; "
+                    f"give one number, or {count}"
+                )
+            return [at_least(item, name, 0) for item in value]
+        return [at_least(value, name, 0)] * count
+
+
+def own_lrs(optimizer: _HasGroups) -> list[float]:
+    """Each group's learning rate, before a schedule has touched it."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def number(value: Any, name: str) -> float:
+    """`value`, if it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}; it must be a number")
+    return value
+
+
+def at_least(value: Any, name: str, bound: float, *, exclusive: bool = False) -> float:
+    """`value`, if it is a number not below (with `exclusive`: above) the bound."""
+    given = number(value, name)
+    if given < bound or (exclusive and given == bound):
+        raise ValueError(f"{name} is {value}; it must be {'more than' if exclusive else 'at least'} {bound}")
+    return given
+
+
+def positive_int(value: Any, name: str) -> int:
+    """`value`, if it is an integer above 0."""
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+    return value
+
+
+def whole(value: Any, name: str, bound: int) -> int:
+    """`value`, if it is an integer not below the bound."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < bound:
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least {bound}")
+    return value
+
+
+def switch(value: Any, name: str) -> bool:
+    """`value`, if it is true or false: the text "false" would be true."""
+    if value not in (True, False):  # and 1 and 0, which are equal to them
+        raise ValueError(f"{name} is {value!r}; it must be true or false")
+    return bool(value)
+
+
+def warmup_steps(value: Any) -> int:
+    """The length of a warmup: at least 2, since a logarithmic one divides by ln(steps)."""
+    return max(2, positive_int(value, "warmup_num_steps"))
+
+
+def warmup_type_of(value: str) -> str:
+    """`value`, if it names a kind of warmup; else a warning, and the logarithmic one."""
+    if value in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
+        return value
+    logger.warning(
+        "warmup_type %r is unknown; it is one of %s, %s. The warmup is %s",
+        *(value, WARMUP_LOG_RATE, WARMUP_LINEAR_RATE, WARMUP_LOG_RATE),
+    )
+    return WARMUP_LOG_RATE
+
 
 # The decay of OneCycle makes momentum grow; at 1 no gradient would count any more.
 _HIGHEST_MOMENTUM = 0.999
@@ -54,7 +272,7 @@ class WarmupLR(LRSchedule):
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
-        warmup_type: str = curves.WARMUP_LOG_RATE,
+        warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
@@ -70,14 +288,10 @@ class WarmupLR(LRSchedule):
     def get_lr(self) -> list[float]:
         """The learning rate of each group at `last_batch_iteration`."""
         share = self._share()
-        return [curves.line(low, high, share) for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go one step on, or to the given position."""
-        self._move_to(last_batch_iteration)
+        return [line(low, high, share) for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _share(self) -> float:
-        return curves.warmup(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
+        return warmup(self.last_batch_iteration, self.warmup_num_steps, self.warmup_type)
 
 
 class WarmupDecayLR(WarmupLR):
@@ -93,7 +307,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = 0.001,
         warmup_num_steps: int = 1000,
-        warmup_type: str = curves.WARMUP_LOG_RATE,
+        warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
         # First, since the curve is evaluated as soon as the warmup is set up.
@@ -104,7 +318,7 @@ class WarmupDecayLR(WarmupLR):
     def _share(self) -> float:
         if self.last_batch_iteration < self.warmup_num_steps:
             return super()._share()
-        return curves.linear_decay(self.last_batch_iteration, self.warmup_num_steps, self.total_num_steps)
+        return linear_decay(self.last_batch_iteration, self.warmup_num_steps, self.total_num_steps)
 
 
 class WarmupCosineLR(LRSchedule):
@@ -121,7 +335,7 @@ class WarmupCosineLR(LRSchedule):
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
         cos_min_ratio: float = 0.0001,
-        warmup_type: str = curves.WARMUP_LOG_RATE,
+        warmup_type: str = WARMUP_LOG_RATE,
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
@@ -140,17 +354,13 @@ class WarmupCosineLR(LRSchedule):
         if k < 0:
             return 0.0
         if k < steps:
-            return curves.line(self.warmup_min_ratio, 1.0, curves.warmup(k, steps, self.warmup_type))
-        return curves.cosine(k, steps, self.total_num_steps, self.cos_min_ratio)
+            return line(self.warmup_min_ratio, 1.0, warmup(k, steps, self.warmup_type))
+        return cosine(k, steps, self.total_num_steps, self.cos_min_ratio)
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group at `last_batch_iteration`."""
         ratio = self.get_lr_ratio()
         return [lr * ratio for lr in self.org_lrs]
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go one step on, or to the given position."""
-        self._move_to(last_batch_iteration)
 
 
 class LRRangeTest(LRSchedule):
@@ -174,7 +384,7 @@ class LRRangeTest(LRSchedule):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group at `last_batch_iteration`."""
-        factor = curves.growth(self.last_batch_iteration, self.step_size, self.step_rate, self.staircase)
+        factor = growth(self.last_batch_iteration, self.step_size, self.step_rate, self.staircase)
         return [lr * factor for lr in self.min_lr]
 
     def step(self, batch_iteration: int | None = None) -> None:
@@ -212,7 +422,7 @@ class OneCycle(LRSchedule):
         second = first if cycle_second_step_size is None else cycle_second_step_size
         stairs = whole(cycle_first_stair_count, "cycle_first_stair_count", -1)
         later = stairs if cycle_second_stair_count is None else cycle_second_stair_count
-        self.cycle = curves.Cycle(
+        self.cycle = Cycle(
             first=first,
             second=at_least(second, "cycle_second_step_size", 0),
             first_stairs=stairs,
@@ -236,7 +446,7 @@ class OneCycle(LRSchedule):
         if self.cycle.over(k):
             return [low / self.cycle.decayed(k, self.decay_lr_rate) for low in self.min_lrs]
         height = self.cycle.height(k)
-        return [curves.line(low, high, height) for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        return [line(low, high, height) for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each group at `last_batch_iteration`; None where momentum does not cycle."""
@@ -248,7 +458,7 @@ class OneCycle(LRSchedule):
             moms = [min(high * grown, max(high, _HIGHEST_MOMENTUM)) for high in self.max_moms]
         else:
             height = self.cycle.height(k)
-            moms = [curves.line(high, low, height) for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+            moms = [line(high, low, height) for low, high in zip(self.min_moms, self.max_moms, strict=True)]
         return [(mom, group["betas"][1]) for mom, group in zip(moms, self.optimizer.param_groups, strict=False)]
 
     def step(self, batch_iteration: int | None = None) -> None:
@@ -275,7 +485,7 @@ class OneCycle(LRSchedule):
 def build_scheduler(section: SchedulerConfig, optimizer: Any) -> Any:
     """The schedule that a config's scheduler section names: one of ours, else a torch.optim.lr_scheduler class."""
     # Imported here: reading a config needs pydantic, the schedules themselves do not.
-    from deepspeed.config.params import REFUSALS, check_scheduler
+    from deepspeed.config.optimizer import REFUSALS, check_scheduler
 
     kind, params = section.type, dict(section.params)
     if kind is None:
@@ -311,3 +521,24 @@ def _warn_if_short(schedule: WarmupDecayLR | WarmupCosineLR) -> None:
             "%s: total_num_steps (%s) is less than warmup_num_steps (%s), so the warmup is longer than the training",
             *(type(schedule).__name__, schedule.total_num_steps, schedule.warmup_num_steps),
         )
+
+
+def require_metric(schedule: Any, given: Mapping[str, Any]) -> None:
+    """Refuse, before anything is updated, a schedule that looks at a metric and is given none."""
+    if isinstance(schedule, ReduceLROnPlateau) and "metrics" not in given:
+        raise UsageError(
+            "scheduler: ReduceLROnPlateau needs a metric at each of its steps, and engine.step() was given none. Call "
+            "engine.step(lr_kwargs={'metrics': loss}), with a number that is the same on all ranks; or give the engine "
+            "no schedule, and call its step yourself where you evaluate."
+        )
+
+
+def step_schedule(schedule: Any, given: Mapping[str, Any], samples: int) -> None:
+    """Go one step on, with what `engine.step` was given; schedules that count samples go on by so many."""
+    if given:
+        schedule.step(**given)
+        return
+    try:
+        schedule.step()
+    except TypeError:
+        schedule.step(samples)  # of some libraries, which must be told by how much

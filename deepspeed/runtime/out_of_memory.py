@@ -11,10 +11,24 @@ from torch import Tensor, nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.events import PhaseFailed
-from deepspeed.runtime.held import held_tensors
 from deepspeed.runtime.parts import Parts
 
-__all__ = ["OutOfMemory", "alive", "changes"]
+
+def held_tensors(parts: Parts) -> dict[str, list[Tensor]]:
+    """Parameters, gradients, masters, moments and buffers, wherever they are; some may share memory."""
+    params = list(parts.module.parameters())
+    pieces = [piece for group in parts.states.groups for piece in group.pieces] if parts.states is not None else []
+    states = parts.basic_optimizer.state.values() if parts.basic_optimizer is not None else ()
+    grads = [param.grad for param in params]
+    grads += [grad for piece in pieces for grad in (piece.gradient, piece.master.grad, piece.home)]
+    return {
+        "parameters": [*params, *(piece.source for piece in pieces)],
+        "gradients": [grad for grad in grads if grad is not None],
+        "masters": [piece.master for piece in pieces],
+        "moments": [value for state in states for value in state.values() if isinstance(value, Tensor)],
+        "buffers of the model": list(parts.module.buffers()),
+    }
+
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ADVICE = 3

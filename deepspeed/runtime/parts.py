@@ -1,4 +1,4 @@
-"""What an engine is made of: the collaborators that `_assemble.py` puts together and the engine owns."""
+"""What an engine is made of: the collaborators that `_assemble` puts together and the engine owns."""
 
 from __future__ import annotations
 
@@ -11,29 +11,26 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deepspeed.checkpoint.formats.training_state import Layers
+from deepspeed.checkpoint.formats.training_state import PipelineLayers
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.batch import Batch
-from deepspeed.config.offload import OffloadStateTypeEnum
+from deepspeed.config.batch import BatchSizes
+from deepspeed.config.zero import OffloadStateTypeEnum
 from deepspeed.events import EventStream
-from deepspeed.memory.parking import Parking
-from deepspeed.moe.placing import SpreadExperts
+from deepspeed.memory.host import ParkedStorages
+from deepspeed.moe.placement import SpreadExperts
 from deepspeed.parallel import ParallelLayout
 from deepspeed.precision.policy import Precision
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
-from deepspeed.runtime.backward import Backward, Reducer
+from deepspeed.runtime.backward import Backward
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.step.stepper import Stepper
-from deepspeed.zero.placement import LiesOn
-from deepspeed.zero.states.states import States
-
-__all__ = ["Parts"]
+from deepspeed.zero.interface import GradientReducer, LiesOn, OptimizerStates, ZeroModel
 
 
 @dataclass
 class Parts:
-    """What an engine is made of; put together by `_assemble.py`."""
+    """What an engine is made of; put together by `_assemble`."""
 
     config: DeepSpeedConfig
     module: nn.Module
@@ -43,7 +40,7 @@ class Parts:
     precision: Precision
     scale: LossScale
     accumulation: Accumulation
-    reducer: Reducer
+    reducer: GradientReducer
     backward: Backward
     events: EventStream
     forward: Callable[..., Any]
@@ -51,14 +48,14 @@ class Parts:
     make_loader: Callable[..., Any]
     resources: ExitStack
     """Whatever has to be closed with the engine."""
+    sharded: ZeroModel
+    """What holds the states of the model and moves its gradients and parameters."""
     lies_on: LiesOn
     """The ranks that hold the same elements of a parameter."""
     experts: SpreadExperts | None = None
     """The layers of experts of the model; None: it has none."""
-    states: States | None = None
+    states: OptimizerStates | None = None
     """What the optimizer updates; None without an optimizer."""
-    sharded: Any = None
-    """What spreads the model over ranks; None where nothing is sharded."""
     stepper: Stepper | None = None
     optimizer: Optimizer | DeepSpeedOptimizer | None = None
     basic_optimizer: Optimizer | None = None
@@ -70,15 +67,15 @@ class Parts:
     tput_timer: Any = None
     flops_profiler: Any = None
     memory_profiler: Any = None
-    layers: Layers | None = None
+    layers: PipelineLayers | None = None
     """Of a pipeline: the layers that have a file of their own in a checkpoint."""
     holds: Callable[[str], bool] | None = None
     """Of a pipeline: whether a name of the whole model lies on this rank."""
-    parking: Parking = field(default_factory=Parking)
+    parking: ParkedStorages = field(default_factory=ParkedStorages)
     """What `engine.offload_states` moved to host memory, for a while."""
     moved: set[OffloadStateTypeEnum] = field(default_factory=set)
     """The kinds of it."""
-    batch: Batch | None = field(init=False)
+    batch: BatchSizes | None = field(init=False)
     """The sizes in use: those of the config until the script sets others."""
 
     def __post_init__(self) -> None:

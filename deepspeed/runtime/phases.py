@@ -11,45 +11,23 @@ from torch.autograd import profiler
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFailed, PhaseFinished
 from deepspeed.runtime.accumulation import Accumulation
 
-__all__ = ["phase"]
-
 _SILENT: AbstractContextManager[None] = nullcontext()
-
-
 _TOLD = (PhaseBegan, PhaseFinished)
 
 
-class _Failing:
-    """Nobody wants to know but if it fails."""
+class _Watched:
+    """A phase with its place among the micro steps; None: only a failure is of interest."""
 
-    __slots__ = ("_events", "_phase")
-
-    def __init__(self, events: EventStream, phase: Phase) -> None:
-        self._events, self._phase = events, phase
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._events.emit(PhaseFailed(self._phase, error))
-
-
-class _Told:
     __slots__ = ("_events", "_phase", "_place", "_range")
 
-    def __init__(self, events: EventStream, phase: Phase, accumulation: Accumulation, ahead: int) -> None:
-        self._events = events
-        self._phase = phase
-        self._place = (accumulation.micro_steps + ahead, accumulation.at_boundary)
+    def __init__(self, events: EventStream, phase: Phase, place: tuple[int, bool] | None) -> None:
+        self._events, self._phase, self._place = events, phase, place
         # a range in traces, and with torch.autograd.profiler.emit_nvtx in those of Nsight
         seen = profiler._is_profiler_enabled
         self._range = torch.profiler.record_function(f"deepspeed: {phase.value}") if seen else None
 
     def __enter__(self) -> None:
-        if self._events.wants(PhaseBegan):
+        if self._place is not None and self._events.wants(PhaseBegan):
             self._events.emit(PhaseBegan(self._phase, *self._place))
         if self._range is not None:
             self._range.__enter__()
@@ -59,7 +37,7 @@ class _Told:
     ) -> None:
         if self._range is not None:
             self._range.__exit__(kind, error, trace)
-        if self._events.wants(PhaseFinished):
+        if self._place is not None and self._events.wants(PhaseFinished):
             self._events.emit(PhaseFinished(self._phase, *self._place))
         if error is not None and self._events.wants(PhaseFailed):
             self._events.emit(PhaseFailed(self._phase, error))
@@ -70,5 +48,5 @@ def phase(
 ) -> AbstractContextManager[None]:
     """A `with` block around one phase, of the micro step that is so many `ahead`."""
     if profiler._is_profiler_enabled or events.wants_any(_TOLD):
-        return _Told(events, which, accumulation, ahead)
-    return _Failing(events, which) if events.wants(PhaseFailed) else _SILENT
+        return _Watched(events, which, (accumulation.micro_steps + ahead, accumulation.at_boundary))
+    return _Watched(events, which, None) if events.wants(PhaseFailed) else _SILENT

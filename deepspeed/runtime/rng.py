@@ -1,4 +1,4 @@
-"""The random states that model-parallel ranks keep apart from each other.
+"""The random states of a rank: those that model-parallel ranks keep apart, and all of them for a checkpoint.
 
 Ranks that hold slices of one layer must draw the same numbers where they compute the same thing, and different ones
 inside their slices (dropout of a sliced activation). The device's generator serves the first; the tracker keeps
@@ -7,24 +7,16 @@ named states for the second and puts one of them into the generator for the leng
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import DeepSpeedError
-
-__all__ = [
-    "MODEL_PARALLEL_RNG",
-    "CudaRNGStatesTracker",
-    "RandomStateError",
-    "get_cuda_rng_tracker",
-    "model_parallel_seed",
-    "reseed_model_parallel",
-    "reset",
-    "seed_model_parallel",
-]
 
 MODEL_PARALLEL_RNG = "model-parallel-rng"
 _SEED_OFFSET = 2718
@@ -131,3 +123,39 @@ def reseed_model_parallel(seed: int, tensor_rank: int) -> None:
     """Start the model-parallel state anew from another seed; the device's generator and other states stay."""
     with _tracker.fork():
         get_accelerator().manual_seed(model_parallel_seed(seed, tensor_rank))
+
+
+def capture_states() -> dict[str, Any]:
+    """What `restore_states` needs; numpy's only where the program uses numpy."""
+    version, internal, gauss = random.getstate()
+    # As tensors: hundreds of numbers, each an object, would take most of the time of reading a small checkpoint.
+    state: dict[str, Any] = {"python": [version, torch.tensor(internal), gauss], "torch": torch.get_rng_state()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        state["numpy"] = [kind, torch.from_numpy(keys.astype("int64")), *rest]
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        state["device"] = accelerator.get_rng_state()
+    tracked = get_cuda_rng_tracker().get_states()
+    if tracked:
+        state["tracker"] = tracked
+    return state
+
+
+def restore_states(state: Mapping[str, Any]) -> None:
+    """Go on drawing the numbers that would have come next; what was not captured stays as it is."""
+    if "python" in state:
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal.tolist()), gauss))
+    if "torch" in state:
+        torch.set_rng_state(state["torch"].clone())
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in state:
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+    accelerator = get_accelerator()
+    if "device" in state and accelerator.device_name() != "cpu":
+        accelerator.set_rng_state(state["device"].clone())
+    if "tracker" in state:
+        get_cuda_rng_tracker().set_states({name: value.clone() for name, value in state["tracker"].items()})

@@ -1,33 +1,122 @@
-"""`SequenceAttention`: the attention of one engine's model, which knows the sequences that the engine shares out."""
+"""Attention over a sequence of which every rank has a part: heads exchanged, keys passed around a ring, or both."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from deepspeed.errors import UsageError
-from deepspeed.sequence.attend import Ways, attend, core_options
-from deepspeed.sequence.core import Core
-from deepspeed.sequence.distance_bias import DistanceBias, is_crossing
-from deepspeed.sequence.key_bias import KeyBias
-from deepspeed.sequence.own_attention import knows, teach
-from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, models_in, require_attention, require_functions
-from deepspeed.sequence.whole import Whole
+from deepspeed.parallel import AxisGroup
+from deepspeed.sequence.exchange import gather_heads, head_plan, scatter_queries_keys_values
+from deepspeed.sequence.inputs import TokenOrder
+from deepspeed.sequence.ring import Ring, ring_attention
+from deepspeed.transformers.attention import (
+    CoreAttention,
+    Masks,
+    SequenceInfo,
+    core_attention,
+    free_name,
+    is_causal,
+    models_in,
+    register_attention,
+    require_attention,
+)
 
-__all__ = ["SequenceAttention"]
+# What has a value per head or per pair of tokens, and would have to be cut, too.
+_UNCUT = ("position_bias", "s_aux", "head_mask", "alibi", "cu_seq_lens_q", "cu_seq_lens_k")
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceGroups:
+    """Over whom heads are exchanged and over whom keys travel; None where that has no ranks."""
+
+    order: TokenOrder
+    ulysses: ProcessGroup | None = None
+    ring: AxisGroup | None = None
+
+
+def core_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What an attention function is called with, without what holds for a part of the sequence only."""
+    found = [name for name in _UNCUT if options.get(name) is not None]
+    if found:
+        raise UsageError(
+            f"attention was called with {found[0]}, which sequence parallelism cannot share out over its ranks. Train "
+            "this model without sequence_parallel_size, or leave that option out."
+        )
+    return {name: value for name, value in options.items() if name not in ("position_ids", *_UNCUT)}
+
+
+def attend(
+    module: nn.Module,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    core: CoreAttention,
+    ways: SequenceGroups,
+    whole: SequenceInfo,
+    **options: Any,
+) -> tuple[Tensor, Any]:
+    """([batch, part, heads, width], weights or None) of query, key and value, each [batch, heads, part, width]."""
+    query, key, value = tensors
+    options = core_options(options)
+    if options.get("sliding_window") is not None and not is_causal(module, options):
+        raise UsageError(
+            f"attention with a window of {options['sliding_window']} in both directions cannot be shared out over "
+            "sequence-parallel ranks. Train this model without sequence_parallel_size."
+        )
+    if query.shape[2] != key.shape[2]:
+        raise UsageError(
+            f"attention of {query.shape[2]} queries to {key.shape[2]} keys was asked for: a cache of keys cannot be "
+            "used while a sequence is shared out over ranks. Pass use_cache=False, or generate with the bare module."
+        )
+    plan = None if ways.ulysses is None else head_plan(query.shape[1], key.shape[1], ways.ulysses.size())
+    if plan is not None and ways.ulysses is not None:
+        parts = (query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
+        exchanged = scatter_queries_keys_values(parts, plan, ways.ulysses)
+        query, key, value = (tensor.transpose(1, 2) for tensor in exchanged)
+    weights = None
+    if ways.ring is not None:
+        ring = _ring(module, query, ways, whole, options)
+        out = ring_attention(query, key, value, ring).transpose(1, 2)
+    else:
+        out, weights = core(module, query, key, value, whole, **options)
+    if plan is not None and ways.ulysses is not None:
+        out = gather_heads(out, plan.queries, ways.ulysses)
+    return out, weights
+
+
+def _ring(
+    module: nn.Module, query: Tensor, ways: SequenceGroups, whole: SequenceInfo, options: Mapping[str, Any]
+) -> Ring:
+    assert ways.ring is not None, "asked for where there is a ring"
+    for name in ("dropout", "softcap"):
+        if options.get(name):
+            raise UsageError(
+                f"ring attention has no {name}, and the model asks for {options[name]}. Set it to 0 in the model's "
+                "config, or choose sequence_parallel.attention ulysses."
+            )
+    scale = options.get("scaling")
+    window = options.get("sliding_window")
+    return Ring(
+        ways.ring,
+        ways.order,
+        whole,
+        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        causal=is_causal(module, dict(options)),
+        window=None if window is None or window >= whole.length else int(window),
+    )
 
 
 class SequenceAttention:
     """Attention over the whole sequence while a forward of the engine runs, else over what it gets."""
 
-    def __init__(self, core: Core, ways: Ways) -> None:
+    def __init__(self, core: CoreAttention, ways: SequenceGroups) -> None:
         self._core, self._ways, self._masks = core, ways, Masks()
         self.inner = core.function
-        self.current: Whole | None = None
+        self.current: SequenceInfo | None = None
         """The sequences of the forward that runs."""
         self.calls = 0
         """How often attention was computed over ranks."""
@@ -35,12 +124,8 @@ class SequenceAttention:
     def mask(self, *args: Any, **kwargs: Any) -> Tensor:
         """What Transformers calls to make a mask."""
         mask = self._masks(*args, **kwargs)
-        self._masks.stands_for(mask, self.current if self.current is not None else Whole(0))
+        self._masks.stands_for(mask, self.current if self.current is not None else SequenceInfo(0))
         return mask
-
-    def whole(self, mask: Tensor | None) -> Whole | None:
-        """What a mask stands for."""
-        return self._masks.whole(mask)
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -55,51 +140,29 @@ class SequenceAttention:
         if whole is None or whole.length == 0:  # the bare module is called, or a part of it that has no mask
             return self._alone(module, (query, key, value), attention_mask, kwargs)
         self.calls += 1
-        if whole.target is not None and is_crossing(module):
-            kwargs.update(queries=whole.target.length, position_bias=None)  # of other sequences no distance is known
-        elif whole.target is not None and getattr(module, "is_decoder", False):
-            whole = whole.target
-        table = kwargs.get("position_bias")
-        if isinstance(table, Tensor) and table.dim() == 2:
-            kwargs.update(bias=DistanceBias(table), position_bias=None)
         return attend(module, (query, key, value), self._core, self._ways, whole, **kwargs)
 
     def _alone(
         self, module: nn.Module, tensors: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, options: dict[str, Any]
     ) -> tuple[Tensor, Any]:
-        length, width = tensors[1].shape[2], tensors[2].shape[-1]
-        bias: KeyBias | None = options.pop("bias", None)
-        if bias is not None:
-            tensors = bias.last(length).widen(*tensors)
+        rows, length = tensors[1].shape[0], tensors[1].shape[2]
         positions = options.get("position_ids")
         if positions is not None and (positions.dim() != 2 or positions.shape[1] != length):
             positions = None
-        rows = tensors[1].shape[0]
-        whole = Whole.of(length, None if positions is None else positions.expand(rows, length), mask)
-        pairs = options.pop("position_bias", None)
-        options = core_options(options) | ({} if pairs is None else {"position_bias": pairs})
-        crossing = pairs is not None and is_crossing(module)
-        found, weights = self._core(module, *tensors, whole, crossing=crossing, **options)
-        return found[..., :width], weights
+        whole = SequenceInfo.of(length, None if positions is None else positions.expand(rows, length), mask)
+        return self._core(module, *tensors, whole, **core_options(options))
 
     @classmethod
-    def install(cls, module: nn.Module, ways: Ways, stack: ExitStack) -> SequenceAttention:
+    def install(cls, module: nn.Module, ways: SequenceGroups, stack: ExitStack) -> SequenceAttention:
         """Let every model of Transformers in a module use it, until the stack is closed."""
-        models = models_in(module)
-        require_attention(type(models[0]).__name__, models[0].config)
-        for model in models:
-            if not knows(model.config):
-                require_functions(type(model), "Remove sequence_parallel.attention for this model.")
-        used = models[0].config._attn_implementation
-        chosen = "sdpa" if used == "eager" and knows(models[0].config) else used
-        attention = cls(core_of(chosen, type(models[0])), ways)
-        name = _free_name()
-        stack.callback(hang(name, attention, attention.mask))
+        model = models_in(module)[0]
+        require_attention(type(model).__name__, model.config)
+        attention = cls(core_attention(model.config._attn_implementation, type(model)), ways)
+        name = free_name("deepspeed_sequence")
+        stack.callback(register_attention(name, attention, attention.mask))
         for config in _configs(module):
-            stack.callback(_set(config, config._attn_implementation))
+            stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
             config._attn_implementation = name
-        if knows(models[0].config):
-            teach(models[0], attention, attention.whole, stack)
         return attention
 
 
@@ -109,17 +172,3 @@ def _configs(module: nn.Module) -> list[Any]:
 
     configs = [getattr(each, "config", None) for each in module.modules()]
     return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
-
-
-def _set(config: Any, name: str) -> Callable[[], None]:
-    def undo() -> None:
-        config._attn_implementation = name
-
-    return undo
-
-
-def _free_name() -> str:
-    from transformers import AttentionInterface
-
-    known = AttentionInterface._global_mapping
-    return next(name for name in map("deepspeed_sequence_{}".format, itertools.count()) if name not in known)

@@ -1,22 +1,244 @@
-"""`auto_wrap_model_for_sp`: a model's attention over sequences that ranks share, of text, images, or both."""
+"""AutoSP: a model's attention over sequences that ranks share, of text, images, or both; and images among text.
+
+Ranks have parts of an image's features, and whole text. Each rank projects its features; all of them come together and
+take their places among the embeddings of the text, and each rank goes on with its part of the whole sequence.
+"""
 
 from __future__ import annotations
 
 import inspect
-import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.utils.rnn import pad_sequence
 
 from deepspeed.errors import UsageError
-from deepspeed.sequence.autosp_detector import SPModelInfo, detect_model_sp_info
-from deepspeed.sequence.autosp_vit import UlyssesSPViTAttention
+from deepspeed.sequence.exchange import (
+    gather_heads,
+    lengths_of_ranks,
+    of_all_ranks,
+    padded,
+    scatter_heads,
+    shares,
+    unpadded,
+)
 from deepspeed.sequence.layer import DistributedAttention
-from deepspeed.sequence.transformers_hooks import core_of, hang, models_in, require_attention, require_functions
 from deepspeed.sequence.ulysses import UlyssesSPAttentionHF
+from deepspeed.transformers.attention import (
+    core_attention,
+    free_name,
+    models_in,
+    register_attention,
+    require_attention,
+    require_functions,
+)
 
-__all__ = ["auto_wrap_model_for_sp"]
+__all__ = [
+    "InternVLFusionAdapter",
+    "LlavaFusionAdapter",
+    "ModalityFusionSPAdapter",
+    "Qwen2VLFusionAdapter",
+    "SPModelInfo",
+    "UlyssesSPViTAttention",
+    "auto_wrap_model_for_sp",
+    "detect_model_sp_info",
+]
+
+
+_ATTENTION = re.compile(r"\w*Attention(2|Fast)?$")
+_VISION_CLASS = re.compile(r"ViT|CLIP|S[iI]g[lL]ip|Vision|Dino|DeiT|Beit|Intern(?!LM)")
+_VISION_PATH = re.compile(r"(^|\.)(vision\w*|visual\w*|image\w*)(\.|$)")
+_TEXT_PATH = re.compile(r"(^|\.)(language\w*|text\w*|llm)(\.|$)")
+_PROJECTION = re.compile(r"(^|\.)(mm_projector|multi_modal_projector|mlp1|merger|projector|connector|aligner)$")
+
+
+@dataclass
+class SPModelInfo:
+    """Modules by their names in the model."""
+
+    vit_attn_modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    llm_attn_modules: list[tuple[str, nn.Module]] = field(default_factory=list)
+    vision_projection_module: tuple[str, nn.Module] | None = None
+    """What makes embeddings of image features; the first one that is found."""
+
+
+def detect_model_sp_info(model: nn.Module) -> SPModelInfo:
+    """Look at names of classes and paths; an attention inside of another one belongs to that."""
+    info = SPModelInfo()
+    inside: tuple[str, ...] = ()
+    for path, module in model.named_modules():
+        if info.vision_projection_module is None and _PROJECTION.search(path):
+            info.vision_projection_module = path, module
+        if not _ATTENTION.match(type(module).__name__) or path.startswith(inside):
+            continue
+        found = info.vit_attn_modules if _of_images(path, module) else info.llm_attn_modules
+        found.append((path, module))
+        inside = (*inside, f"{path}.")
+    return info
+
+
+def _of_images(path: str, module: nn.Module) -> bool:
+    """Where the path does not tell, the class does."""
+    if _VISION_PATH.search(path):
+        return True
+    return not _TEXT_PATH.search(path) and bool(_VISION_CLASS.search(type(module).__name__))
+
+
+class UlyssesSPViTAttention(nn.Module):
+    """Runs `attn` over whole images; hidden states are [images, this rank's patches, hidden].
+
+    A class token goes first on every rank (`has_cls_token`). Ranks exchange patches for images: each computes some
+    images whole. Where there are fewer images than ranks, or a mask comes with them, each computes all of them. Ranks
+    may have different numbers of patches: they are padded on the way, and `attn` sees no padding.
+    """
+
+    def __init__(self, attn: nn.Module, process_group: ProcessGroup, has_cls_token: bool = True) -> None:
+        super().__init__()
+        self.attn, self.process_group, self.has_cls_token = attn, process_group, has_cls_token
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """What `attn` returns, of this rank's patches; `kwargs` are for whole images."""
+        if hidden_states.dim() != 3:
+            raise UsageError(
+                f"UlyssesSPViTAttention got hidden states of shape {tuple(hidden_states.shape)}; expected [images, "
+                "patches, hidden]."
+            )
+        group, images = self.process_group, hidden_states.shape[0]
+        if group.size() == 1:
+            return self.attn(hidden_states, **kwargs)
+        lengths = lengths_of_ranks(hidden_states, group)
+        own = lengths[group.rank()]
+        if images < group.size() or any(isinstance(each, Tensor) for each in kwargs.values()):
+            found = self.attn(self._together(of_all_ranks(hidden_states, lengths, group), lengths), **kwargs)
+            return _changed(found, lambda out: self._apart(out, lengths)[group.rank()][:, :own])
+        counts = shares(images, group.size())
+        sent = padded(hidden_states, max(lengths)).transpose(0, 1)[None]
+        mine = unpadded(scatter_heads(sent, counts, group)[0].transpose(0, 1), lengths)
+        found = self.attn(self._together(mine, lengths), **kwargs)
+
+        def back(out: Tensor) -> Tensor:
+            parts = torch.cat(self._apart(out, lengths), 1).transpose(0, 1)[None]
+            return gather_heads(parts, counts, group)[0].transpose(0, 1)[:, :own]
+
+        return _changed(found, back)
+
+    def _together(self, parts: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Parts of all ranks, each behind its class token, as one image behind one."""
+        if not self.has_cls_token:
+            return parts.contiguous()
+        pieces = parts.split(list(lengths), 1)
+        return torch.cat([pieces[0][:, :1], *(piece[:, 1:] for piece in pieces)], 1)
+
+    def _apart(self, whole: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """The other way, each part padded to the longest."""
+        first = int(self.has_cls_token)
+        patches = whole[:, first:].split([length - first for length in lengths], 1)
+        return [padded(torch.cat([whole[:, :first], each], 1), max(lengths)) for each in patches]
+
+
+def _changed(found: Any, change: Any) -> Any:
+    """The same structure with hidden states of another length; what an attention returns besides is of whole images."""
+    return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)
+
+
+class _Fusion(nn.Module):
+    """What all adapters share; `fuse` says where features go."""
+
+    def __init__(self, projection: nn.Module, process_group: ProcessGroup) -> None:
+        super().__init__()
+        self.projection, self.process_group = projection, process_group
+
+    def forward(self, visual_features: Tensor, text_embeds: Tensor, input_ids: Tensor) -> Tensor:
+        """This rank's part, [batch, part, hidden], padded with zeros behind where ranks do not divide the whole.
+
+        `visual_features` are [batch, this rank's part, width of the image model]; text is whole on every rank.
+        """
+        size, rank = self.process_group.size(), self.process_group.rank()
+        part = self.projection(visual_features)
+        whole = of_all_ranks(part, lengths_of_ranks(part, self.process_group), self.process_group)
+        fused = self.fuse(whole, text_embeds, input_ids)
+        missing = -fused.shape[1] % size
+        if missing:
+            fused = torch.nn.functional.pad(fused, (0, 0, 0, missing))
+        return fused.chunk(size, 1)[rank].contiguous()
+
+    def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
+        """The whole sequence, of all features and all embeddings."""
+        raise UsageError(f"{type(self).__name__} does not say where the features of images go; use a subclass.")
+
+
+class ModalityFusionSPAdapter(_Fusion):
+    """The base of adapters that know images by one token, `image_token_id`; a subclass has `fuse`."""
+
+    def __init__(self, projection: nn.Module, process_group: ProcessGroup, image_token_id: int = -200) -> None:
+        super().__init__(projection, process_group)
+        self.image_token_id = image_token_id
+
+
+class LlavaFusionAdapter(ModalityFusionSPAdapter):
+    """One token stands for an image, and all of the image's features take its place; rows are padded to the longest."""
+
+    def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
+        """See `_Fusion`."""
+        rows = [self._row(*each) for each in zip(visual, text, ids, strict=True)]
+        return pad_sequence(rows, batch_first=True)
+
+    def _row(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
+        places = (ids == self.image_token_id).nonzero().flatten().tolist()
+        if not places:
+            return text
+        if visual.shape[0] % len(places):
+            raise UsageError(
+                f"a sequence has {len(places)} image tokens ({self.image_token_id}) and {visual.shape[0]} features of "
+                "images, which do not go evenly. Give every image as many features."
+            )
+        pieces, begin = [], 0
+        for place, features in zip(places, visual.chunk(len(places)), strict=True):
+            pieces += [text[begin:place], features]
+            begin = place + 1
+        return torch.cat([*pieces, text[begin:]])
+
+
+class InternVLFusionAdapter(ModalityFusionSPAdapter):
+    """Each token that stands for a feature gets one, in their order."""
+
+    def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
+        """See `_Fusion`."""
+        return _placed(visual, text, ids == self.image_token_id)
+
+
+class Qwen2VLFusionAdapter(_Fusion):
+    """What lies between the tokens that begin and end an image gets its features, in their order."""
+
+    def __init__(
+        self, projection: nn.Module, process_group: ProcessGroup, vision_start_token_id: int, vision_end_token_id: int
+    ) -> None:
+        super().__init__(projection, process_group)
+        self.vision_start_token_id, self.vision_end_token_id = vision_start_token_id, vision_end_token_id
+
+    def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
+        """See `_Fusion`."""
+        begins, ends = ids == self.vision_start_token_id, ids == self.vision_end_token_id
+        inside = (begins.cumsum(1) > ends.cumsum(1)) & ~begins
+        return _placed(visual, text, inside)
+
+
+def _placed(visual: Tensor, text: Tensor, places: Tensor) -> Tensor:
+    """Features in some places of the text, row by row."""
+    counts = places.sum(1).tolist()
+    if any(count not in (0, visual.shape[1]) for count in counts):
+        raise UsageError(
+            f"the sequences of a batch have {counts} places for features of images, which have {visual.shape[1]} per "
+            "sequence on all ranks together. Let them agree; a sequence without images has none."
+        )
+    taken = visual[places.any(1)].flatten(0, 1).to(text.dtype)
+    return text.masked_scatter(places[..., None].expand_as(text), taken)
+
 
 _CLASS_TOKENS = ("class_embedding", "cls_token")
 
@@ -57,23 +279,12 @@ def _is_of_transformers(module: Any) -> bool:
 
 def _share_text(modules: list[Any], group: ProcessGroup) -> None:
     """Let attention functions of Transformers exchange heads, for these modules' configs."""
-    from transformers import AttentionInterface
-
     for config in {id(module.config): module.config for module in modules}.values():
-        heads = config.num_attention_heads
-        attention = UlyssesSPAttentionHF(
-            attn=core_of(config._attn_implementation),
-            batch_size=1,
-            attn_head_count=heads,
-            attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            kv_head_count=getattr(config, "num_key_value_heads", None) or heads,
-            num_hidden_layers=config.num_hidden_layers,
-            process_group=group,
-            seq_length_is_variable=True,
+        attention = UlyssesSPAttentionHF.of_config(
+            config, core_attention(config._attn_implementation), group, batch_size=1, seq_length_is_variable=True
         )
-        known = AttentionInterface._global_mapping
-        name = next(each for each in map("deepspeed_autosp_{}".format, itertools.count()) if each not in known)
-        hang(name, attention, attention.masks)
+        name = free_name("deepspeed_autosp")
+        register_attention(name, attention, attention.masks)
         config._attn_implementation = name
 
 

@@ -14,27 +14,23 @@ from deepspeed import comm
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist
 from deepspeed.parallel import AxisGroup, ParallelLayout
-from deepspeed.sequence.attend import Ways
-from deepspeed.sequence.attention import SequenceAttention
-from deepspeed.sequence.heads import head_plan
-from deepspeed.sequence.inputs import Inputs
-from deepspeed.sequence.labels import mean_over_tokens, sum_over_ranks
-from deepspeed.sequence.order import TokenOrder
-from deepspeed.tensor_parallel.draws import numbers_of_its_own
+from deepspeed.parallel.rng import rank_generator
+from deepspeed.sequence.attention import SequenceAttention, SequenceGroups
+from deepspeed.sequence.exchange import head_plan
+from deepspeed.sequence.inputs import SequenceInputs, TokenOrder, mean_over_tokens, sum_over_ranks
+from deepspeed.transformers.attention import models_in, require_functions
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
-
-__all__ = ["Sharing", "choose_order", "require_same", "share_sequences", "sharing_of"]
 
 Forward = Callable[..., Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Sharing:
+class SequenceSharing:
     """How the ranks of one engine share the sequences of a model."""
 
-    inputs: Inputs
+    inputs: SequenceInputs
     attention: SequenceAttention
     axis: AxisGroup
     worth: int
@@ -56,7 +52,7 @@ def share_sequences(
 
 def sharing_of(
     schema: Schema, module: nn.Module, layout: ParallelLayout, stack: ExitStack, heads: tuple[int, int] | None
-) -> Sharing | None:
+) -> SequenceSharing | None:
     """Let a model compute attention over the ranks that the config names; None where it asks for none.
 
     `heads` are the query and key/value heads that a rank computes at least, where not each computes all of them.
@@ -71,13 +67,15 @@ def sharing_of(
             "them agree, or leave one of them out.",
             path="sequence_parallel_size",
         )
+    for model in models_in(module):
+        require_functions(type(model), "Remove sequence_parallel_size and sequence_parallel.attention for this model.")
     queries, keys = _heads(module) if heads is None else heads
     order = choose_order(asked, ulysses, size, queries, keys)
     ways = _ways(axis, order)
-    inputs = Inputs(module, order, axis.rank)
+    inputs = SequenceInputs(module, order, axis.rank)
     attention = SequenceAttention.install(module, ways, stack)
     log_dist(f"sequence parallelism: {_words(order, queries, keys)}", ranks=[0])
-    return Sharing(inputs, attention, axis, 1 if schema.gradient_allreduce_op == "sum" else size)
+    return SequenceSharing(inputs, attention, axis, 1 if schema.gradient_allreduce_op == "sum" else size)
 
 
 def choose_order(asked: str, ulysses: int | None, size: int, queries: int, keys: int) -> TokenOrder:
@@ -98,15 +96,15 @@ def choose_order(asked: str, ulysses: int | None, size: int, queries: int, keys:
     return TokenOrder(ulysses, size // ulysses)
 
 
-def _ways(axis: AxisGroup, order: TokenOrder) -> Ways:
+def _ways(axis: AxisGroup, order: TokenOrder) -> SequenceGroups:
     if order.ring == 1:
-        return Ways(order, axis.group)
+        return SequenceGroups(order, axis.group)
     if order.ulysses == 1:
-        return Ways(order, None, axis)
+        return SequenceGroups(order, None, axis)
     across, near = axis.split(size=order.ulysses)
     for each in (near, across):
         _ = each.group  # made now, by all ranks together
-    return Ways(order, near.group, across)
+    return SequenceGroups(order, near.group, across)
 
 
 def _words(order: TokenOrder, queries: int, keys: int) -> str:
@@ -127,8 +125,6 @@ def _heads(module: nn.Module) -> tuple[int, int]:
             f"sequence_parallel.attention needs a model of Transformers; {type(module).__name__} has no config that "
             "tells its attention heads. Leave it out and use deepspeed.sequence.layer.DistributedAttention."
         )
-    if getattr(text, "new_decoder_architecture", False):  # Falcon's groups
-        return queries, text.num_kv_heads
     if getattr(text, "multi_query", False):
         return queries, 1
     return queries, getattr(text, "num_key_value_heads", None) or queries
@@ -137,7 +133,7 @@ def _heads(module: nn.Module) -> tuple[int, int]:
 class _SharedForward:
     """Calls the model with this rank's part, and makes the loss that of all parts."""
 
-    def __init__(self, forward: Forward, sharing: Sharing, module: nn.Module) -> None:
+    def __init__(self, forward: Forward, sharing: SequenceSharing, module: nn.Module) -> None:
         self._forward, self._inputs, self._attention = forward, sharing.inputs, sharing.attention
         self._module = module
         self._axis, self._worth = sharing.axis, sharing.worth
@@ -152,7 +148,7 @@ class _SharedForward:
         before = self._attention.calls
         try:
             # Tokens and heads of ranks are different ones: what is dropped of them must be, too.
-            with numbers_of_its_own(self._axis) if self._module.training else nullcontext():
+            with rank_generator(self._axis) if self._module.training else nullcontext():
                 outputs = self._forward(**part.arguments)
         finally:
             self._attention.current = None
@@ -168,7 +164,7 @@ class _SharedForward:
     def _with_loss(self, outputs: Any, labels: Tensor, items: Any) -> Any:
         loss = outputs[0] if isinstance(outputs, tuple) else outputs["loss"]
         group = self._axis.group
-        if items is None or self._inputs.averages:
+        if items is None:
             total = mean_over_tokens(loss, labels, group, self._worth)
         else:
             total = sum_over_ranks(loss, group, self._worth)

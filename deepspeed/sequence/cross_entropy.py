@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
-from deepspeed.parallel.regions import Members, between, joined, leave, own, summed_part
-from deepspeed.parallel.split_vocabulary import split_cross_entropy
+from deepspeed.parallel.regions import GroupMembers, between, joined, leave, own, split_cross_entropy, summed_part
 
 __all__ = [
     "VocabParallelCrossEntropyLoss",
@@ -174,14 +173,14 @@ def _over_tokens(losses: Tensor, counted: Tensor, group: ProcessGroup | None, *,
     """The sum of losses over the tokens of all ranks, or their mean over those that are `counted`."""
     totals = torch.stack([losses.sum(), counted.sum().to(losses.dtype)])
     if group is not None:
-        totals = leave(totals, Members(group))  # the gradient is that of this rank's summand alone
+        totals = leave(totals, GroupMembers(group))  # the gradient is that of this rank's summand alone
     return totals[0] / totals[1] if mean else totals[0]
 
 
 def _gathered(losses: Tensor, group: ProcessGroup, *, sums: bool) -> Tensor:
     """All ranks' losses, one after the other; the gradient is this rank's part, of the sum over ranks if `sums`."""
     sizes = [losses.shape[0]] * group.size()
-    return between(losses, Members(group), sizes, 0, (joined, summed_part if sums else own))
+    return between(losses, GroupMembers(group), sizes, 0, (joined, summed_part if sums else own))
 
 
 def _check(reduction: str, gathers: bool, backend: str) -> None:

@@ -3,11 +3,19 @@
 The whole sequence is cut into chunks, and each chunk into parts side by side, one per rank (`FPDT_InputConstruct`); a
 rank's part is its parts of all chunks, one after the other. So an all-to-all of a rank's i-th part gives all ranks the
 i-th chunk, with some heads each, and chunks can be computed and put aside in the order of the sequence.
+
+[Note: a chain of chunks]
+Each chunk is a node of autograd's graph of its own, so that on the device there is one chunk of queries, and one of
+keys and values at a time, beside the next that is on its way. A chunk's queries see its own keys and those of all
+chunks before it. In backward the last chunk comes first: it adds to the gradients of all keys before it, and a chunk's
+own gradient is complete when its turn comes. An empty tensor goes from node to node, so that this is the order on every
+rank whatever autograd would choose.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,19 +24,231 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.sequence.chunked import ChunkedAttention
-from deepspeed.sequence.exchange import gather_heads, of_all_ranks, scatter_queries_keys_values
-from deepspeed.sequence.heads import head_plan
-from deepspeed.sequence.joined import joined
+from deepspeed.memory.copy_stream import CopyStream, PendingCopy, copy_stream_for
+from deepspeed.sequence import block_attention
+from deepspeed.sequence.block_attention import AttentionBlock
+from deepspeed.sequence.exchange import gather_heads, head_plan, of_all_ranks, scatter_queries_keys_values
 from deepspeed.sequence.layer import apply_rotary_pos_emb
 
-__all__ = [
-    "FPDT_FFN",
-    "FPDT_Attention",
-    "FPDT_InputConstruct",
-    "FPDT_LogitsLoss",
-]
+__all__ = ["FPDT_FFN", "FPDT_Attention", "FPDT_InputConstruct", "FPDT_LogitsLoss"]
+
+
+class _Chunk:
+    """A tensor in host memory, and on the device from `load` to `drop`: a part of a sequence that waits for its use.
+
+    Values come back along `lane`, beside what computes; they leave in the order of what computes.
+    """
+
+    def __init__(self, chunk: Tensor, lane: CopyStream) -> None:
+        self.dtype, self._shape, self._device = chunk.dtype, chunk.shape, chunk.device
+        self._host = get_accelerator().pin_empty(chunk.shape, dtype=chunk.dtype)
+        self._host.copy_(chunk.detach(), non_blocking=True)
+        self._lane = lane
+        self._here: Tensor | None = None
+        self._ticket: PendingCopy | None = None
+
+    def load(self) -> None:
+        """Begin to bring the values to the device; nothing where they are there."""
+        if self._here is None:
+            self._here = torch.empty(self._shape, dtype=self.dtype, device=self._device)
+            self._ticket = self._lane.copy(self._here, self._host)
+
+    def value(self) -> Tensor:
+        """The values on the device."""
+        self._arrive()
+        assert self._here is not None, "loaded before"
+        return self._here
+
+    def drop(self) -> None:
+        """Let go of the device's memory; what was changed there since is lost, unless it was written back."""
+        self._arrive()
+        self._here = None
+
+    def write_back(self) -> None:
+        """Write the values of the device back to host memory."""
+        self._host.copy_(self.value().detach(), non_blocking=True)
+
+    def _arrive(self) -> None:
+        if self._ticket is not None:
+            self._ticket.join()
+            self._ticket = None
+
+
+class _Here(_Chunk):
+    """A chunk that stays on the device."""
+
+    def __init__(self, chunk: Tensor) -> None:
+        self.dtype, self._here, self._ticket = chunk.dtype, chunk.detach(), None
+
+    def drop(self) -> None:
+        """It stays."""
+
+    def write_back(self) -> None:
+        """It is where it belongs."""
+
+
+def _in_turn(groups: Iterable[tuple[_Chunk, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """The values of some chunks after those of others; the next ones come while these are used."""
+    waiting: tuple[_Chunk, ...] | None = None
+    for group in (*groups, None):
+        for chunk in group or ():
+            chunk.load()
+        if waiting is not None:
+            yield tuple(chunk.value() for chunk in waiting)
+            for chunk in waiting:
+                chunk.drop()
+        waiting = group
+
+
+@dataclass
+class _Keys:
+    """Keys and values of a chunk, and what later chunks have added to their gradients."""
+
+    key: _Chunk
+    value: _Chunk
+    grads: tuple[_Chunk, _Chunk] | None = None
+
+
+class _Kept:
+    """What chunks leave behind for later ones and for backward. It knows nothing of the graph, which knows it."""
+
+    def __init__(self, scale: float, lane: CopyStream, offload: bool) -> None:
+        self.scale, self.offload, self._lane = scale, offload, lane
+        self.seen: list[_Keys] = []
+
+    def keep(self, tensor: Tensor) -> _Chunk:
+        """A tensor until it is used again."""
+        return _Chunk(tensor, self._lane) if self.offload else _Here(tensor)
+
+    def add(self, keys: _Keys, found: tuple[Tensor, Tensor]) -> None:
+        """Add to the gradients of earlier keys and values, in float32."""
+        if keys.grads is None:
+            keys.grads = self.keep(found[0].float()), self.keep(found[1].float())
+            return
+        for kept, more in zip(keys.grads, found, strict=True):
+            kept.load()
+            kept.value().add_(more)
+            kept.write_back()
+            kept.drop()
+
+
+class ChunkedAttention:
+    """The attention of one sequence; see [Note: a chain of chunks]. Tensors are [batch, heads, chunk, width]."""
+
+    def __init__(self, scale: float, device: torch.device, *, offload: bool) -> None:
+        self._kept = _Kept(scale, copy_stream_for(device), offload)
+        self._token = torch.empty(0, device=device)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The result for the next chunk; keys and values may have fewer heads than queries."""
+        found: tuple[Tensor, Tensor] = _Attend.apply(query, key, value, self._token, self._kept)  # type: ignore[no-untyped-call]
+        out, self._token = found
+        return out
+
+    def product(self, inputs: Tensor, weight: Tensor) -> Tensor:
+        """`linear` whose input waits for backward as the chunks do."""
+        if torch.is_autocast_enabled(inputs.device.type):
+            dtype = torch.get_autocast_dtype(inputs.device.type)
+            inputs, weight = inputs.to(dtype), weight.to(dtype)
+        return _Product.apply(inputs, weight, self._kept)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, token: Tensor, chunks: _Kept
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        found, lse = block_attention.forward(query, key, value, AttentionBlock(chunks.scale, causal=True))
+        out = found.float()
+        for earlier in _in_turn((keys.key, keys.value) for keys in chunks.seen):
+            out, lse = block_attention.merge(
+                out, lse, *block_attention.forward(query, earlier[0], earlier[1], AttentionBlock(chunks.scale))
+            )
+        result = out.to(query.dtype)
+        ctx.number, ctx.chunks = len(chunks.seen), chunks
+        chunks.seen.append(_Keys(chunks.keep(key), chunks.keep(value)))
+        ctx.kept = tuple(map(chunks.keep, (query, result, lse))) if any(ctx.needs_input_grad) else ()
+        return result, token.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        flow, chunks = grads[0], ctx.chunks
+        keys: _Keys = chunks.seen[ctx.number]
+        if flow is None:  # a chunk that the loss does not look at; later ones may have looked at its keys
+            return None, *_taken(keys), None, None
+        flow = flow.contiguous()
+        ((query, out, lse),) = _in_turn([ctx.kept])
+        (own,) = _in_turn([(keys.key, keys.value)])
+        found = block_attention.backward(
+            flow, (query, own[0], own[1]), out, lse, AttentionBlock(chunks.scale, causal=True)
+        )
+        query_grad = found[0].float()
+        chunks.add(keys, found[1:])
+        earlier = chunks.seen[: ctx.number]
+        for each, held in zip(earlier, _in_turn((e.key, e.value) for e in earlier), strict=True):
+            found = block_attention.backward(flow, (query, held[0], held[1]), out, lse, AttentionBlock(chunks.scale))
+            query_grad += found[0]
+            chunks.add(each, found[1:])
+        return query_grad.to(query.dtype), *_taken(keys), None, None
+
+
+def _taken(keys: _Keys) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of keys and values, which are complete; they are forgotten, for another backward."""
+    if keys.grads is None:
+        return None, None
+    ((key, value),) = _in_turn([keys.grads])
+    keys.grads = None
+    return key.to(keys.key.dtype), value.to(keys.value.dtype)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, chunks: _Kept) -> Tensor:
+        ctx.kept = chunks.keep(inputs) if any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(weight)
+        return torch.nn.functional.linear(inputs, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        (weight,) = ctx.saved_tensors
+        to_inputs = grads[0].matmul(weight) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1]:
+            return to_inputs, None, None
+        ((inputs,),) = _in_turn([(ctx.kept,)])
+        return to_inputs, grads[0].flatten(0, -2).t().matmul(inputs.flatten(0, -2)), None
+
+
+def joined(chunks: Iterable[Tensor], length: int) -> Tensor:
+    """The chunks one after the other along their first dim, `length` in all; each is written as it comes."""
+    whole: Tensor | None = None
+    begin = 0
+    for chunk in chunks:
+        if whole is None:
+            whole = chunk.new_empty(length, *chunk.shape[1:])
+        whole = _Put.apply(whole, chunk, begin)  # type: ignore[no-untyped-call]
+        begin += chunk.shape[0]
+        del chunk  # before the next is made
+    assert whole is not None, "there are no chunks"
+    assert begin == length, f"chunks of {begin} for a length of {length}"
+    return whole
+
+
+class _Put(torch.autograd.Function):
+    """Writes into memory that nobody has read, so that its gradient goes through as it is, without a copy."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, chunk: Tensor, begin: int) -> Tensor:
+        ctx.rows = slice(begin, begin + chunk.shape[0])
+        whole[ctx.rows] = chunk
+        ctx.mark_dirty(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grads[0], grads[0][ctx.rows], None
 
 
 class FPDT_Attention(nn.Module):

@@ -1,23 +1,110 @@
-"""A batch of whole sequences → this rank's part of it, as a model of Transformers takes it."""
+"""A batch of whole sequences → this rank's part of it, as a model of Transformers takes it, and the loss of all parts.
+
+With ring attention a rank has two pieces, one from the front and its mirror image from the back ("zig-zag"): under a
+causal mask early tokens look at little and late ones at much, so that every rank has the same work in every round.
+The ranks of a Ulysses group cut what one ring position holds into parts side by side.
+"""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
+from deepspeed import comm
 from deepspeed.errors import UsageError
-from deepspeed.sequence.labels import shifted
-from deepspeed.sequence.order import TokenOrder
-from deepspeed.sequence.own_attention import knows
-from deepspeed.sequence.transformers_hooks import models_in
-from deepspeed.sequence.whole import Whole
+from deepspeed.transformers.attention import SequenceInfo, models_in
 
-__all__ = ["Inputs", "Part"]
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """`ulysses` × `ring` ranks share a sequence; rank = ring position × ulysses + place among its neighbours."""
+
+    ulysses: int
+    ring: int
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        return self.ulysses * self.ring
+
+    @property
+    def multiple(self) -> int:
+        """What the length of a sequence must be a multiple of."""
+        return self.size if self.ring == 1 else 2 * self.size
+
+    def check(self, length: int) -> None:
+        """Raise if a sequence of this length cannot be shared out."""
+        if length % self.multiple or length == 0:
+            pieces = "" if self.ring == 1 else ", in two pieces each for ring attention"
+            raise UsageError(
+                f"a sequence of {length} tokens cannot be shared out over {self.size} sequence-parallel ranks{pieces}: "
+                f"the length must be a multiple of {self.multiple}. Pad it, for example with pad_to_multiple_of="
+                f"{self.multiple} in the collator."
+            )
+
+    def on_ring(self, length: int, position: int) -> Tensor:
+        """The indices of the tokens at a position of the ring, in rising order."""
+        if self.ring == 1:
+            return torch.arange(length)
+        piece = length // (2 * self.ring)
+        front, back = position * piece, (2 * self.ring - 1 - position) * piece
+        return torch.cat([torch.arange(front, front + piece), torch.arange(back, back + piece)])
+
+    def of_rank(self, length: int, rank: int) -> Tensor:
+        """The indices of the tokens that a rank holds."""
+        self.check(length)
+        position, place = divmod(rank, self.ulysses)
+        return self.on_ring(length, position).chunk(self.ulysses)[place]
+
+
+IGNORED = -100
+
+
+def shifted(labels: Tensor, none: int = IGNORED) -> Tensor:
+    """For every token the label of the next one, [batch, length]; the last one has none."""
+    return torch.nn.functional.pad(labels[:, 1:], (0, 1), value=none)
+
+
+def mean_over_tokens(loss: Tensor, labels: Tensor, group: ProcessGroup, worth: int) -> Tensor:
+    """The mean over all labelled tokens of the group, of each rank's mean over its own; 0 where nobody has any.
+
+    Its gradient is `worth` times that of the mean: the number of ranks if gradients are averaged over them afterwards.
+    """
+    count = (labels != IGNORED).sum()
+    value = torch.where(count > 0, loss.detach(), 0.0).double() * count  # the mean over nothing is nan
+    totals = torch.stack([value, count.double()])
+    comm.all_reduce(totals, group=group)
+    share = count * worth / totals[1].clamp(min=1)
+    return _Instead.apply(loss, totals[0] / totals[1].clamp(min=1), share)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def sum_over_ranks(loss: Tensor, group: ProcessGroup, worth: int) -> Tensor:
+    """The sum of the ranks' losses; its gradient is `worth` times that of each, as that of `mean_over_tokens`."""
+    total = loss.detach().double()
+    comm.all_reduce(total, group=group)
+    share = torch.tensor(worth, device=loss.device)
+    return _Instead.apply(loss, total, share)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Instead(torch.autograd.Function):
+    """Another value, and a gradient that is a share of the original's."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: Tensor, share: Tensor) -> Tensor:
+        ctx.save_for_backward(share)
+        return value.to(loss.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (share,) = ctx.saved_tensors
+        return (grads[0] * share).to(grads[0].dtype), None, None
+
 
 _PER_TOKEN = (
     "input_ids",
@@ -28,21 +115,20 @@ _PER_TOKEN = (
     "labels",
     "shift_labels",
 )
-_OF_TARGET = ("decoder_input_ids", "decoder_inputs_embeds", "decoder_attention_mask", "labels")
 _SHIFTS, _KEEPS = ("ForCausalLM", "LMHeadModel"), ("ForMaskedLM", "ForTokenClassification")
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class SequencePart:
     """What one rank's model is called with."""
 
     arguments: dict[str, Any]
-    whole: Whole
+    whole: SequenceInfo
     labels: Tensor | None
     """The labels of this part's tokens, as the loss compares them with the outputs."""
 
 
-class Inputs:
+class SequenceInputs:
     """Shares out the arguments of a model's forward."""
 
     def __init__(self, module: nn.Module, order: TokenOrder, rank: int) -> None:
@@ -53,23 +139,16 @@ class Inputs:
         self._takes = inspect.signature(inner.forward).parameters
         self._any = any(each.kind is each.VAR_KEYWORD for each in self._takes.values())
         self._order, self._rank = order, rank
-        self._model = inner if knows(inner.config) and inner.config.is_encoder_decoder else None
-        """Of an encoder and a decoder."""
         self._counts_by = _counts_positions_by(inner)
-        self._by_bias = "position_ids" not in self._takes and knows(inner.config)
-        """Positions are biases of attention, which sees whole sequences."""
-        self._per_token = _PER_TOKEN if self._model is None else (*_PER_TOKEN[:3], *_OF_TARGET)
-        if "position_ids" not in self._takes and not self._by_bias:
+        if "position_ids" not in self._takes:
             raise UsageError(
                 f"{self._name}.forward takes no position_ids, so that a rank cannot tell it which part of a sequence "
                 "it has. Leave sequence_parallel.attention out and share sequences out in the model."
             )
 
-    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Part:
+    def part(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SequencePart:
         """This rank's part of a call."""
         given = self._named(args, kwargs)
-        if self._model is not None:
-            return self._part_of_both(given)
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if not isinstance(tokens, Tensor) or tokens.dim() < 2:
             raise UsageError(
@@ -82,55 +161,17 @@ class Inputs:
         if positions is None:
             self._require_plain_positions(given.get("attention_mask"))
             positions = torch.arange(length, device=tokens.device)[None]
-        if not self._by_bias:
-            given["position_ids"] = positions
+        given["position_ids"] = positions
         shift = given.pop("shift_labels", None)
         if labels is not None or shift is not None:
             labels = self._label(given, labels, shift)
         mask = given.get("attention_mask")
         told = positions.expand(rows, length) if positions.dim() == 2 else positions
-        whole = Whole.of(length, told, None if mask is None else mask.bool())
-        if self._by_bias and whole.documents is not None:
-            raise UsageError(
-                f"{self._name} is called with position_ids that begin again, but takes none: packed sequences would "
-                "see each other without sequence parallelism. Leave position_ids out, or give each sequence a row."
-            )
+        whole = SequenceInfo.of(length, told, None if mask is None else mask.bool())
         if "use_cache" in self._takes:
             given["use_cache"] = False
         cut = {name: self._cut(name, value, length, mine) for name, value in given.items()}
-        return Part(cut, whole, None if labels is None else labels[:, mine])
-
-    @property
-    def averages(self) -> bool:
-        """Whether the model's loss is a mean over its labels whatever it is told of their number."""
-        return self._model is not None
-
-    def _part_of_both(self, given: dict[str, Any]) -> Part:
-        """This rank's part of what an encoder reads, and of what a decoder writes."""
-        assert self._model is not None, "asked for where there are both"
-        labels = given.get("labels")
-        if labels is not None and not any(name in given for name in _OF_TARGET[:2]):
-            given["decoder_input_ids"] = self._model.prepare_decoder_input_ids_from_labels(labels)
-        source = given.get("input_ids", given.get("inputs_embeds"))
-        target = given.get("decoder_input_ids", given.get("decoder_inputs_embeds"))
-        if not isinstance(source, Tensor) or not isinstance(target, Tensor) or "encoder_outputs" in given:
-            raise UsageError(
-                f"{self._name} is called with {sorted(given)}; sequences that ranks share need input_ids, and labels "
-                "or decoder_input_ids, each [batch, length] and the same on all ranks, without encoder_outputs."
-            )
-        given["use_cache"] = False
-        lengths = source.shape[1], target.shape[1]
-        mine = [self._order.of_rank(length, self._rank).to(source.device) for length in lengths]
-        cut = {}
-        for name, value in given.items():
-            side = int(name in _OF_TARGET)
-            cut[name] = self._cut(name, value, lengths[side], mine[side])
-        masks = [given.get(name) for name in ("attention_mask", "decoder_attention_mask")]
-        wholes = [
-            Whole.of(length, None, None if mask is None else mask.bool())
-            for length, mask in zip(lengths, masks, strict=True)
-        ]
-        return Part(cut, replace(wholes[0], target=wholes[1]), cut.get("labels"))
+        return SequencePart(cut, whole, None if labels is None else labels[:, mine])
 
     def part_of_labels(self, labels: Tensor) -> Tensor:
         """For every token of this rank's part the label of the token after it, of whole [batch, length]."""
@@ -183,14 +224,14 @@ class Inputs:
         if not isinstance(value, Tensor) or value.dim() == 0:
             return value
         if (
-            name not in self._per_token
+            name not in _PER_TOKEN
             or value.dim() < 2
             or value.shape[1] != length
             or (name[-4:] == "mask" and value.dim() > 2)
         ):
             raise UsageError(
                 f"{self._name} is called with {name} of shape {tuple(value.shape)}, which cannot be shared out over "
-                f"sequence-parallel ranks: expected {', '.join(self._per_token)}, each [batch, {length}, …], the mask "
+                f"sequence-parallel ranks: expected {', '.join(_PER_TOKEN)}, each [batch, {length}, …], the mask "
                 "without further dims."
             )
         return value.index_select(1, mine)

@@ -11,8 +11,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.sequence.exchange import gather_heads, scatter_queries_keys_values
-from deepspeed.sequence.heads import HeadPlan, head_plan
+from deepspeed.sequence.exchange import HeadPlan, gather_heads, head_plan, scatter_queries_keys_values
 
 __all__ = [
     "DistributedAttention",

@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.errors import LayoutError
 from deepspeed.parallel import AxisGroup, ParallelLayout
-from deepspeed.parallel.current import current_layout
+from deepspeed.parallel.mpu import current_layout
 
 __all__ = [
     "get_model_parallel_group",

@@ -15,13 +15,10 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.parallel import AxisGroup
-from deepspeed.sequence import blocks
-from deepspeed.sequence.blocks import Block, Distances
-from deepspeed.sequence.distance_bias import DistanceBias
-from deepspeed.sequence.order import TokenOrder
-from deepspeed.sequence.whole import Whole, allowed
-
-__all__ = ["Ring", "ring_attention"]
+from deepspeed.sequence import block_attention
+from deepspeed.sequence.block_attention import AttentionBlock
+from deepspeed.sequence.inputs import TokenOrder
+from deepspeed.transformers.attention import SequenceInfo, attention_mask
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,14 +27,12 @@ class Ring:
 
     axis: AxisGroup
     order: TokenOrder
-    whole: Whole
+    whole: SequenceInfo
     scale: float
     causal: bool
     window: int | None = None
-    queries: int | None = None
-    """The length of whole queries where they belong to other sequences than keys; `whole` are those of keys."""
 
-    def meeting(self, source: int, query: Tensor, key: Tensor, bias: _Bias) -> tuple[slice, slice, Block]:
+    def meeting(self, source: int, query: Tensor, key: Tensor) -> tuple[slice, slice, AttentionBlock]:
         """Which of this rank's queries meet which keys of another rank, and how."""
         mine, half, device = self.axis.rank, key.shape[2] // 2, query.device
         rows, columns = slice(0, query.shape[2]), slice(0, key.shape[2])
@@ -45,29 +40,20 @@ class Ring:
             columns = slice(0, half)  # their back piece lies behind both of ours
         elif self.causal and source > mine:
             rows = slice(half, query.shape[2])  # our front piece lies before both of theirs
-        if self.whole.plain and self.window is None and bias is None:
-            return rows, columns, Block(self.scale, self.causal and source == mine)
-        queries = self.order.on_ring(self.queries or self.whole.length, mine).to(device)[rows]
+        if self.whole.plain and self.window is None:
+            return rows, columns, AttentionBlock(self.scale, self.causal and source == mine)
+        queries = self.order.on_ring(self.whole.length, mine).to(device)[rows]
         keys = self.order.on_ring(self.whole.length, source).to(device)[columns]
 
         def mask(part: slice) -> Tensor:
-            return allowed(self.whole, queries[part], keys, causal=self.causal, window=self.window)
+            return attention_mask(self.whole, queries[part], keys, causal=self.causal, window=self.window)
 
-        if bias is None:
-            return rows, columns, Block(self.scale, mask=mask)
-        table, grad = DistanceBias(bias[0]), bias[1]
-        distances = Distances(table.table, lambda part: table.rows(queries[part], keys), grad)
-        return rows, columns, Block(self.scale, mask=mask, distances=distances)
+        return rows, columns, AttentionBlock(self.scale, mask=mask)
 
 
-_Bias = tuple[Tensor, Tensor | None] | None
-"""A table of biases by distance, and what its gradient is added to."""
-
-
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring, bias: DistanceBias | None = None) -> Tensor:
+def ring_attention(query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
     """Attention of this rank's queries to the whole sequence; tensors are [batch, heads, length, width]."""
-    table = None if bias is None else bias.table
-    return _Ring.apply(query, key, value, table, ring)  # type: ignore[no-any-return, no-untyped-call]
+    return _Ring.apply(query, key, value, ring)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Exchange:
@@ -93,7 +79,7 @@ class _Ring(torch.autograd.Function):
     """See [Note: a round]."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, table: Tensor | None, ring: Ring) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
         axis = ring.axis
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=torch.float32, device=query.device)
         lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
@@ -101,21 +87,20 @@ class _Ring(torch.autograd.Function):
         for step in range(axis.size):
             source = (axis.rank - step) % axis.size
             coming = _Exchange(axis, held) if step + 1 < axis.size else None
-            rows, columns, block = ring.meeting(source, query, key, None if table is None else (table, None))
-            found = blocks.forward(query[:, :, rows], held[0][:, :, columns], held[1][:, :, columns], block)
-            out[:, :, rows], lse[:, :, rows] = blocks.merge(out[:, :, rows], lse[:, :, rows], *found)
+            rows, columns, block = ring.meeting(source, query, key)
+            found = block_attention.forward(query[:, :, rows], held[0][:, :, columns], held[1][:, :, columns], block)
+            out[:, :, rows], lse[:, :, rows] = block_attention.merge(out[:, :, rows], lse[:, :, rows], *found)
             held = held if coming is None else coming.wait()
         result = out.to(query.dtype)
         ctx.ring = ring
-        ctx.save_for_backward(query, key, value, result, lse, table)
+        ctx.save_for_backward(query, key, value, result, lse)
         return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, table = ctx.saved_tensors
+        query, key, value, out, lse = ctx.saved_tensors
         ring: Ring = ctx.ring
         axis = ring.axis
-        bias = None if table is None else (table, torch.zeros_like(table, dtype=torch.float32))
         flow = grads[0].contiguous()
         query_grad = torch.zeros_like(query, dtype=torch.float32)
         held, wandering = (key, value), None
@@ -123,9 +108,9 @@ class _Ring(torch.autograd.Function):
             source = (axis.rank - step) % axis.size
             coming = _Exchange(axis, held) if step + 1 < axis.size else None
             own = (torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32))
-            rows, columns, block = ring.meeting(source, query, key, bias)
+            rows, columns, block = ring.meeting(source, query, key)
             saved = (query[:, :, rows], held[0][:, :, columns], held[1][:, :, columns])
-            found = blocks.backward(flow[:, :, rows], saved, out[:, :, rows], lse[:, :, rows], block)
+            found = block_attention.backward(flow[:, :, rows], saved, out[:, :, rows], lse[:, :, rows], block)
             query_grad[:, :, rows] += found[0]
             own[0][:, :, columns] += found[1]
             own[1][:, :, columns] += found[2]
@@ -136,5 +121,4 @@ class _Ring(torch.autograd.Function):
             held = held if coming is None else coming.wait()
         assert wandering is not None, "a ring has at least one round"
         key_grad, value_grad = wandering.wait()
-        table_grad = None if bias is None else bias[1].to(bias[0].dtype)
-        return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), table_grad, None
+        return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,15 +15,18 @@ from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.log import warn_once
 from deepspeed.sequence import parallel_state
-from deepspeed.sequence.attend import Ways, attend, core_options
-from deepspeed.sequence.core import Core
-from deepspeed.sequence.heads import head_plan
-from deepspeed.sequence.order import TokenOrder
-from deepspeed.sequence.own_attention import knows
-from deepspeed.sequence.transformers_hooks import Masks, core_of, hang, require_attention, require_functions
-from deepspeed.sequence.whole import Whole
-
-__all__ = ["UlyssesSPAttentionHF"]
+from deepspeed.sequence.attention import SequenceGroups, attend, core_options
+from deepspeed.sequence.exchange import head_plan
+from deepspeed.sequence.inputs import TokenOrder, shifted
+from deepspeed.transformers.attention import (
+    CoreAttention,
+    Masks,
+    SequenceInfo,
+    core_attention,
+    register_attention,
+    require_attention,
+    require_functions,
+)
 
 
 class UlyssesSPAttentionHF(nn.Module):
@@ -50,7 +54,7 @@ class UlyssesSPAttentionHF(nn.Module):
         super().__init__()
         self.world_size = process_group.size()
         head_plan(attn_head_count, kv_head_count, self.world_size)
-        self.core = attn if isinstance(attn, Core) else Core("given", attn)
+        self.core = attn if isinstance(attn, CoreAttention) else CoreAttention("given", attn)
         self.inner = self.core.function
         self.process_group = process_group
         self.batch_size, self.num_hidden_layers = batch_size, num_hidden_layers
@@ -87,8 +91,22 @@ class UlyssesSPAttentionHF(nn.Module):
             return self.core(module, query, key, value, whole, *args, **core_options(kwargs))
         self._check(query)
         whole = self._known(attention_mask, kwargs.get("position_ids"), key, gathers=True)
-        ways = Ways(TokenOrder(self.world_size, 1), self.process_group)
+        ways = SequenceGroups(TokenOrder(self.world_size, 1), self.process_group)
         return attend(module, (query, key, value), self.core, ways, whole, *args, **kwargs)
+
+    @classmethod
+    def of_config(cls, config: Any, core: CoreAttention, group: ProcessGroup, **options: Any) -> UlyssesSPAttentionHF:
+        """With the heads and layers of a text model's config; `options` are the other arguments."""
+        heads = config.num_attention_heads
+        return cls(
+            attn=core,
+            attn_head_count=heads,
+            attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            kv_head_count=getattr(config, "num_key_value_heads", None) or heads,
+            num_hidden_layers=config.num_hidden_layers,
+            process_group=group,
+            **options,
+        )
 
     @classmethod
     def register_with_transformers(
@@ -115,20 +133,16 @@ class UlyssesSPAttentionHF(nn.Module):
         config = _config_of(model_name_or_path, core_attn_implementation)
         comm.init_distributed()
         parallel_state.initialize_sequence_parallel(sequence_parallel_size)
-        heads = config.num_attention_heads
-        attention = cls(
-            attn=core_of(core_attn_implementation),
+        attention = cls.of_config(
+            config,
+            core_attention(core_attn_implementation),
+            parallel_state.get_sequence_parallel_group(),
             batch_size=micro_batch_size,
-            attn_head_count=heads,
-            attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            kv_head_count=getattr(config, "num_key_value_heads", None) or heads,
-            num_hidden_layers=config.num_hidden_layers,
-            process_group=parallel_state.get_sequence_parallel_group(),
             seq_length_is_variable=seq_length_is_variable,
             global_seq_length=seq_length,
             disable_in_eval=disable_in_eval,
         )
-        hang(core_attn_implementation, attention, attention.masks)
+        register_attention(core_attn_implementation, attention, attention.masks)
         return sys.modules[parallel_state.__name__]
 
     def _check(self, query: Tensor) -> None:
@@ -140,7 +154,7 @@ class UlyssesSPAttentionHF(nn.Module):
                 f"{expected[1]}. Give every rank equal parts, or set seq_length_is_variable to True."
             )
 
-    def _known(self, mask: Tensor | None, positions: Tensor | None, key: Tensor, *, gathers: bool) -> Whole:
+    def _known(self, mask: Tensor | None, positions: Tensor | None, key: Tensor, *, gathers: bool) -> SequenceInfo:
         """What is known of the whole sequence by a mask; found out where that is new."""
         whole = self.masks.whole(mask)
         if whole is None:
@@ -152,21 +166,21 @@ class UlyssesSPAttentionHF(nn.Module):
             if gathers:
                 whole = self._gather(mask, positions, batch, length)
             else:
-                whole = Whole.of(length, positions, mask)
+                whole = SequenceInfo.of(length, positions, mask)
             if mask is not None:
                 self.masks.stands_for(mask, whole)
         return whole
 
-    def _gather(self, mask: Tensor | None, positions: Tensor | None, batch: int, length: int) -> Whole:
+    def _gather(self, mask: Tensor | None, positions: Tensor | None, batch: int, length: int) -> SequenceInfo:
         """One gather for positions and padding of all parts."""
         told = [tensor for tensor in (positions, mask) if tensor is not None]
         if not told:
-            return Whole(length * self.world_size)
+            return SequenceInfo(length * self.world_size)
         part = torch.stack([tensor.long() for tensor in told], -1).contiguous()  # [batch, part, told]
         parts = part.new_empty(self.world_size * batch, *part.shape[1:])
         comm.all_gather_into_tensor(parts, part, group=self.process_group)
         joined = list(parts.unflatten(0, (self.world_size, batch)).transpose(0, 1).flatten(1, 2).unbind(-1))
-        return Whole.of(
+        return SequenceInfo.of(
             length * self.world_size,
             None if positions is None else joined[0],
             None if mask is None else joined[-1].bool(),
@@ -181,10 +195,9 @@ def _config_of(model: Any, implementation: str) -> Any:
         model = AutoConfig.from_pretrained(model)
     config = getattr(model, "config", model).get_text_config()
     kind = type(model) if isinstance(model, nn.Module) else _class_of(config)
-    advice = "Use a model that does, or deepspeed.sequence.layer.DistributedAttention inside of this one."
-    if knows(config):
-        advice = 'For this family use the config instead: "sequence_parallel": {"attention": "ulysses"}.'
-    require_functions(kind, advice)
+    require_functions(
+        kind, "Use a model that does, or deepspeed.sequence.layer.DistributedAttention inside of this one."
+    )
     require_attention(type(config).__name__ if kind is None else kind.__name__, config)
     used = config._attn_implementation
     if isinstance(model, nn.Module) and used != implementation:
@@ -201,3 +214,77 @@ def _class_of(config: Any) -> Any:
 
     found = MODEL_MAPPING.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
+
+
+class UlyssesSPDataLoaderAdapter:
+    """Gathers one batch from each sequence-parallel rank, then gives all of them this rank's part of each in turn.
+
+    Every tensor [batch, length, …] is cut. `labels` become `shift_labels`, moved by one over the whole sequence;
+    `position_ids` are added where there are none. The end comes when any rank's loader ends.
+    """
+
+    def __init__(self, dl: Any, sp_rank: int, sp_group: ProcessGroup, sp_world_size: int, device: Any) -> None:
+        self.dl = dl
+        self.sp_rank = sp_rank
+        self.sp_group = sp_group
+        self.sp_world_size = sp_world_size
+        self.device = device
+        self.iter: Iterator[Any] = iter(())
+        self.micro_batches: deque[dict[str, Any]] = deque()
+
+    def __len__(self) -> int:
+        return len(self.dl) * self.sp_world_size
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dl":  # a copy that is being made has none yet
+            raise AttributeError(name)
+        return getattr(self.dl, name)
+
+    def __iter__(self) -> UlyssesSPDataLoaderAdapter:
+        self.iter = iter(self.dl)
+        self.micro_batches.clear()
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if not self.micro_batches:
+            self.refill()
+        return self.micro_batches.popleft()
+
+    def refill(self) -> None:
+        """Take the next batch of every rank."""
+        batch = next(self.iter, None)
+        if batch is not None:
+            batch = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in batch.items()}
+        batches: list[Any] = [None] * self.sp_world_size
+        comm.all_gather_object(batches, batch, group=self.sp_group)
+        if any(each is None for each in batches):
+            raise StopIteration
+        self.micro_batches.extend(map(self._part, batches))
+
+    def _part(self, batch: dict[str, Any]) -> dict[str, Any]:
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            found = "none" if ids is None else tuple(getattr(ids, "shape", ()))
+            raise UsageError(f"a batch needs input_ids of shape [batch, length]; found {found}, keys {sorted(batch)}.")
+        rows, length = ids.shape
+        order = TokenOrder(self.sp_world_size, 1)
+        order.check(length)
+        whole = dict(batch)
+        if whole.get("position_ids") is None:
+            whole["position_ids"] = torch.arange(length).expand(rows, length)
+        if "labels" in whole:
+            labels = whole.pop("labels")
+            if not isinstance(labels, Tensor) or labels.shape[:2] != ids.shape:
+                raise UsageError(
+                    f"a batch has input_ids of shape {tuple(ids.shape)} and labels of shape "
+                    f"{tuple(getattr(labels, 'shape', ()))}; sequences that ranks share need a label for each token."
+                )
+            whole.setdefault("shift_labels", shifted(labels))
+        mine = order.of_rank(length, self.sp_rank)
+        return {key: self._cut(value, length, mine) for key, value in whole.items()}
+
+    def _cut(self, value: Any, length: int, mine: Tensor) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        fits = value.dim() >= 2 and value.shape[1] == length
+        return (value[:, mine[0] : mine[-1] + 1].contiguous() if fits else value).to(self.device)

@@ -1,16 +1,18 @@
 """Tensor parallelism: layers that several ranks share. `_assemble` calls `split_model`; nothing here knows a stage."""
 
-from deepspeed.tensor_parallel.apply import cuts_of, splits_of
-from deepspeed.tensor_parallel.build import SplitModel, plan_model, split_model
-from deepspeed.tensor_parallel.gathering import cut_state, whole_of, whole_parameters
-from deepspeed.tensor_parallel.marks import marked_splits
+from deepspeed.parallel.regions import GroupMembers, RankGroup
+from deepspeed.tensor_parallel.apply import cut_state, cuts_of, marked_splits, splits_of, whole_of, whole_parameters
+from deepspeed.tensor_parallel.build import SplitModel, plan_model, split, split_model
 
 __all__ = [
+    "GroupMembers",
+    "RankGroup",
     "SplitModel",
     "cut_state",
     "cuts_of",
     "marked_splits",
     "plan_model",
+    "split",
     "split_model",
     "splits_of",
     "whole_of",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,63 +11,61 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
-from deepspeed.fragments import Split
-from deepspeed.parallel.cut import cut_of
-from deepspeed.parallel.regions import Peers
-from deepspeed.tensor_parallel.attention import tell_share
-from deepspeed.tensor_parallel.changes import Change
+from deepspeed.fragments import DimSplit, even
+from deepspeed.parallel.regions import RankGroup, cut_of, enter, joined, summed
+from deepspeed.parallel.rng import RankGenerator
+from deepspeed.tensor_parallel.attention import set_local_heads
+from deepspeed.tensor_parallel.layer_splits import LayerSplit
 from deepspeed.tensor_parallel.layers import (
     ColumnParallel,
     ExpertsParallel,
     RowParallel,
-    Share,
+    ShardInfo,
+    SharedInput,
     VocabularyParallel,
-    class_of,
 )
-from deepspeed.tensor_parallel.overlap import Gate
-from deepspeed.tensor_parallel.plan import Plan
-from deepspeed.tensor_parallel.regions import Entrance, enter, summed
-from deepspeed.tensor_parallel.rules import Kind
-
-__all__ = ["Opened", "apply", "counted_elsewhere", "cuts_of", "splits_of", "sum_gradient"]
+from deepspeed.tensor_parallel.overlap import OverlappedInput
+from deepspeed.tensor_parallel.plan import SplitPlan
+from deepspeed.tensor_parallel.rules import SplitKind
+from deepspeed.transformers.replacement import class_before
 
 Opened = Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]]
 """A context in which parameters are whole that were constructed in shards."""
 
 
 @torch.no_grad()
-def apply(plan: Plan, axis: Peers, opened: Opened, *, overlap: bool = False) -> None:
+def apply(plan: SplitPlan, axis: RankGroup, opened: Opened, *, overlap: bool = False) -> None:
     """Cut the model's layers for this rank; parameters keep their identity, so that optimizers know them."""
     cut: set[int] = set()
-    entrance, gate = Entrance(axis), Gate(axis) if overlap else None
+    entrance, gate = SharedInput(axis), OverlappedInput(axis) if overlap else None
     for change in plan.changes:
-        if change.kind is Kind.WHOLE:
+        if change.kind is SplitKind.WHOLE:
             continue
-        if change.kind is Kind.WHOLE_INSIDE:
+        if change.kind is SplitKind.WHOLE_INSIDE:
             for param in change.module.parameters():
                 sum_gradient(param, axis)
             continue
-        if change.kind is Kind.WHOLE_AND_INTO_HEADS:
+        if change.kind is SplitKind.WHOLE_AND_INTO_HEADS:
             change.module.register_forward_hook(_IntoHeads(axis, change.sizes[0]))
             continue
         with opened(change.module.parameters(recurse=False)):
             _cut(change, axis, cut)
         _convert(change, axis, entrance, gate)
     for attention in plan.attention:
-        tell_share(attention, plan.ranks, axis.rank)
+        set_local_heads(attention, plan.ranks, axis.rank)
 
 
-def splits_of(model: nn.Module) -> dict[str, Split]:
+def splits_of(model: nn.Module) -> dict[str, DimSplit]:
     """How the parameters that ranks share are cut, by their names in the model; a tied one under each of its names."""
     return dict(_named_splits(model))
 
 
-def cuts_of(model: nn.Module, rank: int) -> dict[str, tuple[Split, int]]:
+def cuts_of(model: nn.Module, rank: int) -> dict[str, tuple[DimSplit, int]]:
     """The same, each with the part that a rank has."""
     return {name: (split, rank) for name, split in _named_splits(model)}
 
 
-def sum_gradient(param: nn.Parameter, axis: Peers, needed: Callable[[], bool] | None = None) -> None:
+def sum_gradient(param: nn.Parameter, axis: RankGroup, needed: Callable[[], bool] | None = None) -> None:
     """Sum what backward brings for a parameter over ranks, each of which saw only a part of what it is used for.
 
     `needed` is asked in backward; always where not given.
@@ -95,7 +93,7 @@ def _hook(param: nn.Parameter, hook: Callable[[Tensor], Tensor]) -> None:
 
 @dataclass
 class _Sum:
-    axis: Peers
+    axis: RankGroup
     needed: Callable[[], bool] | None
 
     def __call__(self, grad: Tensor) -> Tensor:
@@ -109,7 +107,7 @@ class _Sum:
 class _IntoHeads:
     """Lets the last outputs of a layer, of which all ranks have the whole, into the region of a rank's heads."""
 
-    axis: Peers
+    axis: RankGroup
     last: int
 
     def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> Tensor:
@@ -124,8 +122,8 @@ class _IntoHeads:
 class _SumOfCopies:
     """Sums what backward brings for elements of which several ranks hold copies, each for its own queries."""
 
-    axis: Peers
-    split: Split
+    axis: RankGroup
+    split: DimSplit
 
     def __call__(self, grad: Tensor) -> Tensor:
         whole = grad.new_zeros(self.split.whole_shape(grad.shape))
@@ -137,14 +135,14 @@ class _SumOfCopies:
         return self
 
 
-def _named_splits(model: nn.Module) -> Iterator[tuple[str, Split]]:
+def _named_splits(model: nn.Module) -> Iterator[tuple[str, DimSplit]]:
     for path, module in model.named_modules():
         share = cut_of(module)
         if share is not None:
             yield from ((f"{path}.{name}" if path else name, split) for name, split in share.splits.items())
 
 
-def _cut(change: Change, axis: Peers, done: set[int]) -> None:
+def _cut(change: LayerSplit, axis: RankGroup, done: set[int]) -> None:
     for name, split in change.splits.items():
         param = change.module._parameters[name]
         assert param is not None, "the plan names parameters that are there"
@@ -162,39 +160,136 @@ def _cut(change: Change, axis: Peers, done: set[int]) -> None:
                 sum_gradient(param, axis)
 
 
-def _convert(change: Change, axis: Peers, entrance: Entrance, gate: Gate | None) -> None:
+def _convert(change: LayerSplit, axis: RankGroup, entrance: SharedInput, gate: OverlappedInput | None) -> None:
     module, rank = change.module, axis.rank
-    share = Share(
+    share = ShardInfo(
         axis,
         dict(change.splits),
         change.sizes,
         entrance,
         transposed=change.transposed,
-        gather_output=change.rule.gather_output and change.kind is Kind.COLUMN,
-        split_input=change.rule.split_input and change.kind is Kind.ROW,
+        gather_output=change.rule.gather_output and change.kind is SplitKind.COLUMN,
+        split_input=change.rule.split_input and change.kind is SplitKind.ROW,
         gate=gate,
         rows=None if change.rows is None else change.rows[rank],
     )
-    kinds = {Kind.COLUMN: ColumnParallel, Kind.ROW: RowParallel, Kind.VOCABULARY: VocabularyParallel}
+    kinds = {SplitKind.COLUMN: ColumnParallel, SplitKind.ROW: RowParallel, SplitKind.VOCABULARY: VocabularyParallel}
     kind: type[nn.Module] | None = kinds.get(change.kind)  # what is cut by heads computes as before
     if "gate_up_proj" in change.splits:
         kind = ExpertsParallel
     if kind is not None:
-        module.__class__ = class_of(kind, type(module))
+        module.__class__ = class_before(kind, type(module))
     module.share = share  # type: ignore[assignment]
     _tell_sizes(module, change, rank)
 
 
-def _tell_sizes(module: nn.Module, change: Change, rank: int) -> None:
+def _tell_sizes(module: nn.Module, change: LayerSplit, rank: int) -> None:
     """A layer's own attributes say what lies here."""
-    if change.kind is Kind.VOCABULARY:
+    if change.kind is SplitKind.VOCABULARY:
         start, stop = change.splits["weight"].parts[rank][0]
         module.num_embeddings = stop - start  # type: ignore[assignment]
     elif change.sizes and isinstance(module, nn.Linear):
-        if change.kind is Kind.COLUMN:
+        if change.kind is SplitKind.COLUMN:
             module.out_features = change.sizes[rank]
         else:
             module.in_features = change.sizes[rank]
     elif change.sizes:
-        name = "nf" if change.kind is Kind.COLUMN else "nx"
+        name = "nf" if change.kind is SplitKind.COLUMN else "nx"
         setattr(module, name, change.sizes[rank])
+
+
+def whole_of(part: Tensor, split: DimSplit, axis: RankGroup) -> Tensor:
+    """The whole tensor, on every rank; all of them call this."""
+    sizes = [split.size(rank) for rank in range(axis.size)]
+    side_by_side = joined(part.detach(), axis, sizes, split.dim)
+    return split.join(side_by_side.split(sizes, split.dim))
+
+
+def whole_parameters(module: nn.Module) -> dict[int, Tensor]:
+    """The whole values of a layer's own split parameters, by id; all ranks call this, empty for any other layer."""
+    share = cut_of(module)
+    if share is None:
+        return {}
+    found = {}
+    for name, split in share.splits.items():
+        param = module._parameters[name]
+        if param is not None:
+            found[id(param)] = whole_of(param, split, share.axis)
+    return found
+
+
+def cut_state(model: nn.Module, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """A state dict of whole values as this rank holds them; values that have the size of a part already stay."""
+    splits = splits_of(model)
+    return {name: _cut_value(value, splits.get(name), rank) for name, value in state.items()}
+
+
+def _cut_value(value: Any, split: DimSplit | None, rank: int) -> Any:
+    if (
+        split is None
+        or not isinstance(value, Tensor)
+        or value.dim() <= split.dim
+        or value.shape[split.dim] != split.total
+    ):
+        return value
+    return split.cut(value, rank)
+
+
+def marked_splits(model: nn.Module, ranks: int, known: Collection[str]) -> dict[str, DimSplit] | None:
+    """How marked parameters are cut over `ranks`, but for `known` names; None if a mark does not tell.
+
+    A part lies at its rank's place along `partition_dim`; with a stride, or without a dim, nothing can be said.
+    """
+    found = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if name in known or not getattr(param, "tensor_model_parallel", False):
+            continue
+        dim, stride = getattr(param, "partition_dim", None), getattr(param, "partition_stride", 1)
+        shape = getattr(param, "ds_shape", param.shape)
+        if not isinstance(dim, int) or not 0 <= dim < len(shape) or stride != 1:
+            return None
+        found[name] = DimSplit.of(dim, [even(shape[dim] * ranks, ranks)])
+    return found
+
+
+def use_rank_generators(model: nn.Module, axis: RankGroup, blocks: Sequence[nn.Module] = ()) -> None:
+    """Let each rank draw its own numbers for activations that are split: between split layers, or in all of `blocks`.
+
+    A model without dropout stays as it is.
+    """
+    if not any(map(_drops, model.modules())):
+        return
+    draws = RankGenerator(axis)
+    for block in blocks:
+        block.register_forward_pre_hook(draws.begin)
+        block.register_forward_hook(draws.end, always_call=True)
+    for outer, layer in () if blocks else _with_adapters(model):
+        if any(isinstance(getattr(hook, "__self__", None), RankGenerator) for hook in outer._forward_hooks.values()):
+            continue  # AutoTP split it before
+        # An adapter drops what its layer reads: it is whole before a column layer, and split before a row layer.
+        if isinstance(layer, ColumnParallel) and not layer.share.gather_output:
+            outer.register_forward_pre_hook(draws.end)
+            outer.register_forward_hook(draws.begin)
+        elif isinstance(layer, RowParallel):
+            outer.register_forward_hook(draws.end, always_call=True)
+    model.register_forward_hook(draws.end, always_call=True)  # a forward that fails leaves no state of a rank's own
+
+
+def _with_adapters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """(layer with its adapters, layer itself) of all modules that are no part of an adapter."""
+    inner: set[int] = set()
+    for module in model.modules():
+        base = getattr(module, "base_layer", None)
+        if isinstance(base, nn.Module):
+            inner.update(map(id, module.modules()))
+            yield module, base
+        elif id(module) not in inner:
+            yield module, module
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether a module may drop something in training: it is a dropout, or it or its config has a rate."""
+    own = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
+    held = (*vars(module).items(), *getattr(getattr(module, "config", None), "__dict__", {}).items())
+    rates = [own, *(value for name, value in held if "drop" in name)]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.config.parallel import TPTrainingConfig
@@ -16,22 +20,75 @@ from deepspeed.log import log_dist
 from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.parallel.process_groups import ranks_of
-from deepspeed.parallel.regions import Members
-from deepspeed.tensor_parallel.apply import Opened, apply, counted_elsewhere
-from deepspeed.tensor_parallel.dividing import Entrances, divide_sequences
-from deepspeed.tensor_parallel.draws import draw_apart, same_generators
-from deepspeed.tensor_parallel.experts import check_products
-from deepspeed.tensor_parallel.hf_plan import model_plan, of_plan
-from deepspeed.tensor_parallel.inputs import InputCheck
+from deepspeed.parallel.regions import GroupMembers, RankGroup
+from deepspeed.parallel.rng import sync_generators
+from deepspeed.tensor_parallel.apply import Opened, apply, counted_elsewhere, use_rank_generators
+from deepspeed.tensor_parallel.layer_splits import check_products
 from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.loss import SplitLogits, TileLoss, split_logits
 from deepspeed.tensor_parallel.model_init import asked_size, check_asked
-from deepspeed.tensor_parallel.piece import Piece
-from deepspeed.tensor_parallel.plan import Plan, plan, require_split
-from deepspeed.tensor_parallel.presets import by_names, preset
-from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, of_spec, plain_path
+from deepspeed.tensor_parallel.plan import ModelStage, SplitPlan, plan, require_split
+from deepspeed.tensor_parallel.rules import (
+    Rule,
+    Rules,
+    SplitKind,
+    by_names,
+    model_plan,
+    of_plan,
+    of_spec,
+    plain_path,
+    preset,
+)
+from deepspeed.tensor_parallel.sequence import SequenceGathers, divide_sequences
 
-__all__ = ["SplitModel", "find_rules", "plan_model", "split_model"]
+
+class InputCheck:
+    """Compares the inputs of the first forward over the ranks of an axis."""
+
+    def __init__(self, axis: AxisGroup) -> None:
+        self._axis = axis
+        self._done = False
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise on all ranks where they differ."""
+        if self._done:
+            return
+        self._done = True
+        own = torch.tensor([_checksum((args, kwargs))], dtype=torch.int64, device=comm.group_device())
+        found = [own.clone() for _ in range(self._axis.size)]  # pretended ranks say nothing
+        with comm.labelled("inputs of tensor-parallel ranks"):
+            comm.all_gather(found, own, group=self._axis.group)
+        sums = [int(value) for value in found]
+        different = [rank for rank, value in zip(self._axis.ranks, sums, strict=True) if value != sums[0]]
+        if different:
+            raise UsageError(
+                f"the tensor-parallel ranks {list(self._axis.ranks)} compute one model together and must get the same "
+                f"inputs, but those of rank {', '.join(map(str, different))} are not those of rank "
+                f"{self._axis.ranks[0]}. Give the data loader the data-parallel rank and size, not the world's, as "
+                "engine.deepspeed_io and training_data do"
+            )
+
+
+def _checksum(value: Any) -> int:
+    total = 0
+    for tensor in _tensors(value):
+        data = tensor.detach().cpu().contiguous().reshape(-1)
+        total = zlib.crc32(f"{tuple(tensor.shape)} {tensor.dtype}".encode(), total)
+        if data.numel():
+            total = zlib.crc32(data.view(torch.uint8).numpy().data, total)
+    return total
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        if not value.is_meta:
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
 
 
 @dataclass(frozen=True)
@@ -50,7 +107,7 @@ class SplitModel:
     """Of a piece with the output layer: how the loss takes split logits, which nobody keeps split yet."""
     outputs: int = 0
     """Output layers that were split."""
-    entrances: Entrances | None = None
+    entrances: SequenceGathers | None = None
     """Where whole sequences are gathered of those that stay split; None where they are always whole."""
     decided: bool = False
     """Some layer is split, or a rule says that it stays whole."""
@@ -63,7 +120,7 @@ def split_model(
     opened: Opened,
     mpu: Any = None,
     *,
-    piece: Piece | None = None,
+    piece: ModelStage | None = None,
 ) -> SplitModel:
     """Split a model over the ranks of an axis, where the config or `tp_model_init` asks for it.
 
@@ -82,17 +139,14 @@ def split_model(
     check_asked(model, schema, axis, mpu)
     _tell_nodes(axis)
     by_script = _check_split(model, axis)
-    made = plan_model(section, model, axis.size, piece)
-    check_products(made.changes, 2 if schema.bf16.enabled or schema.fp16.enabled else None)
-    if piece is None and not by_script:
-        require_split(made, type(model).__name__)
-    apply(made, axis, opened, overlap=section.tp_overlap_comm)
+    half = schema.bf16.enabled or schema.fp16.enabled
+    made = split(model, axis, section, opened, piece=piece, required=not by_script, element_size=2 if half else None)
     for param in model.parameters():
         with opened([param]):
             pass  # what stays whole on all of these ranks lies on other ranks, too, from now on
     entrances = divide_sequences(model, made, axis, piece) if section.sequence_parallel else None
-    same_generators(axis)
-    draw_apart(model, axis, entrances.blocks if entrances is not None else ())
+    sync_generators(axis)
+    use_rank_generators(model, axis, entrances.blocks if entrances is not None else ())
     owner = model if piece is None else piece.owner
     logits = split_logits(owner, made) if section.vocab_parallel_lm_head and made.heads else None
     tile_loss = None if logits is None or piece is not None else logits.attach()
@@ -106,7 +160,31 @@ def split_model(
     )
 
 
-def plan_model(section: TPTrainingConfig, model: nn.Module, ranks: int, piece: Piece | None = None) -> Plan:
+def split(
+    model: nn.Module,
+    axis: RankGroup,
+    section: TPTrainingConfig,
+    opened: Opened = lambda _: nullcontext(),
+    *,
+    piece: ModelStage | None = None,
+    required: bool = True,
+    element_size: int | None = None,
+) -> SplitPlan:
+    """Cut a model's layers in place for this rank of an axis, or of `GroupMembers` of any group; returns what was done.
+
+    For training and inference: no engine, layout or mpu takes part. `opened` makes sharded parameters whole;
+    `element_size` is that of the dtype the model will have, where that is another one than now. Unless it is not
+    `required`, a whole model of which nothing can be split is an error.
+    """
+    made = plan_model(section, model, axis.size, piece)
+    check_products(made.changes, element_size)
+    if piece is None and required:
+        require_split(made, type(model).__name__)
+    apply(made, axis, opened, overlap=section.tp_overlap_comm)
+    return made
+
+
+def plan_model(section: TPTrainingConfig, model: nn.Module, ranks: int, piece: ModelStage | None = None) -> SplitPlan:
     """What becomes of each layer of a model, or of a piece of one, on so many ranks; changes nothing."""
     grain, split_head = section.tensor_parallel.tp_grain_size, section.vocab_parallel_lm_head
     tied = None if piece is None else piece.tied
@@ -141,7 +219,7 @@ def _check_split(model: nn.Module, axis: AxisGroup) -> bool:
     """Whether a script has split layers of the model by itself; what another engine has split is an error."""
     shares = [share for share in map(share_of, model.modules()) if share is not None and share.axis.size > 1]
     for share in shares:
-        if not isinstance(share.axis, Members):
+        if not isinstance(share.axis, GroupMembers):
             raise UsageError(
                 "tensor_parallel: the model is split already, by an earlier deepspeed.initialize. Build the model "
                 "anew, or take the engine that you have"
@@ -167,7 +245,7 @@ def _tell_nodes(axis: AxisGroup) -> None:
         )
 
 
-def _fewest_heads(made: Plan) -> tuple[int, int] | None:
+def _fewest_heads(made: SplitPlan) -> tuple[int, int] | None:
     return min((attention.heads.fewest(made.ranks) for attention in made.attention), default=None)
 
 
@@ -179,11 +257,11 @@ def _of_model(model: nn.Module) -> list[Rule]:
     return of_plan(told) if fits else [*of_plan(told), *by_names()]
 
 
-def _tell(made: Plan) -> None:
+def _tell(made: SplitPlan) -> None:
     kinds = [change.kind for change in made.changes]
-    columns, rows = kinds.count(Kind.COLUMN), kinds.count(Kind.ROW)
+    columns, rows = kinds.count(SplitKind.COLUMN), kinds.count(SplitKind.ROW)
     sources = sorted({change.rule.source for change in made.changes})
     log_dist(
         f"tensor parallelism over {made.ranks} ranks: {columns} layers split by outputs, {rows} by inputs, "
-        f"{kinds.count(Kind.VOCABULARY)} embeddings by vocabulary, by {', '.join(sources)}"
+        f"{kinds.count(SplitKind.VOCABULARY)} embeddings by vocabulary, by {', '.join(sources)}"
     )

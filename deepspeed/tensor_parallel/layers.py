@@ -1,43 +1,137 @@
-"""The layers that ranks share. A layer keeps its object, names and hooks: it only gets another class and a `Share`.
+"""The layers that ranks share. A layer keeps its object, names and hooks: it only gets another class and a `ShardInfo`.
 
 [Note: the class changes, not the module] A new module in place of the old one would lose hooks, wrappers that hold on
 to it, and its parameters' identity, on which optimizers rely. Each class below is put before the layer's own by
-`class_of`, so that `isinstance(layer, nn.Linear)` stays true; `in_features` and `out_features` tell what lies here.
+`class_before`, so that `isinstance(layer, nn.Linear)` stays true; `in_features` and `out_features` tell what lies here.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from deepspeed.parallel.cut import Cut
-from deepspeed.tensor_parallel import regions
-from deepspeed.tensor_parallel.overlap import Gate, overlapped_sum
-from deepspeed.tensor_parallel.sequence import Sequence
+from deepspeed.errors import UsageError
+from deepspeed.parallel.regions import ParameterCut, RankGroup, Way, between, enter, joined, leave, own, summed_part
+from deepspeed.tensor_parallel.overlap import OverlappedInput, overlapped_sum
 
-__all__ = ["ColumnParallel", "ExpertsParallel", "RowParallel", "Share", "VocabularyParallel", "class_of", "share_of"]
+
+class SharedInput:
+    """`enter` for layers that read one tensor, such as the three projections of an attention: they share one sum.
+
+    It remembers the last tensor until its region is left, no longer.
+    """
+
+    def __init__(self, axis: RankGroup) -> None:
+        self._axis = axis
+        self._last: tuple[Tensor, tuple[int, bool], Tensor] | None = None
+
+    def __deepcopy__(self, _: Any) -> SharedInput:
+        return self
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The tensor inside the region."""
+        if tensor.is_inference():
+            return tensor
+        as_it_is = tensor._version, torch.is_grad_enabled()
+        if self._last is not None and self._last[0] is tensor and self._last[1] == as_it_is:
+            return self._last[2]
+        entered = enter(tensor, self._axis)
+        self._last = tensor, as_it_is, entered
+        return entered
+
+    def forget(self) -> None:
+        """The region is left."""
+        self._last = None
 
 
 @dataclass
-class Share(Cut):
+class SplitSequence:
+    """Splits hidden states [batch, sequence, hidden] from the first block of a model to the last.
+
+    Only in training: sequences of any length, such as those of a generation, pass whole in eval mode.
+    """
+
+    axis: RankGroup
+    active: bool = False
+    """Whether the pass that goes on now has split sequences; the first block decides, in backward what it decided."""
+
+    def __deepcopy__(self, _: Any) -> SplitSequence:
+        return self
+
+    def begin(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """At the first block: this rank's part of the sequence."""
+        if torch._C._current_graph_task_id() == -1:  # no backward computes it again
+            self.active = block.training
+        if not self.active:
+            return hidden
+        if hidden.shape[1] % self.axis.size:
+            raise UsageError(
+                f"tensor_parallel.sequence_parallel: sequences of {hidden.shape[1]} tokens do not divide by "
+                f"{self.axis.size} ranks; pad them to a multiple of {self.axis.size}"
+            )
+        return self._between(hidden, hidden.shape[1] // self.axis.size, (own, joined))
+
+    def go_on(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """At a later block, which may be the first one here: what the block before it gave, as it is."""
+        self.active = block.training
+        return hidden
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Into a split region, which takes the whole sequence."""
+        if not self.active:
+            return enter(hidden, self.axis)
+        return self._between(hidden, hidden.shape[1], (joined, summed_part))
+
+    def leave(self, output: Tensor) -> Tensor:
+        """Out of a split region."""
+        if not self.active:
+            return leave(output, self.axis, fresh=True)
+        return self._between(output, output.shape[1] // self.axis.size, (summed_part, joined))
+
+    def end(self, hidden: Tensor) -> Tensor:
+        """Behind the last block: the whole sequence."""
+        if not self.active:
+            return hidden
+        return self._between(hidden, hidden.shape[1], (joined, own))
+
+    def remember(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Behind all blocks: their backward, which may compute them again, goes as this pass went.
+
+        Another pass may lie between both, such as one of an evaluation.
+        """
+        active = self.active
+
+        def resume(_grad: Tensor) -> None:
+            self.active = active
+
+        for each in tree_leaves(output):
+            if type(each) is Tensor and each.requires_grad:  # what is computed only if looked at stays that
+                each.register_hook(resume)
+
+    def _between(self, tensor: Tensor, part: int, ways: tuple[Way, Way]) -> Tensor:
+        return between(tensor, self.axis, [part] * self.axis.size, 1, ways)
+
+
+@dataclass
+class ShardInfo(ParameterCut):
     """What a split layer knows of the others."""
 
     sizes: tuple[int, ...]
     """Of the split dim of the activation, by rank."""
-    entrance: regions.Entrance
+    entrance: SharedInput
     """Shared by all layers of a model."""
     transposed: bool = False
     """The weight is [in, out], as GPT-2 has it."""
     gather_output: bool = False
     split_input: bool = False
-    gate: Gate | None = None
+    gate: OverlappedInput | None = None
     """Shared by all layers of a model whose sums over ranks run beside products."""
-    sequence: Sequence | None = None
+    sequence: SplitSequence | None = None
     """The activations outside are split along the sequence."""
     rows: tuple[tuple[int, int], ...] | None = None
     """Of a weight that all ranks hold whole: the outputs that this rank needs."""
@@ -52,7 +146,7 @@ class Share(Cut):
 
 
 class _Shared(nn.Module):
-    share: Share
+    share: ShardInfo
     weight: Tensor
     bias: Tensor | None
 
@@ -82,7 +176,7 @@ class ColumnParallel(_Shared):
             inputs = input if share.sequence is not None else share.entrance(input)
             output = self.product(inputs, with_bias=True)
         if share.gather_output and not share.keep_split:
-            output = regions.gather(output, share.axis, share.sizes)
+            output = between(output, share.axis, share.sizes, -1, (joined, own))
         if share.gather_output:
             share.forget()
         return output
@@ -94,12 +188,12 @@ class RowParallel(_Shared):
     def forward(self, input: Tensor) -> Tensor:
         share = self.share
         share.forget()
-        inputs = regions.scatter(input, share.axis, share.sizes) if share.split_input else input
+        inputs = between(input, share.axis, share.sizes, -1, (own, joined)) if share.split_input else input
         if share.gate is not None and not share.transposed and torch.is_grad_enabled():
             output = overlapped_sum(inputs, self.weight, share.axis)
             return output if self.bias is None else output + self.bias
         output = self.product(inputs, with_bias=False)
-        output = regions.leave(output, share.axis) if share.sequence is None else share.sequence.leave(output)
+        output = leave(output, share.axis, fresh=True) if share.sequence is None else share.sequence.leave(output)
         return output if self.bias is None else output + self.bias
 
 
@@ -121,7 +215,7 @@ class VocabularyParallel(_Shared):
             found = super().forward((input - start).masked_fill(foreign, 0))
         finally:
             self.padding_idx = padding
-        return regions.leave(found.masked_fill(foreign.unsqueeze(-1), 0), share.axis)
+        return leave(found.masked_fill(foreign.unsqueeze(-1), 0), share.axis, fresh=True)
 
 
 class ExpertsParallel(_Shared):
@@ -129,25 +223,15 @@ class ExpertsParallel(_Shared):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         axis = self.share.axis
-        entered = [regions.enter(a, axis) if _is_activation(a) else a for a in args]
-        named = {key: regions.enter(a, axis) if _is_activation(a) else a for key, a in kwargs.items()}
-        return regions.leave(super().forward(*entered, **named), axis)
+        entered = [enter(a, axis) if _is_activation(a) else a for a in args]
+        named = {key: enter(a, axis) if _is_activation(a) else a for key, a in kwargs.items()}
+        return leave(super().forward(*entered, **named), axis)
 
 
-@functools.cache
-def _made(kind: Any, original: Any) -> type[nn.Module]:
-    return type(f"{kind.__name__}{original.__name__}", (kind, original), {"__module__": __name__})
-
-
-def class_of(kind: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
-    """The layer's own class with `kind` before it."""
-    return _made(kind, original)  # type: ignore[arg-type]  # mypy takes no class of torch's for hashable
-
-
-def share_of(module: nn.Module) -> Share | None:
+def share_of(module: nn.Module) -> ShardInfo | None:
     """What a layer knows of the others; None if it is not split."""
     share = getattr(module, "share", None)
-    return share if isinstance(share, Share) else None
+    return share if isinstance(share, ShardInfo) else None
 
 
 def _rows(tensor: Tensor, rows: tuple[tuple[int, int], ...]) -> Tensor:

@@ -12,23 +12,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
-from deepspeed.tensor_parallel.cross_entropy import causal_lm_loss, masked_lm_loss, split_cross_entropy
-from deepspeed.tensor_parallel.layers import Share, share_of
-from deepspeed.tensor_parallel.plan import Plan
-
-__all__ = ["SplitLogits", "TileLoss", "split_logits"]
+from deepspeed.parallel.regions import split_cross_entropy
+from deepspeed.tensor_parallel.layers import ShardInfo, share_of
+from deepspeed.tensor_parallel.plan import SplitPlan
 
 TileLoss = Callable[[nn.Module, Tensor, Tensor, int], Tensor]
 """(output layer, hidden states, labels, the label that does not count) → the sum of the losses of these tokens."""
 
-_LOSSES: dict[str, Callable[..., Tensor]] = {"ForCausalLM": causal_lm_loss, "ForMaskedLM": masked_lm_loss}
+_CAUSAL, _KINDS = "ForCausalLM", ("ForCausalLM", "ForMaskedLM")
 
 
-def split_logits(model: nn.Module, plan: Plan) -> SplitLogits | None:
+def split_logits(model: nn.Module, plan: SplitPlan) -> SplitLogits | None:
     """How the model's loss takes split logits, where its class lets it; tells where logits are gathered instead."""
     (change, *others) = plan.heads
     owner = _owner(model, change.module)
@@ -45,7 +44,7 @@ def split_logits(model: nn.Module, plan: Plan) -> SplitLogits | None:
         log_dist(f"vocab_parallel_lm_head: logits of {type(model).__name__} are gathered, because {reason}")
         return None
     kind = getattr(owner, "loss_type", None)
-    if kind not in _LOSSES:
+    if kind not in _KINDS:
         log_dist(f"vocab_parallel_lm_head: logits are gathered, because the loss is of the type {kind!r}")
         return None
     return SplitLogits(owner, share, kind)
@@ -63,7 +62,7 @@ def _owner(model: nn.Module, head: nn.Module) -> Any:
 class _Begin:
     """Before a forward: logits stay split if it trains and computes a loss."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: ShardInfo) -> None:
         self.share = share
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,7 +76,7 @@ class _Begin:
 class _End:
     """After a forward, however it ended."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: ShardInfo) -> None:
         self.share = share
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -87,10 +86,9 @@ class _End:
 class SplitLogits:
     """`loss_function(logits=…, labels=…, vocab_size=…, …)` of a model whose logits may be split."""
 
-    def __init__(self, owner: Any, share: Share, kind: str) -> None:
+    def __init__(self, owner: Any, share: ShardInfo, kind: str) -> None:
         """`owner` computes its loss by `self.loss_function`, and `share` is that of its output layer."""
         self.owner, self.share, self.kind = owner, share, kind
-        self.split: Callable[..., Tensor] = _LOSSES[kind]
         self.whole: Callable[..., Tensor] = owner.loss_function
 
     def attach(self) -> TileLoss | None:
@@ -98,7 +96,7 @@ class SplitLogits:
         self.owner.loss_function = self
         self.owner.register_forward_pre_hook(_Begin(self.share), with_kwargs=True)
         self.owner.register_forward_hook(_End(self.share), always_call=True)
-        return _SumOfTile(self.share) if self.kind == "ForCausalLM" else None
+        return _SumOfTile(self.share) if self.kind == _CAUSAL else None
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -112,23 +110,30 @@ class SplitLogits:
     def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
         if not self.share.keep_split:
             return self.whole(logits, labels, vocab_size, **options)
-        axis = self.share.axis
-        start = sum(self.share.sizes[: axis.rank])
-        known = ("ignore_index", "num_items_in_batch", "shift_labels")
         strange = [name for name in options if name in ("weight", "label_smoothing", "reduction")]
         if strange:
             raise UsageError(
                 f"the model's loss is asked for {', '.join(strange)}, which the loss over a split vocabulary does not "
                 "have. Set tensor_parallel.vocab_parallel_lm_head to false"
             )
-        chosen = {name: options[name] for name in known if options.get(name) is not None}
-        return self.split(logits, labels, start=start, group=axis.group, **chosen)
+        ignored = -100 if options.get("ignore_index") is None else options["ignore_index"]
+        target = options.get("shift_labels") if self.kind == _CAUSAL else labels
+        if target is None:
+            if labels is None:
+                raise UsageError("the loss of a causal language model needs labels or shift_labels; both are None")
+            target = F.pad(labels, (0, 1), value=ignored)[..., 1:].contiguous()
+        target = target.to(logits.device)
+        items = options.get("num_items_in_batch")
+        items = (target != ignored).sum() if items is None else items
+        return _losses(self.share, logits, target, ignored).sum() / (
+            items.to(logits.device) if isinstance(items, Tensor) else items
+        )
 
 
 class _SumOfTile:
     """A `TileLoss`. It says by itself that logits stay split, because backward computes a tile once more."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: ShardInfo) -> None:
         self.share = share
 
     def __call__(self, head: nn.Module, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -138,5 +143,9 @@ class _SumOfTile:
             logits = head(hidden)
         finally:
             share.keep_split = before
-        start = sum(share.sizes[: share.axis.rank])
-        return split_cross_entropy(logits, labels, start, share.axis.group, ignore_index).sum()
+        return _losses(share, logits, labels, ignore_index).sum()
+
+
+def _losses(share: ShardInfo, logits: Tensor, target: Tensor, ignored: int) -> Tensor:
+    """Of every token, from this rank's part of the logits."""
+    return split_cross_entropy(logits, target, sum(share.sizes[: share.axis.rank]), share.axis.group, ignored)

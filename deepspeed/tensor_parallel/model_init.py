@@ -12,20 +12,11 @@ from torch import nn
 
 from deepspeed.checkpoint.pretrained import values_from
 from deepspeed.config.parallel import TPTrainingConfig
-from deepspeed.config.read import read
+from deepspeed.config.read import RawConfig
 from deepspeed.config.schema import Schema
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.parallel.process_groups import ranks_of
-
-__all__ = [
-    "asked_size",
-    "check_asked",
-    "is_autotp_training_mode",
-    "set_autotp_mode",
-    "tp_model_init",
-    "with_asked",
-]
 
 
 @dataclass(frozen=True)
@@ -81,16 +72,16 @@ def is_autotp_training_mode() -> bool:
     return _mode["training"]
 
 
-def with_asked(model: nn.Module, source: Any) -> Any:
+def with_asked(model: nn.Module, config: RawConfig) -> RawConfig:
     """The config of `initialize`, with the number of ranks that `tp_model_init` was told where it says none itself."""
     asked = _asked.get(model)
+    section = config.values.get("tensor_parallel")
     if asked is None or asked.size < 2:
-        return source
-    config, _ = read(source)
-    section = config.get("tensor_parallel")
+        return config
     if section is not None and (not isinstance(section, dict) or section.get("autotp_size")):
-        return source
-    return {**config, "tensor_parallel": {**(section or {}), "autotp_size": asked.size}}
+        return config
+    split = {**(section or {}), "autotp_size": asked.size}
+    return config._replace(values={**config.values, "tensor_parallel": split})
 
 
 def asked_size(model: nn.Module, size: int) -> int:

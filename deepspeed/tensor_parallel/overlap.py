@@ -19,15 +19,13 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
-from deepspeed.parallel.regions import Peers
-
-__all__ = ["Gate", "overlapped_sum"]
+from deepspeed.parallel.regions import RankGroup
 
 
 class _Flight:
     """A sum on its way, and the factors of a product that is computed meanwhile."""
 
-    def __init__(self, axis: Peers) -> None:
+    def __init__(self, axis: RankGroup) -> None:
         self.axis = axis
         self.work: Any = None
         self.factors: tuple[Tensor, Tensor] | None = None
@@ -88,17 +86,17 @@ class _First(torch.autograd.Function):
         return to_inputs, to_weight, to_bias, None
 
 
-class Gate:
+class OverlappedInput:
     """Where column layers enter a split region; those that read one tensor share one sum.
 
     It remembers the last tensor until its region is left, no longer.
     """
 
-    def __init__(self, axis: Peers) -> None:
+    def __init__(self, axis: RankGroup) -> None:
         self._axis = axis
         self._last: tuple[Tensor, tuple[int, bool], Tensor] | None = None
 
-    def __deepcopy__(self, _: Any) -> Gate:
+    def __deepcopy__(self, _: Any) -> OverlappedInput:
         return self
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,7 +119,7 @@ class Gate:
 
 class _Halves(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, axis: Peers) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, axis: RankGroup) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         rows = inputs.reshape(-1, inputs.shape[-1])
         output = rows.new_empty((*inputs.shape[:-1], weight.shape[0]))
@@ -147,7 +145,7 @@ class _Halves(torch.autograd.Function):
         return to_inputs, to_weight, None
 
 
-def overlapped_sum(inputs: Tensor, weight: Tensor, axis: Peers) -> Tensor:
+def overlapped_sum(inputs: Tensor, weight: Tensor, axis: RankGroup) -> Tensor:
     """The sum over ranks of `linear` of their inputs by their columns; the same numbers as without overlap."""
     inputs, weight, _ = _cast(inputs, weight, None)
     return _Halves.apply(inputs, weight, axis)  # type: ignore[no-any-return,no-untyped-call]

@@ -4,35 +4,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import WARNING
 from typing import Any
 
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.fragments import Split, even, side_by_side
+from deepspeed.fragments import DimSplit, even, side_by_side
 from deepspeed.log import log_dist
 from deepspeed.tensor_parallel.attention import Attention, find_attention
-from deepspeed.tensor_parallel.changes import Change, check_pairs, inside, projects_heads, whole_shape
-from deepspeed.tensor_parallel.experts import cut_experts, is_experts
+from deepspeed.tensor_parallel.layer_splits import (
+    LayerSplit,
+    check_pairs,
+    cut_experts,
+    inside,
+    is_experts,
+    projects_heads,
+)
 from deepspeed.tensor_parallel.layers import share_of
-from deepspeed.tensor_parallel.rules import Kind, Rule, Rules, plain_path
-
-__all__ = ["Change", "Plan", "plan", "require_split"]
-
-_SPLIT_VOCABULARY = Rule(re.compile(""), Kind.VOCABULARY, known=True, source="vocab_parallel_lm_head")
-_SPLIT_EMBEDDING = Rule(re.compile(""), Kind.VOCABULARY, known=True, source="vocab_parallel_embedding")
+from deepspeed.tensor_parallel.rules import Rule, Rules, SplitKind, plain_path
+from deepspeed.transformers.replacement import whole_shape
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelStage:
+    """Some layers of a model; the others are on other ranks."""
+
+    owner: nn.Module
+    """The module whose forward computes logits and loss, with what of it lies here."""
+    blocks: tuple[nn.Module, ...] = ()
+    """The blocks that lie here, in order."""
+    first: nn.Module | None = None
+    """The model's first block; None where it lies elsewhere."""
+    last: nn.Module | None = None
+    """Its last block, likewise."""
+    tied: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Id of a weight that lies here → the paths of layers elsewhere that share it."""
+
+
+_SPLIT_VOCABULARY = Rule(re.compile(""), SplitKind.VOCABULARY, known=True, source="vocab_parallel_lm_head")
+_SPLIT_EMBEDDING = Rule(re.compile(""), SplitKind.VOCABULARY, known=True, source="vocab_parallel_embedding")
+
+
+@dataclass(frozen=True)
+class SplitPlan:
     """All changes, and the attention modules that must know their share."""
 
     ranks: int
-    changes: tuple[Change, ...]
+    changes: tuple[LayerSplit, ...]
     attention: tuple[Attention, ...]
-    heads: tuple[Change, ...]
+    heads: tuple[LayerSplit, ...]
     """Those of `changes` that are output layers."""
     rules: Rules
     """What made it."""
@@ -42,7 +64,7 @@ class Plan:
     @property
     def divides(self) -> bool:
         """Whether any layer is split."""
-        return any(change.kind not in (Kind.WHOLE, Kind.WHOLE_INSIDE) for change in self.changes)
+        return any(change.kind not in (SplitKind.WHOLE, SplitKind.WHOLE_INSIDE) for change in self.changes)
 
 
 def plan(
@@ -54,7 +76,7 @@ def plan(
     split_head: bool | None = None,
     split_embedding: bool = False,
     tied: Mapping[int, tuple[str, ...]] | None = None,
-) -> Plan:
+) -> SplitPlan:
     """What the rules make of the model; what cannot be split is an error that names the layer and the dim.
 
     A part of a model may be without the output layer: it says which of its weights are `tied` to layers elsewhere.
@@ -76,7 +98,7 @@ def _input_embedding(model: nn.Module) -> nn.Module:
     return found
 
 
-def require_split(made: Plan, what: str) -> None:
+def require_split(made: SplitPlan, what: str) -> None:
     """Refuse a plan by which nothing is split, unless rules say so."""
     if made.divides:
         return
@@ -115,8 +137,8 @@ class _Planner:
         self.embedding: nn.Module | None = None
         """One that is split by vocabulary, whatever it is tied to."""
 
-    def plan(self) -> Plan:
-        changes: list[Change] = []
+    def plan(self) -> SplitPlan:
+        changes: list[LayerSplit] = []
         unmatched = []
         for path, name, module in _layers(self.model):
             rule = self._rule(name, _base(module))
@@ -130,7 +152,7 @@ class _Planner:
                 f"{', '.join(unmatched[:5])}{', …' if len(unmatched) > 5 else ''}. Add rules for them, with "
                 "partition_type skip for those that stay whole"
             )
-        split = [change for change in changes if change.kind not in (Kind.WHOLE, Kind.WHOLE_INSIDE)]
+        split = [change for change in changes if change.kind not in (SplitKind.WHOLE, SplitKind.WHOLE_INSIDE)]
         heads = tuple(c for c in split if self._is_head(plain_path(c.path)) and isinstance(c.module, nn.Linear))
         if self.split_head and not heads and self.tied is None:
             raise UsageError(
@@ -142,7 +164,7 @@ class _Planner:
         changes += [change for each in found for change in inside(each, self.ranks, changes)]
         self._check_ties(changes)
         untouched = tuple(path for path, a in self.attention.items() if a not in found)
-        return Plan(self.ranks, tuple(changes), found, heads, self.rules, untouched)
+        return SplitPlan(self.ranks, tuple(changes), found, heads, self.rules, untouched)
 
     # ---- rules
 
@@ -156,13 +178,13 @@ class _Planner:
         if module is self.embedding and head is None:
             return _SPLIT_EMBEDDING
         if head is None:
-            if isinstance(module, nn.Embedding) and rule is not None and rule.kind is not Kind.VOCABULARY:
+            if isinstance(module, nn.Embedding) and rule is not None and rule.kind is not SplitKind.VOCABULARY:
                 return None
-            return None if self.split_head is False and rule is not None and rule.kind is Kind.VOCABULARY else rule
+            return None if self.split_head is False and rule is not None and rule.kind is SplitKind.VOCABULARY else rule
         told = self.rules.find(head, self.type)
         if self.split_head is False:
             told = None
-        if self.split_head or (told is not None and told.kind not in (Kind.WHOLE, Kind.WHOLE_INSIDE)):
+        if self.split_head or (told is not None and told.kind not in (SplitKind.WHOLE, SplitKind.WHOLE_INSIDE)):
             return told if told is not None and head == name else _SPLIT_VOCABULARY
         if module is self.embedding:
             raise UsageError(
@@ -184,23 +206,23 @@ class _Planner:
 
     # ---- layers
 
-    def _change(self, path: str, name: str, module: nn.Module, rule: Rule) -> list[Change]:
-        if rule.kind in (Kind.WHOLE, Kind.WHOLE_INSIDE):
-            return [Change(path, module, rule.kind, rule)]
+    def _change(self, path: str, name: str, module: nn.Module, rule: Rule) -> list[LayerSplit]:
+        if rule.kind in (SplitKind.WHOLE, SplitKind.WHOLE_INSIDE):
+            return [LayerSplit(path, module, rule.kind, rule)]
         if is_experts(module):
             return [cut_experts(path, module, rule, self.ranks, self.grain)]
         base, lora_in, lora_out = _adapters(path, module)
-        if rule.kind is Kind.VOCABULARY or self._is_head(name):
+        if rule.kind is SplitKind.VOCABULARY or self._is_head(name):
             change = self._vocabulary(*base, rule)
             # What an adapter adds to an embedding is whole on all ranks, as its sum over ranks is.
             return [change, *(self._like(change, *layer) for layer in lora_out)]
-        change = self._column(*base, name, rule) if rule.kind is Kind.COLUMN else self._row(*base, name, rule)
-        if rule.kind is Kind.COLUMN:
+        change = self._column(*base, name, rule) if rule.kind is SplitKind.COLUMN else self._row(*base, name, rule)
+        if rule.kind is SplitKind.COLUMN:
             # What an adapter adds to a split output is split alike.
             return [change, *(self._like(change, *layer) for layer in lora_out)]
         return [change, *(self._like(change, *layer) for layer in lora_in)]
 
-    def _column(self, path: str, module: nn.Module, name: str, rule: Rule) -> Change:
+    def _column(self, path: str, module: nn.Module, name: str, rule: Rule) -> LayerSplit:
         outputs, _, transposed = _sizes(path, module)
         parent, leaf = name.rsplit(".", 1) if "." in name else ("", name)
         attention = self._near(parent)
@@ -221,26 +243,26 @@ class _Planner:
                 )
             if shared and len(cuts) > 1:  # queries of its own beside keys of several ranks, in one tensor
                 rows = tuple(tuple(cut[rank] for cut in cuts) for rank in range(self.ranks))
-                return Change(path, module, Kind.COLUMN, rule, {}, (), transposed, rows)
+                return LayerSplit(path, module, SplitKind.COLUMN, rule, {}, (), transposed, rows)
         else:
             cuts = self._parts(path, rule, outputs, 0)
         return self._cut_outputs(path, module, rule, cuts, transposed)
 
     def _cut_outputs(
         self, path: str, module: nn.Module, rule: Rule, cuts: list[list[tuple[int, int]]], transposed: bool
-    ) -> Change:
-        splits = {"weight": Split.of(1 if transposed else 0, cuts)}
+    ) -> LayerSplit:
+        splits = {"weight": DimSplit.of(1 if transposed else 0, cuts)}
         if getattr(module, "bias", None) is not None:
-            splits["bias"] = Split.of(0, cuts)
-        sizes = tuple(Split.of(0, cuts).size(rank) for rank in range(self.ranks))
+            splits["bias"] = DimSplit.of(0, cuts)
+        sizes = tuple(DimSplit.of(0, cuts).size(rank) for rank in range(self.ranks))
         if rule.gather_output and len(cuts) > 1:
             raise UsageError(
                 f"tensor_parallel: {path} is to be split in {len(cuts)} fused parts and its output gathered, which "
                 "would change the order of outputs. Leave gather_output or the shape out of its rule"
             )
-        return Change(path, module, Kind.COLUMN, rule, splits, sizes, transposed)
+        return LayerSplit(path, module, SplitKind.COLUMN, rule, splits, sizes, transposed)
 
-    def _row(self, path: str, module: nn.Module, name: str, rule: Rule) -> Change:
+    def _row(self, path: str, module: nn.Module, name: str, rule: Rule) -> LayerSplit:
         _, inputs, transposed = _sizes(path, module)
         parent = name.rsplit(".", 1)[0] if "." in name else ""
         attention = self._near(parent) if "att" in parent.lower() else None
@@ -250,24 +272,26 @@ class _Planner:
             cuts = [attention.by_heads(self.ranks, inputs)]
         else:
             cuts = self._parts(path, rule, inputs, 1)
-        splits = {"weight": Split.of(0 if transposed else 1, cuts)}
+        splits = {"weight": DimSplit.of(0 if transposed else 1, cuts)}
         sizes = tuple(splits["weight"].size(rank) for rank in range(self.ranks))
-        return Change(path, module, Kind.ROW, rule, splits, sizes, transposed)
+        return LayerSplit(path, module, SplitKind.ROW, rule, splits, sizes, transposed)
 
-    def _like(self, change: Change, path: str, module: nn.Module) -> Change:
+    def _like(self, change: LayerSplit, path: str, module: nn.Module) -> LayerSplit:
         """An adapter's layer, cut as the layer that it belongs to."""
         transposed = False
         split = change.splits.get("weight")
-        if change.kind is Kind.COLUMN:
+        if change.kind is SplitKind.COLUMN:
             if split is None:
-                return Change(path, module, Kind.COLUMN, change.rule, {}, (), transposed, change.rows)
-            cuts = Split(0, split.parts)
+                return LayerSplit(path, module, SplitKind.COLUMN, change.rule, {}, (), transposed, change.rows)
+            cuts = DimSplit(0, split.parts)
             own = {"weight": cuts, **({"bias": cuts} if getattr(module, "bias", None) is not None else {})}
-            return Change(path, module, Kind.COLUMN, change.rule, own, change.sizes, transposed)
+            return LayerSplit(path, module, SplitKind.COLUMN, change.rule, own, change.sizes, transposed)
         assert split is not None, "a row layer is always cut"
-        return Change(path, module, Kind.ROW, change.rule, {"weight": Split(1, split.parts)}, change.sizes, transposed)
+        return LayerSplit(
+            path, module, SplitKind.ROW, change.rule, {"weight": DimSplit(1, split.parts)}, change.sizes, transposed
+        )
 
-    def _vocabulary(self, path: str, module: nn.Module, rule: Rule) -> Change:
+    def _vocabulary(self, path: str, module: nn.Module, rule: Rule) -> LayerSplit:
         weight = getattr(module, "weight", None)
         if not isinstance(module, (nn.Linear, nn.Embedding)) or weight is None:
             raise UsageError(
@@ -275,14 +299,14 @@ class _Planner:
                 "vocabulary. Set tensor_parallel.vocab_parallel_lm_head to false"
             )
         cuts = [even(whole_shape(weight)[0], self.ranks)]
-        split = Split.of(0, cuts)
+        split = DimSplit.of(0, cuts)
         if isinstance(module, nn.Embedding):
             _check_plain_embedding(path, module)
-            return Change(path, module, Kind.VOCABULARY, rule, {"weight": split}, ())
+            return LayerSplit(path, module, SplitKind.VOCABULARY, rule, {"weight": split}, ())
         splits = {"weight": split, **({"bias": split} if module.bias is not None else {})}
         sizes = tuple(split.size(rank) for rank in range(self.ranks))
-        gathered = Rule(rule.pattern, Kind.COLUMN, gather_output=True, source=rule.source, known=True)
-        return Change(path, module, Kind.COLUMN, gathered, splits, sizes)
+        gathered = Rule(rule.pattern, SplitKind.COLUMN, gather_output=True, source=rule.source, known=True)
+        return LayerSplit(path, module, SplitKind.COLUMN, gathered, splits, sizes)
 
     def _parts(self, path: str, rule: Rule, total: int, dim: int) -> list[list[tuple[int, int]]]:
         """Each fused part of a dim, cut for all ranks."""
@@ -311,9 +335,9 @@ class _Planner:
         near = [a for path, a in self.attention.items() if path.rsplit(".", 1)[0] == above]
         return near[0] if len(near) == 1 else None
 
-    def _check_ties(self, changes: list[Change]) -> None:
+    def _check_ties(self, changes: list[LayerSplit]) -> None:
         """A parameter that two layers share must be cut alike in both."""
-        seen: dict[int, tuple[str, Split | None]] = {}
+        seen: dict[int, tuple[str, DimSplit | None]] = {}
         cut = {(change.path, name): split for change in changes for name, split in change.splits.items()}
         for path, module in self.model.named_modules():
             for name, param in module.named_parameters(recurse=False, prefix=""):

@@ -2,83 +2,154 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
-from deepspeed.tensor_parallel import regions
+from deepspeed.tensor_parallel.apply import sum_gradient
+from deepspeed.tensor_parallel.layer_splits import LayerSplit
+from deepspeed.tensor_parallel.layers import SplitSequence, share_of
+from deepspeed.tensor_parallel.plan import ModelStage, SplitPlan
+from deepspeed.tensor_parallel.rules import SplitKind
 
-__all__ = ["Sequence"]
 
+class SequenceGathers:
+    """Where hidden states enter the split regions of a model whose sequences stay split in between."""
 
-@dataclass
-class Sequence:
-    """Splits hidden states [batch, sequence, hidden] from the first block of a model to the last.
+    def __init__(self, sequence: SplitSequence) -> None:
+        self._sequence = sequence
+        self._hooks: dict[int, RemovableHandle] = {}
+        self.blocks: list[nn.Module] = []
+        """Modules inside of which hidden states are split."""
 
-    Only in training: sequences of any length, such as those of a generation, pass whole in eval mode.
-    """
+    def put(self, container: nn.Module) -> None:
+        """Let a module that holds a split region get the whole sequence."""
+        hook = _Hidden(self._sequence.enter)
+        self._hooks[id(container)] = container.register_forward_pre_hook(hook, with_kwargs=True)
 
-    axis: AxisGroup
-    active: bool = False
-    """Whether the pass that goes on now has split sequences; the first block decides, in backward what it decided."""
+    def take(self, module: nn.Module, stack: ExitStack) -> tuple[Callable[[Tensor], Tensor], int] | None:
+        """Let the caller enter by itself until the stack is closed, some tokens at a time; None for other modules.
 
-    def __deepcopy__(self, _: Any) -> Sequence:
-        return self
-
-    def begin(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """At the first block: this rank's part of the sequence."""
-        if torch._C._current_graph_task_id() == -1:  # no backward computes it again
-            self.active = block.training
-        if not self.active:
-            return hidden
-        if hidden.shape[1] % self.axis.size:
-            raise UsageError(
-                f"tensor_parallel.sequence_parallel: sequences of {hidden.shape[1]} tokens do not divide by "
-                f"{self.axis.size} ranks; pad them to a multiple of {self.axis.size}"
-            )
-        return regions.scatter_sequence(hidden, self.axis, self._sizes(hidden.shape[1] // self.axis.size))
-
-    def go_on(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """At a later block, which may be the first one here: what the block before it gave, as it is."""
-        self.active = block.training
-        return hidden
-
-    def enter(self, hidden: Tensor) -> Tensor:
-        """Into a split region, which takes the whole sequence."""
-        if not self.active:
-            return regions.enter(hidden, self.axis)
-        return regions.gather_sequence(hidden, self.axis, self._sizes(hidden.shape[1]))
-
-    def leave(self, output: Tensor) -> Tensor:
-        """Out of a split region."""
-        if not self.active:
-            return regions.leave(output, self.axis)
-        return regions.leave_to_sequence(output, self.axis, self._sizes(output.shape[1] // self.axis.size))
-
-    def end(self, hidden: Tensor) -> Tensor:
-        """Behind the last block: the whole sequence."""
-        if not self.active:
-            return hidden
-        return regions.join_sequence(hidden, self.axis, self._sizes(hidden.shape[1]))
-
-    def remember(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        """Behind all blocks: their backward, which may compute them again, goes as this pass went.
-
-        Another pass may lie between both, such as one of an evaluation.
+        Returned are the way in, and how many times more tokens are inside than outside.
         """
-        active = self.active
+        hook = self._hooks.pop(id(module), None)
+        if hook is None:
+            return None
+        hook.remove()
+        stack.callback(self.put, module)
+        return self._sequence.enter, self._sequence.axis.size
 
-        def resume(_grad: Tensor) -> None:
-            self.active = active
 
-        for each in tree_leaves(output):
-            if type(each) is Tensor and each.requires_grad:  # what is computed only if looked at stays that
-                each.register_hook(resume)
+def divide_sequences(
+    model: nn.Module, plan: SplitPlan, axis: AxisGroup, piece: ModelStage | None = None
+) -> SequenceGathers:
+    """Let sequences stay split from the first block to the last; a model that is not built of blocks is an error.
 
-    def _sizes(self, part: int) -> list[int]:
-        return [part] * self.axis.size
+    Of a `piece` of a model what comes from its blocks elsewhere, and what goes there, is split, too.
+    """
+    sequence = SplitSequence(axis)
+    entrances = SequenceGathers(sequence)
+    parts = _parts(model, plan)
+    if piece is not None and not piece.blocks and not parts:
+        return entrances
+    owner, blocks = _blocks(model, plan, parts)
+    entrances.blocks = blocks
+    for path, layers in parts.items():
+        entrances.put(model.get_submodule(path))
+        for change in layers:
+            share = share_of(change.module)
+            assert share is not None, "the plan's layers are split"
+            share.sequence, share.gate = sequence, None
+    inside = {id(p) for path in parts for p in model.get_submodule(path).parameters()}
+    biases = [c.module.bias for layers in parts.values() for c in layers if c.kind is SplitKind.ROW]
+    outside = [param for block in blocks for param in block.parameters() if id(param) not in inside]
+    for param in (*outside, *(bias for bias in biases if isinstance(bias, nn.Parameter))):
+        sum_gradient(param, axis, lambda: sequence.active)
+    first, last = (blocks[0], blocks[-1]) if piece is None else (piece.first, piece.last)
+    for block in blocks:
+        arrive = sequence.begin if block is first else sequence.go_on
+        if piece is not None or block is first:
+            block.register_forward_pre_hook(_Hidden(functools.partial(arrive, block)), with_kwargs=True)
+    if last is not None:
+        last.register_forward_hook(_Output(sequence.end))
+    if piece is None:  # every block of a piece says so itself
+        owner.register_forward_hook(sequence.remember)
+    return entrances
+
+
+def _parts(model: nn.Module, plan: SplitPlan) -> dict[str, list[LayerSplit]]:
+    """The modules that hold a split region from its first layers to its last, by path."""
+    found: dict[str, list[LayerSplit]] = {}
+    for change in plan.changes:
+        if change.kind is SplitKind.WHOLE_AND_INTO_HEADS:
+            raise UsageError(_unfit(change.path, "stays whole among layers that are split"))
+        if change in plan.heads or change.kind is SplitKind.VOCABULARY:
+            continue
+        parent = change.path.rpartition(".")[0]
+        if change.kind in (SplitKind.COLUMN, SplitKind.ROW) and not (
+            "lora_" in parent or change.path.endswith("base_layer")
+        ):
+            found.setdefault(parent, []).append(change)
+        elif change.kind not in (SplitKind.WHOLE_INSIDE, SplitKind.WHOLE, SplitKind.HEADS):
+            raise UsageError(_unfit(change.path, "is an adapter or its layer"))
+    for path, layers in found.items():
+        if {change.kind for change in layers} != {SplitKind.COLUMN, SplitKind.ROW} or any(
+            "gate_up_proj" in change.splits or change.rule.split_input for change in layers
+        ):
+            raise UsageError(_unfit(path, "does not hold a split region from its first layers to its last"))
+    return found
+
+
+def _blocks(model: nn.Module, plan: SplitPlan, parts: dict[str, list[LayerSplit]]) -> tuple[nn.Module, list[nn.Module]]:
+    """The module that has the blocks, and these in order.
+
+    All parts lie in blocks of one list, as their own children, and each block has some.
+    """
+    lists = {path.rpartition(".")[0].rpartition(".")[0] for path in parts}
+    if len(lists) != 1 or not isinstance(model.get_submodule(next(iter(lists))), nn.ModuleList):
+        where = next(iter(parts), type(model).__name__)
+        raise UsageError(_unfit(where, "is no child of a block in the model's one list of blocks"))
+    above = lists.pop()
+    having = {path.rpartition(".")[0] for path in parts}
+    for name, _ in model.get_submodule(above).named_children():
+        if f"{above}.{name}" not in having:
+            raise UsageError(_unfit(f"{above}.{name}", "has no layers that are split"))
+    for path in plan.untouched:
+        if path.startswith(f"{above}."):
+            raise UsageError(_unfit(path, "is an attention that stays whole"))
+    return model.get_submodule(above.rpartition(".")[0]), list(model.get_submodule(above).children())
+
+
+def _unfit(path: str, why: str) -> str:
+    return (
+        f"tensor_parallel.sequence_parallel: {path} {why}, so that sequences cannot stay split around it. Turn the key "
+        "off for this model"
+    )
+
+
+class _Hidden:
+    """A pre-hook that changes the hidden states, which are the first argument or called so."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.change = change
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.change(kwargs["hidden_states"])}
+
+
+class _Output:
+    """A hook that changes the hidden states that a block returns, alone or first of several."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        self.change = change
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return (self.change(output[0]), *output[1:]) if isinstance(output, tuple) else self.change(output)

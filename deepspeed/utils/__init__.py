@@ -7,15 +7,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from deepspeed import log as logging
-from deepspeed._lazy import lazy
+from deepspeed._package import lazy
 from deepspeed.log import log_dist, log_dist_once, logger, print_json_dist, set_log_level_from_string
 
 if TYPE_CHECKING:
     from deepspeed.accelerator.nvtx import instrument_w_nvtx
     from deepspeed.comm import is_initialized
+    from deepspeed.published import groups
+    from deepspeed.published.init_on_device import OnDevice
     from deepspeed.runtime.dataloader import RepeatingLoader
-    from deepspeed.utils import groups
-    from deepspeed.utils.init_on_device import OnDevice
     from deepspeed.zero.public.access import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -43,10 +43,10 @@ if TYPE_CHECKING:
     )
 
 _LAZY = {
-    "OnDevice": "deepspeed.utils.init_on_device:OnDevice",
+    "OnDevice": "deepspeed.published.init_on_device:OnDevice",
     "RepeatingLoader": "deepspeed.runtime.dataloader:RepeatingLoader",
     "get_z3_leaf_modules": "deepspeed.zero.public.leaf:get_z3_leaf_modules",
-    "groups": "deepspeed.utils.groups",
+    "groups": "deepspeed.published.groups",
     "instrument_w_nvtx": "deepspeed.accelerator.nvtx:instrument_w_nvtx",
     "is_initialized": "deepspeed.comm:is_initialized",
     "safe_get_full_fp32_param": "deepspeed.zero.public.access:safe_get_full_fp32_param",

@@ -12,18 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed.checkpoint.formats.consolidate import DTYPES, StoredTensor, fp32_weights, write_shards
+from deepspeed.checkpoint.formats.detect import find_tag, open_checkpoint
 from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.safe_load import safe_load
-from deepspeed.checkpoint.zero_to_fp32 import (
-    DTYPES,
-    Lazy,
-    check_output,
-    find_tag,
-    main,
-    natural,
-    read_checkpoint,
-    write_shards,
-)
+from deepspeed.checkpoint.zero_to_fp32 import check_output, main
 from deepspeed.errors import CheckpointError
 
 __all__ = [
@@ -45,7 +38,7 @@ __all__ = [
     "zero_model_state",
 ]
 
-GatheredTensor = Lazy
+GatheredTensor = StoredTensor
 """What lazy mode gives: `contiguous()` reads the tensor."""
 
 
@@ -66,10 +59,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 ) -> dict[str, Any]:
     """The fp32 state dict; in lazy mode tensors stay in the files until their `contiguous()` is called."""
     with reading(checkpoint_dir):
-        found = read_checkpoint(find_tag(Path(checkpoint_dir), tag), exclude_frozen=exclude_frozen_parameters)
-        lazy: dict[str, Any] = dict(found.tensors)
+        source = open_checkpoint(find_tag(checkpoint_dir, tag), verify=False)
+        lazy: dict[str, Any] = dict(fp32_weights(source, exclude_frozen=exclude_frozen_parameters))
         result = lazy if lazy_mode else {name: tensor.contiguous() for name, tensor in lazy.items()}
-        result.update({alias: result[owner] for alias, owner in found.aliases.items() if owner in result})
+        result.update({alias: result[owner] for alias, owner in source.aliases.items() if owner in result})
     return result
 
 
@@ -119,10 +112,11 @@ def convert_zero_checkpoint_to_state_dict(
         raise CheckpointError(f"dtype {dtype!r} is not one of {', '.join(sorted(DTYPES))}")
     output = Path(output_dir)
     with reading(checkpoint_dir):
-        folder = find_tag(Path(checkpoint_dir), tag)
+        folder = find_tag(checkpoint_dir, tag)
         check_output(output, folder)
-        found = read_checkpoint(folder, exclude_frozen=exclude_frozen_parameters)
-        write_shards(output, found.tensors, found.aliases, limit=max_shard_size, safe=safe_serialization, dtype=kind)
+        source = open_checkpoint(folder, verify=False)
+        tensors = fp32_weights(source, exclude_frozen=exclude_frozen_parameters)
+        write_shards(output, tensors, source.aliases, limit=max_shard_size, safe=safe_serialization, dtype=kind)
 
 
 def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: str, tag: str | None = None) -> nn.Module:
@@ -144,7 +138,7 @@ def natural_keys(text: str) -> list[int | str]:
 
 def get_checkpoint_files(checkpoint_dir: str, glob_pattern: str) -> list[str]:
     """The files of a pattern, by rank."""
-    found = sorted(Path(checkpoint_dir).glob(glob_pattern), key=natural)
+    found = sorted(Path(checkpoint_dir).glob(glob_pattern), key=lambda path: natural_keys(path.name))
     if not found:
         raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
     return [str(path) for path in found]

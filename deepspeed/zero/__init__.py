@@ -1,6 +1,6 @@
 """ZeRO: parameters, gradients and optimizer states spread over ranks."""
 
-from deepspeed._lazy import lazy
+from deepspeed._package import lazy
 
 _LAZY = {
     "GatheredParameters": "deepspeed.zero.public.gathered:GatheredParameters",
@@ -9,9 +9,9 @@ _LAZY = {
     "TiledLinearReturnBias": "deepspeed.zero.public.tiling:TiledLinearReturnBias",
     "ZeroParamStatus": "deepspeed.zero.parameters.shard:ZeroParamStatus",
     "ZeroParamType": "deepspeed.zero.parameters.shard:ZeroParamType",
-    "register_external_parameter": "deepspeed.zero.parameters.external:register_external_parameter",
-    "unregister_external_parameter": "deepspeed.zero.parameters.external:unregister_external_parameter",
-    "unwrap_model_for_generation": "deepspeed.zero.public.generation:unwrap_model_for_generation",
+    "register_external_parameter": "deepspeed.zero.parameters.module_hooks:register_external_parameter",
+    "unregister_external_parameter": "deepspeed.zero.parameters.module_hooks:unregister_external_parameter",
+    "unwrap_model_for_generation": "deepspeed.zero.public.gathered:unwrap_model_for_generation",
 }
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`Hosts`: small agreements between the ranks of an axis, before anybody waits for something that never comes."""
+"""`RankAgreement`: small agreements between the ranks of an axis, before one of them waits for what never comes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,17 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import Pending
-from deepspeed.comm.agreement import LAST, Ears, Teller, begin_to_gather_words, gather_words, listen, unite
+from deepspeed.comm.agreement import (
+    LAST,
+    EarlyReceives,
+    WordCollector,
+    begin_to_gather_words,
+    gather_words,
+    receive_early,
+    unite,
+)
 from deepspeed.errors import CommError, FileError
 from deepspeed.parallel import AxisGroup
-
-__all__ = ["DONE", "STEP", "Hosts", "begin_code", "digest"]
 
 T = TypeVar("T")
 
@@ -37,7 +43,7 @@ def digest(value: object) -> int:
     return zlib.crc32(repr(value).encode())
 
 
-class Hosts:
+class RankAgreement:
     """Exchanges a few numbers per rank; the first is a code of those above, or a request: a positive number.
 
     Ranks that torch only pretends to have (its "fake" backend) say what this one says.
@@ -48,7 +54,7 @@ class Hosts:
         self.alone = axis.size == 1 or dist.get_backend(axis.group) == "fake"
         """Nobody answers but this process."""
         self._polls: Any = None
-        self._ears: Ears | None = None
+        self._ears: EarlyReceives | None = None
         self.exchanges = 0
         """How many there have been: each costs `deepspeed.comm.agreement.rounds` messages one after the other."""
 
@@ -64,14 +70,14 @@ class Hosts:
     def exchange_at_end(self, words: Sequence[int], what: str) -> Tensor:
         """The same where the first rank comes last, as a rule: it need not wait if it listened."""
         ears, self._ears = self._ears, None
-        return self._exchange(words, what, Teller(0, early=True, ears=ears))
+        return self._exchange(words, what, WordCollector(0, early=True, ears=ears))
 
-    def listen(self, count: int) -> None:
+    def receive_early(self, count: int) -> None:
         """Soon there will be an exchange at the end, of so many words: the first rank gets ready."""
         if not self.alone and self._ears is None:
-            self._ears = listen(count, self._group)
+            self._ears = receive_early(count, self._group)
 
-    def _exchange(self, words: Sequence[int], what: str, teller: Teller) -> Tensor:
+    def _exchange(self, words: Sequence[int], what: str, teller: WordCollector) -> Tensor:
         self.exchanges += 1
         mine = torch.tensor(words, dtype=torch.int64)
         if self.alone:

@@ -1,95 +1,154 @@
-"""From a config to what holds the states of a model: whole on every rank, or spread over ranks with all that takes."""
+"""From a config to what holds the states of a model and reduces its gradients, whole or spread over ranks.
+
+Placements are made here, and so are reductions and gathers: a codec is another object of `make_reduction`,
+`make_gather` or `make_block_gather`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.config.schema import Schema
-from deepspeed.memory.tier import Homes
+from deepspeed.memory.tier import StateTiers
 from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
-from deepspeed.zero.agreement import Hosts
-from deepspeed.zero.birth.site import rank_device
-from deepspeed.zero.budgeting import Budgeted
-from deepspeed.zero.gradients.council import Council
-from deepspeed.zero.gradients.reducer import ShardReducer
-from deepspeed.zero.parameters.coordinator import Coordinator
-from deepspeed.zero.parameters.gather import Gather, PlainGather, gather
-from deepspeed.zero.parameters.hooks import ModuleHooks
-from deepspeed.zero.parameters.housing import gather_from, remotes_of, reserve, uses_disk
-from deepspeed.zero.parameters.passes import Passes
-from deepspeed.zero.parameters.plan import Limits
-from deepspeed.zero.parameters.remote import Remote, Remotes
+from deepspeed.zero.agreement import RankAgreement
+from deepspeed.zero.birth.placement import rank_device
+from deepspeed.zero.gradients import replicated
+from deepspeed.zero.gradients.agreement import StepAgreement
+from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
+from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
+from deepspeed.zero.gradients.sparse import embedding_parameters
+from deepspeed.zero.memory_budget import Budgeted
+from deepspeed.zero.offload import gather_from, homes_of, remotes_of, reserve, store_of, uses_disk
+from deepspeed.zero.parameters.coordinator import FetchCoordinator
+from deepspeed.zero.parameters.fetch_plan import FetchLimits
+from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
+from deepspeed.zero.parameters.gather import BlockGather, FlatBlocks, Gather, PlainGather, gather
+from deepspeed.zero.parameters.module_hooks import ModuleHooks
+from deepspeed.zero.parameters.offloaded import ChunkTier, ChunkTiers
 from deepspeed.zero.parameters.shard import Shard, shard_of
-from deepspeed.zero.parameters.sharding import persist, shard_module, shard_parameter
+from deepspeed.zero.parameters.sharding import keep_whole, persist, shard_module, shard_parameter
 from deepspeed.zero.parameters.uses import blocks_of
 from deepspeed.zero.placement import AxisOf, LiesOn, Placement, placed
 from deepspeed.zero.public.export import meet_state_dicts
-from deepspeed.zero.public.granularity import units_by_granularity
-from deepspeed.zero.public.leaf import apply_zero_leaf_module_config, mark_expert_blocks, set_z3_leaf_module
-from deepspeed.zero.states.deferral import Deferral
-from deepspeed.zero.states.group import Dtypes, Named, ShardGroup
-from deepspeed.zero.states.housed import HousedGroup
-from deepspeed.zero.states.housing import homes_of, store_of
-from deepspeed.zero.states.late import runs_compiled, wait_in_modules
+from deepspeed.zero.public.leaf import (
+    apply_zero_leaf_module_config,
+    mark_expert_blocks,
+    set_z3_leaf_module,
+    units_by_granularity,
+)
+from deepspeed.zero.states.groups import BlockGroup, Named, OffloadedGroup, StripedGroup
+from deepspeed.zero.states.late_parameters import runs_compiled, wait_in_modules
 from deepspeed.zero.states.matrices import ShardedMatrices
-from deepspeed.zero.states.norm import Measure
-from deepspeed.zero.states.pace import Pace
-from deepspeed.zero.states.planner import Planner
-from deepspeed.zero.states.states import States
-from deepspeed.zero.states.striped import StripedGroup
-from deepspeed.zero.states.whole import WholePlanner
-
-__all__ = ["Quarters", "Sharded", "hold_whole", "house", "quarters_of", "shard"]
+from deepspeed.zero.states.norm import NormRanks
+from deepspeed.zero.states.planner import GroupPlanner, Make
+from deepspeed.zero.states.states import OptimizerStates
+from deepspeed.zero.states.tiles import StepTiling
+from deepspeed.zero.states.zenflow import DeferredUpdates
 
 _WORTHWHILE = 1 << 17  # elements that each rank sends in a gather ahead of small modules
+# Elements of a bucket that the user did not size: a block, or enough for each rank's slice to be worth a message; few
+# enough to be on their way early, and bounded, since a few such buckets are in memory whatever the number of ranks.
+_BUCKET = 8 << 20
+_BUCKET_PER_RANK = 1 << 19
+_BUCKET_MOST = 32 << 20
+_BLOCK_MOST = 256 << 20
+
+
+def make_reduction(schema: Schema, placement: Placement) -> Reduction:
+    """How the gradients of a placement are summed and get to their owners."""
+    zero = schema.zero_optimization
+    return ReduceToOwners(
+        placement.shard,
+        placement.group,
+        ReductionWeights.of(schema, placement.size),
+        placement.replicate,
+        everywhere=not zero.reduce_scatter,
+        merged=zero.use_multi_rank_bucket_allreduce,
+    )
+
+
+def make_gather(schema: Schema, remote: ChunkTier | None = None) -> Gather[Shard]:
+    """How parameters that are cut become whole, from the device or from where their chunks live."""
+    zero = schema.zero_optimization
+    way = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
+    return way if remote is None else gather_from(remote, way)
+
+
+def make_block_gather(schema: Schema) -> Gather[FlatBlocks]:
+    """How updated blocks of whole parameters get to all ranks."""
+    return BlockGather(int(schema.zero_optimization.allgather_bucket_size) or 1)
 
 
 @dataclass(frozen=True)
-class Quarters:
+class StatePlacement:
     """Where states live, and the chunks of stage 3; what they need is closed with the stack."""
 
-    homes: Homes
-    remotes: Remotes | None
-    hosts: Hosts
+    homes: StateTiers
+    remotes: ChunkTiers | None
+    hosts: RankAgreement
     stack: ExitStack
 
 
-def quarters_of(schema: Schema, budgeted: Budgeted | None, hosts: Hosts, stack: ExitStack) -> Quarters:
+def state_placement(
+    schema: Schema, budgeted: Budgeted | None, hosts: RankAgreement, stack: ExitStack
+) -> StatePlacement:
     """As the config says: by its offload sections, or by its budgets."""
     homes, remotes = hosts.together(
         lambda: (homes_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
         "opening swap files",
         needed=uses_disk(schema),
     )
-    return Quarters(homes, remotes, hosts, stack)
+    return StatePlacement(homes, remotes, hosts, stack)
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """A model that is spread over ranks."""
+class ZeroModel:
+    """The states of a model and what moves its gradients and parameters, whole or spread over ranks."""
 
-    reducer: ShardReducer
-    states: States | None
+    reducer: GradientReducer
+    states: OptimizerStates | None
     names: dict[int, str]
     """The name of each parameter in the module, by id."""
     lies_on: LiesOn
-    coordinator: Coordinator | None = None
+    coordinator: FetchCoordinator | None = None
     hooks: ModuleHooks | None = None
-    remote: Remote | None = None
+    remote: ChunkTier | None = None
     """Where parameters live between their uses; None: on the device."""
+    reductions: Mapping[Placement, Reduction] = field(default_factory=dict)
+    """How gradients are reduced, in the order in which placements were first used."""
+
+    def reduction_states(self) -> dict[str, dict[str, Tensor]]:
+        """What reductions remember from step to step, by their numbers; empty if nothing."""
+        states = {str(number): each.state_dict() for number, each in enumerate(self.reductions.values())}
+        return {number: state for number, state in states.items() if state}
+
+    def load_reduction_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over what `reduction_states` gave on the same rank of as many."""
+        for number, each in enumerate(self.reductions.values()):
+            if str(number) in states:
+                each.load_state_dict(states[str(number)])
+
+    def close(self) -> None:
+        """Remove every hook, and let go of what reductions hold."""
+        self.reducer.close()
+        for each in self.reductions.values():
+            each.close()
 
     def extend(self, members: Sequence[Named]) -> None:
         """Make parameters that are new to the model ready to be spread."""
         self.names.update({id(param): name for name, param in members})
+        if self.reducer.replicated is not None:
+            self.reducer.replicated.add(members)
         if self.hooks is None:
             return
         for name, param in members:
@@ -109,96 +168,132 @@ class Sharded:
             coordinator.send_with(self.reducer)
 
 
-def house(
-    schema: Schema,
-    module: nn.Module,
-    precision: Precision,
-    optimizer: Optimizer,
-    measure: Measure,
-    alone: AxisGroup,
-    quarters: Quarters,
-) -> Sharded:
-    """States that nobody shares, in another tier; `alone` is an axis on which this rank has no other."""
-    planner = _planner(schema, module, precision, _whole(measure, alone), HousedGroup, quarters)
-    return _states(planner, module, optimizer, measure, quarters)
-
-
-def hold_whole(
-    module: nn.Module, precision: Precision, optimizer: Optimizer, measure: Measure, alone: AxisGroup
-) -> States:
-    """The states of an optimizer that nobody shares; `alone` is an axis on which this rank has no other."""
-    dtypes = Dtypes(precision.master, precision.accumulate, precision.reduce)
-    names = {id(param): name for name, param in module.named_parameters()}
-    planner = WholePlanner(_whole(measure, alone), dtypes, names)
-    return States(optimizer, planner.groups, measure, waits=planner.waits)
-
-
-def shard(
+def hold_model_states(
     schema: Schema,
     module: nn.Module,
     precision: Precision,
     optimizer: Optimizer | None,
-    measure: Measure,
-    quarters: Quarters,
-) -> Sharded:
-    """Spread `module` and the states of its optimizer as the config's stage says."""
-    zero = schema.zero_optimization
-    if zero.stage < 3:
-        resting = placed(measure.ranks_of, lambda axis: Placement(axis, samples=measure.axis.size))
-        planner = _planner(schema, module, precision, resting, None, quarters)
-        return _states(planner, module, optimizer, measure, quarters)
+    measure: NormRanks,
+    alone: AxisGroup,
+    quarters: StatePlacement,
+) -> ZeroModel:
+    """Hold the states of a model as the config's stage says; `alone` is an axis on which this rank has no other."""
+    zero, size = schema.zero_optimization, measure.axis.size
+    make_planner = partial(_planner, schema, module, precision, quarters.homes)
+    if zero.stage == 3 and (size > 1 or quarters.remotes is not None):
+        return _shard_parameters(schema, module, optimizer, measure, quarters, make_planner)
+    if size > 1 and zero.stage > 0 and optimizer is not None:
+        placements = placed(measure.ranks_of, lambda axis: Placement(axis, samples=size))
+        resident = partial(BlockGroup, gather=make_block_gather(schema), aligned=zero.parameter_alignment)
+        return _taken(make_planner(placements, resident), module, optimizer, measure, quarters)
+    if zero.stage == 3:
+        keep_whole(module, measure.axis)
+    placements = placed(measure.ranks_of, lambda axis: Placement(alone, replicate=axis, samples=size))
+    in_buckets = schema.optimizer_in_backward.enabled and size > 1  # gradients that are used up as they land
+    if optimizer is not None and (quarters.homes.away or zero.offloads_optimizer or in_buckets):
+        return _taken(make_planner(placements, OffloadedGroup), module, optimizer, measure, quarters)
+    return _in_place(make_planner(placements, None), module, optimizer, measure)
+
+
+def _shard_parameters(
+    schema: Schema,
+    module: nn.Module,
+    optimizer: Optimizer | None,
+    measure: NormRanks,
+    quarters: StatePlacement,
+    make_planner: Callable[[AxisOf, Make], GroupPlanner],
+) -> ZeroModel:
+    """Parameters are cut, too, and gathered for each use."""
     fetching = _fetching(schema, module, measure, quarters)
     coordinator, hooks = fetching
-    make = partial(_striped, coordinator.gradient_arrived if hooks.handles else None)
-    striped = placed(
+    placements = placed(
         measure.ranks_of, lambda axis: Placement(axis, gradient_group=axis.twin(), samples=measure.axis.size)
     )
     # Groups are made by all ranks together, also by a stage of a pipeline that trains nothing.
-    next((striped(param) for param in module.parameters() if measure.ranks_of(param) is measure.axis), None)
-    planner = _planner(schema, module, precision, striped, make, quarters)
-    sharded = _states(planner, module, optimizer, measure, quarters, fetching)
+    next((placements(param) for param in module.parameters() if measure.ranks_of(param) is measure.axis), None)
+    make = partial(StripedGroup, arrived=coordinator.gradient_arrived if hooks.handles else None)
+    sharded = _taken(make_planner(placements, make), module, optimizer, measure, quarters, fetching)
     return replace(sharded, remote=quarters.remotes.remote if quarters.remotes is not None else None)
 
 
-def _whole(measure: Measure, alone: AxisGroup) -> AxisOf:
-    """States that nobody shares: each rank that holds a parameter has all of them."""
-    size = measure.axis.size
-    return placed(measure.ranks_of, lambda axis: Placement(alone, replicate=axis, samples=size))
-
-
 def _planner(
-    schema: Schema,
-    module: nn.Module,
-    precision: Precision,
-    axis_of: AxisOf,
-    make: Callable[[Sequence[Named], Placement, Dtypes, dict[str, Any]], ShardGroup] | None,
-    quarters: Quarters,
-) -> Planner:
+    schema: Schema, module: nn.Module, precision: Precision, homes: StateTiers, axis_of: AxisOf, make: Make | None
+) -> GroupPlanner:
     names = {id(param): name for name, param in module.named_parameters()}
-    return Planner(schema, axis_of, precision, names, precision.reduce_dtypes(module), make, quarters.homes)
+    travels = precision.reduce_dtypes(module)
+    return GroupPlanner(schema, axis_of, precision, names, travels, partial(make_reduction, schema), make, homes)
 
 
-def _states(
-    planner: Planner,
+def _in_place(planner: GroupPlanner, module: nn.Module, optimizer: Optimizer | None, measure: NormRanks) -> ZeroModel:
+    """Gradients are summed where they lie; without an optimizer, too, for a user who updates parameters."""
+    schema, precision = planner.schema, planner.precision
+    states = None if optimizer is None else OptimizerStates(optimizer, planner.groups, measure, waits=planner.waits)
+
+    def holder_of(param: nn.Parameter) -> nn.Parameter:
+        wide = param.dtype != precision.accumulate and param.is_floating_point()
+        return states.holder(param) if wide and states is not None else param
+
+    def dtypes() -> Callable[[nn.Parameter], torch.dtype]:
+        planner.travels.update(precision.reduce_dtypes(module))
+        return lambda param: planner.dtypes(param).reduce
+
+    sparse, rows = embedding_parameters(module, all_rows=schema.sparse_gradients)
+    holding = replicated.ReplicatedPlacement(
+        planner.axis_of,
+        holder_of,
+        dtypes,
+        lambda placement: ReductionWeights.of(schema, placement.size),
+        main=planner.axis_of(nn.Parameter(torch.empty(0))),
+        sparse=sparse,
+        rows=rows,
+    )
+    gradients = replicated.ReplicatedGradients(list(module.named_parameters()), holding)
+    ways = ReductionSettings(every_backward=False, limit=replicated.BUCKET_BYTES, first=replicated.FIRST_BYTES)
+    reducer = GradientReducer(
+        lambda: [gradients], planner.reduction_of, ways, None, registered=module.parameters, replicated=gradients
+    )
+    return ZeroModel(reducer, states, planner.names, measure.ranks_of, reductions=planner.reductions)
+
+
+def _ways(planner: GroupPlanner, size: int, block: int) -> ReductionSettings:
+    """How gradients leave where `size` ranks share them; a `block` of the model has so many elements."""
+    zero, precision = planner.schema.zero_optimization, planner.precision
+    given = "reduce_bucket_size" in zero.model_fields_set
+    limit = min(max(_BUCKET, _BUCKET_PER_RANK * size), _BUCKET_MOST)
+    limit = zero.reduce_bucket_size if given else max(limit, min(block + block // 64, _BLOCK_MOST))
+    return ReductionSettings(
+        # Gradients that wait on the parameters of stage 1 would be added up in the parameters' dtype.
+        every_backward=zero.stage >= 2 or precision.accumulate != precision.param or planner.homes.away,
+        strict=given,
+        limit=int(limit) if zero.contiguous_gradients else 1,
+        # At stage 3 a rank that waits for gradients would not serve those that still need its parameters.
+        overlap=zero.overlap_comm is not False or zero.stage == 3,
+        early=not (zero.overlap_comm is False and zero.stage == 3),
+    )
+
+
+def _taken(
+    planner: GroupPlanner,
     module: nn.Module,
     optimizer: Optimizer | None,
-    measure: Measure,
-    quarters: Quarters,
-    fetching: tuple[Coordinator, ModuleHooks] | None = None,
-) -> Sharded:
+    measure: NormRanks,
+    quarters: StatePlacement,
+    fetching: tuple[FetchCoordinator, ModuleHooks] | None = None,
+) -> ZeroModel:
+    """Gradients are taken from the parameters, and brought to the pieces that their owners update."""
     coordinator, hooks = fetching or (None, None)
     hosts, stack = quarters.hosts, quarters.stack
     states = None
     if optimizer is not None:
         device = rank_device()[1]
-        pace = Pace.of(
+        pace = StepTiling.of(
             planner.schema, 0 if coordinator is None else None, pinned=planner.homes.pinned, late=device.type != "cpu"
         )
         store = store_of(planner.schema, planner.homes, optimizer, stack)
         zenflow = planner.schema.zero_optimization.zenflow
-        deferral = None if zenflow is None else Deferral(zenflow, optimizer)
+        deferral = None if zenflow is None else DeferredUpdates(zenflow, optimizer)
         states = hosts.together(
-            lambda: States(optimizer, planner.groups, measure, pace=pace, store=store, deferral=deferral),
+            lambda: OptimizerStates(optimizer, planner.groups, measure, pace=pace, store=store, deferral=deferral),
             "taking space on the disk for the optimizer's states",
             needed=planner.homes.swap is not None,
         )
@@ -208,34 +303,26 @@ def _states(
             states.compiled = runs_compiled(module)
         if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
             optimizer.whole = ShardedMatrices(states.groups)
-    reducer = ShardReducer(
+    reducer = GradientReducer(
         lambda: states.groups if states is not None else [],
         planner.reduction_of,
-        planner.ways(measure.axis.size, blocks_of(module)[1]),
-        Council(hosts),
+        _ways(planner, measure.axis.size, blocks_of(module)[1]),
+        StepAgreement(hosts),
         registered=module.parameters,
         passes=coordinator,
     )
     if states is not None:
         states.reducer = reducer
-    sharded = Sharded(reducer, states, planner.names, measure.ranks_of, coordinator, hooks)
+    sharded = ZeroModel(
+        reducer, states, planner.names, measure.ranks_of, coordinator, hooks, reductions=planner.reductions
+    )
     sharded.leave_by_passes()
     return sharded
 
 
-def _striped(
-    arrived: Callable[[Shard], None] | None,
-    members: Sequence[Named],
-    placement: Placement,
-    dtypes: Dtypes,
-    options: dict[str, Any],
-) -> ShardGroup:
-    return StripedGroup(members, placement, dtypes, options, arrived=arrived)
-
-
 def _fetching(
-    schema: Schema, module: nn.Module, measure: Measure, quarters: Quarters
-) -> tuple[Coordinator, ModuleHooks]:
+    schema: Schema, module: nn.Module, measure: NormRanks, quarters: StatePlacement
+) -> tuple[FetchCoordinator, ModuleHooks]:
     """Cut the parameters, and have modules gather what they need."""
     zero, axis = schema.zero_optimization, measure.axis
     apply_zero_leaf_module_config(module, zero.leaf_module)
@@ -254,15 +341,14 @@ def _fetching(
     if zero.module_granularity_threshold > 0:
         for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
             set_z3_leaf_module(unit, True)
-    way: Gather = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
-    far = way if remotes is None else gather_from(remotes.remote, way)
+    way, far = make_gather(schema), make_gather(schema, None if remotes is None else remotes.remote)
     for each in shards:
         each.gather = way if each.remote is None else far
     total = int(zero.model_persistence_threshold) // axis.size
     gather(persist(shards, int(zero.param_persistence_threshold), total))
-    passes = Passes(
+    passes = FetchSchedule(
         hosts,
-        Limits(
+        FetchLimits(
             ahead=_ahead(schema, module, axis.size),
             live=int(zero.max_live_parameters),
             reuse=int(zero.max_reuse_distance),
@@ -270,7 +356,7 @@ def _fetching(
         between_passes="max_reuse_distance" in zero.model_fields_set,
         log_traces=zero.log_trace_cache_warnings,
     )
-    coordinator = Coordinator(passes)
+    coordinator = FetchCoordinator(passes)
     hooks = ModuleHooks(module, coordinator)
     stack.callback(hooks.remove)
     hooks.install()

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from deepspeed.parallel import AxisGroup
 
-__all__ = ["AxisOf", "LiesOn", "Placement", "placed"]
-
 
 @dataclass(frozen=True, eq=False)
 class Placement:

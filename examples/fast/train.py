@@ -2,7 +2,7 @@
 
 deepspeed examples/fast/train.py --deepspeed_config examples/fast/ds_config.json
 
-Nothing here knows of kernels: the two last sections of the config turn them on.
+The script is unmodified: the last two sections of the config turn the kernels on.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 deepspeed --num_gpus 2 examples/long_sequences/train.py --deepspeed_config examples/long_sequences/ds_config.json
 
-Nothing here knows of sequence parallelism: the two last keys of the config turn it on, and batches are whole.
+The script is unmodified: the last two keys of the config turn sequence parallelism on, and batches are whole.
 """
 
 from __future__ import annotations

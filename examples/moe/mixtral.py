@@ -1,4 +1,4 @@
-"""A Mixtral of Transformers whose experts lie on two ranks: the model and the loop know nothing of it.
+"""A Mixtral of Transformers whose experts lie on two ranks; the model and the loop are unmodified.
 
     deepspeed --num_gpus 2 examples/moe/mixtral.py --deepspeed_config examples/moe/mixtral.json --output mixtral
 

@@ -1,4 +1,4 @@
-"""A Llama of Transformers, its layers shared by two ranks: the model and the loop know nothing of it.
+"""A Llama of Transformers whose layers are split over two ranks; the model and the loop are unmodified.
 
 deepspeed --num_gpus 2 examples/tensor_parallel/train.py
 """

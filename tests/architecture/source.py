@@ -6,7 +6,7 @@ import ast
 import functools
 from pathlib import Path
 
-from deepspeed._collector import resting
+from deepspeed._package import without_collection
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "deepspeed"
@@ -20,7 +20,7 @@ def files() -> tuple[Path, ...]:
 
 @functools.cache
 def tree(path: Path) -> ast.Module:
-    with resting():
+    with without_collection():
         return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 

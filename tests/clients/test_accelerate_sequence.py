@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 
 import deepspeed
-from deepspeed.utils import groups
+from deepspeed.published import groups
 from tests.clients import tiny
 from tests.clients.trainers import arguments, auto, forget_clients
 from tests.harness import ranks

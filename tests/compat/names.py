@@ -16,7 +16,7 @@ FEATURES = {
     "data efficiency": "curriculum learning, random layer token drop, progressive layer drop, variable batches",
     "hybrid engine": "one engine that trains and generates",
     "inference": "init_inference, kernel injection, checkpoints cut for tensor parallelism",
-    "kernels": "Evoformer attention, floating point quantisation, grouped products",
+    "kernels": "Evoformer attention, floating point quantisation",
     "linear": "LoRA and quantised linear layers",
     "rollout": "generation for reinforcement learning",
     "sparse attention": "attention over blocks",

@@ -14,8 +14,8 @@ from unittest import mock
 import pytest
 
 import deepspeed
-from deepspeed import _legacy
-from deepspeed._legacy_paths import MOVED, REMOVED, SPLIT
+from deepspeed.published import finder
+from deepspeed.published.old_paths import MOVED, REMOVED, SPLIT
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = [(old, name) for old, names in SPLIT.items() for name in names]
@@ -113,7 +113,7 @@ print(DeepSpeedZeroOffloadParamConfig.__name__)
     assert fresh(code).splitlines() == [
         "True",
         "deepspeed.config.precision deepspeed.config.zero deepspeed.parallel.topology",
-        "deepspeed.config.offload",
+        "deepspeed.config.zero",
         "DeepSpeedZeroOffloadParamConfig",
     ]
 
@@ -121,7 +121,7 @@ print(DeepSpeedZeroOffloadParamConfig.__name__)
 def test_made_up_packages_hold_only_old_paths():
     package = importlib.import_module("deepspeed.runtime.zenflow")
     assert package.__path__ == []
-    assert package.zenflow_config is importlib.import_module("deepspeed.config.zenflow")
+    assert package.zenflow_config is importlib.import_module("deepspeed.config.zero")
     assert package.__all__ == []
 
 
@@ -206,9 +206,9 @@ def test_modules_below_a_moved_package_are_not_loaded_twice(monkeypatch):
 
 
 def test_installing_twice_keeps_one_finder():
-    _legacy.install()
-    _legacy.install()
-    assert [type(finder).__module__ for finder in sys.meta_path].count("deepspeed._legacy") == 1
+    finder.install()
+    finder.install()
+    assert [type(finder).__module__ for finder in sys.meta_path].count("deepspeed.published.finder") == 1
 
 
 def test_the_finder_leaves_other_packages_alone():

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 import deepspeed
-from deepspeed._legacy_paths import MOVED, SPLIT
+from deepspeed.published.old_paths import MOVED, SPLIT
 from tests.compat.names import FEATURES, Row, read
 
 MODULES = read()

@@ -56,8 +56,10 @@ class MyModel(nn.Module):
 def prepare_folder(folder: Path) -> None:
     """Enter a folder that has what commands name."""
     os.chdir(folder)
-    for name in ("ds.json", "ds_config.json", "FILE"):
-        (folder / name).write_text(json.dumps(CONFIG))
+    for name in ("ds.json", "ds_config.json", "FILE"):  # another rank may read it already
+        own = folder / f"{name}.{os.getpid()}"
+        own.write_text(json.dumps(CONFIG))
+        own.replace(folder / name)
     (folder / "misspelt.json").write_text(json.dumps({"train_batch_size": 4, "zero_optimizaton": {"stage": 2}}))
     (folder / "train.py").write_text(SCRIPT)
     shutil.copytree(ROOT / "examples", folder / "examples", dirs_exist_ok=True)

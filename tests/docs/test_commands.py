@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import main as torchrun
 
+from benchmarks.cases import discover
 from deepspeed.bench import ds_bench
 from deepspeed.config.__main__ import main as look_at_config
 from deepspeed.io import ds_io, ds_nvme_tune
-from deepspeed.io.sweep import SWEEP
+from deepspeed.io.ds_nvme_tune import SWEEP
 from deepspeed.launcher import report, runner
 from deepspeed.launcher.ports import free_port
 from deepspeed.moe.show import main as show_routers
@@ -75,12 +76,13 @@ def of(*programs):
 
 
 LAUNCHES = of("deepspeed", "train.py", "torchrun")
+BENCHMARKS = [command for command in TOOLS if runs(command).startswith(("benchmarks", "tests."))]
 
 
 def test_every_command_is_tried_by_one_of_these():
     tried = {*of("make"), *of("ds_report"), *of("deepspeed.config"), *of("deepspeed", "train.py"), *of("pytest")}
     tried |= {*of("ds_io", "ds_nvme_tune", "ds_bench", "deepspeed.preflight", "deepspeed.pipe.schedule")}
-    tried |= {*of("pip"), *of("accelerate"), *of("torchrun"), *of("deepspeed.moe.show")}
+    tried |= {*of("pip"), *of("accelerate"), *of("torchrun"), *of("deepspeed.moe.show"), *BENCHMARKS}
     tried |= {*of("deepspeed.checkpoint", "deepspeed.checkpoint.ds_to_universal", "out/zero_to_fp32.py")}
     assert [str(command) for command in TOOLS if command not in tried] == []
     assert [str(command) for command in EXAMPLES if example_of(command) not in {**SHORT, **ELSEWHERE}] == []
@@ -104,6 +106,16 @@ def test_pip(command):
         here = re.fullmatch(r"\.(?:\[(\w+)\])?", wanted)
         known = rf"^{here[1]} = " if here and here[1] else rf'"{wanted}[=>]'
         assert wanted == "." or re.search(known, extras, re.MULTILINE), wanted
+
+
+@pytest.mark.parametrize("command", BENCHMARKS, ids=str)
+def test_benchmarks(command):
+    """They take minutes or a GPU, and so do tools of the tests; the file or the case that is named exists."""
+    program = runs(command)
+    if program == "benchmarks":
+        assert {word for word in command.words[3:] if not word.startswith("-")} <= {*discover()}
+    else:
+        assert (ROOT / f"{program.removesuffix('.py').replace('.', '/')}.py").is_file()
 
 
 def test_the_versions_that_are_tested_are_named():

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from deepspeed.accelerator.cuda import CUDA_Accelerator
 from deepspeed.runtime import rng
 from deepspeed.runtime.activation_checkpointing import checkpointing
+from deepspeed.runtime.activation_checkpointing.configuration import CONFIGURATION
 from deepspeed.runtime.activation_checkpointing.offload_activations import CheckpointHiddenStatesOffload
-from deepspeed.runtime.activation_checkpointing.state import CONFIGURATION
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.storage.background import Snapshot
-from deepspeed.checkpoint.storage.manager import CheckpointManager, Request, SavePolicy
-from deepspeed.checkpoint.storage.rank_meeting import Alone
+from deepspeed.checkpoint.storage.manager import CheckpointManager, SavePolicy, SaveRequest
+from deepspeed.checkpoint.storage.rank_meeting import SingleRank
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,11 +30,11 @@ def test_a_snapshot_of_device_tensors():
 
 
 def test_training_goes_on_while_a_snapshot_is_written(tmp_path):
-    manager = CheckpointManager(Alone(), SavePolicy(background=True))
+    manager = CheckpointManager(SingleRank(), SavePolicy(background=True))
     weights = torch.zeros(2**22, device="cuda")
     for step in range(3):
         weights.fill_(step)
-        manager.save(Request(tmp_path, f"step{step}", {"model.pt": {"w": weights}}))
+        manager.save(SaveRequest(tmp_path, f"step{step}", {"model.pt": {"w": weights}}))
         weights.fill_(-1)
     manager.close()
     for step in range(3):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from deepspeed.accelerator.cuda import CUDA_Accelerator
-from deepspeed.sequence import blocks
-from deepspeed.sequence.blocks import Block
+from deepspeed.sequence import block_attention
+from deepspeed.sequence.block_attention import AttentionBlock
 
 pytestmark = [
     pytest.mark.gpu,
@@ -31,13 +31,17 @@ def test_blocks_by_flash(length, causal, dtype):
     out = torch.zeros(query.shape, device="cuda")
     lse = torch.full(query.shape[:3], -torch.inf, device="cuda")
     for rows, columns, diagonal in pairs:
-        found = blocks.forward(query[:, :, rows], key[:, :, columns], value[:, :, columns], Block(0.125, diagonal))
-        out[:, :, rows], lse[:, :, rows] = blocks.merge(out[:, :, rows], lse[:, :, rows], *found)
+        found = block_attention.forward(
+            query[:, :, rows], key[:, :, columns], value[:, :, columns], AttentionBlock(0.125, diagonal)
+        )
+        out[:, :, rows], lse[:, :, rows] = block_attention.merge(out[:, :, rows], lse[:, :, rows], *found)
     result = out.to(dtype)
     grads = [torch.zeros_like(each, dtype=torch.float32) for each in (query, key, value)]
     for rows, columns, diagonal in pairs:
         saved = (query[:, :, rows], key[:, :, columns], value[:, :, columns])
-        found = blocks.backward(grad[:, :, rows], saved, result[:, :, rows], lse[:, :, rows], Block(0.125, diagonal))
+        found = block_attention.backward(
+            grad[:, :, rows], saved, result[:, :, rows], lse[:, :, rows], AttentionBlock(0.125, diagonal)
+        )
         for total, part, where in zip(grads, found, (rows, columns, columns), strict=True):
             total[:, :, where] += part
     leaves = [each.double().requires_grad_() for each in (query, key, value)]

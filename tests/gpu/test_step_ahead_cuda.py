@@ -11,7 +11,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.ops.adam import FusedAdam
-from deepspeed.ops.conditions import Conditions
+from deepspeed.ops.one_pass import Conditions
 from tests.harness import ranks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -11,15 +11,15 @@ from torch import nn
 
 import deepspeed
 from deepspeed.accelerator.cuda import CUDA_Accelerator
-from deepspeed.ops.adam.one_pass import ONE_PASS as ADAM
+from deepspeed.ops.adam.rule import ONE_PASS as ADAM
 from deepspeed.ops.adam.rule import AdamRule
-from deepspeed.ops.conditions import Conditions
-from deepspeed.ops.lamb.one_pass import ONE_PASS as LAMB
+from deepspeed.ops.lamb.rule import ONE_PASS as LAMB
 from deepspeed.ops.lamb.rule import LambRule
-from deepspeed.ops.lion.one_pass import ONE_PASS as LION
+from deepspeed.ops.lion.rule import ONE_PASS as LION
 from deepspeed.ops.lion.rule import LionRule
 from deepspeed.ops.muon import momentum
-from deepspeed.ops.optimizer import Batch
+from deepspeed.ops.one_pass import Conditions
+from deepspeed.ops.optimizer import ParameterBatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,7 +49,7 @@ def batch(count, grad, moment, out):
     moments = tuple([numbers(size, moment, 5 + seed).abs() for size in SIZES] for seed in range(count))
     params, grads = ([numbers(size, dtype, seed) for size in SIZES] for seed, dtype in ((0, torch.float32), (1, grad)))
     outs = [] if out is None else [torch.zeros(size, dtype=out, device="cuda") for size in SIZES]
-    return Batch(3, moments, params, grads, factor=0.5, outs=outs)
+    return ParameterBatch(3, moments, params, grads, factor=0.5, outs=outs)
 
 
 def given():
@@ -88,8 +88,8 @@ def test_the_momentum_of_muon():
 
 def train(kind, params, *, steps=60, fast=True, monkeypatch=None, **more):
     if not fast:
-        for cls in ("adam.fused_adam", "lion.fused_lion", "lamb.fused_lamb"):
-            monkeypatch.setattr(f"deepspeed.ops.{cls}.takes_one_pass", lambda device: False)
+        for cls in ("adam.FusedAdam", "lion.FusedLion", "lamb.FusedLamb"):
+            monkeypatch.setattr(f"deepspeed.ops.{cls}.takes_one_pass", lambda self, device: False)
         monkeypatch.setattr("deepspeed.ops.muon.momentum.takes_one_pass", lambda device: False)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 300), nn.GELU(), nn.LayerNorm(300), nn.Linear(300, 64))

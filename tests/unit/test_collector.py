@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from deepspeed._collector import resting
+from deepspeed._package import without_collection
 from tests.harness import ROOT
 
 
@@ -23,10 +23,10 @@ def collector():
 @pytest.mark.usefixtures("collector")
 def test_afterwards_it_is_as_it_was(on):
     (gc.enable if on else gc.disable)()
-    with resting():
+    with without_collection():
         assert not gc.isenabled()
     assert gc.isenabled() is on
-    with pytest.raises(ValueError, match="inside"), resting():
+    with pytest.raises(ValueError, match="inside"), without_collection():
         raise ValueError("inside")
     assert gc.isenabled() is on
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import Future
 
 import pytest
 import torch
 from torch import nn
 
 import deepspeed
-from deepspeed import _ahead
+from deepspeed.ops import vendor_libraries
 from deepspeed.tensor_parallel import model_init
 
 
@@ -27,15 +26,12 @@ def loads(monkeypatch):
     def stop(model, source):
         raise Reached
 
-    def vendor(device, uses):
+    def libraries(device, uses):
         begun.append((str(device), len(uses)))
-        done = Future()
-        done.set_result(None)
-        return done
 
-    monkeypatch.setattr(_ahead, "compiles", lambda: True)
-    monkeypatch.setattr(_ahead, "load_triton", lambda: begun.append("triton"))
-    monkeypatch.setattr(_ahead, "load_vendor", vendor)
+    monkeypatch.setattr(vendor_libraries, "compiles", lambda: True)
+    monkeypatch.setattr(vendor_libraries, "load_triton", lambda: begun.append("triton"))
+    monkeypatch.setattr(vendor_libraries, "load_libraries", libraries)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     monkeypatch.setattr(model_init, "with_asked", stop)
@@ -65,7 +61,7 @@ def test_a_config_that_asks_for_kernels(loads, tmp_path, config, expected, where
 
 
 def test_nothing_is_loaded_where_nothing_is_compiled(loads, monkeypatch):
-    monkeypatch.setattr(_ahead, "compiles", lambda: False)
+    monkeypatch.setattr(vendor_libraries, "compiles", lambda: False)
     start({"fp8": {"enabled": True}})
     assert loads == []
 
@@ -96,9 +92,9 @@ def test_attention_of_the_models_that_let_torch_attend(loads):
     small = transformers.GPT2Config(n_embd=24, n_head=3, n_layer=1, vocab_size=32, n_positions=16)
     for attends, expected in (("sdpa", (4, 16)), ("eager", None)):
         model = transformers.LlamaForCausalLM._from_config(config, attn_implementation=attends)
-        assert next(filter(None, map(_ahead._heads, model.modules())), None) == expected
+        assert next(filter(None, map(vendor_libraries._heads, model.modules())), None) == expected
     model = transformers.GPT2LMHeadModel._from_config(small, attn_implementation="sdpa")
-    assert _ahead._heads(model) == (3, 8)
+    assert vendor_libraries._heads(model) == (3, 8)
     start({"fp8": {"enabled": True}}, nn.Sequential(nn.TransformerEncoderLayer(32, 2)))
     assert loads == ["triton", ("cuda:0", 3)]
 
@@ -117,16 +113,13 @@ def test_models_without_such_layers(loads, model):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_thread_uses_the_device_afterwards(loads, monkeypatch, fails):
-    loading, waits = Future(), threading.Event()
-    monkeypatch.setattr(_ahead, "load_vendor", lambda device, uses: loading)
-    monkeypatch.setattr(_ahead, "wait", lambda futures: (waits.set(), [each.result(60) for each in futures]))
-    ended = threading.Timer(0.1, lambda: waits.wait(60) and loading.set_result(None))
-    ended.start()
+    waits, ended = threading.Event(), threading.Event()
+    monkeypatch.setattr(vendor_libraries, "load_libraries", lambda device, uses: waits.wait(60) and ended.set())
+    monkeypatch.setattr(vendor_libraries, "wait", lambda futures: (waits.set(), [each.result(60) for each in futures]))
     try:
-        with _ahead.loads_ahead(nn.Linear(2, 2), {"fused_kernels": {"enabled": True}}):
+        with vendor_libraries.load_ahead(nn.Linear(2, 2), {"fused_kernels": {"enabled": True}}):
             if fails:
                 raise Reached
     except Reached:
         assert fails
-    assert loading.done()
-    ended.join()
+    assert ended.is_set()

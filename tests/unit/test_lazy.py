@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import deepspeed
-from deepspeed._lazy import submodule
+from deepspeed._package import submodule
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -75,3 +75,12 @@ def test_json_and_plain_print(capsys, tmp_path, rank):
     rank(1)
     ds_logging.print_dist("silent")
     assert capsys.readouterr().out == '{"loss": 2, "rank": 0}\n[Rank 0] plain\n'
+
+
+def test_lines_about_a_run_are_shown_unless_a_level_is_asked_for(capsys):
+    ds_logging.log_dist("began", level=ds_logging.NOTICE)
+    ds_logging.set_log_level_from_string("warning")
+    ds_logging.log_dist("ended", level=ds_logging.NOTICE)
+    err = capsys.readouterr().err
+    assert "began" in err
+    assert "ended" not in err

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed._torch_version import OLDEST, require
+from deepspeed._package import _OLDEST_TORCH as OLDEST
+from deepspeed._package import require_torch as require
 
 ROOT = Path(__file__).parents[2]
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.errors import CheckpointError, UsageError
-from deepspeed.printable import printable
+from deepspeed.errors import CheckpointError, UsageError, printable
 from deepspeed.trust import flaw_of_name, has_link, inside, open_regular, read_regular
 
 GOOD = ["a", "a/b", "a.b", ".hidden", "global_step5", "ä/ö", "a..b", "..a", "a/./b", "x" * 255]

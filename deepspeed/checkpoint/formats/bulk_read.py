@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.formats.source import Part
+from deepspeed.checkpoint.formats.source import StoredPart
 from deepspeed.checkpoint.storage.block_reader import FileCheck, Range
 from deepspeed.ops.host_memory import bytes_of
-
-__all__ = ["BulkRead", "fetch"]
 
 _STEP = 64 * 2**20  # bytes that wait on the host for their way to a device or into another dtype
 
@@ -35,9 +33,9 @@ class BulkRead:
 
     def __init__(self) -> None:
         self._orders: dict[FileCheck, list[_Order]] = {}
-        self._copies: list[tuple[Part, Tensor]] = []
+        self._copies: list[tuple[StoredPart, Tensor]] = []
 
-    def add(self, parts: Sequence[Part], out: Tensor) -> None:
+    def add(self, parts: Sequence[StoredPart], out: Tensor) -> None:
         """Want the elements of `parts` one after the other in `out`, which is flat and has as many."""
         reached = 0
         for part in parts:
@@ -64,7 +62,7 @@ class BulkRead:
             out.copy_(part.opened.require(part.values))
 
 
-def fetch(parts: Sequence[Part]) -> Tensor:
+def fetch(parts: Sequence[StoredPart]) -> Tensor:
     """The elements of all parts in memory of their own."""
     numel = sum(part.values.numel() for part in parts)
     out = torch.empty(numel, dtype=parts[0].values.dtype if parts else None)

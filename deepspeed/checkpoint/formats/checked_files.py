@@ -12,15 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from deepspeed.checkpoint.formats.guard import reading
-from deepspeed.checkpoint.formats.safe_load import CheckedFile, MappedCheck, Place, safe_load
+from deepspeed.checkpoint.formats.safe_load import CheckedFile, FilePlace, MappedCheck, safe_load
 from deepspeed.checkpoint.formats.safetensors import open_file
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.block_reader import FileCheck
 from deepspeed.checkpoint.storage.block_writer import FileFacts
 from deepspeed.errors import CheckpointError
 from deepspeed.trust import inside, open_regular, read_regular
-
-__all__ = ["Opened", "Opener"]
 
 _LARGEST_TEXT = 256 * 2**20
 
@@ -32,7 +30,7 @@ class Opened:
     state: Any
     require: Callable[[Tensor], Tensor]
     """The same tensor, once its bytes are known to be what was written."""
-    place: Callable[[Tensor], Place | None]
+    place: Callable[[Tensor], FilePlace | None]
     """Where a tensor's bytes lie in the file, for a reader that checks them on the way; None where that is unknown."""
 
     def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:

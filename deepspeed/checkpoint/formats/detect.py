@@ -8,25 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from deepspeed.checkpoint.formats.adapters import JoinedSlices, Resliced, Stages
 from deepspeed.checkpoint.formats.checked_files import Opener
-from deepspeed.checkpoint.formats.expert_slices import JoinedSlices
 from deepspeed.checkpoint.formats.guard import reading
 from deepspeed.checkpoint.formats.native.reader import NativeSource
 from deepspeed.checkpoint.formats.native.writer import INDEX
-from deepspeed.checkpoint.formats.resliced import Resliced
 from deepspeed.checkpoint.formats.source import Source
-from deepspeed.checkpoint.formats.stages import Stages
 from deepspeed.checkpoint.formats.universal.reader import UniversalSource
-from deepspeed.checkpoint.formats.zero_files.expert_files import layer_of
-from deepspeed.checkpoint.formats.zero_files.file_names import Found, sort_files
+from deepspeed.checkpoint.formats.zero_files.experts import layer_of
+from deepspeed.checkpoint.formats.zero_files.file_names import CheckpointFiles, sort_files
 from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource, is_deepspeed
 from deepspeed.checkpoint.storage.commit import LATEST
 from deepspeed.checkpoint.storage.locate import read_latest
 from deepspeed.errors import CheckpointError
-from deepspeed.fragments import Split
+from deepspeed.fragments import DimSplit
 from deepspeed.trust import inside
-
-__all__ = ["Share", "find_tag", "open_checkpoint"]
 
 
 class OfRank(Protocol):
@@ -36,12 +32,12 @@ class OfRank(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ModelShare:
     """What a reader that is one of several model-parallel ranks holds of the model."""
 
     layers: Mapping[int, str] | None = None
     """Of a pipeline: the layers that have files, by number, and what their names begin with."""
-    splits: Mapping[str, Split] | None = None
+    splits: Mapping[str, DimSplit] | None = None
     """How it holds tensors that it shares; None: all of them are whole."""
 
 
@@ -53,7 +49,7 @@ def open_checkpoint(
     verify: bool = True,
     partial: bool = False,
     near: int = 0,
-    share: Share = Share(),
+    share: ModelShare = ModelShare(),
 ) -> Source:
     """The checkpoint in a tag's directory.
 
@@ -100,7 +96,7 @@ def open_checkpoint(
     )
 
 
-def _open_native(path: Path, opener: Opener, mp_rank: int, share: Share) -> Source:
+def _open_native(path: Path, opener: Opener, mp_rank: int, share: ModelShare) -> Source:
     first = NativeSource(path, opener=opener)
     stages, slices = first.dimensions
     if stages * slices == 1:
@@ -115,7 +111,7 @@ def _open_native(path: Path, opener: Opener, mp_rank: int, share: Share) -> Sour
 
 
 def _of_stages(
-    of_rank: OfRank, dimensions: tuple[int, int], splits: Mapping[str, Split] | None, mp_rank: int
+    of_rank: OfRank, dimensions: tuple[int, int], splits: Mapping[str, DimSplit] | None, mp_rank: int
 ) -> Stages:
     """What all stages have, of which the reader may be one; each with its slices put together."""
     stages, slices = dimensions
@@ -128,7 +124,7 @@ def _of_stages(
     return Stages([of_stage(stage) for stage in range(stages)], mine)
 
 
-def _dimensions(found: Found, opener: Opener) -> tuple[int, int]:
+def _dimensions(found: CheckpointFiles, opener: Opener) -> tuple[int, int]:
     """(stages, tensor slices) of what wrote a checkpoint."""
     first = found.models.get(0) or found.sharded_models.get((0, 0))
     state = opener.torch(first, shared=True).state if first is not None else None
@@ -147,11 +143,11 @@ def _dimensions(found: Found, opener: Opener) -> tuple[int, int]:
     return stages, slices
 
 
-def _cut(source: Source, splits: Mapping[str, Split] | None, rank: int) -> Source:
+def _cut(source: Source, splits: Mapping[str, DimSplit] | None, rank: int) -> Source:
     return Resliced([source], {}, splits, rank % _ranks_of(splits)) if splits else source
 
 
-def _ranks_of(splits: Mapping[str, Split] | None) -> int:
+def _ranks_of(splits: Mapping[str, DimSplit] | None) -> int:
     """Over how many ranks a reader's tensors are cut; 0 if they are not."""
     return next(iter(splits.values())).ranks if splits else 0
 
@@ -165,7 +161,7 @@ def _joined(source: Source) -> Source:
 def _of_ranks(
     of_rank: Callable[[int], DeepSpeedSource | NativeSource],
     written: Sequence[int],
-    splits: Mapping[str, Split] | None,
+    splits: Mapping[str, DimSplit] | None,
     mp_rank: int,
 ) -> Source:
     """The files of the reader's own rank where it cuts as they do; else those of all ranks, put together."""
@@ -184,7 +180,7 @@ def _of_ranks(
     return Resliced([_joined(of_rank(rank)) for rank in written], saved or {}, splits or {}, mp_rank)
 
 
-def _alike(saved: Mapping[str, Split], splits: Mapping[str, Split], own: Source) -> bool:
+def _alike(saved: Mapping[str, DimSplit], splits: Mapping[str, DimSplit], own: Source) -> bool:
     """Whether a reader cuts as the files do; of experts it names those that it has."""
     layers = {layer_of(name) for name in splits} - {None}
     elsewhere = {name for name in saved if name not in splits and layer_of(name) in layers}

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.formats import safetensors
-from deepspeed.checkpoint.formats.plain_values import plain
 from deepspeed.checkpoint.formats.stand_ins import LEAST, StandIns
 from deepspeed.checkpoint.formats.training_state import TrainingState
-
-__all__ = ["Allocate", "Files", "Host", "rank_entries"]
+from deepspeed.checkpoint.formats.values import plain
 
 Allocate = Callable[[int, torch.dtype], Tensor]
 """(elements, dtype) → one-dimensional host memory, pinned or shared where the caller wants that."""
@@ -27,7 +25,7 @@ class Files:
 
     objects: dict[str, Any] = field(default_factory=dict)
     """For torch.save."""
-    tensors: dict[str, safetensors.Content] = field(default_factory=dict)
+    tensors: dict[str, safetensors.TensorFile] = field(default_factory=dict)
     """For safetensors."""
     texts: dict[str, str] = field(default_factory=dict)
 
@@ -89,11 +87,15 @@ class Host:
 
 def rank_entries(state: TrainingState, host: Host) -> dict[str, Any] | None:
     """What a rank alone knows; None if it knows nothing."""
-    if state.rng is None and state.data is None and state.own_buffers is None:
+    if state.rng is None and state.data is None and state.own_buffers is None and not state.reductions:
         return None
     entries: dict[str, Any] = plain({"rng": state.rng, "data": state.data}, "the rank's state")
     if state.own_buffers is not None:
         entries["buffers"] = {name: host.take(tensor) for name, tensor in state.own_buffers.items()}
+    if state.reductions:
+        entries["reductions"] = {
+            name: {key: host.take(tensor) for key, tensor in kept.items()} for name, kept in state.reductions.items()
+        }
     return entries
 
 

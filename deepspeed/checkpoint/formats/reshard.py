@@ -11,9 +11,7 @@ from torch import Tensor
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.training_state import GroupState, TrainingState
 from deepspeed.errors import CheckpointError
-from deepspeed.fragments import Block, FlatLayout, Striped
-
-__all__ = ["state_of"]
+from deepspeed.fragments import ContiguousLayout, FlatLayout, StripedLayout
 
 _PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -65,7 +63,7 @@ def _weight(source: Source, name: str, shape: torch.Size, stage: int, rank: int,
     dtype = source.dtype(name) or torch.float32
     if stage < 3:
         return source.read(name, "param").view(shape).to(dtype, copy=True)  # a view of a file holds on to all of it
-    start, stop = Striped((shape.numel(),), world).interval(0, rank)
+    start, stop = StripedLayout((shape.numel(),), world).interval(0, rank)
     return source.read(name, "param", start, stop).to(dtype, copy=True)
 
 
@@ -74,8 +72,8 @@ def _group(
 ) -> GroupState:
     shapes = [source.shapes[name] for name in names]
     numels = tuple(shape.numel() for shape in shapes)
-    layouts: Mapping[int, FlatLayout | None] = {0: None, 3: Striped(numels, world)}
-    layout = layouts.get(stage, Block(numels, world))
+    layouts: Mapping[int, FlatLayout | None] = {0: None, 3: StripedLayout(numels, world)}
+    layout = layouts.get(stage, ContiguousLayout(numels, world))
     tensors: dict[str, list[Tensor | None]] = {"master": []}
     for index, name in enumerate(names):
         start, stop = layout.interval(index, rank) if layout is not None else (0, numels[index])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -16,8 +16,6 @@ from torch import Tensor
 from deepspeed.errors import CheckpointError
 from deepspeed.ops.host_memory import bytes_of
 from deepspeed.trust import open_regular
-
-__all__ = ["Content", "chunks", "open_file", "save", "size"]
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -31,37 +29,42 @@ _LONGEST_HEADER = 100_000_000  # the format's own limit
 
 
 @dataclass(slots=True)
-class Content:
+class TensorFile:
     """The tensors of a file, in order, and its text metadata."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
 
 
-def _ordered(content: Content) -> list[tuple[str, Tensor]]:
+def _ordered(content: TensorFile) -> list[tuple[str, Tensor]]:
     """Wide elements first, so that each tensor begins at a multiple of its element size."""
     return sorted(content.tensors.items(), key=lambda item: -item[1].element_size())
 
 
-def _header(content: Content) -> bytes:
-    entries: dict[str, object] = {"__metadata__": content.metadata} if content.metadata else {}
+def header(tensors: Iterable[tuple[str, torch.Size, torch.dtype]], metadata: Mapping[str, str]) -> bytes:
+    """What stands before the bytes of these tensors, which follow in this order."""
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
-    for name, tensor in _ordered(content):
-        if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"{name} is {tensor.dtype}, which the safetensors format does not have")
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    for name, shape, dtype in tensors:
+        if dtype not in _NAMES:
+            raise CheckpointError(f"{name} is {dtype}, which the safetensors format does not have")
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # data begins aligned, so that a memory map of it is
     return len(text).to_bytes(8, "little") + text
 
 
-def size(content: Content) -> int:
+def _header(content: TensorFile) -> bytes:
+    return header([(name, tensor.shape, tensor.dtype) for name, tensor in _ordered(content)], content.metadata)
+
+
+def size(content: TensorFile) -> int:
     """Bytes of the file."""
     return len(_header(content)) + sum(tensor.numel() * tensor.element_size() for tensor in content.tensors.values())
 
 
-def chunks(content: Content) -> Iterator[memoryview | bytes]:
+def chunks(content: TensorFile) -> Iterator[memoryview | bytes]:
     """The bytes of the file in order; of host tensors without a copy."""
     yield _header(content)
     for _, tensor in _ordered(content):
@@ -72,7 +75,7 @@ def chunks(content: Content) -> Iterator[memoryview | bytes]:
                 yield data[start : start + _STEP]
 
 
-def save(content: Content, target: Path | BinaryIO) -> None:
+def save(content: TensorFile, target: Path | BinaryIO) -> None:
     """Write a file."""
     if isinstance(target, Path):
         with target.open("wb") as file:
@@ -82,7 +85,7 @@ def save(content: Content, target: Path | BinaryIO) -> None:
         target.write(chunk)
 
 
-def open_file(path: Path) -> Content:
+def open_file(path: Path) -> TensorFile:
     """The tensors of a file as views of its memory map: nothing is read but the header."""
     with open(open_regular(path), "rb") as file:
         total = os.fstat(file.fileno()).st_size
@@ -103,7 +106,7 @@ def open_file(path: Path) -> Content:
         raise CheckpointError(f"{path}: the header is not one of safetensors ({error}). The file is damaged") from error
     mapped = torch.from_file(str(path), shared=False, size=total, dtype=torch.uint8) if total > 8 + length else None
     tensors = {name: _view(mapped, 8 + length, *place) for name, place in places.items()}
-    return Content(tensors, {str(key): str(value) for key, value in about.items()})
+    return TensorFile(tensors, {str(key): str(value) for key, value in about.items()})
 
 
 _Place = tuple[torch.dtype, list[int], int, int]  # dtype, shape, first byte and the one after the last

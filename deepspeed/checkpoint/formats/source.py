@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.formats.checked_files import Opened
+from deepspeed.checkpoint.formats.guard import guarded
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import intersection
 
-__all__ = ["Part", "Piece", "Pieces", "Small", "Source", "find", "join"]
-
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredInterval:
     """An interval of a tensor and where a file holds it."""
 
     interval: tuple[int, int]
@@ -30,7 +29,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StoredPart:
     """Elements in a file."""
 
     values: Tensor
@@ -38,9 +37,9 @@ class Part:
     opened: Opened
 
 
-def find(pieces: Iterable[Piece], start: int, stop: int, what: str) -> list[Part]:
+def find(pieces: Iterable[StoredInterval], start: int, stop: int, what: str) -> list[StoredPart]:
     """Where the elements [start, stop) of a tensor are, from whichever pieces hold them: all resharding is this."""
-    parts: list[Part] = []
+    parts: list[StoredPart] = []
     reached, files = start, []
     for piece in sorted(pieces, key=lambda piece: piece.interval):
         low, high = intersection(piece.interval, (reached, stop))
@@ -57,7 +56,7 @@ def find(pieces: Iterable[Piece], start: int, stop: int, what: str) -> list[Part
                 f"{piece.file} holds {flat.numel()} elements of the tensor with {what}, expected at least "
                 f"{first + high - low}: the file is damaged or belongs to another checkpoint"
             )
-        parts.append(Part(flat[first : first + high - low], opened))
+        parts.append(StoredPart(flat[first : first + high - low], opened))
         reached = high
     if reached < stop:
         raise CheckpointError(
@@ -67,7 +66,7 @@ def find(pieces: Iterable[Piece], start: int, stop: int, what: str) -> list[Part
     return parts
 
 
-def join(parts: Sequence[Part]) -> Tensor:
+def join(parts: Sequence[StoredPart]) -> Tensor:
     """The elements of all parts, checked; of a single one as a view of its file's memory map."""
     checked = [part.opened.require(part.values) for part in parts]
     if len(checked) == 1:
@@ -140,7 +139,7 @@ class Source(Protocol):
     def dtype(self, name: str) -> torch.dtype | None:
         """What the model computed with, where known."""
 
-    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
         """Where the flat elements [start, stop) of a tensor are; opens only the files that hold them."""
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
@@ -154,15 +153,15 @@ class Source(Protocol):
 
 
 @dataclass(slots=True)
-class Pieces:
+class IntervalIndex:
     """The index that sources keep: name → kind → pieces, and reading from it."""
 
     shapes: dict[str, torch.Size]
     aliases: dict[str, str]
     directory: str
-    index: dict[str, dict[str, list[Piece]]] = field(default_factory=dict)
+    index: dict[str, dict[str, list[StoredInterval]]] = field(default_factory=dict)
 
-    def add(self, name: str, kind: str, piece: Piece) -> None:
+    def add(self, name: str, kind: str, piece: StoredInterval) -> None:
         """One more place where elements of a tensor are."""
         self.index.setdefault(name, {}).setdefault(kind, []).append(piece)
 
@@ -176,7 +175,7 @@ class Pieces:
         """The name under which a tied parameter is kept."""
         return self.aliases.get(name, name)
 
-    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
         """Where the flat elements [start, stop) of a tensor are."""
         owner = self.owner(name)
         found = self.index.get(owner)
@@ -193,3 +192,28 @@ class Pieces:
             )
         stop = self.shapes[owner].numel() if stop is None else stop
         return find(pieces, start, stop, f"{kind} of {name}")
+
+
+@guarded
+class IndexedSource:
+    """The half of a `Source` that an index of pieces answers."""
+
+    _pieces: IntervalIndex
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Every parameter and buffer by name, without tied names."""
+        return self._pieces.shapes
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied name → the name in `shapes`."""
+        return self._pieces.aliases
+
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
+        """Where the flat elements [start, stop) of a tensor are."""
+        return self._pieces.find(name, kind, start, stop)
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """The flat elements [start, stop) of a tensor."""
+        return join(self.find(name, kind, start, stop))

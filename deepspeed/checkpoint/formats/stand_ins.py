@@ -25,8 +25,6 @@ from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
 from deepspeed.ops.host_memory import bytes_of
 
-__all__ = ["LEAST", "StandIns"]
-
 LEAST = 2**20
 """Bytes of the smallest tensor that is worth a stand-in."""
 _STEP = 16 * 2**20  # bytes that come from a device at a time

@@ -9,9 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.fragments import FlatLayout, Split
-
-__all__ = ["Counters", "Experts", "GroupState", "Layers", "TrainingState"]
+from deepspeed.fragments import DimSplit, FlatLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +71,7 @@ class GroupState:
 
 
 @dataclass(frozen=True, slots=True)
-class Layers:
+class PipelineLayers:
     """The layers of a pipeline that have a file: their numbers, and with what their names in the model begin."""
 
     here: Mapping[int, str]
@@ -88,7 +86,7 @@ class Layers:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertState:
     """The layers of experts of a model; names of experts have their numbers in the whole model."""
 
     layers: Mapping[str, int]
@@ -138,9 +136,9 @@ class TrainingState:
     mp_size: int = 1
     pp_size: int = 1
     """Of the model-parallel ranks: how many stages they make; the rest are tensor slices."""
-    layers: Layers | None = None
+    layers: PipelineLayers | None = None
     """Of a pipeline."""
-    splits: Mapping[str, Split] = field(default_factory=dict)
+    splits: Mapping[str, DimSplit] = field(default_factory=dict)
     """How parameters are cut over tensor-parallel ranks, by name, under each of its names; others are whole."""
     counters: Counters = field(default_factory=Counters)
     loss_scale: Mapping[str, Any] | None = None
@@ -159,10 +157,12 @@ class TrainingState:
     """This rank's random states."""
     own_buffers: Mapping[str, Tensor] | None = None
     """This rank's buffers where they are not those of the first rank, such as running statistics."""
+    reductions: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
+    """What this rank's reductions of gradients remember from step to step, by their names; empty if nothing."""
     client_state: Mapping[str, Any] = field(default_factory=dict)
     ds_config: Mapping[str, Any] = field(default_factory=dict)
     """The user's config without secrets."""
-    experts: Experts | None = None
+    experts: ExpertState | None = None
     """What of the model are experts; None: nothing."""
     shares: bool | None = None
     """This rank writes what all ranks have alike: the first one, with node-local storage one of each node."""

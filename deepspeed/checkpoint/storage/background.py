@@ -22,8 +22,6 @@ from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
-__all__ = ["Background", "Progress", "Snapshot"]
-
 
 class Snapshot:
     """Copies of tensors in buffers of its own, which are used again after the next `begin`."""

@@ -25,18 +25,15 @@ import numpy as np
 from deepspeed.checkpoint.storage.block_writer import FileFacts
 from deepspeed.checkpoint.storage.checksum import KINDS, PIECE
 from deepspeed.checkpoint.storage.durable import gibibytes
-from deepspeed.errors import CheckpointError
-from deepspeed.printable import printable
+from deepspeed.errors import CheckpointError, printable
 from deepspeed.trust import open_regular
-
-__all__ = ["FileCheck", "Problem", "Range", "odd_size"]
 
 _PAGE = mmap.PAGESIZE
 _READERS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FileProblem:
     """What is wrong with a file of a checkpoint."""
 
     file: str
@@ -46,21 +43,21 @@ class Problem:
         return printable(f"{self.file}: {self.what}")
 
 
-def odd_size(path: Path, expected: int) -> Problem | None:
+def odd_size(path: Path, expected: int) -> FileProblem | None:
     """What is wrong with a file's presence or size."""
     try:
         found = path.stat()
     except FileNotFoundError:
-        return Problem(str(path), f"missing; the manifest lists it with {expected} bytes")
+        return FileProblem(str(path), f"missing; the manifest lists it with {expected} bytes")
     except OSError as error:
-        return Problem(str(path), f"cannot be looked at: {error.strerror}")
+        return FileProblem(str(path), f"cannot be looked at: {error.strerror}")
     size = found.st_size
     if not stat.S_ISREG(found.st_mode):
-        return Problem(str(path), "not a regular file")
+        return FileProblem(str(path), "not a regular file")
     if size == expected:
         return None
     how = "truncated" if size < expected else "too long"
-    return Problem(str(path), f"{how}: {size} bytes, the manifest says {expected}")
+    return FileProblem(str(path), f"{how}: {size} bytes, the manifest says {expected}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +159,7 @@ class FileCheck:
         blocks = list(_by_block(wanted, self.facts.block))
         _refuse([odd] if odd else self._check(blocks, _READERS, not self._shared))
 
-    def problems(self, start: int, stop: int, *, past_cache: bool = True) -> list[Problem]:
+    def problems(self, start: int, stop: int, *, past_cache: bool = True) -> list[FileProblem]:
         """What is wrong with the bytes [start, stop)."""
         if stop <= start:
             return []
@@ -173,7 +170,9 @@ class FileCheck:
         under = range(start // block, -(-min(stop, self.facts.size) // block))
         return self._check([(index, []) for index in under if index not in self.checked], self._threads, past_cache)
 
-    def _check(self, blocks: Sequence[tuple[int, Sequence[Range]]], threads: int, past_cache: bool) -> list[Problem]:
+    def _check(
+        self, blocks: Sequence[tuple[int, Sequence[Range]]], threads: int, past_cache: bool
+    ) -> list[FileProblem]:
         """Read blocks and give everybody their part; what is wrong with those that had not been compared."""
         if not blocks:
             return []
@@ -193,7 +192,7 @@ class FileCheck:
                 reader.close()
         self.checked.update(index for (index, _), fine in zip(blocks, good, strict=True) if fine)
         bad = [index for (index, _), fine in zip(blocks, good, strict=True) if not fine]
-        return [Problem(str(self.path), text) for text in self._ranges(bad)]
+        return [FileProblem(str(self.path), text) for text in self._ranges(bad)]
 
     def _settle(self, reader: _Reader, block: tuple[int, Sequence[Range]]) -> bool:
         """Whether a block is good; copies it to where it is wanted."""
@@ -215,8 +214,8 @@ class FileCheck:
                     np.copyto(_array(each.part(first, last)), _array(piece[first - place : last - place]))
         return known or value == self.facts.sums[index]
 
-    def _unreadable(self, error: OSError) -> Problem:
-        return Problem(str(self.path), f"cannot be read: {error.strerror or error}")
+    def _unreadable(self, error: OSError) -> FileProblem:
+        return FileProblem(str(self.path), f"cannot be read: {error.strerror or error}")
 
     def _ranges(self, bad: list[int]) -> Iterable[str]:
         """Neighbouring blocks told as one range."""
@@ -228,7 +227,7 @@ class FileCheck:
             bad = bad[count:]
 
 
-def _refuse(problems: list[Problem]) -> None:
+def _refuse(problems: list[FileProblem]) -> None:
     if problems:
         told = "; ".join(map(str, problems))
         raise CheckpointError(

@@ -18,8 +18,6 @@ from typing import Any
 
 from deepspeed.checkpoint.storage.checksum import COLUMNS, RunningSums
 
-__all__ = ["BLOCK", "FileFacts", "Stream", "WriterOptions"]
-
 BLOCK = 4 * 2**20
 _PIECE = 2**20  # what is smaller is gathered; copying holds the interpreter's lock, so no more is copied at a time
 

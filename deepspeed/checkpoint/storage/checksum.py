@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["COLUMNS", "KINDS", "PIECE", "RunningSums", "columns"]
-
 COLUMNS = "columns"
 """The name in manifests."""
 PIECE = 2**20  # it stays in the processor's cache between reading and summing

@@ -25,12 +25,9 @@ from pathlib import Path
 from deepspeed.checkpoint.storage import manifest as manifests
 from deepspeed.checkpoint.storage.durable import PART, explain, sync_directory, write_text
 from deepspeed.checkpoint.storage.manifest import Manifest
-from deepspeed.errors import CheckpointError
+from deepspeed.errors import CheckpointError, printable
 from deepspeed.log import logger
-from deepspeed.printable import printable
 from deepspeed.trust import flaw_of_name, has_link, read_regular
-
-__all__ = ["LATEST", "LATEST_UNIVERSAL", "Leftover", "Staging", "files_in", "leftovers", "recover", "remove"]
 
 LATEST = "latest"
 LATEST_UNIVERSAL = "latest_universal"

@@ -28,21 +28,6 @@ from deepspeed.errors import CheckpointError
 from deepspeed.log import logger
 from deepspeed.trust import open_regular
 
-__all__ = [
-    "PART",
-    "Sink",
-    "dump",
-    "explain",
-    "gibibytes",
-    "is_whole",
-    "sync_directory",
-    "write_bytes",
-    "write_file",
-    "write_tensorfile",
-    "write_text",
-]
-
-
 PART = re.compile(r"\..+\.part(-[0-9a-f]{16})?")
 """The names of files that are being written, or were when a process ended."""
 _LONGEST = 200  # of a name to which something is added

@@ -1,4 +1,4 @@
-"""Which checkpoint to load: the wanted one if it is whole, else the newest whole one; why others are passed over."""
+"""Which checkpoint to load, why others are passed over, and which of them to remove."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deepspeed.checkpoint.storage import manifest as manifests
-from deepspeed.checkpoint.storage.block_reader import Problem
-from deepspeed.checkpoint.storage.commit import LATEST, leftovers
+from deepspeed.checkpoint.storage.block_reader import FileProblem
+from deepspeed.checkpoint.storage.commit import LATEST, LATEST_UNIVERSAL, leftovers, remove
 from deepspeed.checkpoint.storage.durable import explain, is_whole
 from deepspeed.checkpoint.storage.manifest import Manifest
 from deepspeed.errors import CheckpointError
@@ -23,8 +23,6 @@ _MOST = 10_000  # folders that a look at a directory opens
 _LONGEST = 4096  # bytes of `latest`
 _CLOCKS = 3600.0  # seconds by which the clocks of hosts may differ
 
-__all__ = ["Checkpoint", "Found", "common", "examine", "find_loadable", "read_latest", "scan"]
-
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -34,7 +32,7 @@ class Checkpoint:
     path: Path
     manifest: Manifest | None
     """None for a checkpoint that DeepSpeed or an older tool wrote: its bytes cannot be verified."""
-    problems: tuple[Problem, ...]
+    problems: tuple[FileProblem, ...]
     saved_at: float
 
     @property
@@ -53,11 +51,11 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """What to load; `checkpoint`, `tag` and `path` are None if there is nothing."""
 
     checkpoint: Checkpoint | None
-    problems: tuple[Problem, ...]
+    problems: tuple[FileProblem, ...]
     """Why better candidates were passed over, and what interrupted saves left behind."""
     others: tuple[Checkpoint, ...] = ()
     """The other whole checkpoints, newest first."""
@@ -90,14 +88,14 @@ def examine(path: str | os.PathLike[str], tag: str) -> Checkpoint:
     try:
         manifest = manifests.read(path)
     except CheckpointError as error:
-        problem = Problem(str(path / manifests.NAME), str(error))
+        problem = FileProblem(str(path / manifests.NAME), str(error))
         return Checkpoint(tag, path, None, (problem,), _modified(path))
     if manifest is not None:
         return Checkpoint(tag, path, manifest, tuple(manifests.sizes(path, manifest.files)), manifest.saved_at)
     files = sorted(path.glob("*.pt"))
-    cut = [Problem(str(file), "truncated: it has no zip directory at its end") for file in files if _is_cut(file)]
+    cut = [FileProblem(str(file), "truncated: it has no zip directory at its end") for file in files if _is_cut(file)]
     if not files and next(path.iterdir(), None) is None:
-        cut = [Problem(str(path), "an empty directory")]
+        cut = [FileProblem(str(path), "an empty directory")]
     return Checkpoint(tag, path, None, tuple(cut), _modified(path))
 
 
@@ -175,7 +173,7 @@ def read_latest(save_dir: str | os.PathLike[str], latest: str = LATEST) -> str |
         raise explain(error, path) from error
 
 
-def find_loadable(save_dir: str | os.PathLike[str], tag: str | None = None, latest: str = LATEST) -> Found:
+def find_loadable(save_dir: str | os.PathLike[str], tag: str | None = None, latest: str = LATEST) -> FoundCheckpoint:
     """The checkpoint to load. Without a tag, the one that `latest` names or, if it is damaged, the newest good one.
 
     A tag that is asked for and not good is not replaced by another: the result is empty then, and says why.
@@ -184,27 +182,27 @@ def find_loadable(save_dir: str | os.PathLike[str], tag: str | None = None, late
     wanted = read_latest(save_dir, latest) if tag is None else str(tag)
     checkpoints = scan(save_dir)
     problems = [
-        Problem(str(left.path), str(left).partition(": ")[2])
+        FileProblem(str(left.path), str(left).partition(": ")[2])
         for left in leftovers(save_dir)
         if not any(left.path == known.path for known in checkpoints)
     ]
     good = [checkpoint for checkpoint in checkpoints if checkpoint.good]
     if wanted is None:
-        why = Problem(str(save_dir / latest), "there is no such file, so no checkpoint is named")
-        return Found(None, (why, *problems), tuple(good), named=False)
+        why = FileProblem(str(save_dir / latest), "there is no such file, so no checkpoint is named")
+        return FoundCheckpoint(None, (why, *problems), tuple(good), named=False)
     chosen = next((c for c in checkpoints if c.tag == wanted), None)
     if chosen is None and wanted and _is_inside(save_dir, wanted):
         chosen = examine(save_dir / wanted, wanted)  # a tag with a slash, or files of a kind we do not know
     if chosen is not None and chosen.good:
-        return Found(chosen, tuple(problems), tuple(c for c in good if c is not chosen))
+        return FoundCheckpoint(chosen, tuple(problems), tuple(c for c in good if c is not chosen))
     if chosen is not None:
         bad = chosen.problems
     elif tag is None:
-        bad = (Problem(str(save_dir / latest), f"names {wanted!r}, of which there is no checkpoint"),)
+        bad = (FileProblem(str(save_dir / latest), f"names {wanted!r}, of which there is no checkpoint"),)
     else:
-        bad = (Problem(str(save_dir / wanted), "no such checkpoint"),)
+        bad = (FileProblem(str(save_dir / wanted), "no such checkpoint"),)
     newest = good[0] if good and tag is None else None
-    return Found(newest, (*bad, *problems), tuple(c for c in good if c is not newest))
+    return FoundCheckpoint(newest, (*bad, *problems), tuple(c for c in good if c is not newest))
 
 
 def _is_inside(save_dir: Path, tag: str) -> bool:
@@ -221,3 +219,33 @@ def common(found: Sequence[Sequence[Sequence[str]]]) -> int | None:
         if all(tuple(candidate) in node for node in shared):
             return place
     return None
+
+
+def expired(checkpoints: Sequence[Checkpoint], keep_last: int, spared: Sequence[str | None]) -> list[Checkpoint]:
+    """Those to remove, oldest first; `checkpoints` are newest first.
+
+    A checkpoint goes only if it has a manifest, so that we know it for ours, no `latest` names it, it is no link, and
+    at least `keep_last` good ones are newer. Damaged ones, and ones that say they were saved in the future, do not
+    count as kept: they never displace a good one.
+    """
+    good, now = 0, time.time()
+    result = []
+    for checkpoint in checkpoints:
+        if checkpoint.is_ahead(now):
+            continue
+        known = checkpoint.manifest is not None and not checkpoint.path.is_symlink()
+        if good >= keep_last and known and checkpoint.tag not in spared:
+            result.append(checkpoint)
+        good += checkpoint.good
+    return result[::-1]
+
+
+def retain(save_dir: str | os.PathLike[str], keep_last: int, token: str, latest: str = LATEST) -> list[Path]:
+    """Remove the expired checkpoints of a directory; returns where they were."""
+    names = {latest, LATEST, LATEST_UNIVERSAL}
+    spared = [read_latest(save_dir, name) for name in names]
+    gone = expired(scan(save_dir), max(keep_last, 1), spared)
+    for number, checkpoint in enumerate(gone):
+        if checkpoint.manifest is not None:
+            remove(checkpoint.path, checkpoint.manifest, f"{token}{number}")
+    return [checkpoint.path for checkpoint in gone]

@@ -20,33 +20,21 @@ from torch import Tensor
 
 from deepspeed.checkpoint.storage import manifest as manifests
 from deepspeed.checkpoint.storage.background import Background, Progress, Snapshot
-from deepspeed.checkpoint.storage.block_reader import Problem
+from deepspeed.checkpoint.storage.block_reader import FileProblem
 from deepspeed.checkpoint.storage.block_writer import FileFacts, Stream, WriterOptions
 from deepspeed.checkpoint.storage.commit import LATEST, LATEST_UNIVERSAL, Staging
 from deepspeed.checkpoint.storage.durable import dump, explain, write_file
-from deepspeed.checkpoint.storage.locate import Found, common, examine, find_loadable
+from deepspeed.checkpoint.storage.locate import FoundCheckpoint, common, examine, find_loadable, retain
 from deepspeed.checkpoint.storage.manifest import Manifest
-from deepspeed.checkpoint.storage.rank_meeting import Exchange, Meeting, together
-from deepspeed.checkpoint.storage.retention import retain
+from deepspeed.checkpoint.storage.rank_meeting import RankExchange, RankMeeting, on_all_ranks
 from deepspeed.checkpoint.storage.tensor_memory import payload
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import logger
 from deepspeed.trust import flaw_of_name
 
-__all__ = [
-    "CheckpointManager",
-    "Content",
-    "Place",
-    "Request",
-    "SavePolicy",
-    "check_directory",
-    "check_tag",
-    "default_tag",
-]
-
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class FileContent:
     """What goes into a file and how it is written."""
 
     value: Any
@@ -54,7 +42,7 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """Which ranks see the same directory: all of them, or with node-local storage those of a node."""
 
     node: str = ""
@@ -76,13 +64,13 @@ class SavePolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class SaveRequest:
     """One checkpoint to write."""
 
     save_dir: str | os.PathLike[str]
     tag: str
     files: Mapping[str, Any]
-    """This rank's files by name within the checkpoint: text, bytes, a `Content`, or what `torch.save` is to write;
+    """This rank's files by name within the checkpoint: text, bytes, a `FileContent`, or what `torch.save` is to write;
     a callable without arguments is called for it just before."""
     format: str = "deepspeed"
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -104,29 +92,31 @@ def default_tag(global_steps: int) -> str:
 class _Save:
     """A save under way: what its steps share."""
 
-    request: Request
+    request: SaveRequest
     what: str
-    meeting: Meeting
+    meeting: RankMeeting
     staging: Staging
     token: str
     nodes: Sequence[str]
     """The node of each rank."""
-    contents: dict[str, Content] = field(default_factory=dict)
+    contents: dict[str, FileContent] = field(default_factory=dict)
 
 
 class CheckpointManager:
     """Writes and finds checkpoints together with the other ranks of an exchange."""
 
-    def __init__(self, exchange: Exchange, policy: SavePolicy | None = None, place: Place | None = None) -> None:
+    def __init__(
+        self, exchange: RankExchange, policy: SavePolicy | None = None, place: NodePlace | None = None
+    ) -> None:
         self.exchange = exchange
         self.policy = policy or SavePolicy()
-        self.place = place or Place(leader=exchange.rank == 0)
+        self.place = place or NodePlace(leader=exchange.rank == 0)
         self._background = Background()
         self._snapshot = Snapshot()
 
     # ---- saving
 
-    def save(self, request: Request) -> Path:
+    def save(self, request: SaveRequest) -> Path:
         """Write a checkpoint; returns its directory, which is there unless it is written in the background.
 
         On an error every rank raises a CheckpointError, and what was in the directory before is still there.
@@ -138,7 +128,7 @@ class CheckpointManager:
             meeting = stack.enter_context(self.exchange.meeting(what))
             save = self._begin(request, what, meeting)
             stack.push(functools.partial(self._abandon, save))
-            together(meeting, what, lambda: self._prepare(save))
+            on_all_ranks(meeting, what, lambda: self._prepare(save))
             progress = Progress(what, sum(payload(content.value) for content in save.contents.values()))
             if not self.policy.background:
                 self._complete(save, progress)
@@ -181,7 +171,7 @@ class CheckpointManager:
         finally:
             self._snapshot.close()
 
-    def _begin(self, request: Request, what: str, meeting: Meeting) -> _Save:
+    def _begin(self, request: SaveRequest, what: str, meeting: RankMeeting) -> _Save:
         """All ranks are here: agree on the tag and on the name of the staging directory."""
         mine = {"tag": request.tag, "node": self.place.node, "token": uuid.uuid4().hex[:12]}
         heard = meeting.say({**mine, "files": list(request.files)})
@@ -211,28 +201,30 @@ class CheckpointManager:
         if self.policy.background and not save.request.settled:
             self._snapshot.begin()
             taken = self._snapshot.take({name: content.value for name, content in contents.items()})
-            contents = {name: Content(taken[name], content.write) for name, content in contents.items()}
+            contents = {name: FileContent(taken[name], content.write) for name, content in contents.items()}
         save.contents = contents
 
-    def _content(self, value: Any) -> Content:
+    def _content(self, value: Any) -> FileContent:
         if callable(value):
             value = value()
-        if isinstance(value, Content):
+        if isinstance(value, FileContent):
             return value
         if isinstance(value, (str, bytes)):
-            return Content(value.encode() if isinstance(value, str) else value, lambda data, stream: stream.write(data))
-        return Content(value, functools.partial(dump, zipped=self.policy.zipped))
+            return FileContent(
+                value.encode() if isinstance(value, str) else value, lambda data, stream: stream.write(data)
+            )
+        return FileContent(value, functools.partial(dump, zipped=self.policy.zipped))
 
     def _complete(self, save: _Save, progress: Progress) -> None:
         """Write, seal, publish: each step ends when all ranks have done it."""
-        _, heard = together(save.meeting, save.what, lambda: self._write(save, progress))
+        _, heard = on_all_ranks(save.meeting, save.what, lambda: self._write(save, progress))
         if self.policy.writer.discard:
             logger.warning("%s: nothing was kept, because checkpoint.writer.type is MOCK", save.what)
             self._abandon(save, None)
             return
         parts = [part for rank, part in enumerate(heard) if save.nodes[rank] == self.place.node]
-        together(save.meeting, save.what, lambda: self._seal(save, parts) if self.place.leader else None)
-        together(save.meeting, save.what, lambda: self._publish(save) if self.place.leader else None)
+        on_all_ranks(save.meeting, save.what, lambda: self._seal(save, parts) if self.place.leader else None)
+        on_all_ranks(save.meeting, save.what, lambda: self._publish(save) if self.place.leader else None)
 
     def _write(self, save: _Save, progress: Progress) -> dict[str, Any]:
         written: dict[str, FileFacts] = {}
@@ -276,7 +268,7 @@ class CheckpointManager:
 
     # ---- loading
 
-    def locate(self, load_dir: str | os.PathLike[str], tag: str | None = None, latest: str = LATEST) -> Found:
+    def locate(self, load_dir: str | os.PathLike[str], tag: str | None = None, latest: str = LATEST) -> FoundCheckpoint:
         """The checkpoint that all ranks load; empty only if no tag is given and there is no `latest`.
 
         What was passed over is logged. A tag that is not there or not whole, and a directory without any whole
@@ -287,20 +279,20 @@ class CheckpointManager:
         load_dir = Path(load_dir)
         what = f"finding checkpoint {tag or latest!r} in {load_dir}"
         with self.exchange.meeting(what) as meeting:
-            _, heard = together(meeting, what, lambda: self._candidates(load_dir, tag, latest))
+            _, heard = on_all_ranks(meeting, what, lambda: self._candidates(load_dir, tag, latest))
             leaders = [answer for answer in heard if answer is not None]
             place = common([answer["candidates"] for answer in leaders])
-            problems = [Problem(*problem) for problem in dict.fromkeys(map(tuple, _flat(leaders, "problems")))]
+            problems = [FileProblem(*problem) for problem in dict.fromkeys(map(tuple, _flat(leaders, "problems")))]
             if place is None:
                 return self._nothing(load_dir, leaders, problems)
             chosen, path = leaders[0]["candidates"][place][0], leaders[0]["paths"][place]
-            together(meeting, what, lambda: _must_see(load_dir / path))
+            on_all_ranks(meeting, what, lambda: _must_see(load_dir / path))
         if self.exchange.rank == 0:
             for problem in problems:
                 logger.warning("%s", problem)
             if problems:
                 logger.warning("%s: loading %r", load_dir, chosen)
-        return Found(examine(load_dir / path, chosen), tuple(problems))
+        return FoundCheckpoint(examine(load_dir / path, chosen), tuple(problems))
 
     def _candidates(self, load_dir: Path, tag: str | None, latest: str) -> dict[str, Any] | None:
         """What this node could load, best first."""
@@ -318,9 +310,9 @@ class CheckpointManager:
             "explained": found.explained(),
         }
 
-    def _nothing(self, load_dir: Path, leaders: list[Any], problems: list[Problem]) -> Found:
+    def _nothing(self, load_dir: Path, leaders: list[Any], problems: list[FileProblem]) -> FoundCheckpoint:
         if not any(answer["named"] for answer in leaders):
-            return Found(None, tuple(problems), named=False)
+            return FoundCheckpoint(None, tuple(problems), named=False)
         told = next((answer["explained"] for answer in leaders if not answer["candidates"]), "")
         text = told or "no checkpoint is whole on every node; the nodes hold parts of different saves"
         raise CheckpointError(f"{load_dir}: nothing to load: {text}")
@@ -350,7 +342,7 @@ def _must_see(path: Path) -> None:
         )
 
 
-def _fill(content: Content, progress: Progress, stream: Stream) -> None:
+def _fill(content: FileContent, progress: Progress, stream: Stream) -> None:
     progress.follow(stream)
     content.write(content.value, stream)
 
@@ -376,7 +368,7 @@ def check_tag(tag: object) -> None:
         raise UsageError(f"checkpoint tag {tag!r} cannot be used: a file of that name lies beside checkpoints")
 
 
-def _check_names(request: Request) -> None:
+def _check_names(request: SaveRequest) -> None:
     check_directory(request.save_dir, "save_dir")
     check_tag(request.tag)
     if request.tag in (request.latest, *request.scripts):

@@ -17,15 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from deepspeed._version import __version__
-from deepspeed.checkpoint.storage.block_reader import FileCheck, Problem, odd_size
+from deepspeed._package import __version__
+from deepspeed.checkpoint.storage.block_reader import FileCheck, FileProblem, odd_size
 from deepspeed.checkpoint.storage.block_writer import FileFacts
 from deepspeed.checkpoint.storage.checksum import KINDS
 from deepspeed.checkpoint.storage.durable import explain, write_text
 from deepspeed.errors import CheckpointError
 from deepspeed.trust import flaw_of_name, read_regular
-
-__all__ = ["NAME", "Manifest", "check", "entries", "merge", "read", "sizes", "verify", "write"]
 
 NAME = "manifest.json"
 _LARGEST = 64 * 2**20  # bytes of a manifest: of checkpoints up to some ten terabytes
@@ -159,19 +157,19 @@ def _parse(found: Mapping[str, Any]) -> Manifest:
     return Manifest(tag, form, world, files, found["facts"], found["saved_at"], found["written_by"])
 
 
-def check(path: str | os.PathLike[str]) -> list[Problem]:
+def check(path: str | os.PathLike[str]) -> list[FileProblem]:
     """The cheap look at a checkpoint: is the manifest whole, are all files there with their sizes."""
     directory = Path(path)
     try:
         manifest = read(directory)
     except CheckpointError as error:
-        return [Problem(str(directory / NAME), str(error))]
+        return [FileProblem(str(directory / NAME), str(error))]
     if manifest is None:
-        return [Problem(str(directory / NAME), "there is no manifest")]
+        return [FileProblem(str(directory / NAME), "there is no manifest")]
     return sizes(directory, manifest.files)
 
 
-def sizes(directory: Path, files: Mapping[str, FileFacts]) -> list[Problem]:
+def sizes(directory: Path, files: Mapping[str, FileFacts]) -> list[FileProblem]:
     """Which files are missing or have another size than the manifest says."""
     found = ((directory / name, facts.size) for name, facts in files.items())
     return [problem for path, size in found if (problem := odd_size(path, size)) is not None]
@@ -179,17 +177,19 @@ def sizes(directory: Path, files: Mapping[str, FileFacts]) -> list[Problem]:
 
 def verify(
     directory: str | os.PathLike[str], files: Iterable[str] | None = None, *, threads: int | None = None
-) -> list[Problem]:
+) -> list[FileProblem]:
     """Read every byte of a checkpoint, or of some of its files, and compare; an empty list is good news."""
     directory = Path(directory)
     try:
         manifest = read(directory)
     except CheckpointError as error:
-        return [Problem(str(directory / NAME), str(error))]
+        return [FileProblem(str(directory / NAME), str(error))]
     if manifest is None:
-        return [Problem(str(directory / NAME), "there is no manifest, so nothing can be compared")]
+        return [FileProblem(str(directory / NAME), "there is no manifest, so nothing can be compared")]
     wanted = list(manifest.files) if files is None else list(files)
-    problems = [Problem(str(directory / name), "not in the manifest") for name in wanted if name not in manifest.files]
+    problems = [
+        FileProblem(str(directory / name), "not in the manifest") for name in wanted if name not in manifest.files
+    ]
     listed = {name: manifest.files[name] for name in wanted if name in manifest.files}
     problems += sizes(directory, listed)
     odd = {problem.file for problem in problems}

@@ -18,8 +18,6 @@ from deepspeed.checkpoint.storage.manifest import Manifest
 from deepspeed.errors import UsageError
 from deepspeed.trust import open_regular
 
-__all__ = ["new_directory", "publishing"]
-
 
 def new_directory(output: object, reads: Sequence[Path]) -> Path:
     """Where a tool is to write: a directory that is not there or empty, apart from everything that the tool reads."""

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["payload", "tensors_in"]
-
 
 def tensors_in(obj: Any) -> Iterator[Tensor]:
     """Every tensor in nested containers."""

@@ -6,7 +6,7 @@ the sentence, `watcher` the thread; `Watch` is what the dispatcher uses.
 
 from __future__ import annotations
 
-from deepspeed.comm.watch.settings import Settings
+from deepspeed.comm.watch.settings import HangSettings
 from deepspeed.comm.watch.watch import Watch
 
-__all__ = ["Settings", "Watch"]
+__all__ = ["HangSettings", "Watch"]

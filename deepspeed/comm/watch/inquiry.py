@@ -1,29 +1,125 @@
-"""From a call that does not complete to a verdict: ask, collect what comes, look at those who cannot answer, decide."""
+"""From a call that does not complete to a verdict: what this rank tells, what it asks others, and how it decides."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
+import re
 import secrets
+import shutil
+import stat
+import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
-from deepspeed.comm.watch.mailbox import Mailbox
-from deepspeed.comm.watch.report import Report, Wait
-from deepspeed.comm.watch.verdict import Verdict, judge
-from deepspeed.comm.watch.witness import Witness
+import torch.distributed as td
+from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["Inquiry", "incident_of"]
+from deepspeed.comm.records import Entry
+from deepspeed.comm.watch.neighbours import Neighbours, host_name
+from deepspeed.comm.watch.report import GroupProgress, RankReport, WaitingCall, call_of
+from deepspeed.comm.watch.store import WatchStore
+from deepspeed.comm.watch.threads import all_stacks, main_place
+from deepspeed.comm.watch.verdict import HangVerdict, judge
+
+_HISTORY = 32  # calls of each group that are told
+_KEPT = 5  # folders with stacks that stay on a host, the newest
+_NAME = re.compile(r"deepspeed-hang-[0-9a-f]{16}")
+
+
+class ReportBuilder:
+    """Builds this rank's reports."""
+
+    def __init__(self, rank: int, entries: Callable[[], Sequence[Entry]], neighbours: Neighbours | None) -> None:
+        self.rank = rank
+        self.neighbours = neighbours
+        self._entries = entries
+
+    def report(self, asked: int, waits: Sequence[WaitingCall], stacks: str = "") -> RankReport:
+        """How this rank is now; `stacks` is the file in which its stacks are."""
+        return RankReport(
+            self.rank,
+            host_name(),
+            asked=asked,
+            main=main_place(),
+            waits=tuple(waits),
+            groups=self._groups(),
+            stacks=stacks,
+            seen=self.seen(),
+        )
+
+    def seen(self) -> dict[int, RankReport]:
+        """The ranks of this host that cannot answer for themselves."""
+        if self.neighbours is None:
+            return {}
+        found = {rank: neighbour.report() for rank, neighbour in tuple(self.neighbours.found.items())}
+        return {rank: report for rank, report in found.items() if report.condition or report.ended}
+
+    def _groups(self) -> dict[str, GroupProgress]:
+        calls: dict[str, list[Entry]] = {}
+        for entry in self._entries():
+            calls.setdefault(entry[2].name, []).append(entry)
+        found = {}
+        world = td.GroupMember.WORLD
+        groups: Any = c10d._world.pg_names  # torch has no public list of them
+        for group, name in tuple(groups.items()):
+            ours = "world" if group is world else name
+            own = calls.get(ours, [])
+            entered = max((entry[0] for entry in own if not entry[1].p2p), default=0)
+            try:
+                position = group._get_sequence_number_for_group()
+            except RuntimeError:  # a backend that does not count
+                position = None
+            found[ours] = GroupProgress(entered, position, tuple(call_of(entry) for entry in own[-_HISTORY:]))
+        return found
+
+
+def write_stacks(folder: Path | None, name: str, rank: int) -> str:
+    """Write the stacks of all threads to a file of a private folder; where it is, or why it is not."""
+    if not _NAME.fullmatch(name):
+        return ""
+    try:
+        path = (Path(tempfile.gettempdir()) if folder is None else folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(mode=0o700)
+            _remove_old(path.parent)  # by the first rank of the host that comes
+        except FileExistsError:
+            pass
+        if not _is_own(path.lstat()):
+            return ""  # another user's, who guessed the name
+        file = path / f"rank-{rank}.txt"
+        file.write_text(all_stacks())
+    except OSError as error:
+        return f"(not written: {error})"
+    return str(file)
+
+
+def _is_own(found: os.stat_result) -> bool:
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _remove_old(folder: Path) -> None:
+    """Nothing else ever removes stacks: a job that hangs does not end well, and its user reads them later."""
+    own = []
+    for path in folder.glob("deepspeed-hang-*"):
+        with suppress(OSError):  # another job has just removed it
+            if _NAME.fullmatch(path.name) and _is_own(path.lstat()):
+                own.append((path.lstat().st_mtime, path))
+    for _, path in sorted(own)[:-_KEPT]:
+        shutil.rmtree(path, ignore_errors=True)
+
 
 _PAUSE = 0.05
 _FOLLOWED = 256  # ranks of other groups whose reports are read to follow who waits for whom
 
 
-def incident_of(wait: Wait) -> str:
+def incident_of(wait: WaitingCall) -> str:
     """The same on all ranks that wait in this call."""
     return hashlib.sha256(repr(wait.call.key).encode()).hexdigest()[:16]
 
@@ -33,10 +129,10 @@ class Inquiry:
 
     def __init__(
         self,
-        mailbox: Mailbox,
-        witness: Witness,
+        mailbox: WatchStore,
+        witness: ReportBuilder,
         patience: float,
-        serve: Callable[[Wait | None], None],
+        serve: Callable[[WaitingCall | None], None],
         stop: Callable[[], bool],
     ) -> None:
         self._mailbox = mailbox
@@ -45,7 +141,7 @@ class Inquiry:
         self._serve = serve
         self._stop = stop
 
-    def decide(self, wait: Wait, *, over: bool) -> dict[str, Any]:
+    def decide(self, wait: WaitingCall, *, over: bool) -> dict[str, Any]:
         """Ask all ranks and judge. With `over` the call has failed; if it was waited for, all write their stacks."""
         name = f"deepspeed-hang-{secrets.token_hex(8)}" if over and wait.seconds else ""
         number = self._mailbox.ask({"stacks": name, "over": over, "by": self._witness.rank})
@@ -55,9 +151,9 @@ class Inquiry:
         answered = sum(not (report.condition or report.ended) for report in reports.values())
         return {"text": text, "ranks": list(verdict.ranks), "answered": answered}
 
-    def _collect(self, wait: Wait, number: int) -> dict[int, Report]:
+    def _collect(self, wait: WaitingCall, number: int) -> dict[int, RankReport]:
         until = time.monotonic() + self._patience
-        settled: dict[int, Report] = {}
+        settled: dict[int, RankReport] = {}
         needed = set(wait.ranks)
         while True:
             self._serve(wait)
@@ -72,7 +168,7 @@ class Inquiry:
         self._add_silent(needed, settled)
         return settled
 
-    def _add_seen(self, needed: set[int], settled: dict[int, Report]) -> None:
+    def _add_seen(self, needed: set[int], settled: dict[int, RankReport]) -> None:
         """What ranks say of others of their host that are dead or stopped."""
         own = self._witness.seen()
         for seen in (own, *(report.seen for report in tuple(settled.values()))):
@@ -80,7 +176,7 @@ class Inquiry:
                 if rank in needed:
                     settled.setdefault(rank, report)
 
-    def _add_silent(self, needed: set[int], settled: dict[int, Report]) -> None:
+    def _add_silent(self, needed: set[int], settled: dict[int, RankReport]) -> None:
         """Ranks of this host that run and do not answer: native code has their interpreter."""
         neighbours = self._witness.neighbours
         for rank in sorted(needed - settled.keys()):
@@ -94,10 +190,10 @@ class Inquiry:
         answering = {report.host for report in settled.values() if not report.condition}
         for rank in sorted(needed - settled.keys()):
             raw = self._mailbox.find(f"hello/{rank}")
-            settled[rank] = Report(rank, condition=_unseen(None if raw is None else raw.decode(), answering))
+            settled[rank] = RankReport(rank, condition=_unseen(None if raw is None else raw.decode(), answering))
 
 
-def _stacks(reports: dict[int, Report], name: str) -> str:
+def _stacks(reports: dict[int, RankReport], name: str) -> str:
     """Where the stacks are: a folder of the same name on each host."""
     written = [report for report in reports.values() if report.stacks.startswith(os.sep)]
     if not written:
@@ -108,7 +204,7 @@ def _stacks(reports: dict[int, Report], name: str) -> str:
     return f"\n  stacks   : {folder} has those of {ranks}" + (f", on {hosts} hosts" if hosts > 1 else "")
 
 
-def judge_by_eye(wait: Wait, mine: Report, witness: Witness) -> Verdict:
+def judge_by_eye(wait: WaitingCall, mine: RankReport, witness: ReportBuilder) -> HangVerdict:
     """A judgement without the store: this rank, and what can be seen of others of this host."""
     reports = {mine.rank: mine}
     if witness.neighbours is not None:
@@ -116,7 +212,7 @@ def judge_by_eye(wait: Wait, mine: Report, witness: Witness) -> Verdict:
             with contextlib.suppress(OSError, ValueError):
                 reports[rank] = neighbour.report()
     found = judge(replace(wait, ranks=tuple(rank for rank in wait.ranks if rank in reports)), reports)
-    return found if found.ranks else Verdict((), "no rank of this host is at fault")
+    return found if found.ranks else HangVerdict((), "no rank of this host is at fault")
 
 
 def _unseen(host: str | None, answering: set[str]) -> str:
@@ -128,7 +224,7 @@ def _unseen(host: str | None, answering: set[str]) -> str:
     return f"does not answer, nor does any rank of its host {host}: the host, or the network to it, is down"
 
 
-def _followed(reports: Iterable[Report], needed: set[int]) -> set[int]:
+def _followed(reports: Iterable[RankReport], needed: set[int]) -> set[int]:
     """The ranks that others, who are late, wait for in other groups."""
     found = {rank for report in reports for wait in report.waits for rank in wait.ranks} - needed
     return set(sorted(found)[: max(0, _FOLLOWED - len(needed))])

@@ -14,12 +14,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.comm.watch.box import Box, members, opened, read_calls, read_last_words
-from deepspeed.comm.watch.look import place_in
-from deepspeed.comm.watch.mailbox import Mailbox
-from deepspeed.comm.watch.report import Report
-
-__all__ = ["Neighbour", "Neighbours", "Stacks", "host_name", "supported"]
+from deepspeed.comm.watch.call_log import CallLog, members, opened, read_calls, read_last_words
+from deepspeed.comm.watch.report import RankReport
+from deepspeed.comm.watch.store import WatchStore
+from deepspeed.comm.watch.threads import place_in
 
 _STACK_BYTES = 64 << 10
 _STACK_WAIT = 0.5  # seconds that a process gets to write its stacks
@@ -85,7 +83,7 @@ class Neighbour:
             return "gone"
         return "stopped" if found[0] in "Tt" else "runs"
 
-    def report(self, *, silent: bool = False) -> Report:
+    def report(self, *, silent: bool = False) -> RankReport:
         """What can be told of it from outside; with `silent` it has been asked and did not answer."""
         groups = members(read_calls(self.box))
         words, state, main = read_last_words(self.box), self.look(), ""
@@ -99,7 +97,7 @@ class Neighbour:
         if state == "runs" and silent and not words:
             main = self._main()
             condition = f"does not answer: native code holds the interpreter of its process {self.pid}"
-        return Report(
+        return RankReport(
             self.rank,
             host_name(),
             ended=words,
@@ -133,7 +131,7 @@ def _innermost(text: str) -> str:
 class Neighbours:
     """The ranks of this host, as they come; this rank tells where its box is."""
 
-    def __init__(self, mailbox: Mailbox, rank: int, box: Box, stacks: Stacks) -> None:
+    def __init__(self, mailbox: WatchStore, rank: int, box: CallLog, stacks: Stacks) -> None:
         self._mailbox = mailbox
         self._rank = rank
         self._key = _host_key()

@@ -8,11 +8,9 @@ from typing import Any
 
 from deepspeed.comm.records import Entry, OperationRecord, read, shown_path
 
-__all__ = ["Call", "Member", "Report", "Wait", "as_text", "call_of", "from_text"]
-
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class CollectiveCall:
     """One operation that a rank entered. `title` is the group's name for people, `group` the one all ranks share.
 
     `counted` tells whose number `sequence` is: the dispatcher's, or the backend's for a call of torch.distributed.
@@ -44,26 +42,26 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class WaitingCall:
     """A thread of a rank is inside a call; `ranks` are the group's. `place` is the line of the user's code."""
 
-    call: Call
+    call: CollectiveCall
     ranks: tuple[int, ...]
     seconds: float
     place: str
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class GroupProgress:
     """How far a rank is in one group: by the dispatcher's count, by the backend's, and the calls it entered last."""
 
     entered: int | None = None
     position: int | None = None
-    calls: tuple[Call, ...] = ()
+    calls: tuple[CollectiveCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RankReport:
     """One rank. `condition` is empty where the rank tells this itself; else it says what others saw of it."""
 
     rank: int
@@ -72,16 +70,16 @@ class Report:
     ended: str = ""
     condition: str = ""
     main: str = ""
-    waits: tuple[Wait, ...] = ()
-    groups: dict[str, Member] = field(default_factory=dict)
+    waits: tuple[WaitingCall, ...] = ()
+    groups: dict[str, GroupProgress] = field(default_factory=dict)
     stacks: str = ""
-    seen: dict[int, Report] = field(default_factory=dict)
+    seen: dict[int, RankReport] = field(default_factory=dict)
 
 
-def call_of(entry: Entry) -> Call:
+def call_of(entry: Entry) -> CollectiveCall:
     """A recorded operation as it is told to other ranks."""
     record = read(entry)
-    return Call(
+    return CollectiveCall(
         group=record.group,
         title=entry[2].title,
         sequence=record.sequence,
@@ -100,23 +98,26 @@ def _shape(record: OperationRecord) -> str:
     return record.what.rpartition(" (")[0]
 
 
-def as_text(report: Report) -> str:
+def as_text(report: RankReport) -> str:
     """The report as JSON."""
     return json.dumps(asdict(report))
 
 
-def from_text(text: str | bytes) -> Report:
+def from_text(text: str | bytes) -> RankReport:
     """A report out of its JSON; ValueError, KeyError or TypeError for anything else."""
     return _report(json.loads(text))
 
 
-def _report(raw: dict[str, Any]) -> Report:
+def _report(raw: dict[str, Any]) -> RankReport:
     groups = {
-        name: Member(value["entered"], value["position"], tuple(Call(**call) for call in value["calls"]))
+        name: GroupProgress(
+            value["entered"], value["position"], tuple(CollectiveCall(**call) for call in value["calls"])
+        )
         for name, value in raw["groups"].items()
     }
     waits = tuple(
-        Wait(Call(**wait["call"]), tuple(wait["ranks"]), wait["seconds"], wait["place"]) for wait in raw["waits"]
+        WaitingCall(CollectiveCall(**wait["call"]), tuple(wait["ranks"]), wait["seconds"], wait["place"])
+        for wait in raw["waits"]
     )
     seen = {int(rank): _report(value) for rank, value in raw["seen"].items()}
-    return Report(**{**raw, "groups": groups, "waits": waits, "seen": seen})
+    return RankReport(**{**raw, "groups": groups, "waits": waits, "seen": seen})

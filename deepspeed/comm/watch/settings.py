@@ -12,13 +12,11 @@ import torch
 import torch.distributed as td
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["Settings", "limit_groups", "timeout_of"]
-
 _WARN = 60.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class HangSettings:
     """The config's `hangs` section; times in seconds. `timeout` None leaves each group's own."""
 
     enabled: bool = True

@@ -14,9 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from deepspeed.comm.watch.report import Call, Member, Report, Wait
-
-__all__ = ["NO_VERDICT", "Verdict", "judge"]
+from deepspeed.comm.watch.report import CollectiveCall, GroupProgress, RankReport, WaitingCall
 
 SHOWN = 8  # ranks that are told one by one
 
@@ -30,30 +28,30 @@ _ROOTED = {"broadcast", "reduce", "gather", "scatter", "broadcast_object_list"}
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class HangVerdict:
     """Ranks at fault, those that keep others waiting first, and all of it in sentences."""
 
     ranks: tuple[int, ...]
     text: str
 
 
-NO_VERDICT = Verdict((), "")  # nothing says that a rank kept others waiting
+NO_VERDICT = HangVerdict((), "")  # nothing says that a rank kept others waiting
 
 
 @dataclass(frozen=True, slots=True)
 class _Finding:
     rank: int
     text: str
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[WaitingCall, ...] = ()
     differs: bool = False
     """The rank is not late: it does something else."""
 
 
-def judge(wait: Wait, reports: Mapping[int, Report], *, over: bool = True) -> Verdict:
+def judge(wait: WaitingCall, reports: Mapping[int, RankReport], *, over: bool = True) -> HangVerdict:
     """Why this call does not complete. With `over` it was given up; otherwise it may still come."""
     findings = _follow(wait, reports, over) or _latecomers(wait, reports)
     if not findings:
-        return Verdict((), _nobody(wait, reports))
+        return HangVerdict((), _nobody(wait, reports))
     roots = [finding for finding in findings if not finding.waits]
     others = [finding for finding in findings if finding.waits]
     sentences = [finding.text for finding in roots[:SHOWN]]
@@ -65,10 +63,10 @@ def judge(wait: Wait, reports: Mapping[int, Report], *, over: bool = True) -> Ve
         ring = ", ".join(str(finding.rank) for finding in others[: 2 * SHOWN])
         sentences.append(f"ranks {ring} wait for each other: they make these calls in different orders")
     sentences += [finding.text for finding in others[: max(0, SHOWN - len(roots))]]
-    return Verdict(tuple(dict.fromkeys(finding.rank for finding in (*roots, *others))), "; ".join(sentences))
+    return HangVerdict(tuple(dict.fromkeys(finding.rank for finding in (*roots, *others))), "; ".join(sentences))
 
 
-def _follow(wait: Wait, reports: Mapping[int, Report], over: bool) -> list[_Finding]:
+def _follow(wait: WaitingCall, reports: Mapping[int, RankReport], over: bool) -> list[_Finding]:
     """Findings about this call and about all that its late ranks wait for themselves."""
     found: dict[tuple[int, bool], _Finding] = {}
     open_waits, known = [wait], {wait.call.key}
@@ -83,7 +81,7 @@ def _follow(wait: Wait, reports: Mapping[int, Report], over: bool) -> list[_Find
     return list(found.values())
 
 
-def _blame(wait: Wait, reports: Mapping[int, Report], over: bool) -> Iterable[_Finding]:
+def _blame(wait: WaitingCall, reports: Mapping[int, RankReport], over: bool) -> Iterable[_Finding]:
     """What is wrong with the ranks that this call needs."""
     call = wait.call
     if call.p2p:
@@ -102,11 +100,11 @@ def _blame(wait: Wait, reports: Mapping[int, Report], over: bool) -> Iterable[_F
     return found
 
 
-def _absent(rank: int, report: Report | None, call: Call) -> _Finding | None:
+def _absent(rank: int, report: RankReport | None, call: CollectiveCall) -> _Finding | None:
     """A rank that cannot answer, or has ended."""
     if report is None:
         return _Finding(rank, f"rank {rank} does not answer, and no rank of its host tells about it")
-    member = report.groups.get(call.group, Member())
+    member = report.groups.get(call.group, GroupProgress())
     if report.ended and call.launched and (member.entered or 0) >= call.sequence:
         return None  # it did its part, and went
     if report.ended:
@@ -117,9 +115,9 @@ def _absent(rank: int, report: Report | None, call: Call) -> _Finding | None:
     return _Finding(rank, f"rank {rank} {report.condition}{_last(report, call)}{main}")
 
 
-def _last(report: Report, call: Call) -> str:
+def _last(report: RankReport, call: CollectiveCall) -> str:
     """What a rank entered last, in this group if that is known."""
-    own = report.groups.get(call.group, Member()).calls
+    own = report.groups.get(call.group, GroupProgress()).calls
     calls = own or tuple(one for member in report.groups.values() for one in member.calls)
     if not calls:
         return ""
@@ -127,9 +125,9 @@ def _last(report: Report, call: Call) -> str:
     return f"; the last that it entered is {_with_shape(last)} at {last.place}"
 
 
-def _late(report: Report, call: Call, over: bool) -> _Finding | None:
+def _late(report: RankReport, call: CollectiveCall, over: bool) -> _Finding | None:
     """A rank that answers and has not entered the call."""
-    member = report.groups.get(call.group, Member())
+    member = report.groups.get(call.group, GroupProgress())
     count = member.entered if call.counted == "dispatcher" else member.position
     if _inside(report, call) is not None or (count or 0) >= call.sequence:
         return None
@@ -143,23 +141,23 @@ def _late(report: Report, call: Call, over: bool) -> _Finding | None:
     return _Finding(report.rank, text, waits)
 
 
-def _inside(report: Report, call: Call) -> Wait | None:
+def _inside(report: RankReport, call: CollectiveCall) -> WaitingCall | None:
     """How a rank waits in this call, if it does."""
     return next((wait for wait in report.waits if wait.call.key == call.key), None)
 
 
-def _latecomers(wait: Wait, reports: Mapping[int, Report]) -> list[_Finding]:
+def _latecomers(wait: WaitingCall, reports: Mapping[int, RankReport]) -> list[_Finding]:
     """Ranks that are inside by now, and came when others had waited for long."""
     found = []
     for rank in wait.ranks:
-        own = _inside(reports.get(rank, Report(rank)), wait.call)
+        own = _inside(reports.get(rank, RankReport(rank)), wait.call)
         if own is not None and own.seconds < wait.seconds / 2:
             late = f"rank {rank} entered {wait.call} {wait.seconds - own.seconds:.0f} s later than others"
             found.append(_Finding(rank, f"{late}, at {own.place}"))
     return found
 
 
-def _blame_peers(wait: Wait, reports: Mapping[int, Report], over: bool) -> Iterable[_Finding]:
+def _blame_peers(wait: WaitingCall, reports: Mapping[int, RankReport], over: bool) -> Iterable[_Finding]:
     call = wait.call
     peers = [rank for rank in wait.ranks if call.peer in (None, rank)]
     found = []
@@ -181,19 +179,19 @@ def _blame_peers(wait: Wait, reports: Mapping[int, Report], over: bool) -> Itera
 # --- ranks that entered different things under one number ----------------------------------------------------------
 
 
-def _meaning(call: Call) -> tuple[object, ...]:
+def _meaning(call: CollectiveCall) -> tuple[object, ...]:
     name = call.op.rpartition(".")[2]
     sized = (call.dtype, call.numel) if name in _EQUAL else ()
     return (name, *sized, call.peer if name in _ROOTED else None)
 
 
-def _apart(wait: Wait, reports: Mapping[int, Report]) -> dict[int, Call]:
+def _apart(wait: WaitingCall, reports: Mapping[int, RankReport]) -> dict[int, CollectiveCall]:
     """The calls of all ranks at the first number where they differ; empty where none does."""
     call = wait.call
-    by_number: dict[int, dict[int, Call]] = {}
+    by_number: dict[int, dict[int, CollectiveCall]] = {}
     for rank in wait.ranks:
-        report = reports.get(rank, Report(rank))
-        told = report.groups.get(call.group, Member()).calls if call.counted == "dispatcher" else ()
+        report = reports.get(rank, RankReport(rank))
+        told = report.groups.get(call.group, GroupProgress()).calls if call.counted == "dispatcher" else ()
         # A wait tells the user's line, a recorded call only who made it.
         inside = (replace(waiting.call, place=waiting.place) for waiting in report.waits)
         for one in (*told, *inside):
@@ -206,7 +204,7 @@ def _apart(wait: Wait, reports: Mapping[int, Report]) -> dict[int, Call]:
     return {}
 
 
-def _difference(calls: Mapping[int, Call]) -> _Finding:
+def _difference(calls: Mapping[int, CollectiveCall]) -> _Finding:
     """The ranks that are in the minority, against the others."""
     counts = Counter(_meaning(calls[rank]) for rank in sorted(calls))
     usual = counts.most_common(1)[0][0]
@@ -219,7 +217,7 @@ def _difference(calls: Mapping[int, Call]) -> _Finding:
     return _Finding(odd[0], f"{text}: {', '.join(told)}; {rest} {_with_shape(other)} at {other.place}", differs=True)
 
 
-def _what_differs(one: Call, other: Call) -> str:
+def _what_differs(one: CollectiveCall, other: CollectiveCall) -> str:
     if one.op.rpartition(".")[2] != other.op.rpartition(".")[2]:
         return ""
     if one.peer != other.peer:
@@ -229,7 +227,7 @@ def _what_differs(one: Call, other: Call) -> str:
     return "the shape of "
 
 
-def _with_shape(call: Call) -> str:
+def _with_shape(call: CollectiveCall) -> str:
     root = "" if call.peer is None else f" {'with' if call.p2p else 'from'} rank {call.peer}"
     return f"{call}{root}" + (f" with {call.shape}" if call.shape else "")
 
@@ -239,7 +237,7 @@ def _list(ranks: list[int]) -> str:
     return shown if len(ranks) <= SHOWN else f"{shown}, … ({len(ranks)})"
 
 
-def _nobody(wait: Wait, reports: Mapping[int, Report]) -> str:
+def _nobody(wait: WaitingCall, reports: Mapping[int, RankReport]) -> str:
     known = [rank for rank in wait.ranks if rank in reports]
     text = f"ranks {_list(known)} all entered {wait.call}"
     left = [rank for rank in known if _inside(reports[rank], wait.call) is None]

@@ -16,16 +16,14 @@ import torch.distributed as td
 from torch.distributed import c10d_logger
 
 from deepspeed.comm.records import Entry
-from deepspeed.comm.watch.look import Finder, failed_inside, here, place_of_error
-from deepspeed.comm.watch.mailbox import suits
 from deepspeed.comm.watch.neighbours import Stacks, supported
-from deepspeed.comm.watch.report import Wait, call_of
-from deepspeed.comm.watch.settings import Settings, limit_group, limit_groups
-from deepspeed.comm.watch.verdict import NO_VERDICT, Verdict
+from deepspeed.comm.watch.report import WaitingCall, call_of
+from deepspeed.comm.watch.settings import HangSettings, limit_group, limit_groups
+from deepspeed.comm.watch.store import suits
+from deepspeed.comm.watch.threads import Finder, failed_inside, here, place_of_error
+from deepspeed.comm.watch.verdict import NO_VERDICT, HangVerdict
 from deepspeed.comm.watch.watcher import Watcher
 from deepspeed.errors import CommError
-
-__all__ = ["Watch", "is_loss", "is_timeout"]
 
 _TIMEOUTS = ("timed out", "timeout", "time out")
 _LOSSES = (*_TIMEOUTS, "connection", "closed", "reset by", "broken pipe", "socket", "aborted")
@@ -61,7 +59,7 @@ class Watch:
         self._entries = entries
         self._finders = finders
         self._noting = noting
-        self._settings = Settings()
+        self._settings = HangSettings()
         self._watcher: Watcher | None = None
         self._worlds = 0
         self._stacks: Stacks | None = None
@@ -86,7 +84,7 @@ class Watch:
         timeout = self._settings.timeout
         return None if timeout is None else timedelta(seconds=timeout)
 
-    def configure(self, settings: Settings) -> None:
+    def configure(self, settings: HangSettings) -> None:
         """Watch as the config says from now on."""
         self._settings = settings
         if not settings.enabled:
@@ -133,11 +131,13 @@ class Watch:
         for watcher in self._ending:
             watcher.join(_FAREWELL)
 
-    def explain(self, entry: Entry, error: Exception) -> Verdict:
+    def explain(self, entry: Entry, error: Exception) -> HangVerdict:
         """Who kept this operation from completing, in sentences."""
         if self._watcher is None or not is_loss(error) or len(entry[2].ranks) < 2:
             return NO_VERDICT
-        return self._watcher.explain(Wait(call_of(entry), entry[2].ranks, self._waited(entry[2].name, error), here()))
+        return self._watcher.explain(
+            WaitingCall(call_of(entry), entry[2].ranks, self._waited(entry[2].name, error), here())
+        )
 
     def explain_foreign(self, error: BaseException) -> str:
         """The same for a call of torch.distributed that the script made itself."""
@@ -147,7 +147,7 @@ class Watch:
         if found is None or len(found.ranks) < 2:
             return ""
         waited = self._waited(found.call.group, error)
-        text = self._watcher.explain(Wait(found.call, found.ranks, waited, found.place)).text
+        text = self._watcher.explain(WaitingCall(found.call, found.ranks, waited, found.place)).text
         return f"{found.call.op} failed on rank {self._watcher.rank}: {text}\n  called at : {found.place}"
 
     def _waited(self, group: str, error: BaseException) -> float:

@@ -27,19 +27,15 @@ from torch.distributed import distributed_c10d as c10d
 
 from deepspeed.comm.records import Entry
 from deepspeed.comm.verdict_pipe import tell_launcher
-from deepspeed.comm.watch.box import Box
-from deepspeed.comm.watch.inquiry import Inquiry, incident_of, judge_by_eye
-from deepspeed.comm.watch.launched import interrupt, last_launched
-from deepspeed.comm.watch.look import Finder, Inside, insides, positions
-from deepspeed.comm.watch.mailbox import Mailbox, StoreGone, store_home
+from deepspeed.comm.watch.call_log import CallLog
+from deepspeed.comm.watch.inquiry import Inquiry, ReportBuilder, incident_of, judge_by_eye, write_stacks
 from deepspeed.comm.watch.neighbours import Neighbours, Stacks, host_name
-from deepspeed.comm.watch.report import Wait
-from deepspeed.comm.watch.settings import Settings, seconds_of
-from deepspeed.comm.watch.verdict import NO_VERDICT, Verdict
-from deepspeed.comm.watch.witness import Witness, write_stacks
+from deepspeed.comm.watch.report import WaitingCall
+from deepspeed.comm.watch.settings import HangSettings, seconds_of
+from deepspeed.comm.watch.store import StoreGone, WatchStore, store_home
+from deepspeed.comm.watch.threads import ActiveCall, Finder, insides, interrupt, last_launched, positions
+from deepspeed.comm.watch.verdict import NO_VERDICT, HangVerdict
 from deepspeed.log import logger
-
-__all__ = ["Watcher"]
 
 _TICK = 1.0
 _QUICK = 0.1  # seconds between looks into the store while a verdict is expected
@@ -53,9 +49,9 @@ _YOUNG = 60.0  # seconds for which a verdict explains later failures, beyond wha
 class _Failed:
     """A call that failed in another thread, which waits for what became of it."""
 
-    wait: Wait
+    wait: WaitingCall
     done: threading.Event = field(default_factory=threading.Event)
-    verdict: Verdict = NO_VERDICT
+    verdict: HangVerdict = NO_VERDICT
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +69,11 @@ class Watcher:
         number: int,
         entries: Callable[[], Sequence[Entry]],
         finders: Mapping[CodeType, Finder],
-        settings: Settings,
+        settings: HangSettings,
         stacks: Stacks | None,
     ) -> None:
         self.settings = settings
-        self.box = None if stacks is None else Box()
+        self.box = None if stacks is None else CallLog()
         self._stacks = stacks
         self.rank = td.get_rank()
         self._number = number
@@ -86,7 +82,7 @@ class Watcher:
         self._home = store_home()
         self._jobs: queue.SimpleQueue[_Failed | _End] = queue.SimpleQueue()
         self._entries = entries
-        self._witness = Witness(self.rank, entries, None)
+        self._witness = ReportBuilder(self.rank, entries, None)
         self._since: dict[tuple[Any, ...], float] = {}
         self._told: set[tuple[Any, ...]] = set()
         self._signature: object = None
@@ -100,13 +96,13 @@ class Watcher:
         self._heard: dict[str, Any] | None = None
         self._used: set[str] = set()  # incidents whose verdicts this rank has raised
         self._given = ("", 0)  # the incident that this rank decided last, and how many ranks have to hear of it
-        self._mailbox: Mailbox | None = None
+        self._mailbox: WatchStore | None = None
         self._thread = threading.Thread(target=self._live, name="deepspeed-hangs", daemon=True)
         self._thread.start()
 
     # --- from other threads --------------------------------------------------------------------------------------
 
-    def explain(self, wait: Wait) -> Verdict:
+    def explain(self, wait: WaitingCall) -> HangVerdict:
         """Why this call failed, by all ranks that can tell; for the thread in which it failed."""
         failed = _Failed(wait)
         self._jobs.put(failed)
@@ -163,7 +159,7 @@ class Watcher:
 
     def _open(self) -> None:
         with self._lost_store():
-            mailbox = self._mailbox = Mailbox(self._number)
+            mailbox = self._mailbox = WatchStore(self._number)
             mailbox.set(f"hello/{self.rank}", host_name())
             if self.box is not None and self._stacks is not None:
                 self._witness.neighbours = Neighbours(mailbox, self.rank, self.box, self._stacks)
@@ -227,9 +223,11 @@ class Watcher:
         for one in launched:
             self._give_up(one, now - self._since[one.key])
 
-    def _waits(self, extra: Wait | None = None) -> list[Wait]:
+    def _waits(self, extra: WaitingCall | None = None) -> list[WaitingCall]:
         now = time.monotonic()
-        found = [Wait(i.call, i.ranks, now - self._since.get(i.key, now), i.place) for i in insides(self._finders)]
+        found = [
+            WaitingCall(i.call, i.ranks, now - self._since.get(i.key, now), i.place) for i in insides(self._finders)
+        ]
         if extra is not None and not extra.call.launched:
             same = [wait.seconds for wait in found if wait.call.key == extra.call.key]
             found = [wait for wait in found if wait.call.key != extra.call.key]
@@ -238,7 +236,7 @@ class Watcher:
 
     # --- answers -------------------------------------------------------------------------------------------------
 
-    def _serve(self, extra: Wait | None = None) -> None:
+    def _serve(self, extra: WaitingCall | None = None) -> None:
         """Answer what other ranks ask; `extra` is a wait of this rank that its stacks no longer show."""
         mailbox = self._mailbox
         if mailbox is None:
@@ -255,7 +253,7 @@ class Watcher:
             self._silent_at = math.inf
             self._tell_of_silent(mailbox, extra)
 
-    def _tell_of_silent(self, mailbox: Mailbox, extra: Wait | None) -> None:
+    def _tell_of_silent(self, mailbox: WatchStore, extra: WaitingCall | None) -> None:
         """Ranks of this host that did not answer either are told of by us."""
         neighbours = self._witness.neighbours
         if neighbours is None:
@@ -285,7 +283,7 @@ class Watcher:
 
     # --- questions -----------------------------------------------------------------------------------------------
 
-    def _warn(self, one: Inside, age: float) -> None:
+    def _warn(self, one: ActiveCall, age: float) -> None:
         """Tell of a call that takes long, once, on one rank."""
         if (
             age < self.settings.warns_after(self.limit(one.call.group))
@@ -294,7 +292,7 @@ class Watcher:
         ):
             return
         self._told.add(one.key)
-        wait = Wait(one.call, one.ranks, age, one.place)
+        wait = WaitingCall(one.call, one.ranks, age, one.place)
         if self._mailbox.add(f"warned/{incident_of(wait)}") == 1:
             found = self._inquiry(hurry=True).decide(wait, over=False)
             # What was launched may well be done: only a rank that is behind shows that it is not.
@@ -303,13 +301,13 @@ class Watcher:
             if one.key in {other.key for other in still} and self._jobs.empty():
                 logger.warning("%s has not completed for %.0f s: %s", one.call, age, found["text"])
 
-    def _give_up(self, one: Inside, age: float) -> None:
+    def _give_up(self, one: ActiveCall, age: float) -> None:
         """End what a device would wait for until torch ends the process without a word."""
         limit, key = self.limit(one.call.group), ("gave up", one.key)
         if age < limit - min(limit / 10, _BEFORE_TORCH) or key in self._told or self._mailbox is None:
             return
         self._told.add(key)
-        wait = Wait(one.call, one.ranks, age, one.place)
+        wait = WaitingCall(one.call, one.ranks, age, one.place)
         if self._inquiry(hurry=True).decide(wait, over=False)["ranks"]:
             interrupt(f"{one.call} did not complete: {self._explained(wait).text}")
             self._linger()
@@ -319,22 +317,22 @@ class Watcher:
         stop = (lambda: not self._jobs.empty()) if hurry else (lambda: False)
         return Inquiry(self._mailbox, self._witness, self.settings.patience, self._serve, stop)
 
-    def _explained(self, wait: Wait) -> Verdict:
+    def _explained(self, wait: WaitingCall) -> HangVerdict:
         found = None
         with self._lost_store():
             found = self._asked_for(wait)
         if found is None:
             return self._judged_by_eye(wait, "is gone")
-        verdict = Verdict(tuple(found["ranks"]), found["text"])
+        verdict = HangVerdict(tuple(found["ranks"]), found["text"])
         tell_launcher(self.rank, verdict.ranks, verdict.text)
         return verdict
 
-    def _judged_by_eye(self, wait: Wait, store: str) -> Verdict:
+    def _judged_by_eye(self, wait: WaitingCall, store: str) -> HangVerdict:
         found = judge_by_eye(wait, self._witness.report(0, [wait]), self._witness)
         tell_launcher(self.rank, found.ranks, found.text)
         return replace(found, text=f"{found.text}{self._store_words(store)}")
 
-    def _asked_for(self, wait: Wait) -> dict[str, Any] | None:
+    def _asked_for(self, wait: WaitingCall) -> dict[str, Any] | None:
         """The verdict, by whoever gives it: heard already, given by another rank, or ours."""
         mailbox = self._mailbox
         if mailbox is None:

@@ -6,16 +6,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from deepspeed.ops.adagrad.host import cpu_adagrad_
 from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_
-from deepspeed.ops.moments import moment_width
-from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters
-from deepspeed.ops.registry import op
+from deepspeed.ops.optimizer import Group, ParameterBatch
+from deepspeed.ops.rule_optimizers import HostOptimizer
 
 __all__ = ["DeepSpeedCPUAdagrad"]
 
 
-class DeepSpeedCPUAdagrad(BatchOptimizer):
+class DeepSpeedCPUAdagrad(HostOptimizer):
     """Adagrad with an L2 term, of parameters on the CPU.
 
     The sums of squares are float32, or have the dtype of their parameter if `fp32_optimizer_states` is false;
@@ -25,8 +23,7 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
-    settings: ClassVar[tuple[str, ...]] = ("fp32_optimizer_states",)
-    cpu_only: ClassVar[bool] = True
+    rule: ClassVar[str] = "adagrad"
     takes_sparse: ClassVar[bool] = True
 
     def __init__(
@@ -43,15 +40,9 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError("Adagrad has no AMSGrad variant; leave amsgrad out")
-        check_hyperparameters("DeepSpeedCPUAdagrad", lr=lr, eps=eps, weight_decay=weight_decay)
         self.fp32_optimizer_states = fp32_optimizer_states
-        self.moment_bits = moment_width("DeepSpeedCPUAdagrad", moment_bits)
-        op("cpu_adagrad")  # compiled now if it has to be, not by the first step
-        super().__init__(model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": False})
-
-    def step(self, closure: Closure | None = None) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` returns."""
-        return self._step(closure)
+        defaults = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "amsgrad": False}
+        self._set_up(model_params, defaults, moment_bits)
 
     def _update_group(self, group: Group) -> None:
         params = group["params"]
@@ -72,7 +63,7 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
             self._begin(group, param, state, self.moments)
         state["step"] += 1
         at, sums = tuple(grad.indices()), self.moment(param, "exp_avg_sq")
-        rows = Batch(state["step"], ([sums[at]],), [param[at]], [grad.values()])
+        rows = ParameterBatch(state["step"], ([sums[at]],), [param[at]], [grad.values()])
         if self.one_pass is not None:
             rows.factor = self.one_pass.factor
         if not rows.grads[0].numel():
@@ -84,7 +75,11 @@ class DeepSpeedCPUAdagrad(BatchOptimizer):
         if sums is not state["exp_avg_sq"]:  # what 8-bit codes stand for
             self.set_moment(param, "exp_avg_sq", sums)
 
-    def _apply(self, group: Group, batch: Batch) -> None:
-        # an engine may keep some on its device
-        step = cpu_adagrad_ if batch.params[0].device.type == "cpu" else adagrad_
-        step(batch, AdagradRule.of(group))
+    def _rule_of(self, group: Group) -> AdagradRule:
+        return AdagradRule.of(group)
+
+    def _apply(self, group: Group, batch: ParameterBatch) -> None:
+        if batch.params[0].device.type == "cpu":
+            super()._apply(group, batch)
+        else:
+            adagrad_(batch, self._rule_of(group))

@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops.batch_rule import BatchRule, update_by_torch
-from deepspeed.ops.capability import Capability, Verdict
-from deepspeed.ops.optimizer import Batch, TensorLists, contiguous, wide, widely
+from deepspeed.ops.batch_rule import BatchRule, register_on_host, update_by_torch
+from deepspeed.ops.capability import Capability, ProbeResult
+from deepspeed.ops.optimizer import ParameterBatch, TensorLists, contiguous, wide, widely
 from deepspeed.ops.registry import implementation, op, reference
-
-__all__ = ["ADAGRAD", "AdagradRule", "adagrad_", "adagrad_reference"]
 
 Tensors = list[Tensor]
 Kernel = Callable[[Tensors, Tensors, Tensors, "AdagradRule"], None]
@@ -37,7 +35,7 @@ class AdagradRule:
         return cls(float(group["lr"]), group["eps"], group["weight_decay"])
 
 
-def adagrad_(batch: Batch, rule: AdagradRule) -> None:
+def adagrad_(batch: ParameterBatch, rule: AdagradRule) -> None:
     """Update parameters and the sums of squares (exp_avg_sq) in place, wherever they are."""
     update_by_torch(ADAGRAD, batch, rule, op("adagrad"))
 
@@ -55,7 +53,7 @@ def adagrad_reference(params: Tensors, grads: Tensors, sums: Tensors, rule: Adag
         total.copy_(v)
 
 
-def _numbers(batch: Batch, rule: AdagradRule) -> tuple[float, ...]:
+def _numbers(batch: ParameterBatch, rule: AdagradRule) -> tuple[float, ...]:
     return (rule.weight_decay, rule.lr, rule.eps)
 
 
@@ -106,10 +104,10 @@ def _adagrad_fused(params: Tensors, grads: Tensors, sums: Tensors, rule: Adagrad
     widely(update, lists)
 
 
-def _probe() -> Verdict:
+def _probe() -> ProbeResult:
     if "_fused_adagrad_" not in vars(torch):
-        return Verdict(False, f"torch {torch.__version__} has no _fused_adagrad_")
-    return Verdict(True, f"fused kernels of torch {torch.__version__}")
+        return ProbeResult(False, f"torch {torch.__version__} has no _fused_adagrad_")
+    return ProbeResult(True, f"fused kernels of torch {torch.__version__}")
 
 
 @implementation("adagrad", name="foreach", rank=10)
@@ -120,3 +118,6 @@ def _load_foreach() -> Kernel:
 @implementation("adagrad", name="fused", requires=Capability("torch's fused Adagrad", _probe), rank=20)
 def _load_fused() -> Kernel:
     return _adagrad_fused
+
+
+register_on_host(ADAGRAD)

@@ -8,12 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.host import cpu_adam_
-from deepspeed.ops.adam.one_pass import adam_one_pass_
 from deepspeed.ops.adam.rule import AdamRule
-from deepspeed.ops.moments import moment_width
-from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, evaluate
-from deepspeed.ops.registry import op
+from deepspeed.ops.optimizer import Closure, Group, evaluate
+from deepspeed.ops.rule_optimizers import HostOptimizer
 
 __all__ = ["DeepSpeedCPUAdam"]
 
@@ -27,7 +24,7 @@ class _Before:
     state: dict[str, Any] | None
 
 
-class DeepSpeedCPUAdam(BatchOptimizer):
+class DeepSpeedCPUAdam(HostOptimizer):
     """AdamW, or Adam with an L2 term if `adamw_mode` is false, of parameters on the CPU.
 
     Moments are float32 whatever the dtype of the parameters, or have that dtype if `fp32_optimizer_states` is false.
@@ -36,7 +33,7 @@ class DeepSpeedCPUAdam(BatchOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "fp32_optimizer_states")
-    cpu_only: ClassVar[bool] = True
+    rule: ClassVar[str] = "adam"
 
     def __init__(
         self,
@@ -54,21 +51,12 @@ class DeepSpeedCPUAdam(BatchOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError("DeepSpeedCPUAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True)")
-        check_hyperparameters("DeepSpeedCPUAdam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.adam_w_mode = bool(adamw_mode)
         self.fp32_optimizer_states = fp32_optimizer_states
-        self.moment_bits = moment_width("DeepSpeedCPUAdam", moment_bits)
         self._before: dict[int, list[_Before]] = {}
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "amsgrad": False,
-        }
-        op("cpu_adam")  # compiled now if it has to be, not by the first step
-        super().__init__(model_params, defaults)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        switches = {"bias_correction": bias_correction, "amsgrad": False}
+        self._set_up(model_params, defaults | switches, moment_bits)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -77,7 +65,7 @@ class DeepSpeedCPUAdam(BatchOptimizer):
     def step(self, closure: Closure | None = None) -> Any:
         """Update every parameter that has a gradient; returns what `closure` returns."""
         self._before.clear()
-        return self._step(closure)
+        return super().step(closure)
 
     @torch.no_grad()
     def step_subgroup(self, subgroup_id: int, closure: Closure | None = None) -> Any:
@@ -128,10 +116,8 @@ class DeepSpeedCPUAdam(BatchOptimizer):
             raise IndexError(f"there is no subgroup {index}: the optimizer has {len(self.param_groups)} param groups")
         return self.param_groups[index]
 
-    def _apply(self, group: Group, batch: Batch) -> None:
-        # an engine may keep some on its device
-        step = cpu_adam_ if batch.params[0].device.type == "cpu" else adam_one_pass_
-        step(batch, AdamRule.of(group, decoupled=self.adam_w_mode))
+    def _rule_of(self, group: Group) -> AdamRule:
+        return AdamRule.of(group, decoupled=self.adam_w_mode)
 
 
 def _copied(state: dict[str, Any] | None) -> dict[str, Any] | None:

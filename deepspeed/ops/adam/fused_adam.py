@@ -6,15 +6,14 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepspeed.ops.adam.one_pass import adam_one_pass_, takes_one_pass
-from deepspeed.ops.adam.rule import AdamRule, adam_, takes_conditions
-from deepspeed.ops.moments import moment_width
-from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, refuse
+from deepspeed.ops.adam.rule import AdamRule, adam_, adam_one_pass_, takes_conditions, takes_one_pass
+from deepspeed.ops.optimizer import Group, ParameterBatch
+from deepspeed.ops.rule_optimizers import DeviceOptimizer
 
 __all__ = ["FusedAdam"]
 
 
-class FusedAdam(BatchOptimizer):
+class FusedAdam(DeviceOptimizer):
     """AdamW, or Adam with an L2 term if `adam_w_mode` is false; moments have the dtype of their parameter.
 
     `moment_bits` chooses itself: 32, 16 (bfloat16), or 8 (block-wise, a quarter of the memory of float32).
@@ -22,6 +21,7 @@ class FusedAdam(BatchOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "set_grad_none")
+    rule: ClassVar[str] = "adam"
 
     def __init__(
         self,
@@ -39,48 +39,12 @@ class FusedAdam(BatchOptimizer):
     ) -> None:
         if amsgrad:
             raise RuntimeError("FusedAdam has no AMSGrad variant; use torch.optim.AdamW(amsgrad=True)")
-        check_hyperparameters("FusedAdam", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
         self.adam_w_mode = bool(adam_w_mode)
         self.set_grad_none = set_grad_none
-        self.moment_bits = moment_width("FusedAdam", moment_bits)
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        self._set_up(params, defaults | {"weight_decay": weight_decay}, moment_bits)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, or set them to zero where `set_grad_none` is false."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def step(
-        self,
-        closure: Closure | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
-        grad_scaler: Any = None,
-    ) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` returns."""
-        refuse(
-            "FusedAdam.step",
-            grads=grads,
-            output_params=output_params,
-            scale=scale,
-            grad_norms=grad_norms,
-            grad_scaler=grad_scaler,
-        )
-        return self._step(closure)
-
-    def _update_group(self, group: Group) -> None:
-        group.setdefault("step", 0)
-        super()._update_group(group)
-
-    def _apply(self, group: Group, batch: Batch) -> None:
+    def _apply(self, group: Group, batch: ParameterBatch) -> None:
         rule, device = AdamRule.of(group, decoupled=self.adam_w_mode), batch.params[0].device
         step = adam_one_pass_ if batch.scales or self.takes_one_pass(device) else adam_
         step(batch, rule, self._conditions_on(device))

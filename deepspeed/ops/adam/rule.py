@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops.batch_rule import BatchRule
-from deepspeed.ops.capability import Capability, Verdict
-from deepspeed.ops.conditions import Conditions
-from deepspeed.ops.optimizer import Batch, TensorLists, contiguous, wide, widely
+from deepspeed.ops.batch_rule import BatchRule, has_kernel, register_on_host, register_one_pass
+from deepspeed.ops.capability import Capability, ProbeResult
+from deepspeed.ops.one_pass import Conditions
+from deepspeed.ops.optimizer import ParameterBatch, TensorLists, contiguous, wide, widely
+from deepspeed.ops.precompile import is_placeholder
 from deepspeed.ops.registry import implementation, op, reference
-from deepspeed.ops.rehearsal import on_stage
-
-__all__ = ["ADAM", "AdamRule", "adam_", "adam_reference", "takes_conditions"]
 
 Tensors = list[Tensor]
 Kernel = Callable[..., None]
@@ -62,7 +60,7 @@ class AdamRule:
         return 1 - self.beta1**step, 1 - self.beta2**step
 
 
-def adam_(batch: Batch, rule: AdamRule, conditions: Conditions | None = None) -> None:
+def adam_(batch: ParameterBatch, rule: AdamRule, conditions: Conditions | None = None) -> None:
     """Update parameters and moments (exp_avg, exp_avg_sq) in place; `batch.step` counts from 1.
 
     `conditions` may be given where `takes_conditions` says so.
@@ -78,7 +76,7 @@ def takes_conditions(device: torch.device) -> bool:
 
     Ranks whose parameters differ, or that have none, must take the same kind of step: nothing else may decide here.
     """
-    return op("adam") is _adam_fused and (device.type == "cuda" or on_stage(device))
+    return op("adam") is _adam_fused and (device.type == "cuda" or is_placeholder(device))
 
 
 @reference("adam")
@@ -102,7 +100,7 @@ def adam_reference(
             target.copy_(result)
 
 
-def _numbers(batch: Batch, rule: AdamRule) -> tuple[float, ...]:
+def _numbers(batch: ParameterBatch, rule: AdamRule) -> tuple[float, ...]:
     first, second = rule.corrections(batch.step)
     keep = 1 - rule.lr * rule.weight_decay if rule.decoupled else 1.0
     l2 = 0.0 if rule.decoupled else rule.weight_decay
@@ -176,22 +174,12 @@ def _adam_fused(
     def update(lists: TensorLists) -> None:
         p, g, m, v = lists
         kernel(
-            p,
-            g,
-            m,
-            v,
-            [],
-            [count] * len(p),
-            lr=rule.lr,
-            beta1=rule.beta1,
-            beta2=rule.beta2,
-            weight_decay=rule.weight_decay,
-            eps=rule.eps,
-            amsgrad=False,
-            maximize=False,
+            p, g, m, v, [], [count] * len(p),
+            lr=rule.lr, beta1=rule.beta1, beta2=rule.beta2, weight_decay=rule.weight_decay, eps=rule.eps,
+            amsgrad=False, maximize=False,
             grad_scale=None if conditions is None else conditions.divisor,
             found_inf=None if conditions is None else conditions.skip,
-        )
+        )  # fmt: skip
 
     if len({tensors[0].dtype for tensors in lists}) == 1:
         update(lists)  # the kernel itself computes 16-bit tensors in float32
@@ -199,11 +187,11 @@ def _adam_fused(
         widely(update, lists)
 
 
-def _probe() -> Verdict:
+def _probe() -> ProbeResult:
     missing = [name for name in ("_fused_adam_", "_fused_adamw_") if name not in vars(torch)]
     if missing:
-        return Verdict(False, f"torch {torch.__version__} has no {missing[0]}")
-    return Verdict(True, f"fused kernels of torch {torch.__version__}")
+        return ProbeResult(False, f"torch {torch.__version__} has no {missing[0]}")
+    return ProbeResult(True, f"fused kernels of torch {torch.__version__}")
 
 
 @implementation("adam", name="foreach", rank=10)
@@ -214,3 +202,25 @@ def _load_foreach() -> Kernel:
 @implementation("adam", name="fused", requires=Capability("torch's fused Adam", _probe), rank=20)
 def _load_fused() -> Kernel:
     return _adam_fused
+
+
+register_on_host(ADAM)
+
+
+def adam_one_pass_(batch: ParameterBatch, rule: AdamRule, conditions: Conditions | None = None) -> None:
+    """Update a batch in place: gradients are those of `batch`, times its factor, divided as `conditions` say.
+
+    Updated parameters go to `batch.outs` as well. Where the conditions say skip nothing changes.
+    """
+    op("adam_one_pass")(batch, rule, conditions)
+
+
+def takes_one_pass(device: torch.device) -> bool:
+    """True if there is a kernel for parameters on such a device; ranks must agree, so that nothing else decides.
+
+    Where another implementation of `adam` was asked for, that one is used.
+    """
+    return takes_conditions(device) and has_kernel("adam", device)
+
+
+ONE_PASS = register_one_pass(ADAM)

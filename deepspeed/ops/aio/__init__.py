@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.ops.aio.engine import FileEngine, Ticket
+from deepspeed.ops.aio.engine import FileEngine, FileTicket
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
-__all__ = ["AsyncIOBuilder", "FileEngine", "Ticket"]
+__all__ = ["AsyncIOBuilder", "FileEngine", "FileTicket"]

@@ -5,21 +5,20 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from threading import Lock
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Lock, Thread
 from types import TracebackType
 
 from torch import Tensor
 
 from deepspeed.errors import FileError, UsageError
 from deepspeed.ops.aio.open_file import OpenFile, Place, Scratch, describe
-from deepspeed.ops.aio.plan import ALIGNMENT, Flow, Part
-from deepspeed.ops.aio.workers import Workers
+from deepspeed.ops.aio.plan import ALIGNMENT, FilePart, Flow
 from deepspeed.ops.host_memory import bytes_of
 
-__all__ = ["FileEngine", "Ticket"]
 
-
-class Ticket:
+class FileTicket:
     """One read or write on its way. Its tensor is held, and must be left alone, until it is completed."""
 
     def __init__(self) -> None:
@@ -71,11 +70,11 @@ class FileEngine:
         self._workers = Workers(self.flow.workers)
         self._end = weakref.finalize(self, self._workers.close)
 
-    def read(self, path: Place, tensor: Tensor, offset: int = 0) -> Ticket:
+    def read(self, path: Place, tensor: Tensor, offset: int = 0) -> FileTicket:
         """Fill `tensor` with the file's bytes from `offset` on."""
         return self._begin(path, tensor, offset, write=False)
 
-    def write(self, path: Place, tensor: Tensor, offset: int = 0) -> Ticket:
+    def write(self, path: Place, tensor: Tensor, offset: int = 0) -> FileTicket:
         """Write the tensor's bytes to the file from `offset` on; one that is not there is made, for its owner alone."""
         return self._begin(path, tensor, offset, write=True)
 
@@ -91,13 +90,13 @@ class FileEngine:
     ) -> None:
         self.close()
 
-    def _begin(self, path: Place, tensor: Tensor, offset: int, *, write: bool) -> Ticket:
+    def _begin(self, path: Place, tensor: Tensor, offset: int, *, write: bool) -> FileTicket:
         if offset < 0:
             raise UsageError(f"offset is {offset}; expected the number of a byte of {describe(path)}, from 0 up")
         if not isinstance(path, int) and "\0" in os.fspath(path):
             raise UsageError(f"the path {os.fspath(path)!r} has a NUL character in it, which no path can have")
         request = _Request(path, tensor, offset, write)
-        parts = self.flow.parts(offset, tensor.nbytes) or [Part(0, 0, False)]  # nothing to move, but a file to make
+        parts = self.flow.parts(offset, tensor.nbytes) or [FilePart(0, 0, False)]  # nothing to move, but a file to make
         request.left = len(parts)
         self._workers.give([functools.partial(request.run, part) for part in parts])
         return request.ticket
@@ -107,7 +106,7 @@ class _Request:
     """One read or write: its parts are run by any workers in any order, the first to come opens the file."""
 
     def __init__(self, place: Place, tensor: Tensor, offset: int, write: bool) -> None:
-        self.ticket = Ticket()
+        self.ticket = FileTicket()
         self.left = 0
         self._place = place
         self._tensor: Tensor | None = tensor  # whose memory the view does not hold
@@ -118,7 +117,7 @@ class _Request:
         self._error: Exception | None = None
         self._lock = Lock()
 
-    def run(self, part: Part, scratch: Scratch) -> None:
+    def run(self, part: FilePart, scratch: Scratch) -> None:
         try:
             file, view = self._open()
             if file is not None and self._error is None:
@@ -159,3 +158,63 @@ class _Request:
         made = FileError(code, f"{what}: {error.strerror or os.strerror(code)}", describe(self._place))
         made.__cause__ = error
         return made
+
+
+Task = Callable[[Scratch], None]
+
+
+class Workers:
+    """Up to `limit` threads that take tasks in order, begun when there is work for them.
+
+    They hold nothing of who gave the work, so that an engine nobody holds ends, and its threads with it. An executor of
+    Python would refuse work once the program is about to end, which is when last states are written.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._threads: list[Thread] = []
+        self._waiting = 0  # tasks given and not finished
+        self._lock = Lock()
+        self._closed = False
+        self._process = os.getpid()
+
+    def give(self, tasks: Sequence[Task]) -> None:
+        """Queue tasks; none of them may raise."""
+        if os.getpid() != self._process:
+            raise UsageError(
+                "this file engine belongs to the process that made it, and its threads did not come along when the "
+                "process forked; make one in the new process"
+            )
+        with self._lock:
+            if self._closed:
+                raise UsageError("this file engine is closed; make another one")
+            self._waiting += len(tasks)
+            for _ in range(min(self._waiting, self._limit) - len(self._threads)):
+                self._threads.append(Thread(target=self._work, name="deepspeed-file", daemon=True))
+                self._threads[-1].start()
+            for task in tasks:
+                self._tasks.put(task)
+
+    def close(self) -> None:
+        """Finish what was given and end the threads; harmless when repeated, and in a forked process."""
+        if os.getpid() != self._process:
+            return
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for _ in self._threads:
+                    self._tasks.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _work(self) -> None:
+        scratch = Scratch()
+        while True:
+            task = self._tasks.get()
+            if task is None:
+                return
+            task(scratch)
+            del task  # or an idle thread would hold the last request's memory
+            with self._lock:
+                self._waiting -= 1

@@ -14,8 +14,6 @@ from deepspeed.ops.aio.locked import is_locked, locked_tensor, unlock
 from deepspeed.ops.aio.open_file import Place, describe
 from deepspeed.ops.host_memory import bytes_of
 
-__all__ = ["LockedTensors", "Request", "Waitable", "aio_handle"]
-
 _PIECE = 2**24
 
 
@@ -56,7 +54,7 @@ class aio_handle(LockedTensors):
             single_submit=single_submit,
             overlap_events=overlap_events,
         )
-        self._pending: list[Request] = []
+        self._pending: list[FileRequest] = []
 
     def get_block_size(self) -> int:
         """Bytes of a block."""
@@ -129,34 +127,34 @@ class aio_handle(LockedTensors):
             raise failed
         return len(pending)
 
-    def _end(self, request: Request, async_op: bool) -> int:
+    def _end(self, request: FileRequest, async_op: bool) -> int:
         if async_op:
             self._pending.append(request)
             return 0
         request.finish()
         return 1
 
-    def _begin(self, buffer: Tensor, place: Place, offset: int, *, write: bool, validate: bool = False) -> Request:
+    def _begin(self, buffer: Tensor, place: Place, offset: int, *, write: bool, validate: bool = False) -> FileRequest:
         host = buffer
         if buffer.device.type != "cpu":
             host = locked_tensor(buffer.numel(), buffer.dtype).view(buffer.shape)
             if write:
                 host.copy_(buffer)
         ticket = (self._engine.write if write else self._engine.read)(place, host, offset)
-        return Request(ticket, buffer, host, place, offset, write, validate)
+        return FileRequest(ticket, buffer, host, place, offset, write, validate)
 
 
-class Waitable(Protocol):
+class FileWaitable(Protocol):
     """What a request waits for, such as a `Ticket`."""
 
     def wait(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class FileRequest:
     """A read or write that was begun, of `buffer` by way of `host`, which may be the same."""
 
-    ticket: Waitable
+    ticket: FileWaitable
     buffer: Tensor
     host: Tensor
     place: Place
@@ -183,3 +181,46 @@ class Request:
                     stop = self.offset + min(start + _PIECE, len(view))
                     found = f"a plain read finds other bytes between {self.offset + start} and {stop}"
                     raise FileError(errno.EIO, f"{what}: {found}", describe(self.place))
+
+
+class pin_handle(LockedTensors):
+    """Tensors in page-locked memory, without files."""
+
+    def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
+        """As `free_cpu_locked_tensor`, by where the memory begins."""
+        return unlock(address)
+
+
+__all__ = ["aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
+
+
+def aio_read(
+    buffer: Tensor,
+    filename: str,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """Fill the buffer from the beginning of a file; 0."""
+    return aio_handle(block_size, queue_depth, single_submit, overlap_events).read(buffer, filename, validate)
+
+
+def aio_write(
+    buffer: Tensor,
+    filename: str,
+    block_size: int,
+    queue_depth: int,
+    single_submit: bool,
+    overlap_events: bool,
+    validate: bool,
+) -> int:
+    """Write the buffer to the beginning of a file; 0."""
+    return aio_handle(block_size, queue_depth, single_submit, overlap_events).write(buffer, filename, validate)
+
+
+def deepspeed_memcpy(dest: Tensor, src: Tensor) -> int:
+    """Copy a tensor of the host to another one of as many bytes; 0."""
+    dest.view(-1).copy_(src.view(-1))
+    return 0

@@ -15,8 +15,6 @@ from deepspeed.errors import UsageError
 from deepspeed.log import warn_once
 from deepspeed.ops.capability import on_cuda
 
-__all__ = ["is_locked", "locked_tensor", "unlock"]
-
 
 class _Pages(mmap.mmap):
     """Pages of a tensor, which holds them; unlocked with the last view of it at the latest."""

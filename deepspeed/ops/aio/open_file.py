@@ -15,8 +15,6 @@ from deepspeed.log import warn_once
 from deepspeed.ops.aio.plan import ALIGNMENT
 from deepspeed.ops.host_memory import copy_bytes
 
-__all__ = ["OpenFile", "Place", "Scratch", "describe"]
-
 Place = str | os.PathLike[str] | int
 """A path, or a descriptor that stays open until the request is done."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from deepspeed.errors import UsageError
 
-__all__ = ["ALIGNMENT", "Flow", "Part"]
-
 ALIGNMENT = mmap.PAGESIZE
 """Offsets, sizes and memory that are multiples of this go past the page cache: no disk asks for more, and since whole
 pages are either inside or outside, bytes beside them may go through the cache at the same time."""
@@ -18,7 +16,7 @@ _LEAST_BATCH = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class FilePart:
     """Bytes [start, stop) of a request, moved by one worker."""
 
     start: int
@@ -62,7 +60,7 @@ class Flow:
         partners = 1 if not self.overlap_events else self.queue_depth if self.single_submit else 2
         return min(self.threads * partners, _MOST_THREADS)
 
-    def parts(self, offset: int, size: int) -> list[Part]:
+    def parts(self, offset: int, size: int) -> list[FilePart]:
         """A request for `size` bytes at `offset` of a file, in order: whole pages in batches, and what is beside them.
 
         A request that is smaller than all threads' batches together is shared by the threads.
@@ -70,9 +68,9 @@ class Flow:
         head = min(-offset % ALIGNMENT, size)
         tail = head + (size - head) // ALIGNMENT * ALIGNMENT
         step = min(self.batch, _up(-(-(tail - head) // self.threads)) or self.batch)
-        cut = [Part(start, min(start + step, tail), True) for start in range(head, tail, step)]
-        edges = [Part(0, head, False)] if head else []
-        return [*edges, *cut, *([Part(tail, size, False)] if tail < size else [])]
+        cut = [FilePart(start, min(start + step, tail), True) for start in range(head, tail, step)]
+        edges = [FilePart(0, head, False)] if head else []
+        return [*edges, *cut, *([FilePart(tail, size, False)] if tail < size else [])]
 
 
 def _up(size: int) -> int:

@@ -11,20 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, library
 
-from deepspeed.ops.fp8.linear import VALUES, Kept, backward, forward
-from deepspeed.ops.fp8.quantise import Rounded, round_rows, round_tensor
-
-__all__ = ["linear", "rounded"]
+from deepspeed.ops.fp8.linear import VALUES, SavedOperand, backward, forward
+from deepspeed.ops.fp8.quantise import Quantized, round_rows, round_tensor
 
 
-def rounded(x: Tensor, by_rows: bool) -> Rounded:
+def rounded(x: Tensor, by_rows: bool) -> Quantized:
     """A matrix, rounded, for the layers that read it: a compiler computes it once for all of them."""
     turns = torch.is_grad_enabled() and not by_rows  # only a backward reads columns
     rows, columns, scale = _round(x.detach(), by_rows, turns)
-    return Rounded(rows, columns if turns else None, scale)
+    return Quantized(rows, columns if turns else None, scale)
 
 
-def linear(x: Tensor, weight: Tensor, held: Rounded, by_rows: bool) -> Tensor:
+def linear(x: Tensor, weight: Tensor, held: Quantized, by_rows: bool) -> Tensor:
     """x · wᵀ, of x that is rounded already, and its gradients."""
     kept = x if held.columns is None else held.columns
     out: Tensor = _linear(x, weight, held.rows, kept, held.scale, by_rows)[0]
@@ -50,7 +48,7 @@ def _linear(
     x: Tensor, weight: Tensor, rows: Tensor, kept: Tensor, scale: Tensor, by_rows: bool
 ) -> tuple[Tensor, Tensor]:
     """(x · wᵀ, the scale of w)."""
-    (out,), w_scale = forward(Rounded(rows, None, scale), [weight], x.dtype, by_rows)
+    (out,), w_scale = forward(Quantized(rows, None, scale), [weight], x.dtype, by_rows)
     return out, w_scale
 
 
@@ -64,7 +62,7 @@ def _(x: Tensor, weight: Tensor, rows: Tensor, kept: Tensor, scale: Tensor, by_r
 def _gradients(
     grad: Tensor, weight: Tensor, kept: list[Tensor], wanted: list[bool], by_rows: bool
 ) -> tuple[Tensor, Tensor]:
-    dx, dw = backward([grad], [weight], Kept(*kept), wanted, by_rows)
+    dx, dw = backward([grad], [weight], SavedOperand(*kept), wanted, by_rows)
     return grad.new_empty(0) if dx is None else dx, weight.new_empty(0) if dw is None else dw
 
 

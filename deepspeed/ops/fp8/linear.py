@@ -17,22 +17,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from deepspeed.ops.capability import compute_capability, on_cuda
-from deepspeed.ops.fp8.quantise import Rounded, round_columns, round_joined, round_rows
+from deepspeed.ops.fp8.quantise import Quantized, round_columns, round_joined, round_rows, round_tensor
+from deepspeed.ops.model.gated import halves_slopes, halves_values
 from deepspeed.ops.registry import implementation, op, reference
-
-__all__ = [
-    "GRADIENTS",
-    "MULTIPLE",
-    "SCALINGS",
-    "VALUES",
-    "Fp8Linear",
-    "Kept",
-    "backward",
-    "emulated",
-    "forward",
-    "product",
-    "to_input",
-]
 
 SCALINGS = ("tensor", "row")
 MULTIPLE = 16
@@ -88,7 +75,7 @@ def _load_scaled() -> Callable[..., Tensor]:
     return product_scaled
 
 
-class Kept(NamedTuple):
+class SavedOperand(NamedTuple):
     """What the backward of a layer needs of its forward."""
 
     x: Tensor
@@ -97,7 +84,7 @@ class Kept(NamedTuple):
     w_scale: Tensor
 
 
-def forward(x: Rounded, weights: Sequence[Tensor], dtype: torch.dtype, by_rows: bool) -> tuple[list[Tensor], Tensor]:
+def forward(x: Quantized, weights: Sequence[Tensor], dtype: torch.dtype, by_rows: bool) -> tuple[list[Tensor], Tensor]:
     """(x · wᵀ of each weight, the scale of the weights); several are rounded as one wide layer's weight would be."""
     if by_rows:
         (weight,) = weights
@@ -109,7 +96,7 @@ def forward(x: Rounded, weights: Sequence[Tensor], dtype: torch.dtype, by_rows: 
 
 
 def backward(
-    grads: Sequence[Tensor | None], weights: Sequence[Tensor], kept: Kept, wanted: Sequence[bool], by_rows: bool
+    grads: Sequence[Tensor | None], weights: Sequence[Tensor], kept: SavedOperand, wanted: Sequence[bool], by_rows: bool
 ) -> tuple[Tensor | None, ...]:
     """(dx, dw of each weight), those that are `wanted`, of layers that read one input; a grad of None is zero."""
     used = [at for at, grad in enumerate(grads) if grad is not None]
@@ -130,13 +117,13 @@ def backward(
     return tuple(found)
 
 
-def to_input(g: Rounded, weights: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> Tensor:
+def to_input(g: Quantized, weights: Sequence[Tensor], scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The gradient of the input: one product for all layers, which adds up what each contributes."""
     w = round_joined(weights, 0, VALUES, rows=False, scale=scale)
     return product(_need(g.rows), _need(w.columns), (g.scale, w.scale), dtype)
 
 
-def _backward_by_rows(grad: Tensor, weight: Tensor, kept: Kept, wanted: Sequence[bool]) -> list[Tensor | None]:
+def _backward_by_rows(grad: Tensor, weight: Tensor, kept: SavedOperand, wanted: Sequence[bool]) -> list[Tensor | None]:
     dx = dw = None
     if wanted[0]:
         g, w = round_rows(grad, GRADIENTS), round_columns(weight, VALUES)
@@ -150,7 +137,7 @@ class Fp8Linear(torch.autograd.Function):
     """x · wᵀ for a matrix x and each of several w, with 8-bit products forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rounded: Rounded, by_rows: bool, *weights: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, rounded: Quantized, by_rows: bool, *weights: Tensor) -> tuple[Tensor, ...]:
         """`rounded` is x, rounded: layers that are not computed together share it as well."""
         outs, scale = forward(rounded, weights, x.dtype, by_rows)
         ctx.by_rows = by_rows
@@ -163,10 +150,54 @@ class Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, x_scale, w_scale, *weights = ctx.saved_tensors
         wanted = (ctx.needs_input_grad[0], *ctx.needs_input_grad[3:])
-        dx, *dw = backward(grads, weights, Kept(x, x_scale, w_scale), wanted, ctx.by_rows)
+        dx, *dw = backward(grads, weights, SavedOperand(x, x_scale, w_scale), wanted, ctx.by_rows)
         return dx, None, None, *dw
 
 
 def _need(found: Tensor | None) -> Tensor:
     assert found is not None, "asked for"
     return found
+
+
+class Fp8FeedForward(torch.autograd.Function):
+    """down(act(gate(x)) · up(x)) of a matrix x; weights are gate and up [inner, width], and down [out, inner].
+
+    The kernel between the products tells the largest magnitude of what it writes, so that no pass over memory looks for
+    it; gate and up are one wide layer in both directions.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rounded: Quantized, kind: str, *weights: Tensor) -> Tensor:
+        """`rounded` is x, rounded; `kind` is that of the activation."""
+        *first, last = weights
+        w = round_joined(first, 0, VALUES, columns=False)
+        both = product(_need(rounded.rows), _need(w.rows), (rounded.scale, w.scale), x.dtype, fast=True)
+        y, largest = halves_values(both, kind)
+        inner = round_tensor(y, VALUES, columns=rounded.columns is not None, largest=largest)
+        down = round_tensor(last, VALUES, columns=False)
+        ctx.kind = kind
+        scales = rounded.scale, w.scale, inner.scale, down.scale
+        ctx.save_for_backward(both, rounded.columns, inner.columns, *scales, *weights)
+        return product(_need(inner.rows), _need(down.rows), (inner.scale, down.scale), x.dtype, fast=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        both, x, inner, x_scale, w_scale, inner_scale, down_scale, *first, last = ctx.saved_tensors
+        ctx.maybe_clear_saved_tensors()  # `both` is wanted no longer than its slopes are computed
+        for_x, _, _, for_gate, for_up, for_last = ctx.needs_input_grad
+        before = for_x or for_gate or for_up
+        dy, to_last = backward([grad], [last], SavedOperand(inner, inner_scale, down_scale), (before, for_last), False)
+        if dy is None:
+            return None, None, None, None, None, to_last
+        slopes, largest = halves_slopes(dy, both, ctx.kind)
+        del both, dy, inner
+        g = round_tensor(slopes, GRADIENTS, rows=for_x, columns=for_gate or for_up, largest=largest)
+        del slopes
+        dx = to_input(g, first, w_scale, grad.dtype) if for_x else None
+        parts = (None, None) if g.columns is None else g.columns.chunk(2)
+        to_first = [
+            product(_need(part), x, (g.scale, x_scale), weight.dtype) if wanted else None
+            for part, weight, wanted in zip(parts, first, (for_gate, for_up), strict=True)
+        ]
+        return dx, None, None, *to_first, to_last

@@ -5,17 +5,14 @@ Ops `fp8_tensor`, `fp8_rows`, `fp8_columns`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.capability import has_triton, on_cuda
-from deepspeed.ops.model.device import takes, takes_rows
-from deepspeed.ops.registry import implementation, op, reference
-
-__all__ = ["Rounded", "round_columns", "round_joined", "round_rows", "round_tensor"]
+from deepspeed.ops.model.rows import takes, takes_rows
+from deepspeed.ops.registry import by_triton, op, reference
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -23,7 +20,7 @@ SMALLEST = 1e-12
 """A magnitude below which nothing is told apart from zero; the scale of zeros must not be 0."""
 
 
-class Rounded(NamedTuple):
+class Quantized(NamedTuple):
     """A matrix in 8 bits. Its values are those of `rows` times `scale`."""
 
     rows: Tensor | None
@@ -42,7 +39,7 @@ def round_tensor(
     columns: bool = True,
     scale: Tensor | None = None,
     largest: Tensor | None = None,
-) -> Rounded:
+) -> Quantized:
     """A matrix rounded with one scale, by its largest magnitude, in the layouts that are asked for.
 
     A `scale` that is known from rounding the same numbers before spares a pass over them, and so does the `largest`.
@@ -59,22 +56,22 @@ def round_joined(
     columns: bool = True,
     scale: Tensor | None = None,
     largest: Tensor | None = None,
-) -> Rounded:
+) -> Quantized:
     """As `round_tensor`, of matrices that are one below the other (`dim` 0) or side by side (1), with one scale."""
     joined = [x.contiguous() for x in matrices]
-    result: Rounded = op("fp8_tensor")(joined, dim, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
+    result: Quantized = op("fp8_tensor")(joined, dim, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
     return result
 
 
-def round_rows(x: Tensor, dtype: torch.dtype) -> Rounded:
+def round_rows(x: Tensor, dtype: torch.dtype) -> Quantized:
     """A matrix rounded with a scale for each row."""
-    result: Rounded = op("fp8_rows")(x.contiguous(), dtype)
+    result: Quantized = op("fp8_rows")(x.contiguous(), dtype)
     return result
 
 
-def round_columns(x: Tensor, dtype: torch.dtype) -> Rounded:
+def round_columns(x: Tensor, dtype: torch.dtype) -> Quantized:
     """The transpose of a matrix, rounded with a scale for each of its rows."""
-    result: Rounded = op("fp8_columns")(x.contiguous(), dtype)
+    result: Quantized = op("fp8_columns")(x.contiguous(), dtype)
     return result
 
 
@@ -89,7 +86,7 @@ def round_tensor_reference(
     columns: bool = True,
     scale: Tensor | None = None,
     largest: Tensor | None = None,
-) -> Rounded:
+) -> Quantized:
     """In plain torch."""
     x = matrices[0] if len(matrices) == 1 else torch.cat(list(matrices), dim)
     if scale is None:
@@ -97,23 +94,23 @@ def round_tensor_reference(
             largest = x.abs().amax().float() if x.numel() else x.new_zeros((), dtype=torch.float32)
         scale = largest.clamp(min=SMALLEST) / torch.finfo(dtype).max
     rounded = _rounded(x.float() / scale, dtype)
-    return Rounded(rounded if rows else None, rounded.t().contiguous() if columns else None, scale)
+    return Quantized(rounded if rows else None, rounded.t().contiguous() if columns else None, scale)
 
 
 @reference("fp8_rows")
 @torch.no_grad()
-def round_rows_reference(x: Tensor, dtype: torch.dtype) -> Rounded:
+def round_rows_reference(x: Tensor, dtype: torch.dtype) -> Quantized:
     """In plain torch."""
     largest = x.abs().amax(1, keepdim=True).float() if x.numel() else x.new_zeros(x.shape[0], 1, dtype=torch.float32)
     scale = largest.clamp(min=SMALLEST) / torch.finfo(dtype).max
-    return Rounded(_rounded(x.float() / scale, dtype), None, scale)
+    return Quantized(_rounded(x.float() / scale, dtype), None, scale)
 
 
 @reference("fp8_columns")
-def round_columns_reference(x: Tensor, dtype: torch.dtype) -> Rounded:
+def round_columns_reference(x: Tensor, dtype: torch.dtype) -> Quantized:
     """In plain torch."""
     turned = round_rows_reference(x.t().contiguous(), dtype)
-    return Rounded(None, turned.rows, turned.scale)
+    return Quantized(None, turned.rows, turned.scale)
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -126,6 +123,7 @@ def _turns(x: Tensor) -> bool:
     return takes(x) and (x.dtype in _NARROW or x.device.type == "cpu")
 
 
+@by_triton("fp8_tensor")
 def round_tensor_triton(
     matrices: Sequence[Tensor],
     dim: int,
@@ -135,7 +133,7 @@ def round_tensor_triton(
     columns: bool = True,
     scale: Tensor | None = None,
     largest: Tensor | None = None,
-) -> Rounded:
+) -> Quantized:
     """By the kernels where they can."""
     if not all(_turns(x) and x.numel() for x in matrices):
         return round_tensor_reference(matrices, dim, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
@@ -157,41 +155,28 @@ def round_tensor_triton(
         turned = column if column is None or side == sum(sides) else column.narrow(1 - dim, start, side)
         kernels.round_joined(some, dim, scale, into, turned, made=made, smallest=SMALLEST)
         start += side
-    return Rounded(row, column, scale if made is None else made)
+    return Quantized(row, column, scale if made is None else made)
 
 
 @torch.no_grad()
-def round_rows_triton(x: Tensor, dtype: torch.dtype) -> Rounded:
+@by_triton("fp8_rows")
+def round_rows_triton(x: Tensor, dtype: torch.dtype) -> Quantized:
     """By the kernel where it can."""
     if not takes_rows(x):
         return round_rows_reference(x, dtype)
     from deepspeed.ops.fp8.kernels.quantise import round_rows as kernel
 
     rounded, scale = kernel(x, dtype, SMALLEST)
-    return Rounded(rounded, None, scale)
+    return Quantized(rounded, None, scale)
 
 
 @torch.no_grad()
-def round_columns_triton(x: Tensor, dtype: torch.dtype) -> Rounded:
+@by_triton("fp8_columns")
+def round_columns_triton(x: Tensor, dtype: torch.dtype) -> Quantized:
     """By the kernel where it can."""
     if not _turns(x) or not x.numel():
         return round_columns_reference(x, dtype)
     from deepspeed.ops.fp8.kernels.quantise import round_columns as kernel
 
     scale = x.abs().amax(0).float().clamp_(min=SMALLEST).div_(torch.finfo(dtype).max)
-    return Rounded(None, kernel(x, scale, dtype), scale.unsqueeze(1))
-
-
-@implementation("fp8_tensor", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_tensor() -> Callable[..., Rounded]:
-    return round_tensor_triton
-
-
-@implementation("fp8_rows", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_rows() -> Callable[..., Rounded]:
-    return round_rows_triton
-
-
-@implementation("fp8_columns", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_columns() -> Callable[..., Rounded]:
-    return round_columns_triton
+    return Quantized(None, kernel(x, scale, dtype), scale.unsqueeze(1))

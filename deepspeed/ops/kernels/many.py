@@ -11,12 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from deepspeed.ops.blockwise import BLOCK as SHARE
-from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.kernels.update import trust_kernel, update_kernel
-from deepspeed.ops.optimizer import Batch
-from deepspeed.ops.rehearsal import launch as launch_kernel
-
-__all__ = ["SHAPE", "Columns", "Launch", "Shape", "launch", "programs_of", "trust_ratios"]
+from deepspeed.ops.one_pass import Conditions
+from deepspeed.ops.optimizer import ParameterBatch
+from deepspeed.ops.precompile import launch as launch_kernel
 
 _ALIGNED = 16
 _NUMBERS = 8
@@ -59,7 +57,7 @@ class Columns:
     """Of moments that are 8-bit codes: one list per moment."""
 
     @classmethod
-    def of(cls, batch: Batch) -> Columns:
+    def of(cls, batch: ParameterBatch) -> Columns:
         """Those of a batch."""
         first, *second = batch.moments
         return cls(batch.params, batch.grads, first, second[0] if second else (), batch.outs, batch.scales)

@@ -7,16 +7,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed.ops.lamb.one_pass import lamb_one_pass_, takes_one_pass
-from deepspeed.ops.lamb.rule import LambRule, lamb_
-from deepspeed.ops.moments import moment_width
+from deepspeed.ops.batch_rule import has_kernel
+from deepspeed.ops.lamb.rule import LambRule, lamb_, lamb_one_pass_
 from deepspeed.ops.multi_tensor import global_norm
-from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, refuse
+from deepspeed.ops.optimizer import Closure, Group, refuse
+from deepspeed.ops.rule_optimizers import RuleOptimizer
 
 __all__ = ["FusedLamb"]
 
 
-class FusedLamb(BatchOptimizer):
+class FusedLamb(RuleOptimizer):
     """LAMB; each parameter's step is scaled by ‖w‖ / ‖update‖, kept within `min_coeff` and `max_coeff`.
 
     A `max_grad_norm` above 0 clips the norm of all gradients of a parameter group. `moment_bits` chooses what holds the
@@ -25,6 +25,7 @@ class FusedLamb(BatchOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     settings: ClassVar[tuple[str, ...]] = ("eps_inside_sqrt",)
+    rule: ClassVar[str] = "lamb"
 
     def __init__(
         self,
@@ -45,22 +46,13 @@ class FusedLamb(BatchOptimizer):
         if amsgrad:
             raise RuntimeError("FusedLamb has no AMSGrad variant; leave amsgrad out")
         amounts = {"max_grad_norm": max_grad_norm, "max_coeff": max_coeff, "min_coeff": min_coeff}
-        check_hyperparameters("FusedLamb", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **amounts)
-        if min_coeff > max_coeff:
-            raise ValueError(f"FusedLamb: min_coeff {min_coeff} is above max_coeff {max_coeff}")
         self.eps_inside_sqrt = eps_inside_sqrt
-        self.moment_bits = moment_width("FusedLamb", moment_bits)
         self._scale = 1.0
         self._coefficients: list[Tensor] = []
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            **amounts,
-        }
-        super().__init__(params, defaults)
+        defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
+        self._set_up(params, defaults | {"weight_decay": weight_decay, **amounts}, moment_bits)
+        if min_coeff > max_coeff:
+            raise ValueError(f"FusedLamb: min_coeff {min_coeff} is above max_coeff {max_coeff}")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -91,10 +83,9 @@ class FusedLamb(BatchOptimizer):
         scale = self._clipped(group)
         found: dict[Tensor, Tensor] = {}
         for batch in self._batches(group, self.moments):
-            rule, device = (
-                LambRule.of(group, eps_inside_sqrt=self.eps_inside_sqrt, scale=_on(batch, scale)),
-                batch.params[0].device,
-            )
+            device = batch.params[0].device
+            divisor = scale.to(device) if isinstance(scale, Tensor) else scale
+            rule = LambRule.of(group, eps_inside_sqrt=self.eps_inside_sqrt, scale=divisor)
             if batch.scales or self.takes_one_pass(device):
                 ratios = lamb_one_pass_(batch, rule, self._conditions_on(device))
             else:
@@ -104,7 +95,7 @@ class FusedLamb(BatchOptimizer):
 
     def takes_one_pass(self, device: torch.device) -> bool:
         """See `BatchOptimizer`; the norm of a group, where it is clipped, is that of gradients of their true size."""
-        return takes_one_pass(device) and not any(group["max_grad_norm"] for group in self.param_groups)
+        return has_kernel(self.rule, device) and not any(group["max_grad_norm"] for group in self.param_groups)
 
     def _clipped(self, group: Group) -> float | Tensor:
         """What the group's gradients are divided by: the given scale, and more where their norm is too large."""
@@ -113,8 +104,3 @@ class FusedLamb(BatchOptimizer):
         norm = global_norm(param.grad for param in group["params"] if param.grad is not None)
         # A tensor, not a number: the device is not waited for.
         return torch.clamp(norm / group["max_grad_norm"], min=self._scale)
-
-
-def _on(batch: Batch, scale: float | Tensor) -> float | Tensor:
-    """The scale where the batch is."""
-    return scale.to(batch.params[0].device) if isinstance(scale, Tensor) else scale

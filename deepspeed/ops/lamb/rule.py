@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops.batch_rule import BatchRule
-from deepspeed.ops.optimizer import Batch, TensorLists, wide, widely
+from deepspeed.ops.batch_rule import BatchRule, register_one_pass
+from deepspeed.ops.one_pass import Conditions
+from deepspeed.ops.optimizer import ParameterBatch, TensorLists, wide, widely
 from deepspeed.ops.registry import implementation, op, reference
-
-__all__ = ["LAMB", "LambRule", "lamb_", "lamb_reference"]
 
 Tensors = list[Tensor]
 Kernel = Callable[[Tensors, Tensors, Tensors, Tensors, int, "LambRule"], list[Tensor]]
@@ -67,7 +66,7 @@ class LambRule:
         return torch.where((weights != 0) & (updates != 0), ratios, torch.ones_like(ratios))
 
 
-def lamb_(batch: Batch, rule: LambRule) -> list[Tensor]:
+def lamb_(batch: ParameterBatch, rule: LambRule) -> list[Tensor]:
     """Update parameters and moments (exp_avg, exp_avg_sq) in place; the coefficients as 0-dim tensors."""
     coefficients: list[Tensor] = op("lamb")(batch.params, batch.grads, *batch.moments, batch.step, rule)
     return coefficients
@@ -95,7 +94,7 @@ def lamb_reference(
     return coefficients
 
 
-def _numbers(batch: Batch, rule: LambRule) -> tuple[float, ...]:
+def _numbers(batch: ParameterBatch, rule: LambRule) -> tuple[float, ...]:
     roots = (rule.eps, 0.0) if rule.eps_inside_sqrt else (0.0, rule.eps)
     moments = (1 - rule.beta1, rule.beta2, 1 - rule.beta2)
     return (*moments, *roots, rule.weight_decay, rule.step_size(batch.step))
@@ -145,3 +144,34 @@ def _lamb_foreach(
 @implementation("lamb", name="foreach", rank=10)
 def _load_foreach() -> Kernel:
     return _lamb_foreach
+
+
+def lamb_one_pass_(batch: ParameterBatch, rule: LambRule, conditions: Conditions | None = None) -> list[Tensor]:
+    """As `deepspeed.ops.adam.rule.adam_one_pass_`, of LAMB; the coefficients as 0-dim tensors.
+
+    Two passes, as few as the norms of whole tensors allow: the first advances the moments and sums the squares of
+    weights and updates, the second computes the updates again from what it reads anyway. Moments in 8 bits are advanced
+    by the second, which reads the gradient again: written by the first they would be rounded before they are used.
+    """
+    results: list[list[Tensor]] = op("lamb_one_pass")(batch, rule, conditions)
+    return [coefficient for result in results for coefficient in result]
+
+
+def _kernels(batch: ParameterBatch, rule: LambRule, conditions: Conditions | None) -> list[list[Tensor]]:
+    from deepspeed.ops.kernels.many import Columns, Launch, launch, programs_of, trust_ratios
+
+    device, factor = batch.params[0].device, batch.factor
+    if isinstance(rule.scale, Tensor):
+        given = Conditions(rule.scale, torch.zeros((), device=device)) if conditions is None else conditions
+        conditions = given if conditions is None else Conditions(given.divisor * rule.scale, given.skip)
+    else:
+        factor /= rule.scale
+    columns, numbers = Columns.of(batch), LAMB.numbers(batch, rule)
+    partial = torch.zeros(programs_of(columns), 2, device=device)
+    launch(columns, Launch("lamb_moments", numbers, factor, conditions=conditions, beside=partial))
+    coefficients = trust_ratios(columns, partial, rule.min_coeff, rule.max_coeff)
+    launch(columns, Launch("lamb_apply", numbers, factor, batch.step, conditions, coefficients))
+    return [list(coefficients.unbind())]
+
+
+ONE_PASS = register_one_pass(LAMB, _kernels)

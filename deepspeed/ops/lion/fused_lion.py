@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import torch
-
-from deepspeed.ops.lion.one_pass import lion_one_pass_, takes_one_pass
-from deepspeed.ops.lion.rule import LionRule, lion_
-from deepspeed.ops.moments import moment_width
-from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, refuse
+from deepspeed.ops.lion.rule import LionRule, lion_, lion_one_pass_
+from deepspeed.ops.optimizer import Group, ParameterBatch
+from deepspeed.ops.rule_optimizers import DeviceOptimizer
 
 __all__ = ["FusedLion"]
 
 
-class FusedLion(BatchOptimizer):
+class FusedLion(DeviceOptimizer):
     """Lion with decoupled weight decay; the momentum has the dtype of its parameter.
 
     `moment_bits` chooses itself: 32, 16 (bfloat16), or 8 (block-wise, a quarter of the memory of float32).
@@ -22,6 +19,7 @@ class FusedLion(BatchOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
     settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
+    rule: ClassVar[str] = "lion"
 
     def __init__(
         self,
@@ -33,46 +31,12 @@ class FusedLion(BatchOptimizer):
         *,
         moment_bits: int | None = None,
     ) -> None:
-        check_hyperparameters("FusedLion", lr=lr, betas=betas, weight_decay=weight_decay)
         self.set_grad_none = set_grad_none
-        self.moment_bits = moment_width("FusedLion", moment_bits)
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+        self._set_up(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, moment_bits)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Drop the gradients, or set them to zero where `set_grad_none` is false."""
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
-
-    def step(
-        self,
-        closure: Closure | None = None,
-        grads: Any = None,
-        output_params: Any = None,
-        scale: Any = None,
-        grad_norms: Any = None,
-        grad_scaler: Any = None,
-    ) -> Any:
-        """Update every parameter that has a gradient; returns what `closure` returns."""
-        refuse(
-            "FusedLion.step",
-            grads=grads,
-            output_params=output_params,
-            scale=scale,
-            grad_norms=grad_norms,
-            grad_scaler=grad_scaler,
-        )
-        return self._step(closure)
-
-    def _update_group(self, group: Group) -> None:
-        group.setdefault("step", 0)
-        super()._update_group(group)
-
-    def _apply(self, group: Group, batch: Batch) -> None:
+    def _apply(self, group: Group, batch: ParameterBatch) -> None:
         device = batch.params[0].device
         if batch.scales or self.takes_one_pass(device):
             lion_one_pass_(batch, LionRule.of(group), self._conditions_on(device))
         else:
             lion_(batch, LionRule.of(group))
-
-    def takes_one_pass(self, device: torch.device) -> bool:
-        """See `BatchOptimizer`."""
-        return takes_one_pass(device)

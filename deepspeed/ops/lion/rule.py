@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.ops.batch_rule import BatchRule
-from deepspeed.ops.optimizer import Batch, TensorLists, wide, widely
+from deepspeed.ops.batch_rule import BatchRule, register_on_host, register_one_pass
+from deepspeed.ops.one_pass import Conditions
+from deepspeed.ops.optimizer import ParameterBatch, TensorLists, wide, widely
 from deepspeed.ops.registry import implementation, op, reference
-
-__all__ = ["LION", "LionRule", "lion_", "lion_reference"]
 
 Tensors = list[Tensor]
 
@@ -37,7 +36,7 @@ class LionRule:
         return cls(float(group["lr"]), beta1, beta2, group["weight_decay"])
 
 
-def lion_(batch: Batch, rule: LionRule) -> None:
+def lion_(batch: ParameterBatch, rule: LionRule) -> None:
     """Update parameters and momentum (exp_avg) in place."""
     op("lion")(batch.params, batch.grads, *batch.moments, rule)
 
@@ -54,7 +53,7 @@ def lion_reference(params: Tensors, grads: Tensors, exp_avgs: Tensors, rule: Lio
         exp_avg.copy_(m.lerp(g, 1 - rule.beta2))
 
 
-def _numbers(batch: Batch, rule: LionRule) -> tuple[float, ...]:
+def _numbers(batch: ParameterBatch, rule: LionRule) -> tuple[float, ...]:
     return (1 - rule.lr * rule.weight_decay, 1 - rule.beta1, 1 - rule.beta2, rule.lr)
 
 
@@ -79,3 +78,14 @@ def _lion_foreach(params: Tensors, grads: Tensors, exp_avgs: Tensors, rule: Lion
 @implementation("lion", name="foreach", rank=10)
 def _load_foreach() -> Callable[[Tensors, Tensors, Tensors, LionRule], None]:
     return _lion_foreach
+
+
+register_on_host(LION)
+
+
+def lion_one_pass_(batch: ParameterBatch, rule: LionRule, conditions: Conditions | None = None) -> None:
+    """As `deepspeed.ops.adam.rule.adam_one_pass_`, of Lion."""
+    op("lion_one_pass")(batch, rule, conditions)
+
+
+ONE_PASS = register_one_pass(LION)

@@ -6,32 +6,20 @@ every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.capability import has_triton, on_cuda
-from deepspeed.ops.model.device import takes_rows
-from deepspeed.ops.registry import implementation, reference
-
-__all__ = [
-    "Places",
-    "combine_reference",
-    "combine_triton",
-    "slopes_reference",
-    "slopes_triton",
-    "spread_reference",
-    "spread_triton",
-]
+from deepspeed.ops.model.rows import takes_rows
+from deepspeed.ops.registry import by_triton, reference
 
 Slopes = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
-class Places:
+class RowAssignment:
     """Which row each assignment has."""
 
     rows: Tensor
@@ -65,13 +53,13 @@ class Places:
 
 
 @reference("spread_rows")
-def spread_reference(tokens: Tensor, places: Places) -> Tensor:
+def spread_reference(tokens: Tensor, places: RowAssignment) -> Tensor:
     """[count, M] of [S, M]: every row its token; empty rows are 0."""
     return _pick(tokens, places.tokens, places.full)
 
 
 @reference("combine_rows")
-def combine_reference(rows: Tensor, weights: Tensor | None, places: Places) -> Tensor:
+def combine_reference(rows: Tensor, weights: Tensor | None, places: RowAssignment) -> Tensor:
     """[S, M] of [count, M]: the rows of each token, weighted [k, S], summed in float32 and rounded once."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     picked = [_pick(rows, chosen, places.full) for chosen in places.rows]
@@ -89,7 +77,7 @@ def combine_reference(rows: Tensor, weights: Tensor | None, places: Places) -> T
 
 @reference("combine_slopes")
 def slopes_reference(
-    grad: Tensor, rows: Tensor, weights: Tensor, places: Places, wanted: tuple[bool, bool] = (True, True)
+    grad: Tensor, rows: Tensor, weights: Tensor, places: RowAssignment, wanted: tuple[bool, bool] = (True, True)
 ) -> Slopes:
     """The gradients of `combine_rows`: of its rows [count, M] and of its weights [k, S], as far as wanted."""
     spread = _pick(grad, places.tokens, places.full)
@@ -115,7 +103,8 @@ def _pick(values: Tensor, chosen: Tensor, full: bool) -> Tensor:
     return picked.masked_fill_(outside.view(-1, *[1] * (values.dim() - 1)), 0)
 
 
-def spread_triton(tokens: Tensor, places: Places) -> Tensor:
+@by_triton("spread_rows")
+def spread_triton(tokens: Tensor, places: RowAssignment) -> Tensor:
     """By the kernel where it can."""
     if not takes_rows(tokens):
         return spread_reference(tokens, places)
@@ -124,7 +113,8 @@ def spread_triton(tokens: Tensor, places: Places) -> Tensor:
     return spread(tokens.contiguous(), places.rows, _room(tokens, places))
 
 
-def combine_triton(rows: Tensor, weights: Tensor | None, places: Places) -> Tensor:
+@by_triton("combine_rows")
+def combine_triton(rows: Tensor, weights: Tensor | None, places: RowAssignment) -> Tensor:
     """By the kernel where it can."""
     if not takes_rows(rows):
         return combine_reference(rows, weights, places)
@@ -133,8 +123,9 @@ def combine_triton(rows: Tensor, weights: Tensor | None, places: Places) -> Tens
     return combine(rows.contiguous(), None if weights is None else weights.contiguous(), places.rows)
 
 
+@by_triton("combine_slopes")
 def slopes_triton(
-    grad: Tensor, rows: Tensor, weights: Tensor, places: Places, wanted: tuple[bool, bool] = (True, True)
+    grad: Tensor, rows: Tensor, weights: Tensor, places: RowAssignment, wanted: tuple[bool, bool] = (True, True)
 ) -> Slopes:
     """By the kernel where it can: the gradient is read once for both."""
     if not takes_rows(rows) or not all(wanted):
@@ -144,22 +135,7 @@ def slopes_triton(
     return slopes(grad.contiguous(), rows.contiguous(), weights.contiguous(), places.rows, _room(rows, places))
 
 
-def _room(like: Tensor, places: Places) -> Tensor:
+def _room(like: Tensor, places: RowAssignment) -> Tensor:
     """[count, M], not filled where every row will be written."""
     make = torch.empty if places.full else torch.zeros
     return make(places.count, like.shape[1], dtype=like.dtype, device=like.device)
-
-
-@implementation("spread_rows", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_spread() -> Callable[..., Tensor]:
-    return spread_triton
-
-
-@implementation("combine_rows", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_combine() -> Callable[..., Tensor]:
-    return combine_triton
-
-
-@implementation("combine_slopes", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_slopes() -> Callable[..., Slopes]:
-    return slopes_triton

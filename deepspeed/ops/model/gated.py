@@ -1,4 +1,4 @@
-"""act(gate) · up, the middle of gated feed-forward layers: op `gated`."""
+"""The middle of feed-forward layers: act(gate) · up, op `gated`, and GELU of x + bias, op `bias_gelu`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from deepspeed.ops.capability import has_triton, on_cuda
-from deepspeed.ops.model.device import takes
-from deepspeed.ops.model.shape import shaped
-from deepspeed.ops.registry import implementation, op, reference
-
-__all__ = [
-    "ACTIVATIONS",
-    "gated",
-    "gated_reference",
-    "halves",
-    "halves_reference",
-    "halves_slopes",
-    "halves_values",
-]
+from deepspeed.ops.model.rows import rows_of, shaped, takes
+from deepspeed.ops.registry import by_triton, op, reference
 
 Kernel = Callable[..., Tensor]
 
@@ -101,16 +89,16 @@ class Gated(torch.autograd.Function):
 
         ctx.save_for_backward(gate, up)
         ctx.kind = kind
-        return shaped(gated_forward(_rows(gate), _rows(up), kind), gate.shape)
+        return shaped(gated_forward(rows_of(gate), rows_of(up), kind), gate.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         from deepspeed.ops.model.kernels.gated import gated_backward
 
-        gate, up = map(_rows, ctx.saved_tensors)
+        gate, up = map(rows_of, ctx.saved_tensors)
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        gated_backward(_rows(dy), gate, up, dgate, dup, ctx.kind)
+        gated_backward(rows_of(dy), gate, up, dgate, dup, ctx.kind)
         return dgate.view(dy.shape), dup.view(dy.shape), None
 
 
@@ -123,7 +111,7 @@ class Halves(torch.autograd.Function):
 
         ctx.save_for_backward(both)
         ctx.kind = kind
-        gate, up = _rows(both).chunk(2, -1)
+        gate, up = rows_of(both).chunk(2, -1)
         return shaped(gated_forward(gate, up, kind), torch.Size((*both.shape[:-1], gate.shape[-1])))
 
     @staticmethod
@@ -133,15 +121,12 @@ class Halves(torch.autograd.Function):
 
         (both,) = ctx.saved_tensors
         result = torch.empty(both.shape, dtype=both.dtype, device=both.device)
-        (gate, up), (dgate, dup) = _rows(both).chunk(2, -1), _rows(result).chunk(2, -1)
-        gated_backward(_rows(dy), gate, up, dgate, dup, ctx.kind)
+        (gate, up), (dgate, dup) = rows_of(both).chunk(2, -1), rows_of(result).chunk(2, -1)
+        gated_backward(rows_of(dy), gate, up, dgate, dup, ctx.kind)
         return result, None
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
-
-
+@by_triton("gated")
 def gated_triton(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     """By the kernels where they can."""
     if not takes(gate) or gate.dtype != up.dtype:
@@ -150,6 +135,7 @@ def gated_triton(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return result
 
 
+@by_triton("gated_halves")
 def halves_triton(both: Tensor, kind: str) -> Tensor:
     """By the kernels where they can."""
     if not takes(both):
@@ -158,6 +144,7 @@ def halves_triton(both: Tensor, kind: str) -> Tensor:
     return result
 
 
+@by_triton("gated_values")
 def values_triton(both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """By the kernel where it can."""
     if not takes(both):
@@ -169,6 +156,7 @@ def values_triton(both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return gated_forward(gate, up, kind, largest), largest
 
 
+@by_triton("gated_slopes")
 def slopes_triton(grad: Tensor, both: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """By the kernel where it can."""
     if not takes(both):
@@ -182,21 +170,47 @@ def slopes_triton(grad: Tensor, both: Tensor, kind: str) -> tuple[Tensor, Tensor
     return slopes, largest
 
 
-@implementation("gated", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_gated() -> Kernel:
-    return gated_triton
+FORMS = ("gelu", "gelu_tanh")
+"""By the error function, and its approximation by tanh."""
 
 
-@implementation("gated_halves", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_halves() -> Kernel:
-    return halves_triton
+def bias_gelu(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    """GELU of x + bias, computed in float32 and rounded once, in x's dtype; bias is [last dim of x], kind of FORMS."""
+    result: Tensor = op("bias_gelu")(x, bias, kind)
+    return result
 
 
-@implementation("gated_values", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_values() -> Callable[..., tuple[Tensor, Tensor]]:
-    return values_triton
+@reference("bias_gelu")
+def bias_gelu_reference(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    """In plain torch."""
+    return ACTIVATIONS[kind](x.float() + bias.float()).to(x.dtype)
 
 
-@implementation("gated_slopes", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_slopes() -> Callable[..., tuple[Tensor, Tensor]]:
-    return slopes_triton
+class BiasGelu(torch.autograd.Function):
+    """The Triton kernels; nothing but their inputs is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor, kind: str) -> Tensor:
+        from deepspeed.ops.model.kernels.gated import bias_gelu_forward
+
+        ctx.save_for_backward(x, bias)
+        ctx.kind = kind
+        return shaped(bias_gelu_forward(rows_of(x), bias, kind), x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from deepspeed.ops.model.kernels.gated import bias_gelu_backward
+
+        x, bias = ctx.saved_tensors
+        dx, dbias = bias_gelu_backward(rows_of(dy), rows_of(x), bias, ctx.kind)
+        return dx.view(dy.shape), dbias.to(bias.dtype), None
+
+
+@by_triton("bias_gelu")
+def bias_gelu_triton(x: Tensor, bias: Tensor, kind: str) -> Tensor:
+    """By the kernels where they can."""
+    if not takes(x):
+        return bias_gelu_reference(x, bias, kind)
+    result: Tensor = BiasGelu.apply(x, bias, kind)  # type: ignore[no-untyped-call]
+    return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +11,8 @@ from torch.autograd.profiler import record_function
 from torch.nn import functional
 
 from deepspeed.events import AHEAD
-from deepspeed.ops.capability import has_triton, on_cuda
-from deepspeed.ops.model.device import takes
-from deepspeed.ops.registry import implementation, op, reference
-
-__all__ = ["linear_loss", "softmax_loss_", "softmax_loss_reference_", "tile_rows"]
+from deepspeed.ops.model.rows import takes
+from deepspeed.ops.registry import by_triton, op, reference
 
 _TILE_BYTES = 2**28
 
@@ -124,6 +120,7 @@ def softmax_loss_reference_(
     return losses
 
 
+@by_triton("softmax_loss")
 def softmax_loss_triton_(
     logits: Tensor, labels: Tensor, *, ignored: int, cap: float | None = None, gradient: bool = True
 ) -> Tensor:
@@ -133,8 +130,3 @@ def softmax_loss_triton_(
     chosen = kernel if takes(logits) and logits.stride(-1) == 1 else softmax_loss_reference_
     result: Tensor = chosen(logits, labels, ignored=ignored, cap=cap, gradient=gradient)
     return result
-
-
-@implementation("softmax_loss", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_softmax_loss() -> Callable[..., Tensor]:
-    return softmax_loss_triton_

@@ -10,12 +10,8 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn import functional
 
-from deepspeed.ops.capability import has_triton, on_cuda
-from deepspeed.ops.model.device import takes_rows
-from deepspeed.ops.model.shape import shaped
-from deepspeed.ops.registry import implementation, op, reference
-
-__all__ = ["layer_norm", "layer_norm_reference", "rms_norm", "rms_norm_reference"]
+from deepspeed.ops.model.rows import rows_of, shaped, takes_rows
+from deepspeed.ops.registry import by_triton, op, reference
 
 Pair = tuple[Tensor, Tensor]
 Kernel = Callable[..., Pair]
@@ -71,9 +67,11 @@ class RmsNorm(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, keeps: bool
     ) -> Any:
-        from deepspeed.ops.model.kernels.rms_norm import rms_norm_forward
+        from deepspeed.ops.model.kernels.norm import rms_norm_forward
 
-        y, total, scale = rms_norm_forward(_rows(x), None if residual is None else _rows(residual), weight, eps, offset)
+        y, total, scale = rms_norm_forward(
+            rows_of(x), None if residual is None else rows_of(residual), weight, eps, offset
+        )
         ctx.save_for_backward(total, weight, scale)
         _remember(ctx, residual is not None, offset)
         return _results(shaped(y, x.shape), x, None if residual is None else total.view(x.shape), keeps)
@@ -81,11 +79,11 @@ class RmsNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from deepspeed.ops.model.kernels.rms_norm import rms_norm_backward
+        from deepspeed.ops.model.kernels.norm import rms_norm_backward
 
         total, weight, scale = ctx.saved_tensors
-        further = None if dtotal is None else _rows(dtotal)
-        dx, dweight = rms_norm_backward(_rows(dy), further, total, weight, scale, ctx.offset)
+        further = None if dtotal is None else rows_of(dtotal)
+        dx, dweight = rms_norm_backward(rows_of(dy), further, total, weight, scale, ctx.offset)
         dx = dx.view(dy.shape)
         return dx, dx if ctx.adds else None, dweight.to(weight.dtype), None, None, None
 
@@ -97,10 +95,10 @@ class LayerNorm(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, keeps: bool
     ) -> Any:
-        from deepspeed.ops.model.kernels.layer_norm import layer_norm_forward
+        from deepspeed.ops.model.kernels.norm import layer_norm_forward
 
-        rows = None if residual is None else _rows(residual)
-        y, total, mean, scale = layer_norm_forward(_rows(x), rows, weight, bias, eps)
+        rows = None if residual is None else rows_of(residual)
+        y, total, mean, scale = layer_norm_forward(rows_of(x), rows, weight, bias, eps)
         ctx.save_for_backward(total, weight, mean, scale)
         _remember(ctx, residual is not None, 0.0)
         return _results(shaped(y, x.shape), x, None if residual is None else total.view(x.shape), keeps)
@@ -108,17 +106,13 @@ class LayerNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
-        from deepspeed.ops.model.kernels.layer_norm import layer_norm_backward
+        from deepspeed.ops.model.kernels.norm import layer_norm_backward
 
         total, weight, mean, scale = ctx.saved_tensors
-        further = None if dtotal is None else _rows(dtotal)
-        dx, dweight, dbias = layer_norm_backward(_rows(dy), further, total, weight, mean, scale)
+        further = None if dtotal is None else rows_of(dtotal)
+        dx, dweight, dbias = layer_norm_backward(rows_of(dy), further, total, weight, mean, scale)
         dx = dx.view(dy.shape)
         return dx, dx if ctx.adds else None, dweight.to(weight.dtype), dbias.to(weight.dtype), None, None
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
 
 
 def _results(y: Tensor, x: Tensor, total: Tensor | None, keeps: bool) -> Tensor | Pair:
@@ -131,16 +125,7 @@ def _remember(ctx: Any, adds: bool, offset: float) -> None:
     ctx.adds, ctx.offset = adds, offset
 
 
-@implementation("rms_norm", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_rms_norm() -> Kernel:
-    return rms_norm_triton
-
-
-@implementation("layer_norm", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_layer_norm() -> Kernel:
-    return layer_norm_triton
-
-
+@by_triton("rms_norm")
 def rms_norm_triton(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, offset: float, keeps: bool = False
 ) -> Pair:
@@ -153,6 +138,7 @@ def rms_norm_triton(
     return result
 
 
+@by_triton("layer_norm")
 def layer_norm_triton(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, keeps: bool = False
 ) -> Pair:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from deepspeed.ops.capability import has_triton, on_cuda
-from deepspeed.ops.model.device import takes
-from deepspeed.ops.registry import implementation, op, reference
-
-__all__ = ["rotary", "rotary_reference"]
+from deepspeed.ops.model.rows import takes
+from deepspeed.ops.registry import by_triton, op, reference
 
 Pair = tuple[Tensor, Tensor]
 
@@ -64,6 +60,7 @@ def _lines(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+@by_triton("rotary")
 def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
     """By the kernel where it can: even widths, angles that need no gradient."""
     whole = q.dim() == 4 and cos.dim() == 3 and q.shape[-1] >= cos.shape[-1] and cos.shape[-1] % 2 == 0
@@ -71,8 +68,3 @@ def rotary_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Pair:
         return rotary_reference(q, k, cos, sin)
     result: Pair = Rotary.apply(q, k, _lines(cos), _lines(sin))  # type: ignore[no-untyped-call]
     return result
-
-
-@implementation("rotary", name="triton", requires=has_triton & on_cuda, rank=20)
-def _load_rotary() -> Callable[..., Pair]:
-    return rotary_triton

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from deepspeed.ops.muon.aux_adam import MuonWithAuxAdam, SingleDeviceMuonWithAuxAdam
-from deepspeed.ops.muon.heads import tag_attention_heads
-from deepspeed.ops.muon.muon import Muon, SingleDeviceMuon
+from deepspeed.ops.muon.muon import Muon, SingleDeviceMuon, WholeMatrices, adam_update, muon_update, tag_attention_heads
 from deepspeed.ops.muon.newton_schulz import (
     NS_METHODS,
     ns_compute_dtype,
     zeropower_via_gram_newtonschulz,
     zeropower_via_newtonschulz5,
 )
-from deepspeed.ops.muon.update import adam_update, muon_update
-from deepspeed.ops.muon.whole import Whole
 
 __all__ = [
     "NS_METHODS",
@@ -20,7 +17,7 @@ __all__ = [
     "MuonWithAuxAdam",
     "SingleDeviceMuon",
     "SingleDeviceMuonWithAuxAdam",
-    "Whole",
+    "WholeMatrices",
     "adam_update",
     "muon_update",
     "ns_compute_dtype",

@@ -9,16 +9,20 @@ import torch
 from torch import Tensor
 
 from deepspeed.log import logger
-from deepspeed.ops.adam.one_pass import adam_one_pass_, takes_one_pass
-from deepspeed.ops.adam.rule import AdamRule, adam_
+from deepspeed.ops.adam.rule import AdamRule, adam_, adam_one_pass_, takes_one_pass
 from deepspeed.ops.moments import moment_width
 from deepspeed.ops.muon import momentum
-from deepspeed.ops.muon.muon import update_matrices
+from deepspeed.ops.muon.muon import WholeMatrices, update_matrices
 from deepspeed.ops.muon.newton_schulz import check_ns_method
-from deepspeed.ops.muon.whole import Whole
-from deepspeed.ops.optimizer import Batch, BatchOptimizer, Closure, Group, check_hyperparameters, evaluate, refuse
-
-__all__ = ["ADAM_DEFAULTS", "MUON_DEFAULTS", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam"]
+from deepspeed.ops.optimizer import (
+    BatchOptimizer,
+    Closure,
+    Group,
+    ParameterBatch,
+    check_hyperparameters,
+    evaluate,
+    refuse,
+)
 
 MUON_DEFAULTS: Mapping[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0, "ns_method": "gram"}
 ADAM_DEFAULTS: Mapping[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0}
@@ -37,7 +41,7 @@ class MuonWithAuxAdam(BatchOptimizer):
     moments: ClassVar[tuple[str, ...]] = ("momentum_buffer", *_ADAM_MOMENTS)
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "_adam")
 
-    whole: Whole | None = None
+    whole: WholeMatrices | None = None
     """Set where the parameters of the Muon half are fragments of matrices."""
 
     def __init__(
@@ -100,7 +104,7 @@ class MuonWithAuxAdam(BatchOptimizer):
         for batch in self._batches(group, _ADAM_MOMENTS):
             self._apply(group, batch)
 
-    def _apply(self, group: Group, batch: Batch) -> None:
+    def _apply(self, group: Group, batch: ParameterBatch) -> None:
         rule, device = AdamRule.of(group, decoupled=self.adam_w_mode), batch.params[0].device
         step = adam_one_pass_ if batch.scales or self.takes_one_pass(device) else adam_
         step(batch, rule, self._conditions_on(device))

@@ -18,14 +18,11 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from deepspeed.ops import blockwise
-from deepspeed.ops.capability import has_triton, on_cuda
-from deepspeed.ops.conditions import Conditions
-from deepspeed.ops.model.device import takes
+from deepspeed.ops.model.rows import takes
+from deepspeed.ops.one_pass import Conditions
 from deepspeed.ops.optimizer import contiguous, wide
-from deepspeed.ops.registry import chosen, implementation, op, reference
-from deepspeed.ops.rehearsal import on_stage
-
-__all__ = ["Momenta", "MomentumRule", "advance_", "directions_", "takes_one_pass"]
+from deepspeed.ops.precompile import is_placeholder
+from deepspeed.ops.registry import by_triton, chosen, op, reference
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +110,7 @@ def advance_(momenta: Momenta, rule: MomentumRule, updates: Sequence[Tensor]) ->
 
 def takes_one_pass(device: torch.device) -> bool:
     """True if there are kernels for parameters on such a device; ranks must agree, so that nothing else decides."""
-    return (device.type == "cuda" or on_stage(device)) and "reference" not in (
+    return (device.type == "cuda" or is_placeholder(device)) and "reference" not in (
         chosen("muon_direction"),
         chosen("muon_apply"),
     )
@@ -160,6 +157,7 @@ def _takes(momenta: Momenta, more: Sequence[Tensor]) -> bool:
 
 
 @torch.no_grad()
+@by_triton("muon_direction")
 def directions_triton(momenta: Momenta, rule: MomentumRule, into: Sequence[Tensor]) -> None:
     """By the kernel."""
     from deepspeed.ops.kernels.many import Columns, Launch, launch
@@ -177,6 +175,7 @@ def directions_triton(momenta: Momenta, rule: MomentumRule, into: Sequence[Tenso
 
 
 @torch.no_grad()
+@by_triton("muon_apply")
 def apply_triton(momenta: Momenta, rule: MomentumRule, updates: Sequence[Tensor]) -> None:
     """By the kernel."""
     from deepspeed.ops.kernels.many import Columns, Launch, launch
@@ -193,7 +192,3 @@ def apply_triton(momenta: Momenta, rule: MomentumRule, updates: Sequence[Tensor]
         numbers, step = (1 - rule.beta, rule.lr, rule.keep), some.steps[0] if some.steps else 0
         launch(columns, Launch("muon_apply", numbers, some.factor, step, some.conditions))
         increment_version([*some.params, *outs])
-
-
-implementation("muon_direction", name="triton", requires=has_triton & on_cuda, rank=20)(lambda: directions_triton)
-implementation("muon_apply", name="triton", requires=has_triton & on_cuda, rank=20)(lambda: apply_triton)

@@ -18,20 +18,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.ops.capability import Capability, Verdict
+from deepspeed.ops.capability import Capability, ProbeResult
 from deepspeed.ops.optimizer import wide
 from deepspeed.ops.registry import implementation, op, reference
-
-__all__ = [
-    "NS_METHODS",
-    "check_ns_method",
-    "gram_newton_schulz",
-    "newton_schulz",
-    "ns_compute_dtype",
-    "orthogonalize",
-    "zeropower_via_gram_newtonschulz",
-    "zeropower_via_newtonschulz5",
-]
 
 NS_METHODS = ("gram", "standard")
 
@@ -146,9 +135,9 @@ def _orthogonalize_16_bit(matrices: Tensor, steps: int, ns_method: str) -> Tenso
     return _computed(matrices, steps, _dtype_on(matrices, ns_method), _cheaper(ns_method)).to(matrices.dtype)
 
 
-def _probe() -> Verdict:
+def _probe() -> ProbeResult:
     name = get_accelerator()._name
-    return Verdict(name != "cpu", f"the accelerator in use is {name}")
+    return ProbeResult(name != "cpu", f"the accelerator in use is {name}")
 
 
 @implementation("muon_orthogonalize", name="float32", rank=10)

@@ -4,40 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed._lazy import submodule
+from deepspeed._package import submodule
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.ops.op_builder.builders import (
-    TO_COME,
-    AsyncIOBuilder,
-    CPUAdagradBuilder,
-    CPUAdamBuilder,
-    CPULionBuilder,
-    FusedAdamBuilder,
-    FusedLambBuilder,
-    FusedLionBuilder,
-    GDSBuilder,
-    PinMemoryBuilder,
-    TransformerBuilder,
-    to_come,
-)
+from deepspeed.ops.op_builder.builders import INCLUDED, TO_COME, builder_class
 
-__all__ = [
-    "AsyncIOBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "GDSBuilder",
-    "OpBuilder",
-    "PinMemoryBuilder",
-    "TransformerBuilder",
-]
+__all__ = ["OpBuilder", *INCLUDED]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in TO_COME:
-        return submodule(__name__, name)
-    globals()[name] = made = to_come(name)
-    return made
+    return builder_class(name) if name in INCLUDED or name in TO_COME else submodule(__name__, name)

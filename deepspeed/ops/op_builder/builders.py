@@ -6,6 +6,7 @@ its optimizers. An op that comes with a feature yet to be built is not compatibl
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any, ClassVar
 
@@ -13,23 +14,19 @@ from deepspeed.errors import OpUnavailable
 from deepspeed.ops.capability import has_gds
 from deepspeed.ops.op_builder.builder import OpBuilder
 
-__all__ = [
-    "TO_COME",
-    "AsyncIOBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "GDSBuilder",
-    "Included",
-    "OpToCome",
-    "PinMemoryBuilder",
-    "TransformerBuilder",
-    "to_come",
-]
-
+# builder → the name of its op, and the module that holds it
+INCLUDED: dict[str, tuple[str, str]] = {
+    "FusedAdamBuilder": ("fused_adam", "deepspeed.ops.adam"),
+    "CPUAdamBuilder": ("cpu_adam", "deepspeed.ops.adam"),
+    "FusedLambBuilder": ("fused_lamb", "deepspeed.ops.lamb"),
+    "FusedLionBuilder": ("fused_lion", "deepspeed.ops.lion"),
+    "CPULionBuilder": ("cpu_lion", "deepspeed.ops.lion"),
+    "CPUAdagradBuilder": ("cpu_adagrad", "deepspeed.ops.adagrad"),
+    "TransformerBuilder": ("transformer", "deepspeed.ops.transformer"),
+    "PinMemoryBuilder": ("pin_memory", "deepspeed.ops.aio.handle"),
+    "AsyncIOBuilder": ("async_io", "deepspeed.ops.aio.handle"),
+    "GDSBuilder": ("gds", "deepspeed.ops.aio.gds"),
+}
 # builder → the name of its op, and the feature that brings it
 TO_COME: dict[str, tuple[str, str]] = {
     "DeepCompileBuilder": ("dc", "DeepCompile"),
@@ -65,7 +62,7 @@ class Included(OpBuilder):
         return importlib.import_module(self.home)
 
 
-class OpToCome(OpBuilder):
+class UnbuiltOp(OpBuilder):
     """An op of a feature that this version does not have."""
 
     feature: ClassVar[str]
@@ -86,65 +83,7 @@ class OpToCome(OpBuilder):
         return False
 
 
-class FusedAdamBuilder(Included):
-    """Adam and AdamW over lists of tensors: `FusedAdam`."""
-
-    NAME, home = "fused_adam", "deepspeed.ops.adam"
-
-
-class CPUAdamBuilder(Included):
-    """Adam of tensors in host memory: `DeepSpeedCPUAdam`."""
-
-    NAME, home = "cpu_adam", "deepspeed.ops.adam"
-
-
-class FusedLambBuilder(Included):
-    """LAMB: `FusedLamb`."""
-
-    NAME, home = "fused_lamb", "deepspeed.ops.lamb"
-
-
-class FusedLionBuilder(Included):
-    """Lion over lists of tensors: `FusedLion`."""
-
-    NAME, home = "fused_lion", "deepspeed.ops.lion"
-
-
-class CPULionBuilder(Included):
-    """Lion of tensors in host memory: `DeepSpeedCPULion`."""
-
-    NAME, home = "cpu_lion", "deepspeed.ops.lion"
-
-
-class CPUAdagradBuilder(Included):
-    """Adagrad of tensors in host memory: `DeepSpeedCPUAdagrad`."""
-
-    NAME, home = "cpu_adagrad", "deepspeed.ops.adagrad"
-
-
-class TransformerBuilder(Included):
-    """The layer of BERT in training: `DeepSpeedTransformerLayer`."""
-
-    NAME, home = "transformer", "deepspeed.ops.transformer"
-
-
-class PinMemoryBuilder(Included):
-    """`pin_handle`: host memory that stays in place."""
-
-    NAME, home = "pin_memory", "deepspeed.ops.op_builder.kernels.pin_memory"
-
-
-class AsyncIOBuilder(Included):
-    """`aio_handle`: reads and writes of files concurrently with the computation."""
-
-    NAME, home = "async_io", "deepspeed.ops.op_builder.kernels.async_io"
-
-
-class GDSBuilder(Included):
-    """`gds_handle`: files to and from the memory of a GPU, past the memory of the host."""
-
-    NAME, home = "gds", "deepspeed.ops.op_builder.kernels.gds"
-
+class _GpuDirect(Included):
     def is_compatible(self, verbose: bool = False) -> bool:
         if not has_gds.holds and verbose:
             self.warning(has_gds.verdict.reason)
@@ -159,7 +98,29 @@ class GDSBuilder(Included):
         return super().jit_load(verbose)
 
 
-def to_come(name: str) -> type[OpToCome]:
-    """The builder of this name, of an op that this version does not have."""
+@functools.cache
+def builder_class(name: str) -> type[Included] | type[UnbuiltOp]:
+    """The builder of this published name."""
+    if name in INCLUDED:
+        op, home = INCLUDED[name]
+        base = _GpuDirect if op == "gds" else Included
+        return type(name, (base,), {"NAME": op, "home": home, "__doc__": f"Loads {home}."})
     op, feature = TO_COME[name]
-    return type(name, (OpToCome,), {"NAME": op, "feature": feature, "__doc__": f"Comes with {feature}."})
+    return type(name, (UnbuiltOp,), {"NAME": op, "feature": feature, "__doc__": f"Comes with {feature}."})
+
+
+@functools.cache
+def all_ops() -> dict[str, OpBuilder]:
+    """Every op of the library by its name."""
+    made = [builder_class(name)() for name in (*INCLUDED, *TO_COME)]
+    return {builder.NAME: builder for builder in made}
+
+
+def installed_ops() -> dict[str, bool]:
+    """Which ops come with the package, so that nothing has to be built for them."""
+    return {name: isinstance(builder, Included) for name, builder in all_ops().items()}
+
+
+def compatible_ops() -> dict[str, bool]:
+    """Which ops can be used on this machine."""
+    return {name: builder.is_compatible() for name, builder in all_ops().items()}

@@ -9,12 +9,19 @@ views        PipeSchedule, TrainSchedule, … and instruction classes
 
 from __future__ import annotations
 
-from deepspeed.pipe.schedule.actions import Action, Message, Op, Schedule
-from deepspeed.pipe.schedule.generators import forward_only, gpipe, interleaved, one_f_one_b, zb_h1
-from deepspeed.pipe.schedule.names import SCHEDULES, make
-from deepspeed.pipe.schedule.simulate import Costs, Timeline, simulate
-from deepspeed.pipe.schedule.v_shaped import dual_pipe_v, zbv
-from deepspeed.pipe.schedule.validate import validate
+from deepspeed.pipe.schedule.actions import Action, Message, PassKind, Schedule
+from deepspeed.pipe.schedule.generators import (
+    SCHEDULES,
+    dual_pipe_v,
+    forward_only,
+    gpipe,
+    interleaved,
+    make,
+    one_f_one_b,
+    zb_h1,
+    zbv,
+)
+from deepspeed.pipe.schedule.simulate import Costs, Timeline, simulate, validate
 from deepspeed.pipe.schedule.views import (
     BackwardPass,
     BufferOpInstruction,
@@ -49,8 +56,8 @@ __all__ = [
     "InferenceSchedule",
     "LoadMicroBatch",
     "Message",
-    "Op",
     "OptimizerStep",
+    "PassKind",
     "PipeInstruction",
     "PipeSchedule",
     "RecvActivation",

@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["Action", "Message", "Op", "Schedule", "messages"]
 
-
-class Op(Enum):
+class PassKind(Enum):
     """What is computed of one stage and one micro-batch."""
 
     FORWARD = "F"
@@ -32,13 +30,13 @@ class Op(Enum):
     @property
     def passes_back(self) -> bool:
         """True for what gives the stage before its gradients."""
-        return self in (Op.BACKWARD, Op.INPUT)
+        return self in (PassKind.BACKWARD, PassKind.INPUT)
 
 
 class Action(NamedTuple):
     """One computation."""
 
-    op: Op
+    op: PassKind
     stage: int
     micro_batch: int
 
@@ -89,11 +87,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """True if gradients of inputs and of weights are computed apart."""
-        return any(action.op is Op.WEIGHT for action in self.ranks[0])
-
-    def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in the model's order."""
-        return tuple(stage for stage, owner in enumerate(self.owners) if owner == rank)
+        return any(action.op is PassKind.WEIGHT for action in self.ranks[0])
 
     def rank(self, rank: int) -> str:
         """A rank's computations as text: `F0 F1 B0 B1`, with the stage in front where a rank holds several."""
@@ -106,7 +100,7 @@ class Schedule:
 
     def received(self, action: Action) -> Message | None:
         """What another rank must have sent before an action; None if its input is on its own rank."""
-        if action.op is Op.FORWARD:
+        if action.op is PassKind.FORWARD:
             return self._message("activation", action.stage - 1, action.stage, action.micro_batch)
         if action.op.passes_back:
             return self._message("gradient", action.stage + 1, action.stage, action.micro_batch)
@@ -114,7 +108,7 @@ class Schedule:
 
     def sent(self, action: Action) -> Message | None:
         """What an action gives to another rank; None if its result stays."""
-        if action.op is Op.FORWARD:
+        if action.op is PassKind.FORWARD:
             return self._message("activation", action.stage, action.stage + 1, action.micro_batch)
         if action.op.passes_back:
             return self._message("gradient", action.stage, action.stage - 1, action.micro_batch)
@@ -126,19 +120,16 @@ class Schedule:
         owners = self.owners[source], self.owners[target]
         return None if owners[0] == owners[1] else Message(kind, target, micro_batch, *owners)
 
-    def waits_for(self, action: Action) -> Iterator[Action]:
-        """What must be finished before an action can begin, on any rank."""
-        op, stage, micro_batch = action
-        if op is Op.FORWARD:
-            if stage > 0:
-                yield Action(Op.FORWARD, stage - 1, micro_batch)
-            return
-        if op is Op.WEIGHT:
-            yield Action(Op.INPUT, stage, micro_batch)
-            return
-        yield Action(Op.FORWARD, stage, micro_batch)
-        if stage + 1 < self.stages:
-            yield Action(op, stage + 1, micro_batch)
+
+def waits_for(action: Action, stages: int) -> list[Action]:
+    """What must be finished before an action can begin, on any rank, where the model has so many stages."""
+    op, stage, micro_batch = action
+    if op is PassKind.FORWARD:
+        return [Action(PassKind.FORWARD, stage - 1, micro_batch)] if stage > 0 else []
+    if op is PassKind.WEIGHT:
+        return [Action(PassKind.INPUT, stage, micro_batch)]
+    behind = [Action(op, stage + 1, micro_batch)] if stage + 1 < stages else []
+    return [Action(PassKind.FORWARD, stage, micro_batch), *behind]
 
 
 def messages(schedule: Schedule, actions: Iterable[Action]) -> Iterator[tuple[str, Message]]:

@@ -1,17 +1,20 @@
-"""Generators of schedules: GPipe, 1F1B, interleaved 1F1B, ZB-H1, and the forward alone. Pure arithmetic."""
+"""The schedules by name, and how each is made: GPipe, 1F1B, interleaved, zero-bubble, V-shaped.
+
+Where a rank holds the stages r and 2p-1-r, the loss is on the rank that begins, and a gradient comes back at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from deepspeed.errors import UsageError
 from deepspeed.parallel.balance import partition_uniform
-from deepspeed.pipe.schedule.actions import Action, Op, Schedule
+from deepspeed.pipe.schedule.actions import Action, PassKind, Schedule, waits_for
+from deepspeed.pipe.schedule.simulate import Costs, simulate, validate
 
-__all__ = ["forward_only", "gpipe", "interleaved", "looped", "one_f_one_b", "require_sizes", "zb_h1"]
-
-_F, _B, _I, _W = Op.FORWARD, Op.BACKWARD, Op.INPUT, Op.WEIGHT
+_F, _B, _I, _W = PassKind.FORWARD, PassKind.BACKWARD, PassKind.INPUT, PassKind.WEIGHT
 
 
 def require_sizes(name: str, ranks: int, micro_batches: int, *, least: int = 1, chunks: int = 1) -> None:
@@ -141,3 +144,230 @@ def _merge(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int)
         yield forward
         yield backward
     yield from backwards[len(forwards) - warmup :]
+
+
+# (operation, chunk), the most urgent first.
+_ORDERS = (
+    ((_F, 1), (_I, 1), (_F, 0), (_I, 0), (_W, 1), (_W, 0)),
+    ((_I, 0), (_F, 1), (_F, 0), (_I, 1), (_W, 1), (_W, 0)),
+    ((_I, 0), (_I, 1), (_F, 1), (_F, 0), (_W, 1), (_W, 0)),
+)
+
+_MESSAGES = (Costs(), Costs(message=0.05))
+"""Without and with messages that take time."""
+
+
+def folded(ranks: int) -> tuple[int, ...]:
+    """Stage → rank where stages go down the ranks and up again: 0, 1, …, 1, 0."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
+def zbv(ranks: int, micro_batches: int) -> Schedule:
+    """Split backward over a V: hardly any rank that has begun waits, if the three parts take equally long.
+
+    Two ways to make it are tried. Written down, it repeats one pattern, in which messages have the time of other work
+    to arrive. Played through, a rank that is free computes what others wait for first, and gradients of weights when
+    there is nothing else or no room for a further forward; which of several is waited for most depends on the numbers,
+    so that is done in three orders. The shortest is taken, and of those the one that suffers least where messages
+    take time.
+    """
+    require_sizes("zbv", ranks, micro_batches)
+    limits = (min(2 * ranks, 2 * micro_batches),) * ranks
+    repeated = tuple(tuple(_repeated(rank, ranks, micro_batches)) for rank in range(ranks))
+    found = [Schedule("zbv", micro_batches, folded(ranks), repeated, limits)]
+    found += [_Play(ranks, micro_batches, order).run() for order in _ORDERS]
+    return min(found, key=lambda each: tuple(round(simulate(each, costs).length, 6) for costs in _MESSAGES))
+
+
+def _repeated(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
+    """One rank's part of the pattern; where there are too few micro-batches for it, those that are missing fall out."""
+    after = ranks - rank - 1  # ranks further down
+    many = max(micro_batches, 2 * ranks - 1)
+    done = {(op, chunk): 0 for op in (_F, _I, _W) for chunk in (0, 1)}
+    row = [(_F, 0)] * (2 * after + 1) + [(_F, 1), (_F, 0)] * rank + [(_F, 1), (_I, 1), (_W, 1)] * (after + 1)
+    steady = many - row.count((_F, 1))  # micro-batches that are still to come back through the second stage
+    ahead = many - row.count((_F, 0))
+    for turn in range(steady):
+        row += [(_F, 0)] * (turn < ahead) + [(_I, 0), (_W, 0), (_F, 1), (_I, 1), (_W, 1)]
+    row += [(_I, 0), (_I, 1)] * rank + [(_I, 0), (_W, 0)] * (after + 1)
+    row += [(_W, chunk) for chunk in (1, 0) for _ in range(many - row.count((_W, chunk)))]
+    for op, chunk in row:
+        micro_batch = done[op, chunk]
+        done[op, chunk] += 1
+        if micro_batch < micro_batches:
+            yield Action(op, 2 * ranks - 1 - rank if chunk else rank, micro_batch)
+
+
+@dataclass
+class _Rank:
+    """Where a rank is: how many of each kind it has done, by operation and chunk."""
+
+    done: dict[tuple[PassKind, int], int] = field(
+        default_factory=lambda: {(op, c): 0 for op in (_F, _I, _W) for c in (0, 1)}
+    )
+    held: int = 0
+    actions: list[Action] = field(default_factory=list)
+
+
+class _Play:
+    """One time step after the other, in which every part of a stage takes one step."""
+
+    def __init__(self, ranks: int, micro_batches: int, order: Sequence[tuple[PassKind, int]]) -> None:
+        self.count, self.micro_batches, self.order = ranks, micro_batches, order
+        self.limit = min(2 * ranks, 2 * micro_batches)
+        self.ranks = [_Rank() for _ in range(ranks)]
+        self.ended: dict[Action, int] = {}
+
+    def run(self) -> Schedule:
+        """Play until everything is done."""
+        total, now = 6 * self.micro_batches, 0
+        while any(len(rank.actions) < total for rank in self.ranks):
+            chosen = [(rank, self._choose(number, rank, now)) for number, rank in enumerate(self.ranks)]
+            for rank, action in chosen:
+                if action is not None:
+                    self._take(rank, action, now + 1)
+            now += 1
+        rows = tuple(tuple(rank.actions) for rank in self.ranks)
+        return Schedule("zbv", self.micro_batches, folded(self.count), rows, (self.limit,) * self.count)
+
+    def _choose(self, number: int, rank: _Rank, now: int) -> Action | None:
+        for op, chunk in self.order:
+            micro_batch = rank.done[op, chunk]
+            if micro_batch == self.micro_batches:
+                continue
+            if op is _F and rank.held > self.limit - 2 + chunk:
+                continue  # one place is kept for the way back to the loss, which makes room
+            action = Action(op, 2 * self.count - 1 - number if chunk else number, micro_batch)
+            if all(self.ended.get(each, now + 1) <= now for each in waits_for(action, 2 * self.count)):
+                return action
+        return None
+
+    def _take(self, rank: _Rank, action: Action, end: int) -> None:
+        chunk = int(action.stage >= self.count)
+        rank.done[action.op, chunk] += 1
+        rank.held += {_F: 1, _W: -1}.get(action.op, 0)
+        rank.actions.append(action)
+        self.ended[action] = end
+
+
+def dual_pipe_v(ranks: int, micro_batches: int) -> Schedule:
+    """Forwards of one direction beside backwards of the other, so that their communication hides each other's.
+
+    Backward is split only where a rank would wait otherwise: before the steady part and at the end.
+    """
+    require_sizes("dualpipev", ranks, micro_batches, least=2 * ranks)
+    rows = tuple(tuple(_Dual(rank, ranks, micro_batches).actions()) for rank in range(ranks))
+    return Schedule("dualpipev", micro_batches, folded(ranks), rows, (min(2 * ranks + 1, 2 * micro_batches),) * ranks)
+
+
+class _Dual:
+    """The eight parts of one rank's share."""
+
+    def __init__(self, rank: int, ranks: int, micro_batches: int) -> None:
+        self.rank, self.ranks, self.micro_batches = rank, ranks, micro_batches
+        self.done = {(op, chunk): 0 for op in (_F, _B) for chunk in (0, 1)}
+        self.waiting: list[Action] = []
+
+    def actions(self) -> Iterator[Action]:
+        after = self.ranks - self.rank - 1  # ranks further down
+        for _ in range(2 * after):
+            yield self._forward(0)
+        for _ in range(self.rank + 1):
+            yield self._forward(0)
+            yield self._forward(1)
+        for _ in range(after):
+            yield self._input(1)
+            yield from self._weight()
+            yield self._forward(1)
+        for _ in range(self.micro_batches - 2 * self.ranks + self.rank + 1):
+            yield self._forward(0)
+            yield self._backward(1)
+            yield self._forward(1)
+            yield self._backward(0)
+        for _ in range(after):
+            yield self._backward(1)
+            yield self._forward(1)
+            yield self._backward(0)
+        yield from self._end(after)
+
+    def _end(self, after: int) -> Iterator[Action]:
+        both = self.rank + 1
+        splits = False
+        for turn in range(both):
+            splits = splits or (turn == both // 2 and self.rank % 2 == 1)
+            yield self._input(1) if splits else self._backward(1)
+            splits = splits or (turn == both // 2 and self.rank % 2 == 0)
+            yield self._input(0) if splits else self._backward(0)
+        for _ in range(after):
+            yield from self._weight()
+            yield self._input(0)
+        while self.waiting:
+            yield from self._weight()
+
+    def _next(self, op: PassKind, chunk: int, counted: PassKind) -> Action:
+        micro_batch = self.done[counted, chunk]
+        self.done[counted, chunk] += 1
+        return Action(op, 2 * self.ranks - 1 - self.rank if chunk else self.rank, micro_batch)
+
+    def _forward(self, chunk: int) -> Action:
+        return self._next(_F, chunk, _F)
+
+    def _backward(self, chunk: int) -> Action:
+        return self._next(_B, chunk, _B)
+
+    def _input(self, chunk: int) -> Action:
+        action = self._next(_I, chunk, _B)
+        self.waiting.append(Action(_W, action.stage, action.micro_batch))
+        return action
+
+    def _weight(self) -> Iterator[Action]:
+        if self.waiting:
+            yield self.waiting.pop(0)
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule that can be chosen."""
+
+    make: Callable[..., Schedule]
+    owners: Callable[[int, int], tuple[int, ...]]
+    """(ranks, stages on each) → stage → rank."""
+    chunks: int = 1
+    """Stages on each rank, unless the config says otherwise."""
+    chosen: bool = False
+    """The config may say otherwise."""
+
+
+def _straight(ranks: int, chunks: int) -> tuple[int, ...]:
+    return tuple(range(ranks))
+
+
+def _folded(ranks: int, chunks: int) -> tuple[int, ...]:
+    return folded(ranks)
+
+
+SCHEDULES: dict[str, ScheduleKind] = {
+    "gpipe": ScheduleKind(gpipe, _straight),
+    "1f1b": ScheduleKind(one_f_one_b, _straight),
+    "interleaved": ScheduleKind(interleaved, looped, chunks=2, chosen=True),
+    "zb-h1": ScheduleKind(zb_h1, _straight),
+    "zbv": ScheduleKind(zbv, _folded, chunks=2),
+    "dualpipev": ScheduleKind(dual_pipe_v, _folded, chunks=2),
+}
+
+
+def kind_of(name: str) -> ScheduleKind:
+    """The schedule of a name; an error that lists them if there is none."""
+    if name not in SCHEDULES:
+        raise UsageError(f"there is no schedule {name!r}; expected one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def make(name: str, ranks: int, micro_batches: int, chunks: int | None = None) -> Schedule:
+    """A schedule by its name, validated."""
+    kind = kind_of(name)
+    if kind.chosen:
+        return validate(kind.make(ranks, micro_batches, kind.chunks if chunks is None else chunks))
+    if chunks not in (None, kind.chunks):
+        raise UsageError(f"schedule {name!r} puts {kind.chunks} stages on each rank; found {chunks}")
+    return validate(kind.make(ranks, micro_batches))

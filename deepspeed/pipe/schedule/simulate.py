@@ -1,15 +1,14 @@
-"""The simulator: when every computation of a schedule begins and ends, how long ranks wait, what they hold."""
+"""Schedules on a clock: how long a batch takes and what each rank holds; whether a schedule can be played."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed.errors import UsageError
-from deepspeed.pipe.schedule.actions import Action, Op, Schedule
-
-__all__ = ["Costs", "Timeline", "simulate"]
+from deepspeed.pipe.schedule.actions import Action, Message, PassKind, Schedule, messages, waits_for
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ class Costs:
     def of(self, action: Action, chunks: int) -> float:
         """The time of one action."""
         whole = {
-            Op.FORWARD: self.forward,
-            Op.BACKWARD: self.input + self.weight,
-            Op.INPUT: self.input,
-            Op.WEIGHT: self.weight,
+            PassKind.FORWARD: self.forward,
+            PassKind.BACKWARD: self.input + self.weight,
+            PassKind.INPUT: self.input,
+            PassKind.WEIGHT: self.weight,
         }
         return whole[action.op] / chunks
 
@@ -108,9 +107,9 @@ def _begin(schedule: Schedule, action: Action, free: float, ended: dict[Action, 
 def _needed(schedule: Schedule, action: Action, ended: dict[Action, float]) -> list[Action]:
     """What an action waits for, however the stage behind it computes its gradient: whole or in parts."""
     needed = []
-    for each in schedule.waits_for(action):
+    for each in waits_for(action, schedule.stages):
         if each.op.passes_back and each.stage != action.stage:
-            other = each._replace(op=Op.INPUT if each.op is Op.BACKWARD else Op.BACKWARD)
+            other = each._replace(op=PassKind.INPUT if each.op is PassKind.BACKWARD else PassKind.BACKWARD)
             each = other if other in ended else each
         needed.append(each)
     return needed
@@ -122,6 +121,73 @@ def _peak(schedule: Schedule, row: tuple[Action, ...]) -> int:
         return 0
     held = peak = 0
     for action in row:
-        held += {Op.FORWARD: 1, Op.INPUT: 0}.get(action.op, -1)
+        held += {PassKind.FORWARD: 1, PassKind.INPUT: 0}.get(action.op, -1)
         peak = max(peak, held)
     return peak
+
+
+def validate(schedule: Schedule) -> Schedule:
+    """The schedule, or a UsageError that says what is wrong with it."""
+    _complete(schedule)
+    _in_order(schedule)
+    timeline = simulate(schedule)
+    for rank, (peak, limit) in enumerate(zip(timeline.peaks, schedule.limits, strict=True)):
+        if peak > limit:
+            raise UsageError(
+                f"schedule {schedule.name!r}: rank {rank} holds activations of {peak} micro-batches and stages at a "
+                f"time, more than its limit of {limit}"
+            )
+    return schedule
+
+
+def _complete(schedule: Schedule) -> None:
+    """Every stage sees every micro-batch once in each direction, on the rank that holds it."""
+    found = Counter(action for row in schedule.ranks for action in row)
+    twice = [str(action) for action, count in found.items() if count > 1]
+    if twice:
+        raise UsageError(f"schedule {schedule.name!r} computes {', '.join(twice[:4])} more than once")
+    for rank, row in enumerate(schedule.ranks):
+        foreign = [str(action) for action in row if not _belongs(schedule, action, rank)]
+        if foreign:
+            raise UsageError(f"schedule {schedule.name!r}: {', '.join(foreign[:4])} is not rank {rank}'s to compute")
+    for stage in range(schedule.stages):
+        for mb in range(schedule.micro_batches):
+            have = {op for op in PassKind if Action(op, stage, mb) in found}
+            if schedule.forward_only:
+                good = have == {PassKind.FORWARD}
+            else:
+                good = have in (
+                    {PassKind.FORWARD, PassKind.BACKWARD},
+                    {PassKind.FORWARD, PassKind.INPUT, PassKind.WEIGHT},
+                )
+            if not good:
+                had = " ".join(sorted(map(str, have))) or "nothing"
+                raise UsageError(
+                    f"schedule {schedule.name!r}: stage {stage} has {had} of micro-batch {mb}; expected "
+                    + ("F" if schedule.forward_only else "F and B, or F, I and W")
+                )
+
+
+def _belongs(schedule: Schedule, action: Action, rank: int) -> bool:
+    inside = 0 <= action.stage < schedule.stages and 0 <= action.micro_batch < schedule.micro_batches
+    return inside and schedule.owners[action.stage] == rank
+
+
+def _in_order(schedule: Schedule) -> None:
+    """Every send has its receive, and messages between two ranks are received in the order in which they are sent."""
+    sent: dict[tuple[str, int, int], list[Message]] = defaultdict(list)
+    received: dict[tuple[str, int, int], list[Message]] = defaultdict(list)
+    for row in schedule.ranks:
+        for direction, message in messages(schedule, row):
+            (sent if direction == "send" else received)[message.channel].append(message)
+    for channel in sent.keys() | received.keys():
+        if sent[channel] != received[channel]:
+            kind, source, target = channel
+            at = next(
+                (n for n, pair in enumerate(zip(sent[channel], received[channel], strict=False)) if pair[0] != pair[1]),
+                min(len(sent[channel]), len(received[channel])),
+            )
+            raise UsageError(
+                f"schedule {schedule.name!r}: {kind} number {at} from rank {source} to rank {target} is not the one "
+                "that is received: both ranks must have them in one order"
+            )

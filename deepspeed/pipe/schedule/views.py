@@ -10,30 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from deepspeed.pipe.schedule.actions import Action, Op, Schedule
+from deepspeed.pipe.schedule.actions import Action, PassKind, Schedule
+from deepspeed.pipe.schedule.generators import dual_pipe_v, folded
 from deepspeed.pipe.schedule.generators import forward_only as forward_pass
-from deepspeed.pipe.schedule.v_shaped import dual_pipe_v, folded
-
-__all__ = [
-    "BackwardPass",
-    "BufferOpInstruction",
-    "CommitP2P",
-    "DataParallelSchedule",
-    "DualPipeVSchedule",
-    "ForwardPass",
-    "InferenceSchedule",
-    "LoadMicroBatch",
-    "OptimizerStep",
-    "PipeInstruction",
-    "PipeSchedule",
-    "RecvActivation",
-    "RecvGrad",
-    "ReduceGrads",
-    "ReduceTiedGrads",
-    "SendActivation",
-    "SendGrad",
-    "TrainSchedule",
-]
 
 
 class PipeInstruction:
@@ -259,13 +238,13 @@ class DualPipeVSchedule(PipeSchedule):
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """What is done in each step."""
         for action in self._schedule.ranks[self.stage_id]:
-            if action.op is not Op.WEIGHT:
+            if action.op is not PassKind.WEIGHT:
                 yield self._commands(action)
         if not self.forward_only:
             yield [CommitP2P(), ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
 
     def _commands(self, action: Action) -> list[PipeInstruction]:
-        schedule, forward = self._schedule, action.op is Op.FORWARD
+        schedule, forward = self._schedule, action.op is PassKind.FORWARD
         phase = int(action.stage >= self.stages)
         place = {"buffer_id": phase * self.micro_batches + action.micro_batch, "phase": phase}
         commands: list[PipeInstruction] = []

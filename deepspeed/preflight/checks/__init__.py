@@ -4,37 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from deepspeed.preflight.check import Check
-from deepspeed.preflight.checks.bandwidth import Bandwidth
-from deepspeed.preflight.checks.clock import Clock
-from deepspeed.preflight.checks.code import Code
-from deepspeed.preflight.checks.compute import Compute
-from deepspeed.preflight.checks.config import Config
-from deepspeed.preflight.checks.devices import Devices
-from deepspeed.preflight.checks.environment import Environment
-from deepspeed.preflight.checks.folder import Folder
-from deepspeed.preflight.checks.memory import Memory
-from deepspeed.preflight.checks.offload import Offload
-from deepspeed.preflight.checks.ops import Ops
-from deepspeed.preflight.checks.shared_folder import SharedFolder
-from deepspeed.preflight.checks.shared_memory import SharedMemoryCheck
-from deepspeed.preflight.checks.versions import Versions
+from deepspeed.preflight.check import PreflightCheck
+from deepspeed.preflight.checks.folder import FolderCheck, SharedFolderCheck
+from deepspeed.preflight.checks.machine import DevicesCheck, MemoryCheck, SharedMemoryCheck
+from deepspeed.preflight.checks.offload import OffloadCheck
+from deepspeed.preflight.checks.software import CodeCheck, ConfigCheck, EnvironmentCheck, OpsCheck, VersionsCheck
+from deepspeed.preflight.checks.speed import BandwidthCheck, ClockCheck, ComputeCheck
 
 __all__ = ["CHECKS"]
 
-CHECKS: tuple[Check[Any], ...] = (
-    Versions(),
-    Config(),
-    Code(),
-    Environment(),
-    Devices(),
-    Memory(),
+CHECKS: tuple[PreflightCheck[Any], ...] = (
+    VersionsCheck(),
+    ConfigCheck(),
+    CodeCheck(),
+    EnvironmentCheck(),
+    DevicesCheck(),
+    MemoryCheck(),
     SharedMemoryCheck(),
-    Folder(),
-    Offload(),
-    Ops(),
-    Clock(),
-    SharedFolder(),
-    Compute(),
-    Bandwidth(),
+    FolderCheck(),
+    OffloadCheck(),
+    OpsCheck(),
+    ClockCheck(),
+    SharedFolderCheck(),
+    ComputeCheck(),
+    BandwidthCheck(),
 )

@@ -1,20 +1,19 @@
-"""The checkpoint folder: every host can write to it, there is room, and it is as fast as a save needs it."""
+"""The checkpoint folder: every host can write to it, there is room, it is fast, and it is one folder for all hosts."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.config.memory import size_text
-from deepspeed.io.runs import speed
-from deepspeed.io.trial import Trial
-from deepspeed.preflight.check import Check, Here
-from deepspeed.preflight.finding import Finding, Level, Told, who
-from deepspeed.preflight.program import FOLDER_OPTIONS, option_of
+import torch.distributed as td
 
-__all__ = ["Folder", "FolderFact", "folder_of", "nearest"]
+from deepspeed.config.memory import size_text
+from deepspeed.io.trial import Trial, speed
+from deepspeed.preflight.arguments import FOLDER_OPTIONS, option_of
+from deepspeed.preflight.check import CheckFinding, Level, PreflightCheck, RankFact, ThisRank, name_ranks
 
 _WHOLE_STATE = 16  # bytes of a parameter in a checkpoint of 16-bit training with Adam, and some more
 _LITTLE = 10 * 10**9
@@ -35,14 +34,13 @@ class FolderFact:
     looked: bool = True
 
 
-class Folder(Check[FolderFact]):
+class FolderCheck(PreflightCheck[FolderFact]):
     """A save would succeed, and take a bearable time."""
 
     name = "checkpoint_folder"
-    about = "room, permission and write speed of the checkpoint folder"
     fact = FolderFact
 
-    def gather(self, here: Here) -> FolderFact:
+    def gather(self, here: ThisRank) -> FolderFact:
         if not here.is_first:
             return FolderFact(looked=False)
         name, origin = folder_of(here.options.checkpoint, here.program.arguments)
@@ -57,34 +55,34 @@ class Folder(Check[FolderFact]):
             return FolderFact(name, origin, f"{error.strerror or error} ({place})", needed=needed)
         return FolderFact(name, origin, None, free, rate, needed)
 
-    def judge(self, told: Sequence[Told[FolderFact]]) -> list[Finding]:
+    def judge(self, told: Sequence[RankFact[FolderFact]]) -> list[CheckFinding]:
         looked = [each for each in told if each.fact.looked]
         if not looked:
-            return [Finding(Level.WARNING, "no rank is the first of its host, so that nobody looked")]
+            return [CheckFinding(Level.WARNING, "no rank is the first of its host, so that nobody looked")]
         found = []
-        errors: dict[tuple[str, str | None], list[Told[FolderFact]]] = {}
+        errors: dict[tuple[str, str | None], list[RankFact[FolderFact]]] = {}
         for each in looked:
             if each.fact.error is not None:
                 errors.setdefault((each.fact.folder, each.fact.error), []).append(each)
         for (folder, error), some in errors.items():
-            what = f"{who(some)} cannot write to {folder}: {error}"
+            what = f"{name_ranks(some)} cannot write to {folder}: {error}"
             advice = "give --checkpoint a folder that can be written, or make room there"
-            found.append(Finding(Level.PROBLEM, what, tuple(each.rank for each in some), advice))
+            found.append(CheckFinding(Level.PROBLEM, what, tuple(each.rank for each in some), advice))
         good = [each for each in looked if each.fact.error is None]
         found += [finding for each in good for finding in _room(each)]
         slow = [each for each in good if each.fact.speed is not None and each.fact.speed < _SLOW]
         if slow:
             worst = min(each.fact.speed or 0.0 for each in slow)
             verb = "writes" if len(slow) == 1 else "write"
-            what = f"{who(slow)} {verb} only {worst / 1e6:.1f} MB/s to {slow[0].fact.folder}"
+            what = f"{name_ranks(slow)} {verb} only {worst / 1e6:.1f} MB/s to {slow[0].fact.folder}"
             advice = "save to a faster disk, or in the background: checkpoint.writer.decoupled in the config"
-            found.append(Finding(Level.WARNING, what, tuple(each.rank for each in slow), advice))
+            found.append(CheckFinding(Level.WARNING, what, tuple(each.rank for each in slow), advice))
         if found:
             return found
         first = good[0].fact
         least = min(each.fact.speed or 0.0 for each in good)
         what = f"{first.folder} ({first.origin}): {size_text(first.free)} free, {least / 1e9:.2f} GB/s per host"
-        return [Finding(Level.OK, what)]
+        return [CheckFinding(Level.OK, what)]
 
 
 def folder_of(option: str | None, arguments: Sequence[str]) -> tuple[str, str]:
@@ -102,14 +100,79 @@ def nearest(path: Path) -> Path:
     return next((level for level in (path, *path.parents) if level.exists()), path)
 
 
-def _room(each: Told[FolderFact]) -> list[Finding]:
+def _room(each: RankFact[FolderFact]) -> list[CheckFinding]:
     fact = each.fact
     if fact.needed is not None and fact.free < fact.needed:
-        what = f"{who([each])}: {fact.folder} has {size_text(fact.free)} free, and a checkpoint takes about "
+        what = f"{name_ranks([each])}: {fact.folder} has {size_text(fact.free)} free, and a checkpoint takes about "
         return [
-            Finding(Level.PROBLEM, what + size_text(fact.needed), (each.rank,), "make room, or name another folder")
+            CheckFinding(
+                Level.PROBLEM, what + size_text(fact.needed), (each.rank,), "make room, or name another folder"
+            )
         ]
     if fact.needed is None and fact.free < _LITTLE:
-        what = f"{who([each])}: {fact.folder} has only {size_text(fact.free)} free"
-        return [Finding(Level.WARNING, what, (each.rank,), "make room; --params tells whether it is enough")]
+        what = f"{name_ranks([each])}: {fact.folder} has only {size_text(fact.free)} free"
+        return [CheckFinding(Level.WARNING, what, (each.rank,), "make room; --params tells whether it is enough")]
     return []
+
+
+# ---- one folder
+
+
+@dataclass(frozen=True, slots=True)
+class SharedFolderFact:
+    """Whether a host sees the file that rank 0 has made; none where nobody looked, or there is no file."""
+
+    sees: bool | None = None
+    local: bool = False
+    """The config says that every host keeps its own."""
+
+
+class SharedFolderCheck(PreflightCheck[SharedFolderFact]):
+    """Rank 0 makes a file, the first rank of every host looks for it."""
+
+    name = "shared_folder"
+    together = True
+    fact = SharedFolderFact
+
+    def gather(self, here: ThisRank) -> SharedFolderFact:
+        assert here.company is not None, "this check needs all ranks"
+        config = here.config
+        local = config is not None and not isinstance(config, str) and config.schema.checkpoint.use_node_local_storage
+        folder = nearest(Path(folder_of(here.options.checkpoint, here.program.arguments)[0]).absolute())
+        made: list[str | None] = [None]
+        try:
+            if here.rank == 0:
+                made = [_make_file(folder)]
+            td.broadcast_object_list(made, 0, group=here.company.messages)
+            name = made[0]
+            sees = None
+            if name is not None and here.rank in here.company.first_ranks:
+                sees = (folder / Path(name).name).exists()
+            td.barrier(group=here.company.messages)
+            return SharedFolderFact(sees, local)
+        finally:
+            if here.rank == 0 and made[0] is not None:
+                os.unlink(made[0])
+
+    def judge(self, told: Sequence[RankFact[SharedFolderFact]]) -> list[CheckFinding]:
+        looked = [each for each in told if each.fact.sees is not None]
+        blind = [each for each in looked if not each.fact.sees]
+        if blind and not looked[0].fact.local:
+            what = f"{name_ranks(blind)} {'does' if len(blind) == 1 else 'do'} not see what rank 0 writes to the folder"
+            advice = "save to a shared file system, or set checkpoint.use_node_local_storage"
+            return [CheckFinding(Level.WARNING, what, tuple(each.rank for each in blind), advice)]
+        if len(looked) < 2:
+            return [CheckFinding(Level.OK, "one host, one folder" if looked else "nobody could look")]
+        return [
+            CheckFinding(Level.OK, "every host keeps its own" if blind else f"{len(looked)} hosts see the same files")
+        ]
+
+
+def _make_file(folder: Path) -> str | None:
+    """A new file's path, None if none can be made: the check of the folder tells why, and the others wait here."""
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=".preflight-", dir=folder)
+    except OSError:
+        return None
+    os.close(descriptor)
+    return path

@@ -1,4 +1,8 @@
-"""Memory against the plan: what model states would take of devices, hosts and disks, and what is left."""
+"""Memory against the plan: what model states would take of devices, hosts and disks, and what is left.
+
+Masters and moments go where `offload_optimizer` says, weights where `offload_param` says. Gradients of offloaded states
+stay in host memory, in the width of the weights where a step has one micro batch, else in that of their sum.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,72 @@ from dataclasses import dataclass
 from deepspeed.accelerator import get_accelerator
 from deepspeed.config.memory import size_text
 from deepspeed.config.schema import Schema
-from deepspeed.preflight.check import Check, Here
-from deepspeed.preflight.finding import Finding, Level, Told, by_host, who
-from deepspeed.preflight.host_memory import available_memory
-from deepspeed.preflight.plan import needs_of
+from deepspeed.config.zero import OffloadDeviceEnum
+from deepspeed.memory.budget import Widths
+from deepspeed.precision.policy import Precision
+from deepspeed.preflight.check import CheckFinding, Level, PreflightCheck, RankFact, ThisRank, by_host, name_ranks
+from deepspeed.preflight.checks.machine import available_memory
 
-__all__ = ["Offload", "OffloadFact"]
+_MOMENTS = {"lion": 1, "adagrad": 1, "muon": 1, "rmsprop": 1}  # others are taken for Adam's kind, which has two
+
+
+@dataclass(frozen=True, slots=True)
+class BytesPerParameter:
+    """Bytes that one rank holds of each parameter of the model, by the kind of memory; a fraction where ranks share."""
+
+    device: float
+    host: float
+    disk: float
+
+
+def widths_of(schema: Schema) -> Widths:
+    """Bytes of an element in each role."""
+    precision = Precision.from_config(schema)
+    optimizer = schema.optimizer
+    name, params = str(optimizer.type or "").lower(), optimizer.params or {}
+    count = _MOMENTS.get(name.removeprefix("deepspeedcpu").removeprefix("fused"), 2)
+    if name == "sgd":
+        count = 1 if params.get("momentum") else 0
+    bits = params.get("moment_bits")
+    width = bits // 8 if bits in (8, 16) else precision.state.itemsize
+    away = schema.zero_optimization.offloads_optimizer
+    return Widths(
+        param=precision.param.itemsize,
+        grad=precision.accumulate.itemsize,
+        master=precision.master.itemsize if precision.has_master or away else 0,
+        optimizer=count * width,
+    )
+
+
+def needs_of(schema: Schema, world: int) -> BytesPerParameter:
+    """The bytes of a parameter on each of `world` ranks."""
+    zero, widths = schema.zero_optimization, widths_of(schema)
+    stage = int(zero.stage)
+    part = {role: 1 / world if stage >= first else 1.0 for role, first in (("states", 1), ("grads", 2), ("params", 3))}
+    states = (widths.master + widths.optimizer) * part["states"]
+    params, grads = widths.param * part["params"], widths.grad * part["grads"]
+    device, host, disk = 0.0, 0.0, 0.0
+    tier = OffloadDeviceEnum.none if zero.offload_optimizer is None else zero.offload_optimizer.device
+    share = float(zero.offload_optimizer.ratio) if zero.offload_optimizer is not None else 0.0
+    if tier is OffloadDeviceEnum.none:
+        device += states + grads
+    else:
+        once = (schema.gradient_accumulation_steps or 1) == 1
+        device += states * (1 - share) + (0.0 if once else grads)
+        host += share * (widths.param if once else widths.grad) * part["states"]
+        if tier is OffloadDeviceEnum.cpu:
+            host += share * states
+        else:
+            disk += share * states
+    home = OffloadDeviceEnum.none if zero.offload_param is None else zero.offload_param.device
+    if stage < 3 or home is OffloadDeviceEnum.none:
+        device += params
+    elif home is OffloadDeviceEnum.cpu:
+        host += params
+    else:
+        disk += params
+    return BytesPerParameter(device, host, disk)
+
 
 _NEARLY = 0.8  # activations, the data loader and the page cache want some, too
 
@@ -35,14 +99,13 @@ class OffloadFact:
     params: int | None = None
 
 
-class Offload(Check[OffloadFact]):
+class OffloadCheck(PreflightCheck[OffloadFact]):
     """The states of the model fit where the config puts them."""
 
     name = "offload"
-    about = "memory of hosts, devices and disks against the plan of the config"
     fact = OffloadFact
 
-    def gather(self, here: Here) -> OffloadFact:
+    def gather(self, here: ThisRank) -> OffloadFact:
         if here.config is None or isinstance(here.config, str):
             return OffloadFact()
         schema = here.config.schema
@@ -62,14 +125,14 @@ class Offload(Check[OffloadFact]):
             here.options.params,
         )
 
-    def judge(self, told: Sequence[Told[OffloadFact]]) -> list[Finding]:
+    def judge(self, told: Sequence[RankFact[OffloadFact]]) -> list[CheckFinding]:
         if any(each.fact.device is None for each in told):
-            return [Finding(Level.OK, "without a config there is no plan")]
+            return [CheckFinding(Level.OK, "without a config there is no plan")]
         found = list(_disks(told))
         for host, some in by_host(told).items():
             found += _memory(host, some)
         found += _devices(told)
-        return found or [Finding(Level.OK, _summary(told))]
+        return found or [CheckFinding(Level.OK, _summary(told))]
 
 
 def _disk(schema: Schema) -> tuple[str, int | None, str | None]:
@@ -88,16 +151,16 @@ def _disk(schema: Schema) -> tuple[str, int | None, str | None]:
     return str(path), room.f_bavail * room.f_frsize, None
 
 
-def _disks(told: Sequence[Told[OffloadFact]]) -> Iterator[Finding]:
+def _disks(told: Sequence[RankFact[OffloadFact]]) -> Iterator[CheckFinding]:
     bad = [each for each in told if each.fact.disk_error is not None]
     if bad:
-        what = f"{who(bad)}: no swap file in {bad[0].fact.disk_path}: {bad[0].fact.disk_error}"
-        yield Finding(
+        what = f"{name_ranks(bad)}: no swap file in {bad[0].fact.disk_path}: {bad[0].fact.disk_error}"
+        yield CheckFinding(
             Level.PROBLEM, what, tuple(each.rank for each in bad), "set nvme_path to a folder on a local disk"
         )
 
 
-def _memory(host: str, some: Sequence[Told[OffloadFact]]) -> Iterator[Finding]:
+def _memory(host: str, some: Sequence[RankFact[OffloadFact]]) -> Iterator[CheckFinding]:
     """What the ranks of a host want of its memory and its disk."""
     first, ranks = some[0].fact, tuple(each.rank for each in some)
     if first.params is None:
@@ -112,10 +175,10 @@ def _memory(host: str, some: Sequence[Told[OffloadFact]]) -> Iterator[Finding]:
             continue
         level = Level.PROBLEM if needed > free else Level.WARNING
         what = f"host {host}: the plan puts {size_text(needed)} into its {kind}, of which {size_text(free)} are free"
-        yield Finding(level, what, ranks, "use more hosts, fewer bytes (moment_bits, bf16), or offload less")
+        yield CheckFinding(level, what, ranks, "use more hosts, fewer bytes (moment_bits, bf16), or offload less")
 
 
-def _devices(told: Sequence[Told[OffloadFact]]) -> Iterator[Finding]:
+def _devices(told: Sequence[RankFact[OffloadFact]]) -> Iterator[CheckFinding]:
     short = []
     for each in told:
         fact = each.fact
@@ -128,12 +191,13 @@ def _devices(told: Sequence[Told[OffloadFact]]) -> Iterator[Finding]:
     if short:
         fact = short[0].fact
         needed = size_text(math.ceil((fact.device or 0) * (fact.params or 0)))
-        what = f"{who(short)}: model states take {needed} of a device that has {size_text(fact.device_free or 0)} free"
+        free = size_text(fact.device_free or 0)
+        what = f"{name_ranks(short)}: model states take {needed} of a device that has {free} free"
         advice = "use a higher ZeRO stage, more ranks, or offload_optimizer and offload_param"
-        yield Finding(Level.PROBLEM, what, tuple(each.rank for each in short), advice)
+        yield CheckFinding(Level.PROBLEM, what, tuple(each.rank for each in short), advice)
 
 
-def _summary(told: Sequence[Told[OffloadFact]]) -> str:
+def _summary(told: Sequence[RankFact[OffloadFact]]) -> str:
     """Bytes of a parameter, and of how many parameters there could be."""
     first = told[0].fact
     parts = [f"{first.device or 0:.3g} B on its device"]

@@ -11,24 +11,28 @@ from torch import nn
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.profiling.flops_profiler.count import wrapFunc
-from deepspeed.profiling.flops_profiler.modules import (
+from deepspeed.profiling.common import write_report
+from deepspeed.profiling.flops_profiler.count import (
     Hooks,
     get_module_duration,
     get_module_flops,
     get_module_macs,
     params_of,
+    wrapFunc,
 )
-from deepspeed.profiling.flops_profiler.report import Facts, aggregated, detailed, facts_of, summary
-from deepspeed.profiling.flops_profiler.text import (
+from deepspeed.profiling.flops_profiler.report import (
+    Facts,
+    aggregated,
     bytes_to_string,
+    detailed,
     duration_to_string,
+    facts_of,
     flops_to_string,
     macs_to_string,
     number_to_string,
     params_to_string,
+    summary,
 )
-from deepspeed.profiling.report_file import write_report
 
 __all__ = [
     "FlopsProfiler",

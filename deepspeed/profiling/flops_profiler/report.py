@@ -8,21 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.profiling.flops_profiler.modules import (
+from deepspeed.profiling.flops_profiler.count import (
     get_module_duration,
     get_module_flops,
     get_module_macs,
     params_of,
 )
-from deepspeed.profiling.flops_profiler.text import (
-    duration_to_string,
-    flops_to_string,
-    macs_to_string,
-    number_to_string,
-    params_to_string,
-)
-
-__all__ = ["Facts", "Stage", "aggregated", "detailed", "facts_of", "summary"]
 
 _WIDTH = 72
 
@@ -145,14 +136,7 @@ def _of_stages(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "iter latency, ranks that wait included", duration_to_string(total)
     label = f"FLOPS per GPU = {passes} * {times:g} * fwd flops of model / {devices} / iter latency"
     yield label, _rate(passes * times * flops / devices, total)
-    if facts.peak:
-        share = 3 * passes * flops / devices / total / facts.peak if total else 0.0
-        yield (
-            f"MFU = {passes} * 3 * fwd flops of model / {devices} / iter latency / {flops_to_string(facts.peak)}",
-            f"{share:.1%}",
-        )
-    if facts.samples:
-        yield "samples/second", number_to_string(facts.samples / total if total else 0.0).strip()
+    yield from _efficiency(f"{passes} * 3 * fwd flops of model / {devices}", passes * flops / devices, total, facts)
 
 
 def _whole_step(flops: float, forward: float, facts: Facts) -> Iterator[tuple[str, str]]:
@@ -168,9 +152,13 @@ def _whole_step(flops: float, forward: float, facts: Facts) -> Iterator[tuple[st
     count = f"{passes} * " if passes > 1 else ""
     yield f"iter latency = {count}(fwd+bwd latency) + step latency", duration_to_string(total)
     yield f"FLOPS per GPU = {count}{1 + times:g} * fwd flops per GPU / iter latency", _rate(passes * both, total)
+    yield from _efficiency(f"{count}3 * fwd flops per GPU", passes * flops, total, facts)
+
+
+def _efficiency(words: str, forward_flops: float, total: float, facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.peak:
-        share = 3 * passes * flops / total / facts.peak if total else 0.0
-        yield f"MFU = {count}3 * fwd flops per GPU / iter latency / {flops_to_string(facts.peak)}", f"{share:.1%}"
+        share = 3 * forward_flops / total / facts.peak if total else 0.0
+        yield f"MFU = {words} / iter latency / {flops_to_string(facts.peak)}", f"{share:.1%}"
     if facts.samples:
         yield "samples/second", number_to_string(facts.samples / total if total else 0.0).strip()
 
@@ -249,3 +237,39 @@ def _numbers(module: nn.Module, totals: tuple[float, float, float], profile: int
 
 def _percent(share: float) -> str:
     return f"{round(100 * share, 2):g}%"
+
+
+_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """The number with a prefix: the one given, or the largest that leaves at least 1 before the point."""
+    if units is None:
+        units = next((unit for unit, size in _UNITS.items() if num >= size), "u") if num > 0 else ""
+    return f"{round(num / _UNITS.get(units, 1.0), precision):g} {units}"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """Operations per second."""
+    return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """Multiplications with an addition."""
+    return f"{number_to_string(macs, units, precision)}MACs"
+
+
+def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
+    """Bytes, in powers of a thousand."""
+    return f"{number_to_string(b, units, precision)}B"
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """Seconds."""
+    return f"{number_to_string(duration, units, precision)}s"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """Parameters, a billion of which are 1 B."""
+    wanted = None if units is None else units.replace("B", "G")
+    return number_to_string(params_num, wanted, precision).replace("G", "B").strip()

@@ -9,15 +9,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from deepspeed.config.profiling import FlopsProfilerConfig
+from deepspeed.config.monitor import FlopsProfilerConfig
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFailed, PhaseFinished, RunContinued, StepFinished
+from deepspeed.profiling.common import StageGroup, to_file_or_output
 from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.profiling.flops_profiler.report import Facts, Stage
-from deepspeed.profiling.report_file import to_file_or_output
-from deepspeed.profiling.stages import StageGroup
-from deepspeed.profiling.wall_clock import TIMER_NAMES, WallClock
-
-__all__ = ["StepProfile"]
+from deepspeed.profiling.timers import TIMER_NAMES, WallClock
 
 
 class StepProfile:

@@ -2,26 +2,78 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.clock import CudaEventTimer, mark, times_line
 from deepspeed.log import print_dist
-from deepspeed.runtime.activation_checkpointing.state import Plan
-from deepspeed.runtime.activation_checkpointing.structure import rebuild, take_apart
+from deepspeed.runtime.activation_checkpointing.configuration import CheckpointingPlan
 from deepspeed.runtime.rng import get_cuda_rng_tracker
 
-__all__ = ["FlatCall", "run"]
+
+@dataclass(frozen=True, slots=True)
+class _TensorPlace:
+    """Stands where a tensor was."""
+
+    index: int
+
+
+def split_tensors(tree: Any) -> tuple[list[torch.Tensor], Any]:
+    """(tensors, rest): the tensors in tuples, lists and dicts, however deep, and the same tree without them.
+
+    Other objects are not looked into. What holds no tensor stays the very same object.
+    """
+    tensors: list[torch.Tensor] = []
+    return tensors, _strip(tree, tensors)
+
+
+def join_tensors(rest: Any, tensors: Sequence[Any]) -> Any:
+    """The tree that `split_tensors` saw, with these tensors in it."""
+    return tensors[rest.index] if isinstance(rest, _TensorPlace) else _mapped(rest, join_tensors, tensors)
+
+
+# No nested functions here: one that calls itself is a reference cycle, which would hold the tensors until the garbage
+# collector comes along.
+
+
+def _strip(node: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(node, torch.Tensor):
+        tensors.append(node)
+        return _TensorPlace(len(tensors) - 1)
+    return _mapped(node, _strip, tensors)
+
+
+def _mapped(node: Any, change: Callable[[Any, Any], Any], tensors: Sequence[Any]) -> Any:
+    """The container with `change` applied to what it holds; the container itself if nothing in it changed."""
+    kind = type(node)
+    if isinstance(node, dict):
+        changed = {key: change(value, tensors) for key, value in node.items()}
+        if all(changed[key] is value for key, value in node.items()):
+            return node
+        made = copy.copy(node)  # keeps what subclasses know besides their items
+        for key, value in changed.items():
+            made[key] = value
+        return made
+    if kind in (tuple, list) or (isinstance(node, tuple) and isinstance(getattr(kind, "_fields", None), tuple)):
+        items = [change(item, tensors) for item in node]
+        if all(new is old for new, old in zip(items, node, strict=True)):
+            return node
+        return kind(items) if kind in (tuple, list) else kind(*items)
+    return node
 
 
 def run(
-    plan: Plan,
+    plan: CheckpointingPlan,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -35,19 +87,19 @@ def run(
     if plan.is_plain and torch.compiler.is_compiling():
         # The compiler knows torch's checkpoint, of which it has one variant, and could not look into ours.
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
-    tensors, rest = take_apart((args, dict(kwargs)))
+    tensors, rest = split_tensors((args, dict(kwargs)))
     states = get_cuda_rng_tracker().get_states() if preserve_rng_state else None
-    call = (FlatCall if reentrant else _Call)(plan, function, rest, states)
+    call = (FlatCall if reentrant else _CheckpointedCall)(plan, function, rest, states)
     with plan.keeper.hooks():
         outputs = torch_checkpoint(call, *tensors, use_reentrant=reentrant, preserve_rng_state=preserve_rng_state)
-    return rebuild(call.outputs, outputs) if isinstance(call, FlatCall) else outputs
+    return join_tensors(call.outputs, outputs) if isinstance(call, FlatCall) else outputs
 
 
-class _Call:
+class _CheckpointedCall:
     """What torch's checkpoint runs: with the tensors of the arguments, first in forward and again in backward."""
 
     def __init__(
-        self, plan: Plan, function: Callable[..., Any], rest: Any, states: dict[str, torch.Tensor] | None
+        self, plan: CheckpointingPlan, function: Callable[..., Any], rest: Any, states: dict[str, torch.Tensor] | None
     ) -> None:
         self._plan = plan
         self._function = function
@@ -57,7 +109,7 @@ class _Call:
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         again, self._again = self._again, True
-        args, kwargs = rebuild(self._rest, tensors)
+        args, kwargs = join_tensors(self._rest, tensors)
         with self._boundary("recompute" if again else "forward"), self._random_states(again), self._hooks(again):
             return self._function(*args, **kwargs)
 
@@ -87,7 +139,7 @@ class _Call:
                 synchronize()
 
 
-class FlatCall(_Call):
+class FlatCall(_CheckpointedCall):
     """The reentrant variant: results are the tuple of the tensors in them, `outputs` is the rest of the first ones.
 
     torch's reentrant variant is an autograd function, which follows the tensors of a tuple and none that is deeper.
@@ -97,7 +149,7 @@ class FlatCall(_Call):
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         first = not self._again
-        found, rest = take_apart(super().__call__(*tensors))
+        found, rest = split_tensors(super().__call__(*tensors))
         if first:
             self.outputs = rest
         return tuple(found)
@@ -107,3 +159,63 @@ class FlatCall(_Call):
         if again or not self._plan.keeper.active:
             return nullcontext()
         return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
+InnerBackward = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]], None]
+"""(outputs, their gradients, inputs) → gradients on the inputs that require some, which are leaves."""
+
+
+def recompute_by(
+    plan: CheckpointingPlan, function: Callable[..., Any], backward: InnerBackward, args: tuple[Any, ...]
+) -> Any:
+    """The function's outputs; in backward it is run again, and `backward` follows."""
+    tensors, rest = split_tensors((args, {}))
+    call = FlatCall(plan, function, rest, get_cuda_rng_tracker().get_states())
+    with plan.keeper.hooks():
+        outputs: Any = _Recompute.apply(call, backward, *tensors)  # type: ignore[no-untyped-call]
+    return join_tensors(call.outputs, outputs)
+
+
+class RecomputeContext:
+    """Generators and autocast as they are now."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._host = torch.get_rng_state()
+        self._devices, self._states = get_device_states(*tensors)
+        kinds = sorted({"cpu", *(tensor.device.type for tensor in tensors)})
+        self._autocast = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
+        self._kind = next((kind for kind in kinds if kind != "cpu"), "cuda")
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """The same again inside the context, for a recomputation."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.random.fork_rng(devices=self._devices, device_type=self._kind))
+            torch.set_rng_state(self._host)
+            if self._devices:
+                set_device_states(self._devices, self._states, device_type=self._kind)
+            for kind, dtype, enabled in self._autocast:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+            yield
+
+
+class _Recompute(torch.autograd.Function):
+    """Keeps the inputs alone."""
+
+    @staticmethod
+    def forward(ctx: Any, call: FlatCall, backward: InnerBackward, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.call, ctx.inner = call, backward
+        ctx.trained = [tensor.requires_grad for tensor in tensors]
+        ctx.conditions = RecomputeContext(tensors)
+        ctx.save_for_backward(*tensors)
+        outputs: tuple[Tensor, ...] = call(*tensors)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        pairs = zip(ctx.saved_tensors, ctx.trained, strict=True)
+        inputs = [tensor.detach().requires_grad_(trained) for tensor, trained in pairs]
+        with ctx.conditions.restored(), torch.enable_grad():
+            outputs = ctx.call(*inputs)
+        ctx.inner(outputs, grads, [each for each in inputs if each.requires_grad])
+        return None, None, *(each.grad for each in inputs)

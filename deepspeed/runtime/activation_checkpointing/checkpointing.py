@@ -8,18 +8,16 @@ from typing import Any
 import torch
 
 from deepspeed.runtime import rng
-from deepspeed.runtime.activation_checkpointing.again import InnerBackward, run_again_by
-from deepspeed.runtime.activation_checkpointing.axis import model_axis
-from deepspeed.runtime.activation_checkpointing.call import run
-from deepspeed.runtime.activation_checkpointing.keeping import shard_numel
-from deepspeed.runtime.activation_checkpointing.settings import given_in, section_of
-from deepspeed.runtime.activation_checkpointing.state import CONFIGURATION, Said, configure_from
-from deepspeed.runtime.activation_checkpointing.structure import (
-    CheckpointingError,
-    detach_variable,
-    extract_tensors,
-    merge_tensors,
+from deepspeed.runtime.activation_checkpointing.call import InnerBackward, recompute_by, run
+from deepspeed.runtime.activation_checkpointing.configuration import (
+    CONFIGURATION,
+    ConfigurationSource,
+    configure_from,
+    given_settings,
+    model_axis,
+    section_of,
 )
+from deepspeed.runtime.activation_checkpointing.offload import CheckpointingError
 from deepspeed.runtime.rng import CudaRNGStatesTracker, RandomStateError, get_cuda_rng_tracker
 
 __all__ = [
@@ -30,18 +28,14 @@ __all__ = [
     "configure",
     "configure_from",
     "detach_variable",
-    "extract_tensors",
     "get_cuda_rng_tracker",
-    "get_partition_size",
-    "get_partition_start",
     "is_configured",
-    "merge_tensors",
     "model_parallel_cuda_manual_seed",
     "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
+    "recompute",
     "reset",
-    "run_again",
     "set_num_layers",
 ]
 
@@ -65,9 +59,9 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
     return run(CONFIGURATION.plan, function, args, kwargs, reentrant=False)
 
 
-def run_again(function: Callable[..., Any], backward: InnerBackward, *args: Any) -> Any:
+def recompute(function: Callable[..., Any], backward: InnerBackward, *args: Any) -> Any:
     """As the reentrant `checkpoint`, with a backward of the caller's own: `backward(outputs, grads, inputs)`."""
-    return run_again_by(CONFIGURATION.plan, function, backward, args)
+    return recompute_by(CONFIGURATION.plan, function, backward, args)
 
 
 def configure(
@@ -93,9 +87,9 @@ def configure(
         "synchronize_checkpoint_boundary": synchronize,
         "profile": profile,
     }
-    values = {} if deepspeed_config is None else given_in(section_of(deepspeed_config))
+    values = {} if deepspeed_config is None else given_settings(section_of(deepspeed_config))
     values.update({key: value for key, value in arguments.items() if value is not None})
-    CONFIGURATION.say(Said(values, None if mpu_ is None else model_axis(mpu_)))
+    CONFIGURATION.say(ConfigurationSource(values, None if mpu_ is None else model_axis(mpu_)))
 
 
 def is_configured() -> bool:
@@ -128,11 +122,15 @@ def model_parallel_reconfigure_tp_seed(seed: int) -> None:
     rng.reseed_model_parallel(seed, CONFIGURATION.plan.axis.rank)
 
 
-def get_partition_size(item: torch.Tensor) -> int:
-    """Elements of each model-parallel rank's shard of a saved input."""
-    return shard_numel(item.numel(), CONFIGURATION.plan.axis.size)
+def detach_variable(inputs: tuple[Any, ...], device: torch.device | str | None = None) -> tuple[Any, ...]:
+    """The tuple with its tensors cut from their graph, each requiring grad as before; on `device` if that is given."""
+    if not isinstance(inputs, tuple):
+        raise CheckpointingError(f"detach_variable got a {type(inputs).__name__}; it takes a tuple")
 
+    def detach(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        moved = value.detach() if device is None else value.detach().to(device)
+        return moved.requires_grad_(value.requires_grad)
 
-def get_partition_start(item: torch.Tensor) -> int:
-    """The element of the flattened input at which this rank's shard starts."""
-    return get_partition_size(item) * CONFIGURATION.plan.axis.rank
+    return tuple(detach(value) for value in inputs)

@@ -14,16 +14,218 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Generic, TypeVar
 
 import torch
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.memory.lane import Direct, Lane, Ticket, lane_for
-from deepspeed.runtime.activation_checkpointing.arena import Slot
-from deepspeed.runtime.activation_checkpointing.host_pool import HostPool
-from deepspeed.runtime.activation_checkpointing.saved import changed_in_place
+from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
+from deepspeed.memory.copy_stream import CopyStream, DirectCopies, PendingCopy, copy_stream_for
 
-__all__ = ["CheckpointActivationOffloadStats", "Offload", "OffloadLimits", "Parked", "Turn"]
+
+class CheckpointingError(DeepSpeedError, RuntimeError):
+    """A checkpointed call whose inputs cannot be kept, or cannot be given back."""
+
+
+def changed_in_place(shape: torch.Size, found: int, given: int) -> CheckpointingError:
+    """The error for values that are not those that were saved; torch looks for it only where no hook is open."""
+    return CheckpointingError(
+        f"a tensor that backward needs, of shape {list(shape)}, is at version {found} but was given at version "
+        f"{given}: it was changed in place before backward. Clone it before changing it."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class KeptTensor:
+    """A tensor that stays where it is."""
+
+    tensor: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> KeptTensor:
+        """The tensor, as it is now."""
+        return cls(tensor, tensor._version)
+
+    def get(self) -> torch.Tensor:
+        """The tensor, if it did not change."""
+        if self.tensor._version != self.version:
+            raise changed_in_place(self.tensor.shape, self.tensor._version, self.version)
+        return self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StridedForm:
+    """How a row of elements becomes a tensor of the same strides."""
+
+    shape: torch.Size  # with the dims in `order`
+    order: tuple[int, ...]  # dims from the slowest to the fastest
+
+    def restore(self, flat: torch.Tensor) -> torch.Tensor:
+        """The tensor, a view of `flat`."""
+        back = [self.order.index(dim) for dim in range(len(self.order))]
+        return flat.view(self.shape).permute(back)
+
+
+def flattened(tensor: torch.Tensor) -> tuple[torch.Tensor, StridedForm]:
+    """Elements in the order of memory, a view where they lie without gaps, else a copy; and their form."""
+    strides = tensor.stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    ordered = tensor.detach().permute(order)
+    return ordered.reshape(-1), StridedForm(ordered.shape, order)
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """True if elements share memory, so that a copy of each would take more of it."""
+    return any(step == 0 < size - 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+_ALIGNMENT = 128  # elements, so that every slot starts where vector loads and copies want it
+Place = TypeVar("Place")
+MakeBuffer = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+
+
+class BufferSlot(Generic[Place]):
+    """A part of a buffer that is taken until this object is gone, which is when autograd lets go of the input."""
+
+    __slots__ = ("_give_back", "_place", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, place: Place, give_back: Callable[[Place], object]) -> None:
+        self.tensor = tensor  # [numel]
+        self._place = place
+        self._give_back = give_back
+
+    def __del__(self) -> None:
+        # Whichever thread or collector runs this: what takes places back is atomic and takes no lock.
+        self._give_back(self._place)
+
+
+class _Buffer:
+    """`count` slots of equal size."""
+
+    __slots__ = ("_count", "_data", "free", "slot_numel")
+
+    def __init__(self, data: torch.Tensor, count: int) -> None:
+        self._data = data.view(count, -1)  # [count, slot_numel]
+        self._count = count
+        self.slot_numel = self._data.shape[1]
+        self.free = list(range(count - 1, -1, -1))
+
+    @property
+    def taken(self) -> int:
+        return self._count - len(self.free)
+
+    def take(self, numel: int) -> BufferSlot[int]:
+        index = self.free.pop()
+        return BufferSlot(self._data[index, :numel], index, self.free.append)
+
+
+class CheckpointBuffers:
+    """Buffers with room for `capacity` calls each; larger inputs than before get a larger buffer."""
+
+    def __init__(self, capacity: int, make: MakeBuffer) -> None:
+        self._capacity = capacity
+        self._make = make
+        self._buffers: dict[tuple[int, torch.dtype, torch.device], list[_Buffer]] = {}
+
+    def take(self, position: int, numel: int, dtype: torch.dtype, device: torch.device) -> BufferSlot[int]:
+        """Room for `numel` elements of the tensor at this position among a call's arguments."""
+        key = (position, dtype, device)
+        # Buffers that became too small live as long as their slots; only the last one gives out new slots.
+        buffers = [buffer for buffer in self._buffers.get(key, []) if buffer.taken or buffer.slot_numel >= numel]
+        if sum(buffer.taken for buffer in buffers) >= self._capacity:
+            raise DeepSpeedConfigError(
+                f"activation_checkpointing.number_checkpoints (argument num_checkpoints of configure): the inputs of "
+                f"{self._capacity} checkpointed calls are kept already, and another call came before their backward. "
+                "Set it to the number of checkpointed calls whose backward is outstanding at once: those of one "
+                "forward pass, times the forward passes before a backward, and nested ones.",
+                path="activation_checkpointing.number_checkpoints",
+            )
+        if not buffers or buffers[-1].slot_numel < numel:
+            padded = -(-numel // _ALIGNMENT) * _ALIGNMENT
+            buffers.append(_Buffer(self._make(self._capacity * padded, dtype, device), self._capacity))
+        self._buffers[key] = buffers
+        return buffers[-1].take(numel)
+
+    @property
+    def buffer_elements(self) -> int:
+        """Elements in all buffers."""
+        return sum(b.slot_numel * self._capacity for buffers in self._buffers.values() for b in buffers)
+
+
+_SMALLEST = 512
+
+
+def size_class(nbytes: int) -> int:
+    """The bytes of the buffer for so many: at most an eighth more, so that tensors of about one size share buffers."""
+    step = max(_SMALLEST, 1 << max(nbytes.bit_length() - 4, 0))
+    return -(-nbytes // step) * step
+
+
+class HostPool:
+    """Gives out buffers and keeps up to `limit` that nobody uses; None: as many as were ever used at once."""
+
+    def __init__(self, limit: int | None, make: Callable[[int], torch.Tensor]) -> None:
+        self._limit = limit
+        self._make = make
+        self._free: dict[int, list[torch.Tensor]] = {}  # by size, the size that was used last at the end
+        self._sorted = 0  # buffers in `_free`
+        self._returned: deque[torch.Tensor] = deque()  # by slots, from any thread, until the next call comes along
+        self._in_use = 0
+        self._most_in_use = 0
+
+    @property
+    def unused(self) -> int:
+        """Buffers that wait to be used again."""
+        return len(self._returned) + self._sorted
+
+    @property
+    def in_use(self) -> int:
+        """Buffers that are given out."""
+        return self._in_use
+
+    def take(self, numel: int, dtype: torch.dtype) -> BufferSlot[torch.Tensor]:
+        """Room for `numel` elements, until the slot is gone."""
+        self._sort_returned()
+        nbytes = numel * dtype.itemsize
+        size = size_class(nbytes)
+        of_size = self._free.pop(size, [])
+        if of_size:
+            buffer = of_size.pop()
+            self._sorted -= 1
+        else:
+            self._drop_oldest()
+            buffer = self._make(size)
+        self._free[size] = of_size
+        self._in_use += 1
+        self._most_in_use = max(self._most_in_use, self._in_use)
+        return BufferSlot(buffer[:nbytes].view(dtype), buffer, self._take_back)
+
+    def clear(self) -> None:
+        """Let go of every buffer that nobody uses."""
+        self._returned.clear()
+        self._free.clear()
+        self._sorted = 0
+
+    def _take_back(self, buffer: torch.Tensor) -> None:
+        self._in_use -= 1
+        if self.unused < (self._most_in_use if self._limit is None else self._limit):
+            self._returned.append(buffer)
+
+    def _sort_returned(self) -> None:
+        while self._returned:
+            buffer = self._returned.popleft()
+            self._free.setdefault(buffer.numel(), []).append(buffer)
+            self._sorted += 1
+
+    def _drop_oldest(self) -> None:
+        """One unused buffer goes for each new one: sizes that nobody asks for any more do not stay for ever."""
+        for size in list(self._free):
+            if self._free[size]:
+                self._free[size].pop()
+                self._sorted -= 1
+                return
+            del self._free[size]
 
 
 @dataclass(slots=True)
@@ -59,37 +261,37 @@ class _Where(Enum):
     COMING = "copied to the device"
 
 
-class Turn:
+class CallGroup:
     """The tensors that one call saves."""
 
     __slots__ = ("__weakref__", "before", "members")
 
     def __init__(self) -> None:
-        self.members: list[weakref.ref[Parked]] = []
-        self.before: weakref.ref[Turn] | None = None
+        self.members: list[weakref.ref[OffloadedTensor]] = []
+        self.before: weakref.ref[CallGroup] | None = None
 
-    def parked(self) -> list[Parked]:
+    def parked(self) -> list[OffloadedTensor]:
         """Those that still wait."""
         return [parked for ref in self.members if (parked := ref()) is not None]
 
 
-class Parked:
-    """A 1-D tensor that waits for backward; only `Offload` looks inside."""
+class OffloadedTensor:
+    """A 1-D tensor that waits for backward; only `ActivationOffload` looks inside."""
 
     __slots__ = (
         *("__weakref__", "device", "dtype", "numel", "shape", "turn", "version"),
         *("found", "given_back", "slot", "tensor", "ticket", "where"),
     )
 
-    def __init__(self, flat: torch.Tensor, shape: torch.Size, turn: Turn, slot: Slot[int] | None) -> None:
+    def __init__(self, flat: torch.Tensor, shape: torch.Size, turn: CallGroup, slot: BufferSlot[int] | None) -> None:
         self.numel, self.dtype, self.device = flat.numel(), flat.dtype, flat.device
         self.shape = shape  # of the saved tensor, to be told
         self.turn = turn
         self.version = self.found = flat._version  # of the saved tensor if `flat` is a view of it
         self.tensor: torch.Tensor | None = flat
-        self.slot: Slot[int] | Slot[torch.Tensor] | None = slot
+        self.slot: BufferSlot[int] | BufferSlot[torch.Tensor] | None = slot
         self.where = _Where.HERE
-        self.ticket: Ticket | None = None
+        self.ticket: PendingCopy | None = None
         self.given_back = False
 
     @property
@@ -108,7 +310,7 @@ class Parked:
             raise changed_in_place(self.shape, self.found, self.version)
 
 
-class Offload:
+class ActivationOffload:
     """Takes tensors to the host and back, within limits; one for all calls that share them."""
 
     def __init__(
@@ -117,17 +319,17 @@ class Offload:
         *,
         pinned: bool = True,
         streams: bool = True,
-        lane: Callable[[torch.device], Lane] = lane_for,
+        lane: Callable[[torch.device], CopyStream] = copy_stream_for,
     ) -> None:
         self._limits = limits
         self._pinned = pinned
-        self._make_lane: Callable[[torch.device], Lane] = lane if streams else lambda device: Direct()
-        self._lanes: dict[torch.device, Lane] = {}
-        self._last_turn: weakref.ref[Turn] | None = None
-        self._newest: deque[weakref.ref[Parked]] = deque()
-        self._leaving: deque[weakref.ref[Parked]] = deque()
+        self._make_lane: Callable[[torch.device], CopyStream] = lane if streams else lambda device: DirectCopies()
+        self._lanes: dict[torch.device, CopyStream] = {}
+        self._last_turn: weakref.ref[CallGroup] | None = None
+        self._newest: deque[weakref.ref[OffloadedTensor]] = deque()
+        self._leaving: deque[weakref.ref[OffloadedTensor]] = deque()
         # Held until the copy is done, also if nobody wants them any more: it would write into memory of others.
-        self._coming: list[tuple[Ticket, torch.Tensor]] = []
+        self._coming: list[tuple[PendingCopy, torch.Tensor]] = []
         self.pool = HostPool(limits.pool, self._host_buffer)
         self.stats = CheckpointActivationOffloadStats()
 
@@ -137,11 +339,13 @@ class Offload:
         waiting = [ref() for ref in (*self._newest, *self._leaving)]
         return sum(parked is not None and parked.tensor is not None for parked in waiting)
 
-    def park(self, flat: torch.Tensor, shape: torch.Size, turn: Turn, slot: Slot[int] | None = None) -> Parked:
+    def park(
+        self, flat: torch.Tensor, shape: torch.Size, turn: CallGroup, slot: BufferSlot[int] | None = None
+    ) -> OffloadedTensor:
         """What waits for a tensor of this shape, in `slot` if it is given; it leaves once newer ones have come."""
         if not turn.members:
             turn.before, self._last_turn = self._last_turn, weakref.ref(turn)
-        parked = Parked(flat, shape, turn, slot)
+        parked = OffloadedTensor(flat, shape, turn, slot)
         turn.members.append(weakref.ref(parked))
         self._newest.append(weakref.ref(parked))
         while len(self._newest) > self._limits.keep_last:
@@ -151,7 +355,7 @@ class Offload:
         self._let_go(self._limits.stash)
         return parked
 
-    def give_back(self, parked: Parked) -> torch.Tensor:
+    def give_back(self, parked: OffloadedTensor) -> torch.Tensor:
         """The values on their device; a second time they are brought only when they are asked for."""
         parked.check()
         here = parked.where in (_Where.HERE, _Where.LEAVING)
@@ -183,11 +387,11 @@ class Offload:
         self._coming.clear()
         self.pool.clear()
 
-    def _before(self, turn: Turn) -> list[Parked]:
+    def _before(self, turn: CallGroup) -> list[OffloadedTensor]:
         before = None if turn.before is None else turn.before()
         return [] if before is None else before.parked()
 
-    def _send(self, parked: Parked) -> None:
+    def _send(self, parked: OffloadedTensor) -> None:
         """Begin the copy to the host."""
         parked.look()
         if parked.tensor is None or parked.found != parked.version:
@@ -217,7 +421,7 @@ class Offload:
             leaving.popleft()
         self._leaving = leaving
 
-    def _fetch(self, parked: Parked) -> None:
+    def _fetch(self, parked: OffloadedTensor) -> None:
         """Begin the copy to the device, unless it is there or has begun."""
         if parked.where is not _Where.AWAY or parked.slot is None:
             return
@@ -227,7 +431,7 @@ class Offload:
         parked.where = _Where.COMING
         self._coming.append((parked.ticket, parked.tensor))
 
-    def _lane(self, device: torch.device) -> Lane:
+    def _lane(self, device: torch.device) -> CopyStream:
         if device not in self._lanes:
             self._lanes[device] = self._make_lane(device)
         return self._lanes[device]

@@ -10,27 +10,35 @@ Layers of Transformers with gradient checkpointing mark their inputs by themselv
 
 from __future__ import annotations
 
+import functools
+import sys
+import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deepspeed.errors import UsageError
-from deepspeed.memory.lane import on_device
-from deepspeed.runtime.activation_checkpointing.chain import Chain, hidden_of
-from deepspeed.runtime.activation_checkpointing.layer_marker import MARKER, Layer
+from deepspeed.config.memory import ActivationCheckpointingConfig
+from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.memory.copy_stream import on_device
+from deepspeed.runtime.activation_checkpointing.call import RecomputeContext
 from deepspeed.runtime.activation_checkpointing.offload import (
+    ActivationOffload,
+    CallGroup,
     CheckpointActivationOffloadStats,
-    Offload,
+    CheckpointingError,
+    KeptTensor,
+    OffloadedTensor,
     OffloadLimits,
-    Parked,
-    Turn,
+    StridedForm,
+    flattened,
+    is_expanded,
 )
-from deepspeed.runtime.activation_checkpointing.saved import AsIs, Form, flattened, is_expanded
-from deepspeed.runtime.activation_checkpointing.structure import CheckpointingError
 
 __all__ = [
     "CheckpointActivationOffloadStats",
@@ -39,13 +47,147 @@ __all__ = [
     "patch_gradient_checkpointing_layer_marker",
 ]
 
+_MODULE, _CLASS = "transformers.modeling_layers", "GradientCheckpointingLayer"
+
+
+Layer = Callable[[torch.Tensor], Any]
+"""A layer with all of its arguments but the first."""
+
+
+class Marks(Protocol):
+    """Who wants to know."""
+
+    def enter(self, tensor: torch.Tensor, layer: Layer) -> None:
+        """This tensor is a layer's input."""
+
+    def leave(self, result: Any) -> None:
+        """The layer entered last returned this."""
+
+
+def layer_class() -> Any:
+    """The class of Transformers' checkpointed layers; None where it is not loaded, so that no model has any."""
+    return getattr(sys.modules.get(_MODULE), _CLASS, None)
+
+
+class LayerMarker:
+    """Wraps the call of Transformers' checkpointed layers while anybody wants marks, or from `install` on for good."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._original: Callable[..., Any] | None = None
+        self._wrapper: Callable[..., Any] | None = None
+        self._here = threading.local()
+
+    def install(self) -> None:
+        """Wrap the layers for as long as the process lives; a second time changes nothing."""
+        try:
+            from transformers.modeling_layers import GradientCheckpointingLayer  # an optional dependency
+        except ImportError as error:
+            raise CheckpointingError(
+                f"found no transformers with {_CLASS} ({error}), whose layers are to be marked; install "
+                "transformers 4.52 or later, or call mark() on the input of every checkpointed layer"
+            ) from error
+        with self._lock:
+            self._users += 1
+            self._wrap(GradientCheckpointingLayer)
+
+    def open(self, marks: Marks) -> None:
+        """From now on, layers that this thread calls mark their inputs there."""
+        # A model of Transformers can only exist where the module is loaded; nothing else is worth loading it.
+        layer = layer_class()
+        with self._lock:
+            self._users += 1
+            if layer is not None:
+                self._wrap(layer)
+        self._opened.append(marks)
+
+    def close(self) -> None:
+        """The one opened last by this thread wants no more marks."""
+        self._opened.pop()
+        with self._lock:
+            self._users -= 1
+            layer = layer_class()
+            if self._users == 0 and layer is not None and self._wrapper is not None:
+                if layer.__call__ is self._wrapper:  # else somebody wrapped it once more, and ours does nothing
+                    layer.__call__ = self._original
+                self._wrapper = self._original = None
+
+    @property
+    def _opened(self) -> list[Marks]:
+        found: list[Marks] = self._here.__dict__.setdefault("opened", [])
+        return found
+
+    def _wrap(self, layer: Any) -> None:
+        if self._wrapper is not None:
+            return
+        original = layer.__call__
+
+        @functools.wraps(original)
+        def marked(module: Any, *args: Any, **kwargs: Any) -> Any:
+            saves = bool(self._opened and args and module.gradient_checkpointing and module.training)
+            if not saves or not isinstance(args[0], torch.Tensor):
+                return original(module, *args, **kwargs)
+            marks, others = self._opened[-1], args[1:]  # what runs the layer again must not hold its input
+            marks.enter(args[0], lambda hidden: original(module, hidden, *others, **kwargs))
+            result = original(module, *args, **kwargs)
+            marks.leave(result)
+            return result
+
+        self._original, self._wrapper = original, marked
+        layer.__call__ = marked
+
+
+MARKER = LayerMarker()
+
+
+class Chain:
+    """Checkpointed layers in a row of which only the first one's input is kept; the others' are computed from it again.
+
+    [Note: chains]
+    Backward comes to the last layer of a chain first. Its input is then computed by running the layers before it once
+    more, without a graph, and the inputs that appear on the way wait for their layers, whose turn is next. So a chain
+    of k layers keeps one input instead of k, holds k - 1 while backward is in it, and costs k - 1 forwards of a layer.
+    `first` gives the input of the first layer once it is known.
+    """
+
+    def __init__(self) -> None:
+        self.first: Callable[[], torch.Tensor] | None = None
+        self._runs: list[tuple[Layer, RecomputeContext]] = []
+        self._inputs: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def add(self, layer: Layer, given: torch.Tensor) -> None:
+        """The next layer is about to run with this input."""
+        self._runs.append((layer, RecomputeContext([given])))
+
+    def input_of(self, position: int) -> torch.Tensor:
+        """The input of a layer but the first; a second time it is computed anew."""
+        if position not in self._inputs:
+            assert self.first is not None, "the first input is kept before any other is asked for"
+            hidden = self.first()
+            for before, (layer, conditions) in enumerate(self._runs[:position]):
+                with torch.no_grad(), conditions.restored():
+                    # as it was then; a reentrant checkpoint warns of an input without
+                    hidden = hidden_of(layer(hidden.detach().requires_grad_(hidden.is_floating_point())))
+                self._inputs[before + 1] = hidden
+        return self._inputs.pop(position)
+
+
+def hidden_of(result: Any) -> Any:
+    """What a layer hands to the next one."""
+    return result[0] if isinstance(result, tuple) and result else result
+
+
 _Key = tuple[int, int, torch.Size, tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class _Waiting:
-    parked: Parked
-    form: Form
+class _OffloadedHidden:
+    parked: OffloadedTensor
+    form: StridedForm
     key: _Key
 
 
@@ -60,7 +202,7 @@ class _Computed:
 @dataclass(slots=True)
 class _Mark:
     storage: StorageWeakRef  # while it is held, no other storage has the same key
-    parked: weakref.ref[Parked] | None = None
+    parked: weakref.ref[OffloadedTensor] | None = None
     version: int = -1
     chain: Chain | None = None
     position: int = 0  # in the chain
@@ -69,7 +211,7 @@ class _Mark:
 class _HiddenStates:
     """What the hooks do; apart from the context, which would hold itself if the hooks were its own methods."""
 
-    def __init__(self, offload: Offload, min_bytes: int) -> None:
+    def __init__(self, offload: ActivationOffload, min_bytes: int) -> None:
         self.offload = offload
         self.layers = 1  # of a chain, at most
         self._min_bytes = min_bytes
@@ -104,15 +246,15 @@ class _HiddenStates:
         self._marks.clear()
         self._chain = self._left = None
 
-    def pack(self, tensor: torch.Tensor) -> AsIs | _Waiting | _Computed:
+    def pack(self, tensor: torch.Tensor) -> KeptTensor | _OffloadedHidden | _Computed:
         stats = self.offload.stats
         stats.saved_tensors_seen += 1
         if not self._marks or type(tensor) is not torch.Tensor or tensor.layout != torch.strided:
-            return AsIs.of(tensor)
+            return KeptTensor.of(tensor)
         key = _key(tensor)
         mark = self._marks.get(key)
         if mark is None:
-            return AsIs.of(tensor)
+            return KeptTensor.of(tensor)
         if mark.chain is None:
             return self._keep(tensor, key, mark)
         if mark.position > 0 and mark.chain.first is not None:
@@ -121,24 +263,24 @@ class _HiddenStates:
         mark.chain.first = lambda: self._given_back(kept)
         return kept
 
-    def _keep(self, tensor: torch.Tensor, key: _Key, mark: _Mark) -> AsIs | _Waiting:
+    def _keep(self, tensor: torch.Tensor, key: _Key, mark: _Mark) -> KeptTensor | _OffloadedHidden:
         stats = self.offload.stats
         if not on_device(tensor) or tensor.nbytes < self._min_bytes or is_expanded(tensor):
             stats.skipped_marked_tensors += 1
-            return AsIs.of(tensor)
+            return KeptTensor.of(tensor)
         with torch.no_grad():
             flat, form = flattened(tensor)
             parked = None if mark.parked is None or mark.version != tensor._version else mark.parked()
             if parked is None:
-                parked = self.offload.park(flat, tensor.shape, Turn())
+                parked = self.offload.park(flat, tensor.shape, CallGroup())
                 mark.parked, mark.version = weakref.ref(parked), tensor._version
-        return _Waiting(parked, form, key)
+        return _OffloadedHidden(parked, form, key)
 
-    def unpack(self, kept: AsIs | _Waiting | _Computed) -> torch.Tensor:
+    def unpack(self, kept: KeptTensor | _OffloadedHidden | _Computed) -> torch.Tensor:
         return kept.chain.input_of(kept.position) if isinstance(kept, _Computed) else self._given_back(kept)
 
-    def _given_back(self, kept: AsIs | _Waiting) -> torch.Tensor:
-        if isinstance(kept, AsIs):
+    def _given_back(self, kept: KeptTensor | _OffloadedHidden) -> torch.Tensor:
+        if isinstance(kept, KeptTensor):
             return kept.get()
         self._marks.pop(kept.key, None)  # a layer that is run again saves its input again, and at once needs it
         with torch.no_grad():
@@ -176,7 +318,9 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise UsageError(f"{name} is {count!r}; expected a whole number from 0 on")
         limits = OffloadLimits(max_fwd_stash_count, max_cpu_buffer_pool_count, keep_last_count)
-        self._states = _HiddenStates(Offload(limits, pinned=use_pin_memory, streams=use_streams), min_offload_bytes)
+        self._states = _HiddenStates(
+            ActivationOffload(limits, pinned=use_pin_memory, streams=use_streams), min_offload_bytes
+        )
         super().__init__(self._states.pack, self._states.unpack)
         self._open = False
 
@@ -227,23 +371,7 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         super().__exit__(*exc)
 
 
-def get_checkpoint_hidden_states_offloading_ctx_manager(
-    use_pin_memory: bool = True,
-    use_streams: bool = True,
-    min_offload_bytes: int = 1024,
-    max_fwd_stash_count: int = 2,
-    max_cpu_buffer_pool_count: int = 64,
-    keep_last_count: int = 1,
-) -> CheckpointHiddenStatesOffload:
-    """The context, with these arguments."""
-    return CheckpointHiddenStatesOffload(
-        use_pin_memory,
-        use_streams,
-        min_offload_bytes,
-        max_fwd_stash_count,
-        max_cpu_buffer_pool_count,
-        keep_last_count,
-    )
+get_checkpoint_hidden_states_offloading_ctx_manager = CheckpointHiddenStatesOffload
 
 
 def patch_gradient_checkpointing_layer_marker() -> None:
@@ -255,3 +383,34 @@ def _key(tensor: torch.Tensor) -> _Key:
     """What two tensors share that are the same elements of the same memory; autograd hands over another object."""
     storage = tensor.untyped_storage()
     return storage._cdata, int(tensor.storage_offset()), tensor.shape, tensor.stride(), tensor.dtype
+
+
+Forward = Callable[..., Any]
+
+
+def keep_hidden_states(section: ActivationCheckpointingConfig, module: nn.Module, forward: Forward) -> Forward:
+    """`forward` in which the inputs of checkpointed layers wait as the section says; itself where it says nothing."""
+    count, away = section.layers_per_checkpoint, section.cpu_checkpointing
+    kind = layer_class()
+    if kind is None or not any(isinstance(each, kind) for each in module.modules()):
+        if count > 1:
+            raise DeepSpeedConfigError(
+                f"activation_checkpointing.layers_per_checkpoint is {count}, but {type(module).__name__} has no layers "
+                "of Transformers, whose checkpoints could be put together. Leave it out, and checkpoint several "
+                "layers by one call of deepspeed.checkpointing.checkpoint.",
+                path="activation_checkpointing.layers_per_checkpoint",
+            )
+        return forward
+    if count == 1 and not away:
+        return forward
+    nothing_leaves = sys.maxsize
+    offload = CheckpointHiddenStatesOffload(
+        min_offload_bytes=1024 if away else nothing_leaves, keep_last_count=section.keep_last_count
+    )
+    offload.layers_per_checkpoint = count
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with offload:
+            return forward(*args, **kwargs)
+
+    return call

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import gc
 import os
+import shutil
 import socket
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -15,48 +16,122 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from deepspeed.checkpoint.formats import safetensors
+from deepspeed.checkpoint.formats.adapters import Resliced, Selection
 from deepspeed.checkpoint.formats.consolidate import scripts
-from deepspeed.checkpoint.formats.detect import Share, open_checkpoint
+from deepspeed.checkpoint.formats.detect import ModelShare, open_checkpoint
 from deepspeed.checkpoint.formats.native import writer as safetensors_files
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files
-from deepspeed.checkpoint.formats.resliced import Resliced
 from deepspeed.checkpoint.formats.source import Source
-from deepspeed.checkpoint.formats.stages import Selection
 from deepspeed.checkpoint.formats.stand_ins import StandIns
 from deepspeed.checkpoint.formats.training_state import TrainingState
 from deepspeed.checkpoint.formats.zero_files import writer as deepspeed_files
 from deepspeed.checkpoint.storage.block_writer import BLOCK, Stream, WriterOptions
 from deepspeed.checkpoint.storage.commit import LATEST, LATEST_UNIVERSAL
+from deepspeed.checkpoint.storage.durable import write_tensorfile, write_text
 from deepspeed.checkpoint.storage.manager import (
     CheckpointManager,
-    Content,
-    Place,
-    Request,
+    FileContent,
+    NodePlace,
     SavePolicy,
+    SaveRequest,
     check_directory,
     check_tag,
 )
-from deepspeed.checkpoint.storage.rank_meeting import Meeting, default_exchange, together
+from deepspeed.checkpoint.storage.rank_meeting import RankExchange, RankMeeting, default_exchange, on_all_ranks
 from deepspeed.config.checkpoint import CheckpointConfig
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import log_dist
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 from deepspeed.runtime.dataloader import seek
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.saving.plugged import save_files
-from deepspeed.runtime.saving.restoring import Restoring, Wish
-from deepspeed.runtime.saving.rng_state import restore as restore_rng
+from deepspeed.runtime.rng import restore_states
+from deepspeed.runtime.saving.restoring import LoadRequest, Restoring
 from deepspeed.runtime.saving.training_state import (
-    Run,
+    RunState,
     buffer_sum,
     collect,
     kinds_of,
-    listing,
+    listed_groups,
     settle_edits,
     splits_in_files,
 )
 
-__all__ = ["Checkpoints", "leftovers", "policy_of"]
+
+def save_files(
+    engine: CheckpointEngine, exchange: RankExchange, files: Files, save_dir: Path, tag: str, *, latest: bool
+) -> Path:
+    """Hand this rank's files to the engine; once all ranks have, it commits, and then `latest` names the checkpoint."""
+    if files.tensors:
+        raise UsageError(
+            "checkpoint.format is safetensors, whose files a checkpoint engine of your own cannot write: use the "
+            "format deepspeed, or leave engine.checkpoint_engine as it is"
+        )
+    what = f"saving checkpoint {tag!r} to {save_dir} with {type(engine).__name__}"
+    target = save_dir / tag
+    info = CheckpointCommitInfo(tag, str(save_dir), latest)
+
+    def write() -> None:
+        engine.create(info)
+        engine.set_commit_info(info)
+        engine.makedirs(str(target), exist_ok=True)
+        for name, value in files.objects.items():
+            engine.save(value, str(target / name))
+        for name, text in files.texts.items():
+            write_text(target / name, text)
+
+    def commit() -> None:
+        if engine.commit(info) is False:
+            raise CheckpointError(f"{type(engine).__name__}.commit refused checkpoint {tag!r} in {save_dir}")
+
+    def publish() -> None:
+        if latest and exchange.rank == 0:
+            write_text(save_dir / LATEST, tag)
+
+    with exchange.meeting(what) as meeting:
+        for act in (write, commit, publish):
+            on_all_ranks(meeting, what, act)
+    return target
+
+
+@contextlib.contextmanager
+def plain_copy(
+    engine: CheckpointEngine, exchange: RankExchange, load_dir: str | os.PathLike[str], tag: str | None
+) -> Iterator[tuple[Path, str] | None]:
+    """The folder and tag of a copy in torch's files, which any number of ranks can read; gone afterwards.
+
+    Each rank loads its share of the files through the engine. None if no tag is given and nothing names one.
+    """
+    folder = Path(load_dir)
+    named = folder / LATEST
+    name = tag if tag is not None else named.read_text(encoding="utf-8").strip() if named.is_file() else None
+    if name is None:
+        yield None
+        return
+    what = f"loading checkpoint {folder / name} with {type(engine).__name__}"
+    with exchange.meeting(what) as meeting:
+        token = meeting.say({"token": os.urandom(6).hex()})[0]["token"]
+        copy = folder / f".{name.replace('/', '_')}.{token}.plain"
+
+        def read() -> None:
+            if not (folder / name).is_dir():
+                raise UsageError(f"{folder / name} is no directory")
+            (copy / name).mkdir(parents=True, exist_ok=True)
+            files = sorted(path.name for path in (folder / name).iterdir() if path.is_file())
+            for file in files[exchange.rank :: exchange.world]:
+                write_tensorfile(copy / name / file, engine.load(str(folder / name / file), map_location="cpu"))
+
+        try:
+            on_all_ranks(meeting, what, read)
+        except BaseException:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise
+    try:
+        yield copy, name
+        with exchange.meeting(what) as meeting:
+            meeting.say({})  # nobody reads any more
+    finally:
+        shutil.rmtree(copy, ignore_errors=True)
+
 
 T = TypeVar("T")
 
@@ -92,7 +167,9 @@ class Checkpoints:
         """What writes the files instead of the manager: an object of the user's own."""
         exchange = default_exchange(section.rank_wait, answering=True)
         alone = section.use_node_local_storage
-        place = Place(socket.gethostname(), parts.local_rank == 0) if alone else Place(leader=exchange.rank == 0)
+        place = (
+            NodePlace(socket.gethostname(), parts.local_rank == 0) if alone else NodePlace(leader=exchange.rank == 0)
+        )
         self.manager = CheckpointManager(exchange, policy_of(section), place)
         self._mixture = ""
         """Why the parts do not belong together, empty if they do."""
@@ -101,13 +178,15 @@ class Checkpoints:
 
     # ---- saving
 
-    def save(self, save_dir: str | os.PathLike[str], tag: str, run: Run, *, latest: bool, exclude_frozen: bool) -> Path:
+    def save(
+        self, save_dir: str | os.PathLike[str], tag: str, run: RunState, *, latest: bool, exclude_frozen: bool
+    ) -> Path:
         """Write a checkpoint; returns its directory."""
         what = f"saving checkpoint {tag!r:.200} to {save_dir!s:.500}"
         background = self.manager.policy.background
         self.manager.wait()  # a save in the background has its own meeting, and perhaps an error
         with self.manager.exchange.meeting(what) as meeting:
-            _, heard = together(meeting, what, lambda: self._look(save_dir, tag, run))
+            _, heard = on_all_ranks(meeting, what, lambda: self._look(save_dir, tag, run))
             allocate = self.manager.allocator() if background else None
             stood_in = not background and self.plug is None and self.manager.policy.zipped
             stand_ins = StandIns() if stood_in and StandIns.works() else None
@@ -117,7 +196,7 @@ class Checkpoints:
             return save_files(self.plug, self.manager.exchange, files, Path(save_dir), tag, latest=latest)
         zero = state.stage > 0 and self._section.format == "deepspeed"
         path = self.manager.save(
-            Request(
+            SaveRequest(
                 save_dir,
                 tag,
                 _contents(files, stand_ins),
@@ -131,7 +210,7 @@ class Checkpoints:
         log_dist(f"checkpoint {tag!r} {'is being written' if background else 'was written'} to {path}")
         return path
 
-    def _look(self, save_dir: object, tag: object, run: Run) -> dict[str, Any]:
+    def _look(self, save_dir: object, tag: object, run: RunState) -> dict[str, Any]:
         """What this rank has to save; refuses what it cannot do, before anybody writes."""
         self.must_be_whole("save_checkpoint")
         check_directory(save_dir, "save_dir")
@@ -163,7 +242,7 @@ class Checkpoints:
                 "enable_expert_tensor_parallelism for all layers or for none"
             )
 
-    def _compared(self, run: Run, heard: list[dict[str, Any]]) -> Run:
+    def _compared(self, run: RunState, heard: list[dict[str, Any]]) -> RunState:
         """With what the ranks of this model-parallel part know of each other."""
         model, data = self._parts.layout["pp", "tp"].rank, self._parts.layout["dp", "sp"].rank
         said = {answer["data"]: answer for answer in heard if answer["model"] == model}
@@ -175,7 +254,7 @@ class Checkpoints:
         return dataclasses.replace(run, kinds=kinds, own_buffers=said[data]["buffers"] != first["buffers"])
 
     def _files(
-        self, run: Run, exclude_frozen: bool, allocate: Allocate | None, stand_ins: StandIns | None
+        self, run: RunState, exclude_frozen: bool, allocate: Allocate | None, stand_ins: StandIns | None
     ) -> tuple[TrainingState, Files]:
         state = collect(self._parts, run, exclude_frozen=exclude_frozen)
         if self._section.format == "safetensors":
@@ -203,13 +282,13 @@ class Checkpoints:
 
     def open(self, path: Path) -> Source:
         """The checkpoint in a tag's directory."""
-        order = [list(group.names) for group in listing(self._parts)]
+        order = [list(group.names) for group in listed_groups(self._parts)]
         partial = self._section.use_node_local_storage
         mp_rank = self._parts.layout["pp", "tp"].rank
         near = self._parts.layout["dp", "sp"].rank
         holds, splits = self._parts.holds, splits_in_files(self._parts)
         layers = None if self._parts.layers is None else self._parts.layers.known
-        share = Share(layers, splits)
+        share = ModelShare(layers, splits)
         source = open_checkpoint(path, mp_rank=mp_rank, order=order or None, partial=partial, near=near, share=share)
         experts = self._parts.experts
         if experts is not None and experts.splits:
@@ -217,7 +296,7 @@ class Checkpoints:
             source = Resliced([source], {}, experts.splits, own, same_ranks=True)
         return source if holds is None else Selection(source, holds)
 
-    def load(self, path: Path, wish: Wish) -> Source:
+    def load(self, path: Path, wish: LoadRequest) -> Source:
         """Bring a checkpoint into the parts, except for what belongs to the run; a failure is one on all ranks."""
         what = f"loading checkpoint {path}"
         with self.manager.exchange.meeting(what) as meeting, _without_collections():
@@ -232,7 +311,7 @@ class Checkpoints:
             if self._parts.stepper is not None:
                 self._parts.stepper.zero_grad()
             self._mixture = f"{path} was loaded half-way"  # until the caller is through with all of it
-            together(meeting, what, restoring.read)
+            on_all_ranks(meeting, what, restoring.read)
         restoring.publish()
         return source
 
@@ -253,7 +332,9 @@ class Checkpoints:
         axis = self._parts.layout["dp", "sp"]
         own = source.rank_state(axis.rank) if source.world == axis.size else {}
         if own.get("rng"):
-            restore_rng(own["rng"])
+            restore_states(own["rng"])
+        if own.get("reductions"):
+            self._parts.sharded.load_reduction_states(own["reductions"])
         data = (own or source.rank_state(0)).get("data")
         if data and loader is not None and not seek(loader, data):
             log_dist(
@@ -275,14 +356,14 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _here(meeting: Meeting, what: str, act: Callable[[], T]) -> T:
-    """As `together`, for a result that the other ranks need not hear."""
+def _here(meeting: RankMeeting, what: str, act: Callable[[], T]) -> T:
+    """As `on_all_ranks`, for a result that the other ranks need not hear."""
     kept: list[T] = []
-    together(meeting, what, lambda: kept.append(act()))
+    on_all_ranks(meeting, what, lambda: kept.append(act()))
     return kept[0]
 
 
-def _write_safetensors(content: safetensors.Content, stream: Stream) -> None:
+def _write_safetensors(content: safetensors.TensorFile, stream: Stream) -> None:
     for chunk in safetensors.chunks(content):
         stream.write(chunk)
 
@@ -290,8 +371,8 @@ def _write_safetensors(content: safetensors.Content, stream: Stream) -> None:
 def _contents(files: Files, stand_ins: StandIns | None) -> dict[str, Any]:
     objects = files.objects
     if stand_ins is not None:
-        objects = {name: Content(value, stand_ins.dump) for name, value in objects.items()}
-    tensors = {name: Content(content, _write_safetensors) for name, content in files.tensors.items()}
+        objects = {name: FileContent(value, stand_ins.dump) for name, value in objects.items()}
+    tensors = {name: FileContent(content, _write_safetensors) for name, content in files.tensors.items()}
     return {**objects, **tensors, **files.texts}
 
 

@@ -1,33 +1,35 @@
-"""The engine's `save_checkpoint` and `load_checkpoint`."""
+"""The engine's methods that save and load: checkpoints, the model's state dict, the model in one file."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
-from logging import INFO, WARNING
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from logging import WARNING
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from deepspeed import comm
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.checkpoint.storage.manager import default_tag
-from deepspeed.errors import UsageError
+from deepspeed.config.zero import OffloadStateTypeEnum as Kind
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError, DeepSpeedError, UsageError
 from deepspeed.events import RunContinued
-from deepspeed.log import log_dist, logger
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.log import NOTICE, log_dist, logger
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.saving.checkpoints import Checkpoints, leftovers
-from deepspeed.runtime.saving.optimizer_match import rates, tell_of_rates
-from deepspeed.runtime.saving.plugged import plain_copy
-from deepspeed.runtime.saving.restoring import Wish
-from deepspeed.runtime.saving.training_state import Run
-from deepspeed.runtime.step.scale_names import continue_scale
-
-__all__ = ["CheckpointMethods"]
+from deepspeed.runtime.saving.checkpoints import Checkpoints, leftovers, plain_copy
+from deepspeed.runtime.saving.model_state import collect, gather_experts, join_slices, load, load_by, write_model
+from deepspeed.runtime.saving.restoring import LoadRequest, rates, warn_of_rates
+from deepspeed.runtime.saving.training_state import RunState, continue_scale
+from deepspeed.tensor_parallel import cut_state
+from deepspeed.zero.interface import shards_of
 
 _Loaded = tuple[Path, str, dict[str, Any]]
 
@@ -87,7 +89,9 @@ class CheckpointMethods:
                 level=WARNING,
             )
         counters = Counters(self.global_steps, self.global_samples, self.skipped_steps, accumulation.micro_steps)
-        run = Run(counters, self.lr_scheduler, self.training_dataloader, {} if client_state is None else client_state)
+        run = RunState(
+            counters, self.lr_scheduler, self.training_dataloader, {} if client_state is None else client_state
+        )
         name = default_tag(self.global_steps) if tag is None else str(tag)
         self._checkpoints.save(save_dir, name, run, latest=save_latest, exclude_frozen=bool(exclude_frozen_parameters))
         return True
@@ -110,29 +114,25 @@ class CheckpointMethods:
         """
         began = time.perf_counter()
         name = None if tag is None else str(tag)
-        rest = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only, custom_load_fn)
-        if self._checkpoints.plug is not None:
-            found = self._load_plugged(self._checkpoints.plug, load_dir, name, *rest)
-        else:
-            found = self._load_files(load_dir, name, *rest)
+        whole = load_optimizer_states and not load_module_only
+        exact = whole and self._parts.config.schema.zero_optimization.load_from_fp32_weights
+        wish = LoadRequest(load_module_strict, "master" if exact else "param", whole, custom_load_fn)
+        load = partial(self._load_files, wish=wish, run=not load_module_only, schedule=load_lr_scheduler_states)
+        plug = self._checkpoints.plug
+        found = load(load_dir, name) if plug is None else self._load_plugged(plug, load_dir, name, load)
         if found is None:
             return None, None
         path, file, client = found
-        if comm.get_rank() == 0 and logger.isEnabledFor(INFO):
+        if comm.get_rank() == 0 and logger.isEnabledFor(NOTICE):
             size = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
             seconds = time.perf_counter() - began
-            log_dist(f"checkpoint {path.name!r} was loaded from {path}: {gibibytes(size)} in {seconds:.1f} s")
+            log_dist(
+                f"checkpoint {path.name!r} was loaded from {path}: {gibibytes(size)} in {seconds:.1f} s", level=NOTICE
+            )
         return os.path.join(path, file), client
 
     def _load_files(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None,
-        load_module_strict: bool,
-        load_optimizer_states: bool,
-        load_lr_scheduler_states: bool,
-        load_module_only: bool,
-        custom_load_fn: Callable[..., Any] | None,
+        self, load_dir: str | os.PathLike[str], tag: str | None, *, wish: LoadRequest, run: bool, schedule: bool
     ) -> _Loaded | None:
         """The folder that was loaded, its first file, and the client's state."""
         path = self._checkpoints.find(load_dir, tag)
@@ -140,37 +140,26 @@ class CheckpointMethods:
             return None
         if not path.is_dir():
             raise UsageError(f"{path} is no directory")
-        whole = load_optimizer_states and not load_module_only
-        exact = whole and self._parts.config.schema.zero_optimization.load_from_fp32_weights
         before = rates(self._parts.basic_optimizer)
-        source = self._checkpoints.load(
-            path,
-            Wish(
-                strict=load_module_strict,
-                weights="master" if exact else "param",
-                optimizer=whole,
-                load_fn=custom_load_fn,
-            ),
-        )
-        scheduled = False
-        if not load_module_only:
-            scheduled = load_lr_scheduler_states and self._continue_schedule(source)
-            self._continue_run(source, whole)
+        source = self._checkpoints.load(path, wish)
+        scheduled = run and schedule and self._continue_schedule(source)
+        if run:
+            self._continue_run(source, wish.optimizer)
         self._checkpoints.loaded()
-        if whole and not scheduled:
-            tell_of_rates(self._parts.basic_optimizer, before)
+        if wish.optimizer and not scheduled:
+            warn_of_rates(self._parts.basic_optimizer, before)
         client = {**leftovers(source, scheduler_loaded=scheduled), **source.small.client_state}
         return path, source.files[0], client
 
     def _load_plugged(
-        self, plug: CheckpointEngine, load_dir: str | os.PathLike[str], tag: str | None, *options: Any
+        self, plug: CheckpointEngine, load_dir: str | os.PathLike[str], tag: str | None, load: Callable[..., Any]
     ) -> _Loaded | None:
         """The same from a copy that the plugged engine's files are read into."""
         with plain_copy(plug, self._checkpoints.manager.exchange, load_dir, tag) as copy:
             if copy is None:
                 log_dist(f"{load_dir} has no file 'latest', so nothing was loaded; pass the tag", level=WARNING)
                 return None
-            found = self._load_files(*copy, *options)
+            found = load(*copy)
         return None if found is None else (Path(load_dir, copy[1]), *found[1:])
 
     def _continue_schedule(self, source: Source) -> bool:
@@ -200,3 +189,149 @@ class CheckpointMethods:
             self._checkpoints.restore_rank(source, self.training_dataloader)
         if self._parts.events.wants(RunContinued):
             self._parts.events.emit(RunContinued(self.global_steps))
+
+    # ---- the model as a whole
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict; of a model in shards host copies of the whole, on every rank.
+
+        Where one rank is enough, `zero3_consolidated_16bit_state_dict` needs the memory once. With `keep_vars` the
+        parameters themselves, which are empty where they are sharded.
+        """
+        module = self._parts.module
+        experts = self._parts.experts
+        sliced = experts is not None and bool(experts.slices)
+        shared = self._parts.layout["tp"].size > 1 or sliced
+        if not keep_vars and (shared or (self._parts.reducer.replicated is None and shards_of(module.parameters()))):
+            whole = collect(module, exclude_frozen=exclude_frozen_parameters)
+            assert whole is not None, "this rank keeps it"
+            if experts is not None:
+                join_slices(whole, experts)
+            found: dict[str, Any] = OrderedDict() if destination is None else destination
+            found.update({prefix + name: value for name, value in whole.items()})
+            return found
+        into: dict[str, Any] = {} if destination is None else {"destination": destination}
+        found = module.state_dict(**into, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    found.pop(prefix + name, None)
+        return found
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+        z3_params_to_fetch: Collection[nn.Parameter] | None = None,
+        allowed_missing_keys: Collection[str] | None = None,
+    ) -> None:
+        """Load whole values, given directly or under "module"; the masters of the optimizer follow.
+
+        Of a model in shards every rank takes its part of its own `checkpoint`; with `fetch_z3_params` rank 0's values
+        are given to all, and other ranks need none. `custom_load_fn(src=, dst=)` replaces the loading itself.
+        """
+        inner = checkpoint.get("module")
+        state = inner if isinstance(inner, Mapping) else checkpoint
+        module = self._parts.module
+        if self._parts.layout["tp"].size > 1:
+            if fetch_z3_params:
+                raise UsageError(
+                    "load_module_state_dict(fetch_z3_params=True) gives rank 0's values to all, but tensor-parallel "
+                    "ranks hold different parts. Give every rank the whole state dict and leave the argument out"
+                )
+            state = cut_state(module, state, self._parts.layout["tp"].rank)
+        experts = self._parts.experts
+        if experts is not None and experts.slices:
+            if fetch_z3_params:
+                raise UsageError(
+                    "load_module_state_dict(fetch_z3_params=True) gives rank 0's values to all, but ranks hold "
+                    "different experts. Give every rank the whole state dict and leave the argument out"
+                )
+            state = experts.cut(state)
+        if custom_load_fn is not None:
+            load_by(module, state, custom_load_fn)
+        else:
+            load(
+                module,
+                state,
+                strict=strict,
+                from_first=fetch_z3_params,
+                only=z3_params_to_fetch,
+                allowed_missing=allowed_missing_keys or (),
+            )
+        if self._parts.states is not None:
+            self._parts.states.adopt_edits()
+
+    def zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole model in its own dtype, in host memory of rank 0; None on other ranks.
+
+        Names are the model's, a tied parameter has all of its names, persistent buffers are included.
+        """
+        keep = comm.get_rank() == 0
+        experts = self._parts.experts
+        if experts is None:
+            return collect(self._parts.module, keep=keep, exclude_frozen=exclude_frozen_parameters)
+        found = collect(self._parts.module, exclude_frozen=exclude_frozen_parameters)
+        assert found is not None, "every rank keeps its experts"
+        gather_experts(found, experts, keep=keep)
+        return found if keep else None
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        max_shard_size: int | str | None = None,
+    ) -> bool:
+        """Rank 0 writes the whole model in its own dtype; a name that ends in .safetensors gives that format.
+
+        With `max_shard_size`, such as "5GB", it is several files with an index as Transformers reads them. At stage 3
+        it is an error where the config says `stage3_gather_16bit_weights_on_model_save` false.
+        """
+        zero = self._parts.config.schema.zero_optimization
+        given = "gather_16bit_weights_on_model_save" in zero.model_fields_set
+        if zero.shards_parameters and not zero.gather_16bit_weights_on_model_save and given:
+            raise DeepSpeedConfigError(
+                "save_16bit_model() gathers the whole model on rank 0, which the config forbids by "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save false. Remove the key or set it to true, "
+                "or call save_checkpoint(), whose files zero_to_fp32.py joins",
+                path="zero_optimization.stage3_gather_16bit_weights_on_model_save",
+            )
+        state = self.zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        trouble: list[Any] = [None]
+        if state is not None:
+            try:
+                write_model(state, Path(save_dir), save_filename, max_shard_size)
+            except (DeepSpeedError, OSError) as error:
+                trouble = [str(error)]
+        comm.broadcast_object_list(trouble, src=0)
+        if trouble[0] is not None:
+            raise CheckpointError(f"save_16bit_model failed on rank 0: {trouble[0]}")
+        return True
+
+    def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
+        """The old name of `save_16bit_model`."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def empty_partition_cache(self) -> None:
+        """Free whole parameters that are not in use at the moment, on all ranks together.
+
+        Those that stay whole between uses (`stage3_param_persistence_threshold`), too: they return before the next use.
+        """
+        sharded = self._parts.sharded
+        if sharded.hooks is not None and Kind.lp_params not in self._parts.moved:
+            sharded.hooks.let_go()

@@ -13,20 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed import comm
-from deepspeed.checkpoint.formats.safetensors import Content, chunks
+from deepspeed.checkpoint.formats.consolidate import plan_shards
+from deepspeed.checkpoint.formats.safetensors import TensorFile, chunks
 from deepspeed.checkpoint.formats.safetensors import size as safetensors_size
 from deepspeed.checkpoint.storage.durable import sync_directory, write_file, write_tensorfile, write_text
-from deepspeed.checkpoint.zero_to_fp32 import plan_shards
 from deepspeed.errors import CheckpointError, UsageError
-from deepspeed.moe.exporting import join_layer
-from deepspeed.moe.placing import SpreadExperts
+from deepspeed.moe.placement import SpreadExperts, join_layer
 from deepspeed.tensor_parallel import whole_parameters
-from deepspeed.zero.parameters import gather as fetch
-from deepspeed.zero.parameters.shard import Shard, shards_of
-from deepspeed.zero.public.gathered import GatheredParameters
-
-__all__ = ["collect", "gather_experts", "join_slices", "load", "load_by", "write_model"]
-
+from deepspeed.zero.interface import GatheredParameters, Shard, shards_of
+from deepspeed.zero.interface import gather as fetch
 
 # ---- reading
 
@@ -244,7 +239,7 @@ def _write_torch(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def _write_safetensors(path: Path, state: Mapping[str, Any]) -> None:
-    content = Content(dict(state), {"format": "pt"})
+    content = TensorFile(dict(state), {"format": "pt"})
 
     def produce(stream: Any) -> None:
         for chunk in chunks(content):

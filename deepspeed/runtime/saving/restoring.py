@@ -6,32 +6,134 @@ publishing communicates, so that a rank which fails before can tell the others, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from logging import WARNING
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from deepspeed.checkpoint.formats.bulk_read import BulkRead
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import log_dist
+from deepspeed.ops.optimizer import BatchOptimizer
 from deepspeed.runtime.base_optimizer import reload
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.model_state import load_by
-from deepspeed.runtime.saving.optimizer_match import fitting, require_match
-from deepspeed.runtime.saving.training_state import listing, model_names, model_values, settle_edits, shape_of
-from deepspeed.zero.parameters import gather as fetch
-from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
+from deepspeed.runtime.saving.training_state import listed_groups, model_names, model_values, settle_edits, shape_of
+from deepspeed.zero.interface import Shard, shard_of, shards_of
+from deepspeed.zero.interface import gather as fetch
 
-__all__ = ["Restoring", "Wish"]
+# Whether an optimizer here can go on with the optimizer states of a checkpoint. No file says which class wrote it,
+# DeepSpeed's least of all; but its states and its options tell. Classes that keep the same states by the same options,
+# such as the Adams of torch and of this library, are taken for one optimizer.
+
+# Options that say how an update is computed or where it is listed, not which update it is.
+_SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum", "step")
+_LISTED = ("params", "param_names", "name", "use_muon", "weight_decay", "amsgrad", "bias_correction")
+_COMPUTED = ("foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay")
+_NEUTRAL = frozenset((*_SCHEDULED, *_LISTED, *_COMPUTED))
+_WRITERS = {
+    ("exp_avg", "exp_avg_sq"): "an optimizer like Adam or AdamW",
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"): "Adam or AdamW with amsgrad",
+    ("exp_avg",): "an optimizer like Lion",
+    ("momentum_buffer",): "an optimizer like SGD with momentum",
+    ("sum",): "an optimizer like Adagrad",
+    ("square_avg",): "an optimizer like RMSprop",
+    (): "an optimizer without states, like SGD",
+}
+
+
+def expected_kinds(optimizer: Optimizer) -> frozenset[str] | None:
+    """The states of a parameter's shape that the optimizer keeps; None if that cannot be told without training."""
+    if isinstance(optimizer, BatchOptimizer):
+        return frozenset(optimizer.moments)
+    found = frozenset(kind for param, state in optimizer.state.items() for kind in _shaped(state, param))
+    if found:
+        return found
+    if isinstance(optimizer, LBFGS) or not type(optimizer).__module__.startswith("torch.optim."):
+        return None
+    return _tried(optimizer)
+
+
+def _tried(optimizer: Optimizer) -> frozenset[str] | None:
+    """By a step over a parameter of its own; the optimizer is as before then."""
+    first = next((param for group in optimizer.param_groups for param in group["params"]), None)
+    if first is None:
+        return None
+    trial = nn.Parameter(torch.zeros(2, 2, device=first.device))
+    trial.grad = torch.zeros_like(trial)
+    groups, states = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = [{**groups[0], "params": [trial]}], defaultdict(dict)
+    try:
+        type(optimizer).step(optimizer)
+        return _shaped(optimizer.state[trial], trial)
+    except (RuntimeError, TypeError, ValueError):
+        return None  # one that cannot be tried is not judged by this
+    finally:
+        optimizer.param_groups, optimizer.state = groups, states
+
+
+def _shaped(state: Mapping[str, Any], param: Tensor) -> frozenset[str]:
+    return frozenset(key for key, value in state.items() if isinstance(value, Tensor) and value.shape == param.shape)
+
+
+def require_match(optimizer: Optimizer, kinds: Iterable[str], saved: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse states of another optimizer; `kinds` are those that were saved, `saved` the options of its groups."""
+    found, expected = frozenset(kinds), expected_kinds(optimizer)
+    theirs = {key for options in saved for key in options} - _NEUTRAL
+    ours = {key for options in optimizer.param_groups for key in options} - _NEUTRAL
+    if not theirs:
+        return
+    foreign, lacking = theirs - ours, ours - theirs
+    other = bool(foreign and lacking)
+    if found and expected is not None and found != expected:
+        needed = isinstance(optimizer, BatchOptimizer) or bool(found - expected)
+        other = other or bool(foreign or lacking) or bool(needed and expected - found)
+    if not other:
+        return
+    writer = _WRITERS.get(tuple(sorted(found)), "another optimizer")
+    name = type(optimizer).__name__
+    needs = "" if expected is None else f", which keeps {', '.join(sorted(expected)) or 'no states'}"
+    raise CheckpointError(
+        f"the optimizer states of this checkpoint were written by {writer} "
+        f"(states {', '.join(sorted(found)) or 'none'}; options {', '.join(sorted(theirs))}), "
+        f"but this engine trains with {name}{needs}. Resume with the optimizer that wrote it, or pass "
+        "load_optimizer_states=False to load the weights and begin with a new optimizer."
+    )
+
+
+def fitting(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a saved group that the optimizer here knows too."""
+    return {key: value for key, value in saved.items() if key in own or key in ("initial_lr", "step")}
+
+
+def rates(optimizer: Optimizer | None) -> list[Any]:
+    """The learning rate of each group."""
+    return [] if optimizer is None else [group.get("lr") for group in optimizer.param_groups]
+
+
+def warn_of_rates(optimizer: Optimizer | None, before: list[Any]) -> None:
+    """A learning rate that was edited in the config does not survive a resume, which is told where nothing sets it."""
+    if optimizer is None or any("initial_lr" in group for group in optimizer.param_groups):
+        return  # a schedule of the caller's sets it
+    changed = [(old, new) for old, new in zip(before, rates(optimizer), strict=True) if old != new]
+    if changed:
+        old, new = changed[0]
+        log_dist(
+            f"the learning rate of the checkpoint, {new}, replaces that of the optimizer as it was built, {old}. To "
+            "train with the latter, pass load_optimizer_states=False, or set 'lr' in engine.optimizer.param_groups "
+            "after the load.",
+            level=WARNING,
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class LoadRequest:
     """What of a checkpoint is wanted."""
 
     strict: bool = True
@@ -44,7 +146,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _HeldParameter:
     """What this rank holds of a parameter that the optimizer trains."""
 
     name: str
@@ -57,11 +159,11 @@ class _Held:
 class Restoring:
     """One load, in three steps: `examine` and `read` on every rank by itself, `publish` on all together."""
 
-    def __init__(self, parts: Parts, source: Source, wish: Wish) -> None:
+    def __init__(self, parts: Parts, source: Source, wish: LoadRequest) -> None:
         self._parts, self._source, self._wish = parts, source, wish
-        self._groups = listing(parts)
+        self._groups = listed_groups(parts)
         self._held = [
-            _Held(name, shape_of(param), group.interval(place), group.masters[place], group.layout is None)
+            _HeldParameter(name, shape_of(param), group.interval(place), group.masters[place], group.layout is None)
             for group in self._groups
             for place, (name, param) in enumerate(zip(group.names, group.params, strict=True))
         ]
@@ -144,9 +246,8 @@ class Restoring:
         for shard in shards_of(self._parts.module.parameters()):
             if (shard.whole or shard.pending is not None) and shard.numel and not (shard.persistent or shard.alone):
                 shard.release()
-        sharded = self._parts.sharded
-        if sharded is not None and sharded.coordinator is not None:
-            sharded.coordinator.invalidate()
+        if self._parts.sharded.coordinator is not None:
+            self._parts.sharded.coordinator.invalidate()
 
     def _read_weights(self) -> None:
         kind = self._wish.weights
@@ -235,7 +336,7 @@ class Restoring:
             return ()
         return tuple(kind for kind in self._source.kinds(name) if kind not in ("param", "master"))
 
-    def _state(self, held: _Held, optimizer: Optimizer) -> dict[str, Any]:
+    def _state(self, held: _HeldParameter, optimizer: Optimizer) -> dict[str, Any]:
         kinds = self._kinds(held.name)
         if self._has(held.name) and self._shape(held.name) != held.shape:
             return {}  # the user's own function brought the weights

@@ -11,38 +11,62 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed.checkpoint.formats.training_state import Counters, Experts, GroupState, TrainingState
+from deepspeed.checkpoint.formats.training_state import Counters, ExpertState, GroupState, TrainingState
 from deepspeed.config.explain import without_secrets
-from deepspeed.fragments import FlatLayout, Split
+from deepspeed.fragments import DimSplit, FlatLayout
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.moments import MomentKeeper, scale_name
+from deepspeed.precision.scale import DynamicScale, LossScale, NoScale
 from deepspeed.runtime.dataloader import position_of
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.saving.rng_state import capture
-from deepspeed.runtime.step.scale_names import attributes_of
+from deepspeed.runtime.rng import capture_states
 from deepspeed.tensor_parallel import marked_splits, splits_of
-from deepspeed.zero.parameters.shard import shard_of
-from deepspeed.zero.states.group import ShardGroup
+from deepspeed.zero.interface import ShardGroup, shard_of
 
-__all__ = [
-    "Listed",
-    "Run",
-    "buffer_sum",
-    "collect",
-    "kinds_of",
-    "listing",
-    "model_names",
-    "model_values",
-    "settle_edits",
-    "shape_of",
-    "splits_in_files",
-]
+# the loss scale: our names → those of DeepSpeed's checkpoints
+_NAMES = {
+    "scale": "cur_scale",
+    "step": "cur_iter",
+    "last_overflow": "last_overflow_iter",
+    "hysteresis_left": "cur_hysteresis",
+    "skipped_in_a_row": "_overflows_in_a_row",
+}
+
+
+def attributes_of(scale: LossScale) -> dict[str, Any] | None:
+    """What DeepSpeed's scaler objects know; None where the loss is not scaled."""
+    if isinstance(scale, NoScale):
+        return None
+    if not isinstance(scale, DynamicScale):
+        return {"cur_scale": scale.value, "dynamic": False}
+    return {
+        **{_NAMES[name]: value for name, value in scale.state_dict().items()},
+        "dynamic": True,
+        "scale_factor": scale.factor,
+        "scale_window": scale.window,
+        "min_scale": scale.minimum,
+        "delayed_shift": scale.hysteresis,
+        "consecutive_hysteresis": scale.consecutive_hysteresis,
+        "raise_error_at_min_scale": scale.raise_at_minimum,
+        "dtype": torch.float16,
+    }
+
+
+def continue_scale(scale: LossScale, attributes: Mapping[str, Any] | None) -> None:
+    """Go on where a saved scale was; one that was of another kind has nothing to go on from."""
+    if attributes is None or not attributes.get("dynamic") or not isinstance(scale, DynamicScale):
+        return
+    # DeepSpeed's stage 0 stores no hysteresis, and it never counts overflows in a row.
+    state = {**scale.state_dict(), "hysteresis_left": scale.hysteresis, "skipped_in_a_row": 0}
+    state.update({ours: attributes[theirs] for ours, theirs in _NAMES.items() if theirs in attributes})
+    scale.load_state_dict(state)
+
 
 _PRECISIONS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunState:
     """What of a run does not belong to the engine's parts."""
 
     counters: Counters = field(default_factory=Counters)
@@ -56,7 +80,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedGroup:
     """The parameters of a group of the optimizer, in the order of their layout."""
 
     names: Sequence[str]
@@ -69,10 +93,9 @@ class Listed:
 
     def interval(self, place: int) -> tuple[int, int]:
         """The elements of the parameter that lie here."""
-        return (0, shape_of(self.params[place]).numel()) if self.layout is None else self._cut(self.layout, place)
-
-    def _cut(self, layout: FlatLayout, place: int) -> tuple[int, int]:
-        return layout.interval(place, self.rank)
+        if self.layout is None:
+            return 0, shape_of(self.params[place]).numel()
+        return self.layout.interval(place, self.rank)
 
 
 def shape_of(param: nn.Parameter) -> torch.Size:
@@ -91,18 +114,18 @@ def model_values(parts: Parts) -> dict[str, Any]:
     return {parts.name_of(name): value for name, value in parts.module.state_dict(keep_vars=True).items()}
 
 
-def listing(parts: Parts) -> list[Listed]:
+def listed_groups(parts: Parts) -> list[ListedGroup]:
     """Every group that the optimizer trains; empty without an optimizer."""
     return [] if parts.states is None else [_listed(group, parts) for group in parts.states.groups]
 
 
-def _listed(group: ShardGroup, parts: Parts) -> Listed:
+def _listed(group: ShardGroup, parts: Parts) -> ListedGroup:
     held = {id(piece.param): piece.master for piece in group.pieces}
     masters = [held.get(id(param)) for param in group.params]
     names = [parts.name_of(name) for name in group.names]
     if group.whole:
-        return Listed(names, group.params, masters, group.options)
-    return Listed(names, group.params, masters, group.options, group.layout, group.axis.rank)
+        return ListedGroup(names, group.params, masters, group.options)
+    return ListedGroup(names, group.params, masters, group.options, group.layout, group.axis.rank)
 
 
 def settle_edits(parts: Parts) -> None:
@@ -134,7 +157,7 @@ def kinds_of(parts: Parts) -> list[list[str]]:
     return [sorted(_tensors(parts.basic_optimizer, group)) for group in _groups(parts, exclude_frozen=False)]
 
 
-def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> TrainingState:
+def collect(parts: Parts, run: RunState, *, exclude_frozen: bool = False) -> TrainingState:
     """This rank's part of everything; tensors are those of the engine, not copies."""
     schema = parts.config.schema
     stage = int(schema.zero_optimization.stage)
@@ -145,7 +168,7 @@ def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> Training
         known = run.kinds[place] if place < len(run.kinds) else ()
         ep = 0 if parts.experts is None or not group.params else parts.experts.size_of(group.params[0])
         states.append(replace(_group_state(parts.basic_optimizer, group, known), ep=ep))
-    module, buffers, aliases, extra = _module(parts, stage, exclude_frozen)
+    module, buffers, aliases, extra = _module(parts, exclude_frozen)
     trained = {name for group in groups for name in group.names}
     shapes = {parts.name_of(name): shape_of(param) for name, param in parts.module.named_parameters()}
     frozen = {name: shape for name, shape in shapes.items() if name in module and name not in trained}
@@ -174,7 +197,8 @@ def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> Training
         flat_masters=isinstance(parts.basic_optimizer, FusedAdam),
         lr_scheduler=None if scheduler is None else scheduler(),
         data=position_of(run.loader),
-        rng=capture(),
+        rng=capture_states(),
+        reductions=parts.sharded.reduction_states(),
         own_buffers={name: module[name] for name in buffers} if run.own_buffers else None,
         client_state=run.client_state,
         ds_config=without_secrets(parts.config.loaded.raw),
@@ -183,7 +207,7 @@ def collect(parts: Parts, run: Run, *, exclude_frozen: bool = False) -> Training
     )
 
 
-def splits_in_files(parts: Parts) -> dict[str, Split]:
+def splits_in_files(parts: Parts) -> dict[str, DimSplit]:
     """How parameters are cut over tensor-parallel ranks, by their names in the whole model; empty where unknown."""
     found = splits_of(parts.module)
     marked = marked_splits(parts.module, parts.layout["tp"].size, found) if parts.layout["tp"].size > 1 else {}
@@ -191,7 +215,7 @@ def splits_in_files(parts: Parts) -> dict[str, Split]:
     return {parts.name_of(name): split for name, split in both.items()}
 
 
-def _experts(parts: Parts, module: Mapping[str, Tensor]) -> Experts | None:
+def _experts(parts: Parts, module: Mapping[str, Tensor]) -> ExpertState | None:
     """The experts of the model, as far as `module` has them."""
     experts = parts.experts
     if experts is None:
@@ -202,15 +226,15 @@ def _experts(parts: Parts, module: Mapping[str, Tensor]) -> Experts | None:
     sizes = {layer.listed: layer.groups.ep.size for layer in experts.layers}
     part = experts.most.ep.rank
     slices = {name: slice_ for name, slice_ in experts.slices.items() if name in module}
-    return Experts(experts.numbers, experts.data_first, part, first, writes, slices, sizes, tensor)
+    return ExpertState(experts.numbers, experts.data_first, part, first, writes, slices, sizes, tensor)
 
 
-def _groups(parts: Parts, exclude_frozen: bool) -> list[Listed]:
+def _groups(parts: Parts, exclude_frozen: bool) -> list[ListedGroup]:
     """As the files list them: at stage 0 all that the optimizer was given, at the others what it trains."""
-    all_given = parts.config.schema.zero_optimization.stage == 0 and not exclude_frozen
+    all_given = not parts.config.schema.zero_optimization.shards_states and not exclude_frozen
     optimizer = parts.basic_optimizer
     result = []
-    for group in listing(parts):
+    for group in listed_groups(parts):
         if all_given or group.layout is not None or optimizer is None:
             result.append(group)
             continue
@@ -220,7 +244,7 @@ def _groups(parts: Parts, exclude_frozen: bool) -> list[Listed]:
             if param.requires_grad or (master is not None and optimizer.state.get(master))
         ]
         names, params, masters = [row[0] for row in kept], [row[1] for row in kept], [row[2] for row in kept]
-        result.append(Listed(names, params, masters, group.options))
+        result.append(ListedGroup(names, params, masters, group.options))
     return result
 
 
@@ -241,7 +265,7 @@ def _states(optimizer: Optimizer, master: nn.Parameter | None) -> Iterator[tuple
         yield key, value, alike
 
 
-def _tensors(optimizer: Optimizer, group: Listed) -> dict[str, list[Tensor | None]]:
+def _tensors(optimizer: Optimizer, group: ListedGroup) -> dict[str, list[Tensor | None]]:
     columns: dict[str, list[Tensor | None]] = {}
     for place, master in enumerate(group.masters):
         for key, value, alike in _states(optimizer, master):
@@ -250,7 +274,7 @@ def _tensors(optimizer: Optimizer, group: Listed) -> dict[str, list[Tensor | Non
     return columns
 
 
-def _group_state(optimizer: Optimizer | None, group: Listed, known: Sequence[str]) -> GroupState:
+def _group_state(optimizer: Optimizer | None, group: ListedGroup, known: Sequence[str]) -> GroupState:
     assert optimizer is not None, "groups are those of an optimizer"
     scalars = [
         {key: value for key, value, alike in _states(optimizer, master) if not alike} for master in group.masters
@@ -268,11 +292,9 @@ def _group_state(optimizer: Optimizer | None, group: Listed, known: Sequence[str
     )
 
 
-def _module(
-    parts: Parts, stage: int, exclude_frozen: bool
-) -> tuple[dict[str, Tensor], list[str], dict[str, str], dict[str, Any]]:
+def _module(parts: Parts, exclude_frozen: bool) -> tuple[dict[str, Tensor], list[str], dict[str, str], dict[str, Any]]:
     """The state dict, which of it are buffers, its tied names, and what of it is no tensor."""
-    owners = model_names(parts)
+    owners, flat = model_names(parts), parts.config.schema.zero_optimization.shards_parameters
     values: dict[str, Tensor] = {}
     buffers: list[str] = []
     aliases: dict[str, str] = {}
@@ -281,7 +303,7 @@ def _module(
         if isinstance(value, nn.Parameter) and id(value) in owners:
             if exclude_frozen and not value.requires_grad:
                 continue
-            values[name] = _value(value, stage)
+            values[name] = _value(value, flat=flat)
             owner = owners[id(value)]
             if owner != name:
                 aliases[name] = owner
@@ -294,8 +316,8 @@ def _module(
     return values, buffers, aliases, extra
 
 
-def _value(param: nn.Parameter, stage: int) -> Tensor:
+def _value(param: nn.Parameter, *, flat: bool) -> Tensor:
     shard = shard_of(param)
     if shard is not None and not (shard.alone and shard.whole):
         return shard.local
-    return param.detach().reshape(-1) if stage == 3 else param.detach()
+    return param.detach().reshape(-1) if flat else param.detach()

@@ -1,8 +1,10 @@
-"""Which optimizer and which schedule an engine uses: the caller's, made or to be made, else the config's."""
+"""Which optimizer and schedule an engine uses (the caller's, else the config's), and the optimizer it returns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial, wraps
 from logging import WARNING
 from typing import Any
 
@@ -14,12 +16,46 @@ from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist
 from deepspeed.ops.muon import tag_attention_heads
+from deepspeed.runtime.base_optimizer import MixedPrecisionOptimizer, ZeroOptimizer
 from deepspeed.runtime.lr_schedules import build_scheduler
+from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.place_module import spread
 from deepspeed.runtime.step.optimizers import build_optimizer
-from deepspeed.zero.agreement import Hosts
-from deepspeed.zero.states.afar import in_one_pass
+from deepspeed.runtime.step.stepper import Stepper
+from deepspeed.zero.interface import OptimizerStates, ParameterOffload, RankAgreement, StateOwner, attach, in_one_pass
 
-__all__ = ["choose_optimizer", "choose_scheduler", "tell_if_frozen", "tell_without_optimizer"]
+_NAMES = ("train", "eval")
+
+
+class ScheduleFreeModes:
+    """Watches those methods of an optimizer over masters, also where a client calls them on the optimizer itself.
+
+    Comparing version counters before the next forward would find the exchange too, but ranks that hold no element
+    would not, and publishing needs all of them.
+    """
+
+    def __init__(self, optimizer: Optimizer, states: OptimizerStates) -> None:
+        self._optimizer = optimizer
+        self._states = states
+        self._watched = [name for name in _NAMES if callable(getattr(optimizer, name, None))]
+        for name in self._watched:
+            setattr(optimizer, name, self._following(getattr(optimizer, name)))
+
+    def _following(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def follow(*args: Any, **kwargs: Any) -> Any:
+            self._states.adopt_edits()
+            result = method(*args, **kwargs)
+            self._states.publish()
+            return result
+
+        return follow
+
+    def close(self) -> None:
+        """Leave the optimizer as it was."""
+        for name in self._watched:
+            vars(self._optimizer).pop(name, None)
+        self._watched.clear()
 
 
 def choose_optimizer(
@@ -73,10 +109,11 @@ def _fit_for_host(schema: Schema, given: Optimizer) -> Optimizer:
     return given
 
 
-def tell_without_optimizer(schema: Schema, training_data: Any) -> None:
+def warn_without_optimizer(schema: Schema, training_data: Any) -> None:
     """Where something was asked for that only training needs, say now what `step` would say after a whole backward."""
-    stage = int(schema.zero_optimization.stage)
-    asked = [f"zero_optimization.stage {stage} spreads the states of an optimizer"] if stage in (1, 2) else []
+    zero = schema.zero_optimization
+    only = zero.shards_states and not zero.shards_parameters
+    asked = [f"zero_optimization.stage {int(zero.stage)} spreads the states of an optimizer"] if only else []
     asked += ["training_data was given"] if training_data is not None else []
     if asked:
         log_dist(
@@ -86,7 +123,7 @@ def tell_without_optimizer(schema: Schema, training_data: Any) -> None:
         )
 
 
-def tell_if_frozen(module: nn.Module, optimizer: Optimizer | None, stages: Hosts | None = None) -> None:
+def warn_if_frozen(module: nn.Module, optimizer: Optimizer | None, stages: RankAgreement | None = None) -> None:
     """Say now that there is nothing to train; `stages` are the ranks of a pipeline, which all call this."""
     trained = any(param.requires_grad for param in module.parameters())
     trains = optimizer is not None
@@ -124,3 +161,36 @@ def choose_scheduler(
             "optimizer too, or a callable that takes the optimizer and returns the schedule."
         )
     return given
+
+
+def returned_optimizer(
+    parts: Parts, basic: Optimizer, stepper: Stepper, owner: StateOwner, stack: ExitStack
+) -> Optimizer | MixedPrecisionOptimizer:
+    """The torch optimizer itself where it updates the model's own parameters with unscaled gradients."""
+    zero = parts.config.schema.zero_optimization
+    plain = not zero.shards_states and not stepper.states.copies
+    if plain and parts.scale.value == 1.0 and not parts.scale.dynamic:
+        return basic
+    stack.callback(ScheduleFreeModes(basic, stepper.states).close)
+    axis = parts.layout["dp", "sp"]
+    common: dict[str, Any] = {
+        "backward": parts.backward.run,
+        "clip_grad": parts.config.schema.gradient_clipping,
+        "extend": partial(_extend, parts, owner),
+    }
+    if not zero.shards_states:
+        return MixedPrecisionOptimizer(basic, stepper, parts.scale, **common)
+    made = ZeroOptimizer(basic, stepper, parts.scale, **common, axis=axis)
+    if zero.shards_parameters:
+        made.parameter_offload = ParameterOffload(parts.module, parts.sharded.hooks)
+        stack.callback(made.parameter_offload.close)
+    return made
+
+
+def _extend(parts: Parts, owner: StateOwner, params: list[nn.Parameter]) -> None:
+    """Prepare parameters that `add_param_group` brings: equal on all ranks, sharded, hooked, reduced."""
+    names = {id(param): name for name, param in parts.module.named_parameters()}
+    named = [(names.get(id(param), f"added parameter of shape {tuple(param.shape)}"), param) for param in params]
+    spread(named, parts.lies_on)
+    attach(params, owner)
+    parts.sharded.extend(named)

@@ -7,7 +7,8 @@ the other ranks see it after the backward, so that nothing changes that is still
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,21 +18,70 @@ from torch.optim import Optimizer
 
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist
-from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.multi_tensor import scale_, sum_of_squares
+from deepspeed.ops.one_pass import Conditions
 from deepspeed.runtime.parts import Parts
-from deepspeed.runtime.step.ahead import in_one_pass, under
-from deepspeed.runtime.step.comings import Comings
-from deepspeed.zero.gradients.reducer import ShardReducer
-from deepspeed.zero.placement import Placement
-from deepspeed.zero.states.norm import clip_coefficient
-from deepspeed.zero.states.partly import update_some
-from deepspeed.zero.states.piece import Piece
-from deepspeed.zero.states.states import States
-from deepspeed.zero.states.tiles import tiles_well
+from deepspeed.runtime.step.stepper import in_one_pass, under_conditions
+from deepspeed.zero.interface import (
+    GradientReducer,
+    OptimizerStates,
+    Placement,
+    StatePiece,
+    clip_coefficient,
+    tiles_well,
+    update_some,
+)
 
-__all__ = ["KEY", "InBackward", "update_in_backward"]
+# The number of the backward that is running in this thread, -1 outside one; nested ones have their own.
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class GradientCounts:
+    """Counts gradients to know whether more may come of one in the backward that runs.
+
+    [Note: when a gradient is whole] A parameter's hook is called after autograd has summed what one backward gives it;
+    its weight is then not needed any more. Only a backward inside the backward (reentrant checkpointing) may bring more
+    later. So a gradient is whole when it has come as often as in the last backward; in the first one, if it came in the
+    outer backward and its parameter has one name only. Of everything else that is known when the backward is over.
+    """
+
+    def __init__(self, params: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """`params` are the model's, tied ones as often as named."""
+        self._params = params
+        self._seen: Counter[int] = Counter()
+        self._expected: Counter[int] | None = None
+        self._whole: set[int] = set()
+        self._shared: frozenset[int] = frozenset()
+        self._task = -1
+
+    def begin(self) -> None:
+        """Called from inside the outer backward, before any gradient comes."""
+        names = Counter(id(param) for param in self._params())
+        self._shared = frozenset(key for key, count in names.items() if count > 1)
+        self._seen.clear()
+        self._whole.clear()
+        self._task = _graph_task()
+
+    def end(self) -> None:
+        """The backward is over."""
+        if self._seen:
+            self._expected = Counter(self._seen)
+
+    def note(self, param: nn.Parameter) -> None:
+        """A gradient has come, or more of it."""
+        key = id(param)
+        self._seen[key] += 1
+        known = None if self._expected is None else self._expected.get(key)
+        if known is None:
+            known = 1 if _graph_task() == self._task and key not in self._shared else None
+        if known is not None and self._seen[key] >= known:
+            self._whole.add(key)
+
+    def is_whole(self, param: nn.Parameter) -> bool:
+        """True if nothing more comes of a gradient."""
+        return id(param) in self._whole
+
 
 KEY = "optimizer_in_backward.enabled"
 LAST_NORM = "last_grad_norm"
@@ -46,22 +96,22 @@ class InBackward:
     def __init__(
         self,
         optimizer: Optimizer,
-        states: States,
-        comings: Comings,
+        states: OptimizerStates,
+        comings: GradientCounts,
         *,
         clipping: float,
-        reducer: ShardReducer | None = None,
+        reducer: GradientReducer | None = None,
     ) -> None:
         """`clipping` by the norm of the last step; 0: none. `reducer` brings the gradients of several ranks."""
         self._optimizer, self._states, self._comings, self._clipping = optimizer, states, comings, clipping
         self._reducer = reducer
         self._together = _TOGETHER
         self._handles: dict[int, Any] = {}
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, StatePiece] = {}
         self._gone: set[int] = set()
         """Parameters that were updated, or are about to be on all ranks."""
         self._done: set[int] = set()
-        self._waiting: list[Piece] = []
+        self._waiting: list[StatePiece] = []
         self._size = 0
         self._squares: dict[tuple[Placement, int], Tensor] = {}
         self._armed = self._begun = False
@@ -142,7 +192,7 @@ class InBackward:
             handle.remove()
         self._handles.clear()
 
-    # ---- several ranks: `deepspeed.zero.gradients.landing.Landing`
+    # ---- several ranks: `deepspeed.zero.gradients.interfaces.GradientConsumer`
 
     def arrived(self, param: nn.Parameter) -> None:
         """A gradient came on this rank."""
@@ -157,7 +207,7 @@ class InBackward:
         self._comings.note(param)
 
     def leaves_whole(self, param: nn.Parameter) -> bool:
-        """See `Landing`."""
+        """See `GradientConsumer`."""
         if not self._armed or id(param) in self._gone or not self._comings.is_whole(param):
             return False
         self._gone.add(id(param))
@@ -185,7 +235,7 @@ class InBackward:
                 if self._reducer is None and key not in self._handles and piece.param.requires_grad:
                     self._handles[key] = piece.param.register_post_accumulate_grad_hook(self._hook(piece))
 
-    def _hook(self, piece: Piece) -> Callable[[Tensor], None]:
+    def _hook(self, piece: StatePiece) -> Callable[[Tensor], None]:
         def arrived(_: Tensor) -> None:
             self.arrived(piece.param)
             if self.leaves_whole(piece.param):
@@ -195,7 +245,7 @@ class InBackward:
 
     # ---- the update
 
-    def _wait(self, piece: Piece) -> None:
+    def _wait(self, piece: StatePiece) -> None:
         """Update a piece soon, together with others."""
         self._waiting.append(piece)
         self._size += piece.master.numel()
@@ -224,7 +274,7 @@ class InBackward:
         given: Any = nullcontext()
         if one_pass:
             zero = torch.zeros((), device=device)
-            given = under(self._optimizer, Conditions(zero + 1.0 / self._factor, zero))
+            given = under_conditions(self._optimizer, Conditions(zero + 1.0 / self._factor, zero))
         elif self._factor != 1.0:
             scale_(grads, self._factor)
         del grads
@@ -232,7 +282,7 @@ class InBackward:
             update_some(self._optimizer, pieces, self._states.group_of, one_pass=one_pass)
         self._done.update(id(piece.param) for piece in pieces)
 
-    def _take(self, pieces: Sequence[Piece], *, narrow: bool) -> list[Tensor]:
+    def _take(self, pieces: Sequence[StatePiece], *, narrow: bool) -> list[Tensor]:
         """The gradients that the optimizer sees, measured."""
         taken: list[Tensor] = []
         counted: dict[tuple[Placement, int], list[Tensor]] = {}
@@ -250,7 +300,9 @@ class InBackward:
         return taken
 
 
-def update_in_backward(parts: Parts, optimizer: Optimizer, states: States, *, staged: bool) -> InBackward | None:
+def update_in_backward(
+    parts: Parts, optimizer: Optimizer, states: OptimizerStates, *, staged: bool
+) -> InBackward | None:
     """As the config says; an error where a step cannot be taken in pieces, as that of a model in stages."""
     schema = parts.config.schema
     if not schema.optimizer_in_backward.enabled:
@@ -260,8 +312,8 @@ def update_in_backward(parts: Parts, optimizer: Optimizer, states: States, *, st
     how = f"clipped to {clipping:g} by the norm of the step before" if clipping > 0 else "not clipped"
     log_dist(f"{KEY}: parameters are updated in backward; gradients are {how}, steps with inf or NaN are not skipped")
     module = parts.module
-    comings = Comings(lambda: (param for _, param in module.named_parameters(remove_duplicate=False)))
-    reducer = parts.reducer if isinstance(parts.reducer, ShardReducer) else None
+    comings = GradientCounts(lambda: (param for _, param in module.named_parameters(remove_duplicate=False)))
+    reducer = parts.reducer if parts.reducer.replicated is None else None
     return InBackward(optimizer, states, comings, clipping=clipping, reducer=reducer)
 
 

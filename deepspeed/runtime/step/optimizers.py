@@ -12,19 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.config.optimizer import ONE_BIT_OPTIMIZERS, OptimizerConfig
-from deepspeed.config.params import REFUSALS
-from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable
+from deepspeed.config.optimizer import REFUSALS, OptimizerConfig
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon.aux_adam import ADAM_DEFAULTS, MUON_DEFAULTS, MuonWithAuxAdam
 from deepspeed.ops.optimizer import BatchOptimizer
-from deepspeed.precision.dtypes import short
+from deepspeed.precision.cast import short
 from deepspeed.precision.policy import Precision
-
-__all__ = ["TESTED_WITH_ZERO", "build_optimizer", "hold_states", "is_tested_with_zero", "require_tested"]
 
 TESTED_WITH_ZERO: tuple[type[torch.optim.Optimizer], ...] = (
     torch.optim.Adam,
@@ -112,7 +109,7 @@ def hold_states(optimizer: torch.optim.Optimizer, precision: Precision) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _OptimizerRequest:
     """What is to be built: the params of the section are taken out one by one."""
 
     kind: str
@@ -146,17 +143,12 @@ def build_optimizer(
     if section.type is None:
         raise DeepSpeedConfigError("optimizer.type is missing; name the class to build", path="optimizer.type")
     names = {id(param): name for name, param in named_parameters or ()}
-    order = _Order(section.type, dict(section.params), list(parameters), names, offloaded, bf16_states)
+    order = _OptimizerRequest(section.type, dict(section.params), list(parameters), names, offloaded, bf16_states)
     if section.type in ("Adam", "AdamW"):
         kind, _, arguments = _adam(order)
         return _built(order, kind, {**order.params, **arguments})
     if section.type == "Muon":
         return _muon(order)
-    if section.type in ONE_BIT_OPTIMIZERS:
-        raise FeatureUnavailable(
-            f"optimizer.type is {section.type}: 1-bit optimizers are not part of this version yet; use Adam or Lamb",
-            path="optimizer.type",
-        )
     return _built(order, _class(order), order.params)
 
 
@@ -164,7 +156,7 @@ def _wrong(key: str, found: str) -> DeepSpeedConfigError:
     return DeepSpeedConfigError(f"optimizer.params.{key} {found}", path=f"optimizer.params.{key}")
 
 
-def _adam(order: _Order) -> tuple[type[torch.optim.Optimizer], bool, dict[str, Any]]:
+def _adam(order: _OptimizerRequest) -> tuple[type[torch.optim.Optimizer], bool, dict[str, Any]]:
     """Which of the Adams, whether its weight decay is decoupled, and the arguments that go with the choice."""
     # "Adam" decays like AdamW too, unless told otherwise.
     decoupled = order.flag("adam_w_mode", True) or order.kind == "AdamW"
@@ -176,7 +168,7 @@ def _adam(order: _Order) -> tuple[type[torch.optim.Optimizer], bool, dict[str, A
     return FusedAdam, decoupled, {"adam_w_mode": decoupled}
 
 
-def _class(order: _Order) -> Any:
+def _class(order: _OptimizerRequest) -> Any:
     """The class of every type that needs no more than a choice of one."""
     if order.kind == "Lamb":
         return FusedLamb
@@ -211,7 +203,7 @@ def _from_mup(kind: str) -> Any:
         ) from error
 
 
-def _built(order: _Order, kind: Any, arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
+def _built(order: _OptimizerRequest, kind: Any, arguments: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Construct, telling errors at the key they come from."""
     if order.kind in _MUP_TYPES:
         accepted = dict(arguments)  # plain functions there, which hand on whatever they are given
@@ -227,7 +219,7 @@ def _built(order: _Order, kind: Any, arguments: Mapping[str, Any]) -> torch.opti
     return made
 
 
-def _accepted(order: _Order, kind: type, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _accepted(order: _OptimizerRequest, kind: type, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """The arguments that the class takes; an error for one that would have no effect."""
     known = inspect.signature(kind).parameters
     for key, value in arguments.items():
@@ -257,7 +249,7 @@ def _is_number(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, (Real, Tensor))
 
 
-def _muon(order: _Order) -> torch.optim.Optimizer:
+def _muon(order: _OptimizerRequest) -> torch.optim.Optimizer:
     """Matrices of hidden layers to Muon, everything else to Adam."""
     adam, decoupled, arguments = _adam(order)
     per_head = order.flag("per_head_muon", False)
@@ -295,13 +287,13 @@ def _muon(order: _Order) -> torch.optim.Optimizer:
         raise DeepSpeedConfigError(f"optimizer.params: Muon refused them: {error}", path="optimizer.params") from error
 
 
-def _groups(order: _Order) -> list[dict[str, Any]]:
+def _groups(order: _OptimizerRequest) -> list[dict[str, Any]]:
     if order.parameters and all(isinstance(each, dict) for each in order.parameters):
         return order.parameters
     return [{"params": order.parameters}]
 
 
-def _halves(order: _Order, group: Mapping[str, Any], per_head: bool) -> Iterator[dict[str, Any]]:
+def _halves(order: _OptimizerRequest, group: Mapping[str, Any], per_head: bool) -> Iterator[dict[str, Any]]:
     """The group cut in two, or more where heads differ; its own values win over those of the config."""
     halves: dict[tuple[bool, int | None], list[Any]] = {}
     members = group["params"]

@@ -17,27 +17,23 @@ from deepspeed.comm.coalesced import broadcast_coalesced
 from deepspeed.errors import UsageError
 from deepspeed.log import log_dist
 from deepspeed.parallel import AxisGroup
-from deepspeed.runtime.backward import Backward, Reducer
+from deepspeed.runtime.backward import Backward
 from deepspeed.runtime.parts import Parts
-from deepspeed.zero.parameters.data import plain_data
-from deepspeed.zero.states.lookup import Owner, attach, detach
-from deepspeed.zero.states.states import States
-
-__all__ = ["open_access"]
+from deepspeed.zero.interface import GradientReducer, OptimizerStates, StateOwner, attach, detach, plain_data
 
 
-def open_access(parts: Parts, optimizer: Optimizer, states: States, stack: ExitStack) -> Owner:
+def open_access(parts: Parts, optimizer: Optimizer, states: OptimizerStates, stack: ExitStack) -> StateOwner:
     """Let every parameter of the module find its states until the stack is closed.
 
     Those that are frozen too: they may be unfrozen. The parameters do not keep the engine alive.
     """
-    owner = Owner(
+    owner = StateOwner(
         find=states.held,
         adopt=states.adopt_edits,
         optimizer=optimizer,
         unit=partial(_unit, parts.backward, parts.reducer),
         spread=partial(_spread, states),
-        sharded=parts.config.schema.zero_optimization.stage == 3,
+        sharded=parts.config.schema.zero_optimization.shards_parameters,
     )
     attach(parts.module.parameters(), owner)
     for prefix, module in parts.module.named_modules():
@@ -50,7 +46,7 @@ def open_access(parts: Parts, optimizer: Optimizer, states: States, stack: ExitS
     return owner
 
 
-def _tell_of_elders(owner: Owner) -> None:
+def _tell_of_elders(owner: StateOwner) -> None:
     """Say which engine can step from now on; one that only waits for Python's collector is no other engine."""
     gc.collect()
     shared = [elder.rivals[owner] for elder in (ref() for ref in owner.elders) if elder is not None]
@@ -63,12 +59,12 @@ def _tell_of_elders(owner: Owner) -> None:
         )
 
 
-def _close(module: nn.Module, owner: Owner) -> None:
+def _close(module: nn.Module, owner: StateOwner) -> None:
     detach(module.parameters(), owner)
 
 
-def _unit(backward: Backward, reducer: Reducer) -> float | None:
-    """See `Owner.unit`."""
+def _unit(backward: Backward, reducer: GradientReducer) -> float | None:
+    """See `StateOwner.unit`."""
     if backward.updates is not None and backward.updates.taken:
         raise UsageError(
             "optimizer_in_backward.enabled: gradients are used up while backward runs, and there is none to read or to "
@@ -81,7 +77,7 @@ def _unit(backward: Backward, reducer: Reducer) -> float | None:
 
 
 @torch.no_grad()
-def _spread(states: States, params: Sequence[nn.Parameter], modifier: int) -> None:
+def _spread(states: OptimizerStates, params: Sequence[nn.Parameter], modifier: int) -> None:
     """Give the values of the rank `modifier`, of those that hold a parameter, to all of them; masters follow."""
     states.settle()
     axes: dict[AxisGroup, list[nn.Parameter]] = {}

@@ -3,34 +3,101 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import Pending
 from deepspeed.errors import DeepSpeedError
-from deepspeed.ops.conditions import Conditions
 from deepspeed.ops.multi_tensor import scale_
+from deepspeed.ops.one_pass import Conditions, OnePass
+from deepspeed.ops.optimizer import BatchOptimizer
+from deepspeed.ops.precompile import Scene
 from deepspeed.precision.scale import LossScale
-from deepspeed.runtime.backward import Backward, Reducer, Updates
-from deepspeed.runtime.step.ahead import in_one_pass, reads_narrow, steps_ahead, take_back, under
-from deepspeed.runtime.step.scalar import ScalarOnHost
-from deepspeed.zero.states.lookup import Owner
-from deepspeed.zero.states.norm import clip_coefficient
-from deepspeed.zero.states.states import States
-from deepspeed.zero.states.tiles import tiles_well
+from deepspeed.runtime.backward import Backward, Updates
+from deepspeed.zero.interface import (
+    GradientReducer,
+    OptimizerStates,
+    StateOwner,
+    StatePiece,
+    WholeGroup,
+    clip_coefficient,
+    tiles_well,
+    twin,
+)
 
-__all__ = ["Norm", "Outcome", "Stepper"]
+
+class ScalarOnHost:
+    """Copies a scalar to the host behind what is queued now; `value()` waits for that, not for what is queued later."""
+
+    __slots__ = ("_event", "_home")
+
+    def __init__(self, scalar: Tensor) -> None:
+        self._home = torch.empty((), dtype=scalar.dtype, pin_memory=scalar.device.type == "cuda")
+        self._home.copy_(scalar, non_blocking=True)
+        self._event = get_accelerator().Event()
+        self._event.record()
+
+    def value(self) -> float:
+        """The number."""
+        self._event.synchronize()
+        return float(self._home)
+
+
+def steps_ahead(optimizer: Optimizer, device: torch.device) -> bool:
+    """True if a step over parameters on `device` can be queued; the same on all ranks, whatever each of them holds."""
+    if isinstance(optimizer, BatchOptimizer):
+        return optimizer.takes_conditions(device)
+    # torch's fused kernels take what its gradient scaler gives them
+    return device.type == "cuda" and isinstance(optimizer, Adam) and all(g.get("fused") for g in optimizer.param_groups)
+
+
+def in_one_pass(optimizer: Optimizer, device: torch.device) -> bool:
+    """True if such a step reads gradients as they arrived, and writes what the model computes with."""
+    return reads_narrow(optimizer, device) and not getattr(optimizer, "cpu_only", False)
+
+
+def reads_narrow(optimizer: Optimizer, device: torch.device) -> bool:
+    """The same of a step that is taken when the norm is known, also by an optimizer for host memory."""
+    return isinstance(optimizer, BatchOptimizer) and optimizer.takes_one_pass(device)
+
+
+@contextmanager
+def under_conditions(optimizer: Optimizer, conditions: Conditions) -> Iterator[None]:
+    """Steps that are taken inside obey these conditions."""
+    if isinstance(optimizer, BatchOptimizer):
+        with optimizer.under(conditions):
+            yield
+        return
+    values = {"grad_scale": conditions.divisor, "found_inf": conditions.skip}
+    for name, value in values.items():
+        setattr(optimizer, name, value)
+    try:
+        yield
+    finally:
+        for name in values:
+            delattr(optimizer, name)
+
+
+def undo_step_count(optimizer: Optimizer) -> None:
+    """The last step was skipped by its conditions: do not count it; torch's own count on the device."""
+    if isinstance(optimizer, BatchOptimizer):
+        optimizer.take_back()
+
 
 Norm = Tensor | float | None
 """A tensor where a device still computes it; None where it is not reported."""
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class StepOutcome:
     """What became of an optimizer step."""
 
     applied: bool
@@ -52,9 +119,9 @@ class Stepper:
     """Takes one optimizer step with what the backward passes left."""
 
     optimizer: Optimizer
-    states: States
-    owner: Owner
-    reducer: Reducer
+    states: OptimizerStates
+    owner: StateOwner
+    reducer: GradientReducer
     backward: Backward
     scale: LossScale
     check_overflow: bool
@@ -68,7 +135,7 @@ class Stepper:
     in_backward: Updates | None = None
     """What has updated parameters already while backward ran."""
 
-    def step(self) -> Outcome:
+    def step(self) -> StepOutcome:
         """Reduce what is not reduced yet, then update, or skip where a gradient is inf or NaN."""
         self.owner.require_sole()
         self.owner.require_own()
@@ -80,10 +147,10 @@ class Stepper:
             shown = found if found is None or found.device.type != "cpu" else float(found)
             norm = self._reported(Pending(shown))
             value = self.scale.value
-            return Outcome(found is not None, norm, value, value, empty=found is None)
+            return StepOutcome(found is not None, norm, value, value, empty=found is None)
         if self.reducer.empty and not self.states.staged:  # else all stages measure and count the step
             self._drop_gradients()
-            return Outcome(False, Pending(None), self.scale.value, self.scale.value, empty=True)
+            return StepOutcome(False, Pending(None), self.scale.value, self.scale.value, empty=True)
         device = self.states.device
         ahead = not self.states.away and steps_ahead(self.optimizer, device)
         one_pass = (ahead and in_one_pass(self.optimizer, device)) or self._narrow_at_home(device)
@@ -140,7 +207,7 @@ class Stepper:
             return False
         return reads_narrow(self.optimizer, device)
 
-    def _finished(self, norm: Pending[Norm], overflow: bool, before: float) -> Outcome:
+    def _finished(self, norm: Pending[Norm], overflow: bool, before: float) -> StepOutcome:
         self._drop_gradients()
         if overflow and self.stop and not self.scale.dynamic:
             raise DeepSpeedError(
@@ -149,7 +216,7 @@ class Stepper:
                 "and the data of this step; torch.autograd.set_detect_anomaly(True) finds the operation."
             )
         self.scale.update(overflow)
-        return Outcome(not overflow, self._reported(norm), before, self.scale.value)
+        return StepOutcome(not overflow, self._reported(norm), before, self.scale.value)
 
     def _reported(self, norm: Pending[Norm]) -> Pending[Norm]:
         return norm if self.report_norm else Pending(None)
@@ -168,7 +235,7 @@ class Stepper:
         if norm is not None and self.check_overflow:
             skip = (~torch.isfinite(norm)).float()
         told = ScalarOnHost(norm) if norm is not None and self.check_overflow else None
-        with under(self.optimizer, Conditions(factor.reciprocal(), skip)):
+        with under_conditions(self.optimizer, Conditions(factor.reciprocal(), skip)):
             self.states.update(self.optimizer, one_pass=one_pass)
         if norm is None:
             return self._norm_later(), False
@@ -177,7 +244,7 @@ class Stepper:
         known = told.value()
         overflow = not math.isfinite(known)
         if overflow:
-            take_back(self.optimizer)
+            undo_step_count(self.optimizer)
         return Pending(known), overflow
 
     def zero_grad(self) -> None:
@@ -224,3 +291,38 @@ class Stepper:
 
 def _times(norm: Tensor, unit: float) -> Tensor:
     return norm if unit == 1.0 else norm * unit
+
+
+def step_scenes(optimizer: Optimizer, states: OptimizerStates, accumulate: torch.dtype) -> Iterator[Scene]:
+    """A step over one parameter of each kind; nothing where no kernel of ours takes it.
+
+    Gradients of shards lie in `accumulate`, those of whole parameters in the dtype of these.
+    """
+    if states.away or not states.in_place or not in_one_pass(optimizer, states.device):
+        return
+    for group in states.groups:
+        # one whose size is no multiple of 16 decides for all that a kernel updates together
+        for piece in sorted(group.pieces, key=lambda each: each.master.numel() % 16 == 0)[:1]:
+            grad = piece.param.dtype if isinstance(group, WholeGroup) else accumulate
+            place = next(at for at, options in enumerate(optimizer.param_groups) if options is group.options)
+            yield partial(_compile_step, optimizer, place, piece, grad)
+
+
+def _compile_step(optimizer: Optimizer, place: int, piece: StatePiece, dtype: torch.dtype) -> None:
+    """One step over a parameter like this piece."""
+    made = twin(optimizer)
+    made.state = defaultdict(dict)
+    shape, narrow = piece.master.shape, dtype != piece.master.dtype
+    master = nn.Parameter(torch.empty(shape, dtype=piece.master.dtype, device="meta"))
+    grad = torch.empty(shape, dtype=dtype, device="meta")
+    for at, options in enumerate(made.param_groups):
+        options["params"] = [master] if at == place else []
+    outs: dict[Tensor, Tensor] = (
+        {master: torch.empty(shape, dtype=piece.source.dtype, device="meta")} if piece.separate else {}
+    )
+    grads: dict[Tensor, Tensor] = {master: grad} if narrow else {}
+    master.grad = None if narrow else grad
+    made.one_pass = OnePass(1.0, grads, outs)  # type: ignore[attr-defined]
+    scalar = torch.empty((), device="meta")
+    with under_conditions(made, Conditions(scalar, scalar)):
+        made.step()

@@ -16,13 +16,11 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Births"]
-
 _MARK = "_births"
 _ABSENT = object()
 
 
-class Births:
+class ParameterConstruction:
     """Enters `around(module)` before a module's outermost `__init__` begins, and leaves it at its end."""
 
     def __init__(self, around: Callable[[nn.Module], AbstractContextManager[None]]) -> None:

@@ -19,12 +19,11 @@ from deepspeed.config.schema import Schema
 from deepspeed.errors import FeatureUnavailable, UsageError
 from deepspeed.log import warn_once
 from deepspeed.precision.policy import Precision
-from deepspeed.zero.birth.construct import Births
-from deepspeed.zero.birth.ranks import construction_axis
-from deepspeed.zero.birth.site import DeepSpeedTensorOverride, Placement, rank_device
-from deepspeed.zero.birth.touch import Touch
+from deepspeed.zero.birth.construct import ParameterConstruction
+from deepspeed.zero.birth.placement import ConstructionSite, DeepSpeedTensorOverride, construction_axis, rank_device
+from deepspeed.zero.birth.touched import TouchedParameters
+from deepspeed.zero.offload import gather_from, remote_of
 from deepspeed.zero.parameters import gather as fetch
-from deepspeed.zero.parameters.housing import gather_from, remote_of
 from deepspeed.zero.parameters.parameter import shard_parameter
 from deepspeed.zero.parameters.shard import Shard
 
@@ -89,7 +88,7 @@ class Init(ContextDecorator):
         # The engine moves chunks to files of its own; until then these live as long as the chunks.
         self._files = remote_of(schema, ExitStack()) if schema is not None and where == "nvme" else None
         self._gather = None if self._files is None else gather_from(self._files, fetch.PLAIN)
-        self._touch = Touch()
+        self._touch = TouchedParameters()
         self._gathers_in_apply = schema is None or schema.zero_optimization.override_module_apply
         self._strict = schema is not None and schema.zero_optimization.enable_sanity_checks
         if module is not None:
@@ -103,7 +102,7 @@ class Init(ContextDecorator):
                 stack.enter_context(self._touch.in_parameters())
                 if self._gathers_in_apply:
                     stack.enter_context(self._touch.in_apply())
-                stack.enter_context(Births(self._construct).watch())
+                stack.enter_context(ParameterConstruction(self._construct).watch())
                 self._open.append(stack.pop_all())
         return self
 
@@ -149,11 +148,11 @@ def _schema(config_dict_or_path: Any, config: Any) -> Schema | None:
 
 def _placement(
     schema: Schema | None, dtype: torch.dtype | None, device: torch.device, overrides: set[DeepSpeedTensorOverride]
-) -> Placement:
+) -> ConstructionSite:
     precision = Precision() if schema is None else Precision.from_config(schema)
     narrow = schema is not None and (schema.bf16.enabled or schema.fp16.enabled)
     wanted = precision.param if narrow or dtype is None else dtype
-    return Placement(
+    return ConstructionSite(
         device=device if DeepSpeedTensorOverride.device in overrides else None,
         dtype=wanted if DeepSpeedTensorOverride.dtype in overrides else None,
         buffers=precision.buffers,

@@ -1,26 +1,34 @@
-"""Gradients that travel together: how they are laid out for the ranks that own parts of them, and where they land."""
+"""Gradients that travel together: their layout for the ranks that own parts, buckets on their way, where they land.
+
+[Note: in flight] The oldest bucket is landed before another one is packed. On a device packing happens on the stream
+that computes gradients, reduction and landing on a stream beside it, and the memory of a bucket returns when the first
+stream has waited for its landing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from deepspeed.zero.gradients.reduction import Even, Everything, Owned, Reduction, Share
-from deepspeed.zero.states.piece import Piece
-
-__all__ = ["Bucket", "Cut", "Parcel", "Part", "as_flat"]
+from deepspeed import comm
+from deepspeed.accelerator.side_stream import SideStream
+from deepspeed.comm import Pending
+from deepspeed.zero.gradients.interfaces import BucketEntry
+from deepspeed.zero.gradients.reduction import EvenShares, OwnedShares, Share, WholeShares
+from deepspeed.zero.piece import StatePiece
 
 # Slices of all ranks whose sizes differ by less than this are padded to one size, which backends can scatter.
 _PADDING = 1.25
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class OwnedInterval:
     """Elements [start, stop) of a parameter, and the rank that owns them."""
 
     owner: int
@@ -28,58 +36,27 @@ class Part:
     stop: int
 
 
-@dataclass(eq=False, slots=True)
-class Parcel:
-    """The gradient of one parameter, as the way to its owners sees it."""
-
-    name: str
-    param: nn.Parameter
-    numel: int
-    take: Callable[[], Tensor | None]
-    """Fetches the whole gradient, which is forgotten where it was."""
-    piece: Piece | None
-    """What this rank owns of the parameter."""
-    reduction: Reduction
-    dtype: torch.dtype
-    """In which it travels."""
-    accumulate: torch.dtype
-    """In which the owner adds gradients up."""
-    device: torch.device
-    chunk: int = 0
-    """Where every rank owns so many elements, in the order of the ranks; else the next two tell."""
-    rows: int = 0
-    """How long its first dimension is, where there is a chunk."""
-    owners: range = range(0)
-    interval: Callable[[int], tuple[int, int]] | None = None
-    """The elements that an owner has."""
-
-    @property
-    def kind(self) -> Hashable:
-        """Parcels of one kind may share a bucket."""
-        return id(self.reduction), self.dtype, self.accumulate, self.device, bool(self.chunk)
-
-
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ReceivedInterval:
     """Where the gradient of one piece lies in what this rank receives."""
 
-    piece: Piece
+    piece: StatePiece
     start: int
     stop: int
 
 
 class Bucket:
-    """Parcels that travel as one flat tensor, the slices of each owner side by side."""
+    """Entries that travel as one flat tensor, the slices of each owner side by side."""
 
-    def __init__(self, parcels: Sequence[Parcel]) -> None:
-        self.parcels = list(parcels)
-        first = self.parcels[0]
+    def __init__(self, entries: Sequence[BucketEntry]) -> None:
+        self.entries = list(entries)
+        first = self.entries[0]
         self.reduction, self.dtype, self.accumulate = first.reduction, first.dtype, first.accumulate
         self.device = first.device
         self._world, self._rank = first.reduction.size, first.reduction.rank
         self.share: Share
-        self.cuts: list[Cut] = []
-        self._order: list[tuple[int, Part]] = []
+        self.cuts: list[ReceivedInterval] = []
+        self._order: list[tuple[int, OwnedInterval]] = []
         self._line = False
         self._even = bool(first.chunk)
         self._by_rows: list[bool] = []
@@ -93,16 +70,21 @@ class Bucket:
     @property
     def label(self) -> str:
         """What errors and logs call it."""
-        first, last = self.parcels[0].name, self.parcels[-1].name
-        return f"gradients of {last}" + (f" … {first}" if first != last else "")
+        return label(self.entries)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its gradients on their way."""
-        return sum(parcel.numel for parcel in self.parcels) * self.dtype.itemsize
+        return sum(entry.numel for entry in self.entries) * self.dtype.itemsize
 
-    def pack(self, grads: Sequence[Tensor | None]) -> Tensor:
-        """Lay gradients out flat, the slice of the first owner first; zeros stand for absent ones."""
+    def pack(self) -> tuple[Tensor, list[int]]:
+        """Take the gradients and lay them out flat; and the ids of the parameters that have some."""
+        grads = [entry.take() if entry.take is not None else None for entry in self.entries]
+        had = [id(entry.param) for entry, grad in zip(self.entries, grads, strict=True) if grad is not None]
+        return self._lay(grads), had
+
+    def _lay(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """The slice of the first owner first; zeros stand for absent ones."""
         if self._even:
             return self._pack_even(grads)
         flats = self._flat(grads)
@@ -119,23 +101,22 @@ class Bucket:
 
     def _flat(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         return [
-            as_flat(grad, parcel.numel, self.dtype, self.device)
-            for parcel, grad in zip(self.parcels, grads, strict=True)
+            as_flat(grad, entry.numel, self.dtype, self.device) for entry, grad in zip(self.entries, grads, strict=True)
         ]
 
     def _pack_even(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Every rank owns a chunk of each; one whose rows can be dealt out evenly is cut as it is."""
         if len(grads) == 1:
-            flat = as_flat(grads[0], self.parcels[0].numel, self.dtype, self.device)
-            if flat.numel() == self.parcels[0].chunk * self._world:
+            flat = as_flat(grads[0], self.entries[0].numel, self.dtype, self.device)
+            if flat.numel() == self.entries[0].chunk * self._world:
                 return flat
             return torch._chunk_cat([flat], 0, self._world).view(-1)
         dense, dtype = torch.strided, self.dtype
         as_they_are = [
             grad
             if grad is not None and by_rows and grad.dtype == dtype and grad.layout == dense and grad.is_contiguous()
-            else as_flat(grad, parcel.numel, dtype, self.device)
-            for parcel, grad, by_rows in zip(self.parcels, grads, self._by_rows, strict=True)
+            else as_flat(grad, entry.numel, dtype, self.device)
+            for entry, grad, by_rows in zip(self.entries, grads, self._by_rows, strict=True)
         ]
         return torch._chunk_cat(as_they_are, 0, self._world).view(-1)
 
@@ -152,7 +133,7 @@ class Bucket:
         if leaving:
             _carry(leaving, self.accumulate)
 
-    def _add(self, cuts: Sequence[Cut], mine: Tensor) -> None:
+    def _add(self, cuts: Sequence[ReceivedInterval], mine: Tensor) -> None:
         """To pieces whose gradients stay where their parameters are."""
         if mine.dtype != self.accumulate:
             mine = mine.to(self.accumulate)
@@ -185,21 +166,21 @@ class Bucket:
 
     def _lay_even(self) -> None:
         at = 0
-        for parcel in self.parcels:
-            self._by_rows.append(parcel.rows > 0 and parcel.rows % self._world == 0)
-            if parcel.piece is not None:
-                self.cuts.append(Cut(parcel.piece, at, at + parcel.piece.master.numel()))
-            at += parcel.chunk
-        self.share = Even(at)
+        for entry in self.entries:
+            self._by_rows.append(entry.rows > 0 and entry.rows % self._world == 0)
+            if entry.piece is not None:
+                self.cuts.append(ReceivedInterval(entry.piece, at, at + entry.piece.master.numel()))
+            at += entry.chunk
+        self.share = EvenShares(at)
 
     def _lay_owned(self) -> None:
-        if any(len(parcel.owners) > self.reduction.few for parcel in self.parcels):
+        if any(len(entry.owners) > self.reduction.few for entry in self.entries):
             self._lay_line()
             return
         order = [
-            (place, Part(owner, *_interval(parcel, owner)))
-            for place, parcel in enumerate(self.parcels)
-            for owner in parcel.owners
+            (place, OwnedInterval(owner, *_interval(entry, owner)))
+            for place, entry in enumerate(self.entries)
+            for owner in entry.owners
         ]
         if len({part.owner for _, part in order}) > self.reduction.few:
             self._lay_line()
@@ -208,31 +189,37 @@ class Bucket:
         lengths: dict[int, int] = {}
         for place, part in self._order:
             if part.owner == self._rank:
-                piece, at = self.parcels[place].piece, lengths.get(part.owner, 0)
+                piece, at = self.entries[place].piece, lengths.get(part.owner, 0)
                 assert piece is not None, "a rank that owns elements has a piece of them"
-                self.cuts.append(Cut(piece, at, at + part.stop - part.start))
+                self.cuts.append(ReceivedInterval(piece, at, at + part.stop - part.start))
             lengths[part.owner] = lengths.get(part.owner, 0) + part.stop - part.start
         longest = max(lengths.values())
         if len(lengths) == self._world and longest * self._world <= _PADDING * sum(lengths.values()):
             self._pads = {owner: longest - length for owner, length in lengths.items() if length < longest}
-            self.share = Even(longest)
+            self.share = EvenShares(longest)
         else:
-            self.share = Owned(tuple(lengths.items()))
+            self.share = OwnedShares(tuple(lengths.items()))
 
     def _lay_line(self) -> None:
         """So many ranks own parts that all get all of it: gradients lie one after the other, as they are."""
-        self._line, self.share = True, Everything()
+        self._line, self.share = True, WholeShares()
         begin = at = 0
-        for parcel in self.parcels:
-            if parcel.piece is not None:
-                start, stop = _interval(parcel, self._rank)
+        for entry in self.entries:
+            if entry.piece is not None:
+                start, stop = _interval(entry, self._rank)
                 self._places.append((begin + start, begin + stop))
-                self.cuts.append(Cut(parcel.piece, at, at + stop - start))
+                self.cuts.append(ReceivedInterval(entry.piece, at, at + stop - start))
                 at += stop - start
-            begin += parcel.numel
+            begin += entry.numel
 
 
-def _parts(mine: Tensor, cuts: Sequence[Cut]) -> Sequence[Tensor]:
+def label(entries: Sequence[BucketEntry]) -> str:
+    """What errors and logs call gradients that travel together."""
+    first, last = entries[0].name, entries[-1].name
+    return f"gradients of {last}" + (f" … {first}" if first != last else "")
+
+
+def _parts(mine: Tensor, cuts: Sequence[ReceivedInterval]) -> Sequence[Tensor]:
     """What each piece gets of it; by one operation where they lie side by side."""
     sizes, at = [], 0
     for cut in cuts:
@@ -244,7 +231,7 @@ def _parts(mine: Tensor, cuts: Sequence[Cut]) -> Sequence[Tensor]:
     return parts
 
 
-def _carry(leaving: Sequence[tuple[Piece, Tensor]], accumulate: torch.dtype) -> None:
+def _carry(leaving: Sequence[tuple[StatePiece, Tensor]], accumulate: torch.dtype) -> None:
     """Off the device, added to what came before, and measured on the way; all of it queued, none of it waited for.
 
     The device adds: what came before travels to it and back beside the backward, in both directions at once, while a
@@ -274,9 +261,9 @@ def _carry(leaving: Sequence[tuple[Piece, Tensor]], accumulate: torch.dtype) -> 
             piece.picked = total.view(-1)[piece.chosen]
 
 
-def _interval(parcel: Parcel, owner: int) -> tuple[int, int]:
-    assert parcel.interval is not None, "a parcel without a chunk knows its owners"
-    return parcel.interval(owner)
+def _interval(entry: BucketEntry, owner: int) -> tuple[int, int]:
+    assert entry.interval is not None, "a entry without a chunk knows its owners"
+    return entry.interval(owner)
 
 
 def as_flat(grad: Tensor | None, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -287,3 +274,89 @@ def as_flat(grad: Tensor | None, numel: int, dtype: torch.dtype, device: torch.d
         grad = grad.to_dense()
     flat: Any = grad.view(-1) if grad.is_contiguous() else grad.reshape(-1)
     return flat if flat.dtype == dtype else flat.to(dtype)  # type: ignore[no-any-return]
+
+
+_LARGE = 128 << 20  # bytes of a bucket of which one in flight keeps any link busy
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    bucket: Bucket
+    memory: Tensor
+    """What was sent; kept until the stream that packed it has waited for the landing."""
+    pending: Pending[Tensor] | None
+    told: Pending[Tensor] | None = None
+    """What ranks say of its gradients; see `BucketsInFlight`."""
+    landed: Any = None
+    """The device's event after landing."""
+
+
+class BucketsInFlight:
+    """Sends buckets and lands them, in order."""
+
+    def __init__(self, landed: Callable[[Bucket, Pending[Tensor]], None]) -> None:
+        """`landed` is called with each bucket that has arrived and of which ranks were asked something."""
+        self._landed = landed
+        self._buckets: list[Bucket] = []
+        self._flying: deque[_Flight] = deque()
+        self._beside: dict[torch.device, SideStream] = {}
+        self._carried: Any = None
+        """The device's event after the last landing in host memory that nobody has waited for."""
+
+    def carry(self, buckets: Sequence[Sequence[BucketEntry]]) -> None:
+        """These leave from now on."""
+        self._buckets = [Bucket(entries) for entries in buckets]
+
+    @torch.no_grad()
+    def send(self, place: int, ask: Callable[[], Pending[Tensor] | None]) -> list[int]:
+        """A bucket leaves for its owners; returns the ids of the parameters of which there was a gradient.
+
+        `ask` is called when it is packed; what it returns is the answer to what ranks were asked of the bucket.
+        """
+        bucket = self._buckets[place]
+        allowed = 1 if bucket.device.type == "cpu" or bucket.nbytes > _LARGE else 2
+        while len(self._flying) >= allowed:
+            self._land_oldest()
+        packed, had = bucket.pack()
+        told = ask()
+        beside = self._beside.get(bucket.device)
+        if beside is None:
+            beside = self._beside[bucket.device] = SideStream(bucket.device)
+        with comm.labelled(bucket.label), beside:
+            flight = _Flight(bucket, packed, bucket.reduction.start(packed, bucket.share), told)
+            if beside.device:
+                self._land(flight)
+                flight.landed = beside.record()
+                if bucket.leaves:
+                    self._carried = flight.landed
+        self._flying.append(flight)
+        return had
+
+    def land(self) -> None:
+        """All that was sent lies with its owners; what left the device is there for the host to read."""
+        while self._flying:
+            self._land_oldest()
+        if self._carried is not None:
+            self._carried.synchronize()
+            self._carried = None
+
+    def drop(self) -> None:
+        """After a backward that failed: the others may never come for the rest of it."""
+        for flight in self._flying:
+            if flight.landed is not None:
+                flight.landed.wait()
+        self._flying.clear()
+
+    @torch.no_grad()
+    def _land(self, flight: _Flight) -> None:
+        pending, flight.pending = flight.pending, None
+        if pending is not None:
+            flight.bucket.land(pending.wait())
+
+    def _land_oldest(self) -> None:
+        flight = self._flying.popleft()
+        self._land(flight)
+        if flight.landed is not None:
+            flight.landed.wait()  # the stream that computes waits, not the host
+        if flight.told is not None:
+            self._landed(flight.bucket, flight.told)

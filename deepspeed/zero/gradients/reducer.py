@@ -1,7 +1,8 @@
 """Gradients to their owners: arrival → the order all ranks share → bucket → reduction → the pieces of this rank.
 
-Stage 1 lets whole gradients add up on the parameters and reduces in the last backward before the optimizer; stages 2
-and 3 reduce in every backward and add up shards. Everything else is the same.
+Shards may be reduced in every backward and added up, or whole gradients add up on the parameters and are reduced in the
+last backward before the optimizer. Where every rank has all of a parameter, its gradient is summed where it lies; what
+ranks agree upon then travels with the buckets, and their hosts exchange nothing: [Note: absent gradients].
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -16,32 +18,35 @@ from torch import Tensor, nn
 
 from deepspeed.comm import Pending
 from deepspeed.ops.multi_tensor import scale_
-from deepspeed.zero.agreement import Hosts
-from deepspeed.zero.gradients.arrivals import Arrivals
-from deepspeed.zero.gradients.bucket import Bucket, Parcel
-from deepspeed.zero.gradients.council import Council
-from deepspeed.zero.gradients.flights import Flights
-from deepspeed.zero.gradients.landing import Landing, told_first
-from deepspeed.zero.gradients.order import pack_buckets
-from deepspeed.zero.gradients.passes import Passes
-from deepspeed.zero.gradients.reduction import Reduction
+from deepspeed.zero.agreement import RankAgreement
+from deepspeed.zero.gradients.agreement import StepAgreement
+from deepspeed.zero.gradients.bucket import Bucket, BucketsInFlight
+from deepspeed.zero.gradients.bucket_order import pack_buckets
+from deepspeed.zero.gradients.hooks import GradientHooks
+from deepspeed.zero.gradients.interfaces import (
+    BucketEntry,
+    GradientConsumer,
+    GradientGroup,
+    ParameterFetcher,
+    ReductionOf,
+)
+from deepspeed.zero.gradients.replicated import ReplicatedGradients, ReplicatedInFlight
 from deepspeed.zero.parameters.shard import shard_of
-from deepspeed.zero.states.group import ShardGroup
-
-__all__ = ["ShardReducer", "Ways"]
 
 _NEVER = 1 << 40  # later than any step
 _WAITING = 2  # buckets that may wait for others to complete before they leave incomplete
 
 
 @dataclass(frozen=True)
-class Ways:
+class ReductionSettings:
     """How gradients of an engine leave."""
 
     every_backward: bool
     """Whole gradients do not outlive a backward."""
     limit: int
-    """Elements per bucket."""
+    """Elements per bucket; of gradients that are summed where they lie, bytes."""
+    first: int | None = None
+    """The limit of the first one."""
     overlap: bool = True
     """Let backward go on while gradients travel."""
     strict: bool = False
@@ -62,39 +67,49 @@ class _Learned:
     """Where the pass is when each bucket leaves."""
 
 
-class ShardReducer:
+class GradientReducer:
     """Reduces the gradients of some groups; the groups may change between steps."""
 
     def __init__(
         self,
-        groups: Callable[[], Sequence[ShardGroup]],
-        reduction_of: Callable[[ShardGroup], Reduction],
-        ways: Ways,
-        council: Council,
+        groups: Callable[[], Sequence[GradientGroup]],
+        reduction_of: ReductionOf,
+        ways: ReductionSettings,
+        council: StepAgreement | None,
         *,
         registered: Callable[[], Iterable[nn.Parameter]],
-        passes: Passes | None = None,
+        passes: ParameterFetcher | None = None,
+        replicated: ReplicatedGradients | None = None,
     ) -> None:
-        """`registered` are the parameters in the model's order; `passes` is told when a backward begins and ends."""
+        """`registered` are the parameters in the model's order; `passes` is told when a backward begins and ends.
+
+        Gradients that are summed where they lie, the only group then, need no `council`.
+        """
         self._groups = groups
         self._reduction_of = reduction_of
         self._ways = ways
         self.eager = ways.every_backward
         """True if gradients are reduced in every backward."""
+        self.replicated = replicated
+        """The gradients that are summed where they lie; None: gradients are taken from the parameters."""
         self._council = council
         self._version = 0
         self._model, self._passes = registered, passes
-        self.arrivals = Arrivals(self._launch, early=ways.early)
+        self.arrivals = GradientHooks(self._launch, early=ways.early, whole=replicated is not None)
         """When gradients come and leave."""
-        self._parcels: list[Parcel] = []
+        self._entries: list[BucketEntry] = []
+        self._by_rows: list[BucketEntry] = []
+        """Those that travel in no bucket."""
         self._number: dict[int, int] = {}
         self._order: list[int] = []
         self._unused: frozenset[int] = frozenset()
         self._guessed = True
         self._proposals = self._patience = 0
-        self._buckets: list[Bucket] = []
-        self._flights = Flights(self._landed)
-        self._landing: Landing | None = None
+        self._buckets: list[list[BucketEntry]] = []
+        self._flights: BucketsInFlight | ReplicatedInFlight = (
+            BucketsInFlight(self._landed) if replicated is None else ReplicatedInFlight()
+        )
+        self._landing: GradientConsumer | None = None
         self._flags: tuple[bool, ...] = ()
         self._had: set[int] = set()  # ids of parameters, which outlive their numbers
         self._absent: frozenset[int] | None = None
@@ -106,31 +121,52 @@ class ShardReducer:
 
     def refresh(self) -> None:
         """Look again at which parameters are trained; one frozen after its gradient came counts until the step."""
+        if self.replicated is not None and self.replicated.alone and not self.replicated.banks:
+            return
         groups, departures = self._groups(), self.arrivals.departures
-        before = self._number if self._had or departures.late or self.arrivals.dirty else {}
-        flags = tuple(param.requires_grad or id(param) in before for group in groups for param in group.params)
+        flags = tuple([param.requires_grad for group in groups for param in group.params])  # faster than a generator
+        if flags == self._flags:
+            return
+        reduced = self.replicated is not None and self._absent is not None
+        before = {id(entry.param) for entry in (*self._entries, *self._by_rows)}
+        before = before if self._had or reduced or departures.late or self.arrivals.dirty else set()
+        flags = tuple([param.requires_grad or id(param) in before for group in groups for param in group.params])
         if flags == self._flags:
             return
         self._flags = flags
-        late = [id(self._parcels[number].param) for number in departures.late]
-        everything = [(group, parcel) for group in groups for parcel in group.parcels(self._reduction_of(group))]
+        late = [id(self._entries[number].param) for number in departures.late]
+        everything = [(group, entry) for group in groups for entry in group.entries(self._reduction_of)]
         trained = [item for item in everything if item[1].param.requires_grad or id(item[1].param) in before]
-        self._parcels = [parcel for _, parcel in trained]
-        self._number = {id(parcel.param): number for number, parcel in enumerate(self._parcels)}
+        self._entries = [entry for _, entry in trained if entry.by_rows is None]
+        self._by_rows = [entry for _, entry in trained if entry.by_rows is not None]
+        self._number = {id(entry.param): number for number, entry in enumerate(self._entries)}
         self._order, self._unused, self._guessed = self._registered(), frozenset(), True
         self.arrivals.close()
         self.arrivals.relearn()
         self._rebuild()
         self.arrivals.departures.late = {self._number[each] for each in late}
-        for number, (group, parcel) in enumerate(trained):
-            followed = None if id(parcel.param) in self._kept else number
-            if parcel.param.requires_grad:
-                self.arrivals.hook(parcel.name, parcel.param, followed, told_first(self._landing, parcel.param, group))
+        for group, entry in trained:
+            if entry.param.requires_grad:
+                self._hook(group, entry)
 
-    def use_up(self, landing: Landing) -> None:
+    def _hook(self, group: GradientGroup, entry: BucketEntry) -> None:
+        param, take = entry.param, group.on_arrival(entry.param)
+        if self._alone and take is None:
+            return
+        first = take if self._landing is None else partial(_arrived, self._landing, param, take)
+        followed = None if self._alone or id(param) in self._kept else self._number.get(id(param))
+        self.arrivals.hook(entry.name, param, followed, first)
+
+    @property
+    def _alone(self) -> bool:
+        """True if gradients lie where they are needed: there is no other rank."""
+        return self.replicated is not None and self.replicated.alone
+
+    def use_up(self, consumer: GradientConsumer) -> None:
         """Hand gradients over as they land, on all ranks together."""
+        assert self._council is not None, "gradients that are summed in place are not used up"
         self._council.open_polls()
-        self._landing, self._flags = landing, ()
+        self._landing, self._flags = consumer, ()
         self.refresh()
 
     def keep_back(self, params: Iterable[nn.Parameter]) -> None:
@@ -143,21 +179,25 @@ class ShardReducer:
         places = {id(param): place for place, param in enumerate(self._model())}
         last = len(places)
         return sorted(
-            range(len(self._parcels)), key=lambda number: -places.get(id(self._parcels[number].param), last + number)
+            range(len(self._entries)), key=lambda number: -places.get(id(self._entries[number].param), last + number)
         )
 
     def _rebuild(self) -> None:
-        sizes = [parcel.numel for parcel in self._parcels]
-        kinds = [parcel.kind for parcel in self._parcels]
-        last = {number for number, parcel in enumerate(self._parcels) if id(parcel.param) in self._kept}
-        order = [number for number in self._order if number not in last]
-        packed = pack_buckets(order, sizes, kinds, self._ways.limit, unused=self._unused)
-        kept = pack_buckets(sorted(last), sizes, kinds, self._ways.limit)
-        packed += kept
-        self._buckets = [Bucket([self._parcels[number] for number in numbers]) for numbers in packed]
+        whole = self.replicated is not None
+        if self._alone:
+            self.arrivals.watch([], [], 0)
+            return
+        sizes = [entry.numel * (entry.accumulate.itemsize if whole else 1) for entry in self._entries]
+        kinds = [(entry.kind, id(entry.param) in self._kept) for entry in self._entries]
+        packed = pack_buckets(self._order, sizes, kinds, self._ways.limit, unused=self._unused, first=self._ways.first)
+        packed.sort(key=lambda numbers: kinds[numbers[0]][1])
+        kept = sum(kinds[numbers[0]][1] for numbers in packed)
+        self._buckets = [[self._entries[number] for number in numbers] for numbers in packed]
+        self._flights.carry(self._buckets)
         self._version += 1
         largest = max((sum(sizes[number] for number in numbers) for numbers in packed), default=0)
-        self.arrivals.watch(packed, sizes, _WAITING * largest, kept=len(kept))
+        budget = sum(sizes) if whole else _WAITING * largest  # what is summed in place leaves when it is complete
+        self.arrivals.watch(packed, sizes, budget, kept=kept)
 
     # ---- what happened
 
@@ -173,12 +213,14 @@ class ShardReducer:
 
     def absent(self) -> list[nn.Parameter]:
         """Trained parameters of which no rank has had a gradient; known once `conclude` was called."""
-        return [self._parcels[number].param for number in sorted(self._absent or ())]
+        return [self._entries[number].param for number in sorted(self._absent or ())]
 
     @property
     def empty(self) -> bool:
-        """True if no rank has had any gradient; known once `conclude` was called."""
-        return self._absent is not None and len(self._absent) == len(self._parcels)
+        """True if no rank has had any gradient; the same on all of them once `conclude` was called."""
+        if self.replicated is not None:
+            return self.replicated.empty
+        return self._absent is not None and len(self._absent) == len(self._entries)
 
     # ---- a backward
 
@@ -201,10 +243,23 @@ class ShardReducer:
             self._passes.end_backward()
 
     def reopen(self) -> None:
-        """More gradients are about to come: what was reduced lies with its owners, new ones are added to it."""
+        """More gradients are about to be added to what may have been reduced already.
+
+        Shards that were reduced lie with their owners. Where gradients are summed in place, reducing a mean again does
+        no harm, as the mean of equal gradients is the gradient; a sum must be undone.
+        """
+        if self.replicated is None or self._absent is None:
+            return
+        with torch.no_grad():
+            for entry in (*self._entries, *self._by_rows):
+                if entry.again != 1.0 and entry.holder is not None and entry.holder.grad is not None:
+                    entry.holder.grad.div_(entry.again)
+        self._absent = None
 
     def arm(self) -> None:
         """The backward that starts now is to be reduced while it runs."""
+        if self._alone:
+            return
         if self._guessed and self._passes is not None:
             self._take_guess(self._passes.first_uses())
         self.arrivals.arm()
@@ -214,14 +269,20 @@ class ShardReducer:
         self.arrivals.begin()
 
     def settle(self) -> None:
-        """The backward is over: what has not been launched is."""
+        """The backward is over: what has not been launched is; what is summed in place is there for users to see."""
+        if self.replicated is not None:
+            self.finish()
+            return
         self.arrivals.settle()
         self._absent = None
 
     def finish(self) -> None:
-        """All gradients lie with their owners, late ones too; on all ranks together."""
-        if self.arrivals.armed or self.arrivals.dirty:
-            self.settle()
+        """All gradients are reduced, late ones too; on all ranks together."""
+        if self._alone:
+            return
+        if self.arrivals.armed or self.arrivals.dirty or (self.replicated is not None and self._absent is None):
+            self.arrivals.settle()
+            self._absent = None
         self.land()
         if self._absent is None:
             self._agree()
@@ -230,20 +291,20 @@ class ShardReducer:
         """Every rank takes an optimizer step now: `finish`, and an error on all ranks if one does something else."""
         if self._passes is not None:
             self._passes.forget_graphs()
-        if self._absent is None:
-            if not self._launched and self.arrivals.clock is None:  # others that had a backward wait for zeros
-                self.arm()
-                self.begin()
-                self.settle()
-            self.finish()
-        else:
+        if self._council is not None and self._absent is not None:
             self._council.confirm()
+            return
+        if self._council is not None and not self._launched and self.arrivals.clock is None:
+            self.arm()  # others that had a backward wait for zeros
+            self.begin()
+            self.settle()
+        self.finish()
 
     def change_unreduced(self, param: nn.Parameter, change: Callable[[Tensor | None], Tensor]) -> None:
         """Put what `change` makes of it in place of this rank's whole gradient, before it is reduced."""
-        shard = shard_of(param)
-        if shard is None or param.grad is not None:
-            param.grad = change(param.grad)
+        shard, holder = shard_of(param), param if self.replicated is None else self.replicated.holder(param)
+        if shard is None or self.replicated is not None or param.grad is not None:
+            holder.grad = change(holder.grad)
         else:
             shard.gradient = change(shard.gradient)
         self.arrivals.dirty = True
@@ -280,9 +341,9 @@ class ShardReducer:
     def close(self) -> None:
         """Remove every hook."""
         self.arrivals.close()
-        self._buckets.clear()
+        self._flights.carry([])
 
-    # ---- when buckets leave where parameters are gathered, too: `deepspeed.zero.parameters.passes.Departing`
+    # ---- when buckets leave where parameters are gathered: `zero.parameters.fetch_schedule.LeavingBuckets`
 
     def ready(self) -> tuple[int, int]:
         """How many buckets may have left by now, and how many must have because too much waits."""
@@ -292,13 +353,13 @@ class ShardReducer:
         """Let buckets leave until so many have."""
         self.arrivals.depart(until)
 
-    def learn(self, hosts: Hosts) -> _Learned | None:
+    def learn(self, hosts: RankAgreement) -> _Learned | None:
         """The first rank's order from now on; returns where the pass was when each gradient came, if that is known."""
         if not self.arrivals.armed or not self.arrivals.final or self.arrivals.more:
             return None
         departures = self.arrivals.departures
         seen = departures.learned()
-        known, count = set(seen), len(self._parcels)
+        known, count = set(seen), len(self._entries)
         order = [*seen, *(number for number in self._order if number not in known)]
         positions = [departures.positions.get(number, _NEVER) if number in known else _NEVER for number in range(count)]
         told = hosts.tell([*order, *positions], 2 * count)
@@ -313,8 +374,8 @@ class ShardReducer:
         """How many buckets leave before a step of a plan: those of which everything came before it."""
         if learned.version != self._version:
             learned.version, learned.places, known = self._version, [], learned.positions
-            if len(known) == len(self._parcels):  # else others are trained now: everything leaves at the end
-                last = (max(known[self._number[id(p.param)]] for p in bucket.parcels) for bucket in self._buckets)
+            if len(known) == len(self._entries):  # else others are trained now: everything leaves at the end
+                last = (max(known[self._number[id(p.param)]] for p in bucket) for bucket in self._buckets)
                 learned.places = list(accumulate(last, max))
         return bisect_right(learned.places, step)
 
@@ -322,26 +383,21 @@ class ShardReducer:
 
     @torch.no_grad()
     def _launch(self, place: int) -> None:
-        bucket = self._buckets[place]
         self._launched = True
-        self._flights.make_room(bucket)
-        grads = [parcel.take() for parcel in bucket.parcels]
-        for parcel, grad in zip(bucket.parcels, grads, strict=True):
-            if grad is not None:
-                self._had.add(id(parcel.param))
-        packed = bucket.pack(grads)
-        del grads
-        told = None
-        if self._landing is not None:
-            told = self._council.poll([self._landing.leaves_whole(parcel.param) for parcel in bucket.parcels])
-        self._flights.send(bucket, packed, told)
-        if not self._ways.overlap or (self._ways.strict and bucket.device.type == "cpu"):
+        bucket = self._buckets[place]
+        self._had.update(self._flights.send(place, partial(self._poll, bucket)))
+        if not self._ways.overlap or (self._ways.strict and bucket[0].device.type == "cpu"):
             self.land()
+
+    def _poll(self, bucket: Sequence[BucketEntry]) -> Pending[Tensor] | None:
+        if self._landing is None or self._council is None:
+            return None
+        return self._council.poll([self._landing.leaves_whole(entry.param) for entry in bucket])
 
     def _landed(self, bucket: Bucket, told: Pending[Tensor]) -> None:
         assert self._landing is not None, "somebody asked"
-        answers = zip(bucket.parcels, told.wait().tolist(), strict=True)
-        self._landing.landed([parcel.param for parcel, whole in answers if whole])
+        answers = zip(bucket.entries, told.wait().tolist(), strict=True)
+        self._landing.landed([entry.param for entry, whole in answers if whole])
 
     def land(self) -> None:
         """What is on its way has arrived; late gradients still wait for `finish`."""
@@ -361,12 +417,18 @@ class ShardReducer:
 
     def _agree(self) -> None:
         """A second round for what was late on any rank, who had a gradient, and the order from now on."""
+        if self._council is None:  # the buckets have told
+            for entry in self._by_rows:
+                if entry.by_rows is not None:
+                    entry.by_rows()
+            self._absent = frozenset()
+            return
         departures = self.arrivals.departures
         verdict = self._council.meet(
             had={self._number[each] for each in self._had} | departures.late,
             late={departures.place_of(number) for number in departures.late},
             order=self._proposal(),
-            sizes=(len(self._parcels), len(self._buckets)),
+            sizes=(len(self._entries), len(self._buckets)),
         )
         departures.late.clear()
         for place in verdict.late:
@@ -374,7 +436,7 @@ class ShardReducer:
         if verdict.late and self._passes is not None:
             self._passes.retrace()
         self.land()
-        self._absent = frozenset(range(len(self._parcels))) - verdict.had
+        self._absent = frozenset(range(len(self._entries))) - verdict.had
         if verdict.order is not None:
             self._order = verdict.order
             self._unused = self._absent
@@ -392,3 +454,9 @@ class ShardReducer:
         known = set(seen)
         order = [*seen, *(number for number in self._order if number not in known)]
         return None if order == self._order else order
+
+
+def _arrived(consumer: GradientConsumer, param: nn.Parameter, take: Callable[[], None] | None) -> None:
+    consumer.arrived(param)
+    if take is not None:
+        take()

@@ -1,11 +1,12 @@
 """How one bucket of gradients gets to its owners: `Reduction`, and the plain one over the ranks of an axis.
 
-Codecs (quantised in two hops, signs with error feedback) are other objects with the same method.
+Codecs (quantised in two hops, signs with error feedback) are other objects with the same methods, which
+`deepspeed.zero.build.make_reduction` chooses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,36 +23,34 @@ from deepspeed.parallel import AxisGroup
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
 
-__all__ = ["Even", "Everything", "Owned", "Reduction", "Share", "ToOwners", "Weights"]
-
 # So many owners get an operation of their own each; more share an all-reduce, which moves twice the bytes in one.
 _FEW_OWNERS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Even:
+class EvenShares:
     """Every rank owns as many elements, in the order of the ranks."""
 
     length: int
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class OwnedShares:
     """(rank, elements) of those that own any, in the order in which their slices lie."""
 
     lengths: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Everything:
-    """Too many ranks own parts: each receives all of it, and takes its own."""
+class WholeShares:
+    """Each rank receives all of it: it owns all, or too many ranks own parts and each takes its own."""
 
 
-Share = Even | Owned | Everything
+Share = EvenShares | OwnedShares | WholeShares
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class ReductionWeights:
     """What gradients are multiplied by before and after they are summed over ranks."""
 
     before: float = 1.0
@@ -60,7 +59,7 @@ class Weights:
     """The mean comes out, not the sum."""
 
     @classmethod
-    def of(cls, schema: Schema, size: int) -> Weights:
+    def of(cls, schema: Schema, size: int) -> ReductionWeights:
         """Those of a config: the mean, or the sum if `gradient_allreduce_op` says so; divided early or late."""
         mean = schema.gradient_allreduce_op == "mean"
         whole = 1.0 / size if mean else 1.0
@@ -83,20 +82,29 @@ class Reduction(Protocol):
 
     @property
     def few(self) -> int:
-        """So many owners of unequal slices it serves apart; where there are more, `Everything` is better."""
+        """So many owners of unequal slices it serves apart; where there are more, `WholeShares` is better."""
 
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
         """Begin with a tensor that is used up; the result is this rank's slice, weighted."""
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """What it has to remember from step to step on this rank, for checkpoints; empty if nothing."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over what `state_dict` gave on the same rank of as many."""
+
+    def close(self) -> None:
+        """Let go of whatever it holds."""
+
 
 @dataclass(frozen=True, eq=False)
-class ToOwners:
-    """Reduce-scatter over the ranks of an axis; then the sum over equal copies beside it, where there are some."""
+class ReduceToOwners:
+    """Reduce-scatter over the ranks of an axis; then a second hop, the sum over equal copies, where there are some."""
 
     axis: AxisGroup
     group: Any
     """The process group of the axis on which gradients travel."""
-    weights: Weights = Weights()
+    weights: ReductionWeights = ReductionWeights()
     replicate: AxisGroup | None = None
     """Ranks that hold the same slice for other samples."""
     everywhere: bool = False
@@ -127,18 +135,38 @@ class ToOwners:
         """See `Reduction`."""
         if self.weights.before != 1.0:
             send = send.mul_(self.weights.before)
-        summed = self._scatter(send, share) if self.size > 1 else Pending(self._mine(send, share))
-        return Pending(send, summed, lambda _: self._weigh(summed.wait()))
+        first = self._scatter(send, share) if self.size > 1 else Pending(self._mine(send, share))
+        copies = self.replicate if self.replicate is not None and self.replicate.size > 1 else None
+        if copies is None:
+            return Pending(send, first, lambda _: self._weigh(first.wait()))
+        if self.size == 1:
+            mine = first.wait()
+            return Pending(mine, comm.all_reduce(mine, group=copies.group, async_op=True), self._weigh)
+
+        def second(_: Tensor) -> Tensor:
+            mine = first.wait()
+            comm.all_reduce(mine, group=copies.group)
+            return self._weigh(mine)
+
+        return Pending(send, first, second)
 
     def _weigh(self, mine: Tensor) -> Tensor:
-        if self.replicate is not None and self.replicate.size > 1:
-            comm.all_reduce(mine, group=self.replicate.group)
         return mine.mul_(self.weights.after) if self.weights.after != 1.0 and mine.numel() else mine
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """See `Reduction`."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """See `Reduction`."""
+
+    def close(self) -> None:
+        """See `Reduction`."""
+
     def _mine(self, send: Tensor, share: Share) -> Tensor:
-        if isinstance(share, Everything):
+        if isinstance(share, WholeShares):
             return send
-        if isinstance(share, Even):
+        if isinstance(share, EvenShares):
             return send.narrow(0, self.rank * share.length, share.length)
         at = 0
         for owner, length in share.lengths:
@@ -148,11 +176,11 @@ class ToOwners:
         return send[:0]
 
     def _scatter(self, send: Tensor, share: Share) -> Pending[Tensor]:
-        if self.everywhere or isinstance(share, Everything):
+        if self.everywhere or isinstance(share, WholeShares):
             return self._all_reduce(send, share)
         if self._by_exchange and send.device.type == "cpu":
             return self._exchange(send, share)
-        if isinstance(share, Even):
+        if isinstance(share, EvenShares):
             out = send.new_empty(share.length)
             return Pending(out, comm.reduce_scatter_tensor(out, send, group=self.group, async_op=True))
         works, at = [], 0
@@ -165,13 +193,13 @@ class ToOwners:
     def _all_reduce(self, send: Tensor, share: Share) -> Pending[Tensor]:
         return Pending(self._mine(send, share), comm.all_reduce(send, group=self.group, async_op=True))
 
-    def _exchange(self, send: Tensor, share: Even | Owned) -> Pending[Tensor]:
+    def _exchange(self, send: Tensor, share: EvenShares | OwnedShares) -> Pending[Tensor]:
         """Send every slice to its owner, which adds them up in the order of the ranks.
 
         gloo's reduce-scatter moves twice the data and took four times as long. This rank's own slice stays where it is
         if it lies at an end, so that it needs no memory to travel to itself.
         """
-        lengths = [share.length] * self.size if isinstance(share, Even) else _dense(share, self.size)
+        lengths = [share.length] * self.size if isinstance(share, EvenShares) else _dense(share, self.size)
         mine = self._mine(send, share)
         others = list(lengths)
         sent, own = send, 0
@@ -196,7 +224,7 @@ class ToOwners:
         return Pending(mine, work, add)
 
 
-def _dense(share: Owned, size: int) -> list[int]:
+def _dense(share: OwnedShares, size: int) -> list[int]:
     lengths = [0] * size
     for owner, length in share.lengths:
         lengths[owner] = length

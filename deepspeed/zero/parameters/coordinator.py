@@ -1,6 +1,6 @@
-"""`Coordinator`: what hooks on modules and parameters tell stage 3; it makes parameters whole and lets go of them.
+"""`FetchCoordinator`: what hooks on modules and parameters tell stage 3; it makes parameters whole and lets go of them.
 
-Who needs what at this moment is `Holds`; what is gathered when, and how ranks agree on it, is `Passes`.
+Who needs what at this moment is `UseCounts`; what is gathered when, and how ranks agree on it, is `FetchSchedule`.
 
 [Note: differentiated twice] A backward with `create_graph=True` makes a graph of its own. Its nodes need parameters,
 belong to no module, and may run before anything else of the backward that differentiates them. So the parameters of
@@ -14,22 +14,21 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from deepspeed.zero.parameters.holds import Holds
-from deepspeed.zero.parameters.passes import Departing, Passes
+from deepspeed.zero.parameters.fetch_schedule import FetchSchedule, LeavingBuckets
 from deepspeed.zero.parameters.shard import Shard, shards_of
-from deepspeed.zero.parameters.uses import Use
+from deepspeed.zero.parameters.uses import ModuleUse, UseCounts
 
-__all__ = ["Coordinator", "Use"]
+__all__ = ["FetchCoordinator", "ModuleUse"]
 
 
-class Coordinator:
+class FetchCoordinator:
     """Makes parameters whole before modules need them, and lets go of them afterwards."""
 
-    def __init__(self, passes: Passes) -> None:
+    def __init__(self, passes: FetchSchedule) -> None:
         self._passes = passes
-        self._holds = Holds(passes.left, passes.loosened)
-        self._uses: dict[int, Use] = {}
-        self._users: dict[int, Use] = {}
+        self._holds = UseCounts(passes.left, passes.loosened)
+        self._uses: dict[int, ModuleUse] = {}
+        self._users: dict[int, ModuleUse] = {}
         """A use of each shard, by its number."""
         self._forwards: set[tuple[object, ...]] = set()
         """The kinds of forward with gradients since the last backward."""
@@ -45,7 +44,7 @@ class Coordinator:
 
     # ---- what is used
 
-    def add(self, use: Use) -> None:
+    def add(self, use: ModuleUse) -> None:
         """Know about a use; all ranks add the same ones in the same order."""
         self._uses[use.number] = use
         for shard in use.shards:
@@ -67,7 +66,7 @@ class Coordinator:
         self._passes.invalidate()
 
     @property
-    def current(self) -> Use | None:
+    def current(self) -> ModuleUse | None:
         """The innermost module that is running."""
         return self._holds.current
 
@@ -92,7 +91,7 @@ class Coordinator:
         """How many uses all ranks have come to in the pass that runs."""
         return self._passes.position
 
-    def send_with(self, departing: Departing) -> None:
+    def send_with(self, departing: LeavingBuckets) -> None:
         """Let gradients leave at places of the pass that all ranks come to."""
         if self._uses:
             self._passes.departing = departing
@@ -103,7 +102,7 @@ class Coordinator:
 
     # ---- forward
 
-    def enter(self, use: Use) -> None:
+    def enter(self, use: ModuleUse) -> None:
         """A module begins to run."""
         if not self._passes.running:
             self._bring()
@@ -111,7 +110,7 @@ class Coordinator:
         self._passes.need(use)
         self._holds.push(use)
 
-    def leave(self, use: Use) -> None:
+    def leave(self, use: ModuleUse) -> None:
         """A module has run, or failed."""
         if self.in_backward:
             self._holds.keep_frozen(use)
@@ -136,7 +135,7 @@ class Coordinator:
         self._passes.need(use)
         self._holds.also(shard)
 
-    def hand_over(self, use: Use, shard: Shard) -> None:
+    def hand_over(self, use: ModuleUse, shard: Shard) -> None:
         """A module returns one of its parameters: whoever called it uses that from now on."""
         caller = self._holds.caller_of(use)
         if caller is not None and shard not in caller.shards:
@@ -158,7 +157,7 @@ class Coordinator:
         if self.bring is not None:
             self.bring()
 
-    def before_backward(self, use: Use, *, recorded: bool = False) -> None:
+    def before_backward(self, use: ModuleUse, *, recorded: bool = False) -> None:
         """The gradient of a module's output is known: its parameters are needed next.
 
         `recorded`: this backward makes a graph; see [Note: differentiated twice].
@@ -188,7 +187,7 @@ class Coordinator:
         """Every use of a trained parameter in this backward is over: its gradient is there."""
         self._holds.arrived(shard)
 
-    def inputs_done(self, use: Use) -> None:
+    def inputs_done(self, use: ModuleUse) -> None:
         """The gradients of all inputs of a module are known."""
         self._holds.inputs_done(use, all_of_it=self.inputs_only)
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from deepspeed.errors import UsageError
 from deepspeed.log import warn_once
 
-__all__ = ["WatchedData", "plain_data", "reclaim", "show", "writes"]
-
 _DATA: Any = torch.Tensor.data
 show = _DATA.__set__
 """Let a parameter lie in some memory; not counted as a write."""

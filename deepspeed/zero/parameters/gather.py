@@ -2,7 +2,7 @@
 
 How bytes move is this file's affair; who gathers what, when, and how ranks agree is the coordinator's. Each shard
 knows its gather, so that whoever makes it whole, the engine or a user, does so in the same way. Quantised gathers or
-those from a nearer copy are other objects with the same method.
+those from a nearer copy are other objects with the same method, which `deepspeed.zero.build` chooses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,9 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.comm import Pending
 from deepspeed.comm.coalesced import BATCHING, all_gather_coalesced, broadcast_coalesced
-from deepspeed.comm.direct_gather import gather_parts
+from deepspeed.comm.point_to_point import gather_parts
+from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters.shard import Shard
-
-__all__ = ["PLAIN", "Gather", "PlainGather", "finish", "gather", "release", "spread", "start"]
 
 # A chunk of this many bytes is better sent from where it lies than packed with others; gloo copies anyway.
 _WORTH_PACKING = {"gloo": 1 << 17, "others": 2 << 20}
@@ -31,11 +31,65 @@ _WORTH_SPARING = 1 << 20
 _backends: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # torch's own look-up takes a while
 
 
-class Gather(Protocol):
-    """Makes shards of one axis whole."""
+class GatherFor(Enum):
+    """What parameters are made whole for."""
 
-    def start(self, shards: Sequence[Shard]) -> None:
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+    """An optimizer step has updated them."""
+    ACCESS = "access"
+    """Somebody reads or writes them: a user, a checkpoint, `Init`."""
+
+
+T_contra = TypeVar("T_contra", contravariant=True)
+
+
+class Gather(Protocol[T_contra]):
+    """Makes shards of one axis whole: those of parameters (`Shard`), or flat buffers (`FlatBlocks`)."""
+
+    def start(self, shards: Sequence[T_contra], serves: GatherFor) -> None:
         """Begin; each shard's `pending` says when it is whole. All ranks start the same shards in the same order."""
+
+
+@dataclass(eq=False)
+class FlatBlocks:
+    """A flat buffer that every rank has, and of which it owns a block that it has changed."""
+
+    name: str
+    axis: AxisGroup
+    flat: Tensor
+    sent: Tensor
+    """The block, within `flat`."""
+    pending: Pending[Any] | None = None
+
+
+@dataclass(frozen=True)
+class BlockGather:
+    """Blocks of all ranks by all-gather; in place, or through a smaller buffer where backends need a copy."""
+
+    limit: int
+    """Elements that are gathered at a time where memory has to be bounded (`allgather_bucket_size`)."""
+
+    @torch.no_grad()
+    def start(self, shards: Sequence[FlatBlocks], serves: GatherFor) -> None:
+        """See `Gather`."""
+        for each in shards:
+            with comm.labelled(each.name):
+                each.pending = self._one(each)
+
+    def _one(self, each: FlatBlocks) -> Pending[Any]:
+        world, group, shard = each.axis.size, each.axis.group, each.sent.numel()
+        if each.flat.numel() <= self.limit or each.flat.device.type != "cpu":
+            return Pending(None, comm.all_gather_into_tensor(each.flat, each.sent, group=group, async_op=True))
+        rows = each.flat.view(world, shard)
+        step = max(self.limit // world, 1)
+        for at in range(0, shard, step):
+            mine = each.sent[at : at + step]
+            some = mine.new_empty(world, len(mine))
+            comm.all_gather_into_tensor(some.view(-1), mine.contiguous(), group=group)
+            rows[:, at : at + step].copy_(some)
+        return Pending(None)
 
 
 @dataclass(frozen=True)
@@ -46,7 +100,7 @@ class PlainGather:
     one_by_one: bool = False
 
     @torch.no_grad()
-    def start(self, shards: Sequence[Shard]) -> None:
+    def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
         """See `Gather`."""
         kinds: dict[Any, list[Shard]] = {}
         for shard in shards:
@@ -73,7 +127,7 @@ class PlainGather:
 PLAIN = PlainGather()
 
 
-def start(shards: Iterable[Shard]) -> None:
+def start(shards: Iterable[Shard], serves: GatherFor = GatherFor.ACCESS) -> None:
     """Begin to make these whole, whether or not they are, each in its own way."""
     kinds: dict[Any, list[Shard]] = {}
     for shard in shards:
@@ -81,7 +135,7 @@ def start(shards: Iterable[Shard]) -> None:
             shard.settle()
             kinds.setdefault(shard.gather or PLAIN, []).append(shard)
     for way, alike in kinds.items():
-        way.start(alike)
+        way.start(alike, serves)
 
 
 def finish(shards: Iterable[Shard]) -> None:
@@ -92,9 +146,9 @@ def finish(shards: Iterable[Shard]) -> None:
         shard.attach()
 
 
-def gather(shards: Sequence[Shard]) -> None:
+def gather(shards: Sequence[Shard], serves: GatherFor = GatherFor.ACCESS) -> None:
     """Make these whole now."""
-    start(shards)
+    start(shards, serves)
     finish(shards)
 
 

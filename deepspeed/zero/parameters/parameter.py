@@ -19,20 +19,8 @@ from deepspeed.log import warn_once
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.data import WatchedData
-from deepspeed.zero.parameters.remote import Remote
+from deepspeed.zero.parameters.offloaded import ChunkTier
 from deepspeed.zero.parameters.shard import Shard, ZeroParamType, shards_of
-
-__all__ = [
-    "ResidentParameter",
-    "SpreadParameter",
-    "WholeParameter",
-    "ZeroParameter",
-    "ordinary_class",
-    "plain_grad",
-    "shard_parameter",
-    "spread_class",
-    "watch",
-]
 
 _CLIPPING = clip_grad.__file__
 _GRAD: Any = torch.Tensor.grad
@@ -250,7 +238,7 @@ def watch(param: nn.Parameter, kind: type[WholeParameter] = WholeParameter) -> N
         param.__class__ = kind
 
 
-def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "", remote: Remote | None = None) -> Shard:
+def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "", remote: ChunkTier | None = None) -> Shard:
     """Cut a whole parameter; it stays the same object, and whole until it is released."""
     shard = Shard(param, axis, name, remote)
     param.__class__ = _sharded(type(param), ZeroParameter if shard.alone else SpreadParameter)

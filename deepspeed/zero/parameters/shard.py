@@ -24,9 +24,7 @@ from deepspeed.zero.parameters.data import reclaim, show, writes
 
 if TYPE_CHECKING:
     from deepspeed.zero.parameters.gather import Gather
-    from deepspeed.zero.parameters.remote import Remote
-
-__all__ = ["Shard", "ZeroParamStatus", "ZeroParamType", "shard_of", "shards_of", "used_while_empty"]
+    from deepspeed.zero.parameters.offloaded import ChunkTier
 
 _numbers = itertools.count()
 
@@ -59,7 +57,7 @@ class Shard:
     made = 0
     """How many there have been, so that a model which got new ones can be noticed."""
 
-    def __init__(self, param: nn.Parameter, axis: AxisGroup, name: str = "", remote: Remote | None = None) -> None:
+    def __init__(self, param: nn.Parameter, axis: AxisGroup, name: str = "", remote: ChunkTier | None = None) -> None:
         """Cut a whole parameter; it stays whole until `release`. The chunk lives in `remote`, if that is given."""
         self.param = param
         self.axis = axis
@@ -80,7 +78,7 @@ class Shard:
         """Numbers of the modules that use it now, as clients see them."""
         self.edits = 0
         """How often a user changed the values; masters follow."""
-        self.gather: Gather | None = None
+        self.gather: Gather[Shard] | None = None
         """How it becomes whole; None: the plain way."""
         self.gradient: Tensor | None = None
         """A whole gradient that waits to be reduced."""
@@ -118,7 +116,7 @@ class Shard:
         return chunk.clone() if self.remote is None else self.remote.keep(chunk)
 
     @torch.no_grad()
-    def leave(self, remote: Remote) -> None:
+    def leave(self, remote: ChunkTier) -> None:
         """Let the chunk live elsewhere from now on; only while the parameter is not whole."""
         self.remote, self.alone = remote, False
         self.data = remote.keep(self.data)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
+from deepspeed.config.zero import DeepSpeedZeroConfig
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.parameters import gather as fetch
-from deepspeed.zero.parameters.parameter import shard_parameter, spread_class
-from deepspeed.zero.parameters.remote import Remote, Remotes
+from deepspeed.zero.parameters.offloaded import ChunkTier, ChunkTiers
+from deepspeed.zero.parameters.parameter import ordinary_class, shard_parameter, spread_class
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
 from deepspeed.zero.placement import LiesOn
 
 __all__ = ["convert_shards", "keep_whole", "numel_of", "persist", "put_away", "shard_module", "shard_parameter"]
 
 
-def shard_module(module: nn.Module, lies_on: LiesOn, remotes: Remotes | None = None) -> list[Shard]:
+def shard_module(module: nn.Module, lies_on: LiesOn, remotes: ChunkTiers | None = None) -> list[Shard]:
     """Cut every parameter that is not cut yet; returns all shards in the order of the model.
 
     Those that are cut already, by `zero.Init` for instance, are used over their axis from now on. With `remotes` chunks
@@ -46,7 +48,7 @@ def shard_module(module: nn.Module, lies_on: LiesOn, remotes: Remotes | None = N
     return shards
 
 
-def _move(shard: Shard, remote: Remote | None) -> None:
+def _move(shard: Shard, remote: ChunkTier | None) -> None:
     """Let a chunk live elsewhere, or on the device."""
     if shard.whole and shard.numel:
         shard.release()
@@ -72,13 +74,13 @@ def put_away(module: nn.Module) -> None:
         shard.persistent = False
 
 
-def convert_shards(module: nn.Module, stage: int, *, stay: bool = False) -> None:
+def convert_shards(module: nn.Module, zero: DeepSpeedZeroConfig, *, stay: bool = False) -> None:
     """Let shards follow the dtype and, unless they `stay`, the device that the module's empty parameters were given."""
     shards = shards_of(module.parameters())
-    if shards and stage < 3:
+    if shards and not zero.shards_parameters:
         raise UsageError(
             f"{len(shards)} parameters were constructed in shards, by deepspeed.zero.Init, but zero_optimization.stage "
-            f"is {stage}. Set it to 3, or construct the model with zero.Init(enabled=False)."
+            f"is {int(zero.stage)}. Set it to 3, or construct the model with zero.Init(enabled=False)."
         )
     for shard in shards:
         if not shard.whole:
@@ -120,3 +122,36 @@ def _rehome(name: str, shard: Shard, axis: AxisGroup) -> None:
             "data_parallel_group of the engine."
         )
     shard.axis = axis
+
+
+class Reshard:
+    """Opens parameters that `zero.Init` sharded; what they have become is sharded over the ranks of an engine."""
+
+    def __init__(self, axis: AxisGroup) -> None:
+        self._axis = axis
+        self._done: set[int] = set()
+
+    @contextmanager
+    def __call__(self, params: Iterable[nn.Parameter], axis: AxisGroup | None = None) -> Iterator[None]:
+        """Inside, these parameters are whole and ordinary; all ranks come here together. Once for each of them.
+
+        They are sharded over `axis` afterwards, if it is given: experts lie on other ranks than the rest.
+        """
+        shards = [shard for shard in shards_of(params) if id(shard.param) not in self._done]
+        self._done.update(id(shard.param) for shard in shards)
+        fetch.gather([shard for shard in shards if not shard.whole])
+        for shard in shards:
+            _open(shard)
+        yield
+        for shard in shards:
+            mine = shard_parameter(shard.param, axis or self._axis, shard.name, shard.remote)
+            mine.strict, mine.gather = shard.strict, shard.gather
+            if mine.numel and not mine.alone:
+                mine.release()
+
+
+def _open(shard: Shard) -> None:
+    """Make an ordinary parameter of a whole one that knows its shard."""
+    param = shard.param
+    param.__class__ = ordinary_class(type(param))
+    del param._zero  # type: ignore[attr-defined]

@@ -16,24 +16,7 @@ from torch import Tensor, nn
 from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.ops.moments import MomentKeeper, scale_name
-from deepspeed.zero.states.lookup import Owner, ParameterState, join, owner_of
-
-__all__ = [
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized",
-]
-
+from deepspeed.zero.states.parameter_state import ParameterState, StateOwner, join, owner_of
 
 # ---- whole
 
@@ -175,12 +158,12 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Any, optim_state_
 # ---- which parameter
 
 
-def _find(param: nn.Parameter) -> tuple[Owner | None, ParameterState | None]:
+def _find(param: nn.Parameter) -> tuple[StateOwner | None, ParameterState | None]:
     owner = owner_of(param)
     return owner, owner.find(param) if owner is not None and param.requires_grad else None
 
 
-def _find_local(param: nn.Parameter, call: str) -> tuple[Owner | None, ParameterState | None]:
+def _find_local(param: nn.Parameter, call: str) -> tuple[StateOwner | None, ParameterState | None]:
     owner, held = _find(param)
     if owner is not None and not owner.sharded:
         raise UsageError(
@@ -190,7 +173,7 @@ def _find_local(param: nn.Parameter, call: str) -> tuple[Owner | None, Parameter
     return owner, held
 
 
-def _need(param: nn.Parameter, call: str, *, local: bool = False) -> tuple[Owner, ParameterState]:
+def _need(param: nn.Parameter, call: str, *, local: bool = False) -> tuple[StateOwner, ParameterState]:
     owner, held = _find_local(param, call) if local else _find(param)
     if owner is None or held is None:
         raise UsageError(
@@ -200,7 +183,7 @@ def _need(param: nn.Parameter, call: str, *, local: bool = False) -> tuple[Owner
     return owner, held
 
 
-def _unit(owner: Owner, held: ParameterState) -> float:
+def _unit(owner: StateOwner, held: ParameterState) -> float:
     unit = owner.unit()
     if unit is None:
         raise UsageError(f"there is no gradient of {held.name}: gradients are available between backward and step only")
@@ -244,7 +227,7 @@ def _write(held: ParameterState, target: Tensor | None, part: Tensor) -> None:
 # ---- optimizer states
 
 
-def _states(owner: Owner, held: ParameterState) -> dict[str, Any]:
+def _states(owner: StateOwner, held: ParameterState) -> dict[str, Any]:
     """The states of what lies here; moments in 8 bits as the values that they stand for."""
     optimizer = owner.optimizer
     found: dict[str, Any] = optimizer.state.get(held.master, {}) if held.master is not None else {}
@@ -260,7 +243,7 @@ def _states(owner: Owner, held: ParameterState) -> dict[str, Any]:
     }
 
 
-def _put_state(owner: Owner, held: ParameterState, key: str, part: Tensor) -> None:
+def _put_state(owner: StateOwner, held: ParameterState, key: str, part: Tensor) -> None:
     """Write a state that has the elements of its parameter."""
     optimizer, master = owner.optimizer, held.master
     if master is None:

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from deepspeed.log import warn_once
 from deepspeed.zero.parameters.shard import shard_of
 
-__all__ = ["meet_state_dicts"]
-
 
 def meet_state_dicts(module: nn.Module) -> Callable[[], None]:
     """Let `load_state_dict` of the module and those below it take whole values; warn where `state_dict` is empty.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +14,9 @@ from deepspeed.errors import LostEditError, UsageError
 from deepspeed.log import warn_once
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.data import show, writes
-from deepspeed.zero.parameters.external import register_external_parameter
+from deepspeed.zero.parameters.module_hooks import register_external_parameter
 from deepspeed.zero.parameters.shard import Shard, shards_of
-from deepspeed.zero.states.lookup import Owner, owner_of
-
-__all__ = ["GatheredParameters"]
+from deepspeed.zero.states.parameter_state import StateOwner, owner_of
 
 
 class GatheredParameters:
@@ -83,7 +83,7 @@ class GatheredParameters:
     def _spread(self, modifier: int) -> None:
         """Give what the modifier wrote to all ranks, and cut it again."""
         sharded = {id(shard.param) for shard in self._shards}
-        whole: dict[Owner, dict[int, nn.Parameter]] = {}
+        whole: dict[StateOwner, dict[int, nn.Parameter]] = {}
         for param in self.params:
             owner = owner_of(param)
             if owner is not None and id(param) not in sharded and param.numel():
@@ -140,3 +140,25 @@ def _is_changed(shard: Shard, version: int, kept: Tensor | None) -> bool:
     start = shard.axis.rank * shard.chunk
     mine = shard.flat[start : start + shard.chunk]
     return not shard.alone and not torch.equal(mine, shard.data.to(mine.device))
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
+    """The module of an engine, with whole parameters and without hooks, so that every token costs no communication.
+
+    All ranks enter and leave it together. Parameters must not be changed meanwhile.
+    """
+    parts = getattr(model, "_parts", None)
+    sharded = None if parts is None else parts.sharded
+    hooks = None if sharded is None else sharded.hooks
+    module: nn.Module = model if parts is None else model.module
+    if hooks is None or not hooks.handles:
+        with GatheredParameters(module.parameters()):
+            yield module
+        return
+    with GatheredParameters(module.parameters()):
+        hooks.remove()
+        try:
+            yield module
+        finally:
+            hooks.install()

@@ -8,10 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.zero.parameters.external import external_parameters
-from deepspeed.zero.parameters.hooks import ModuleHooks
-
-__all__ = ["ParameterOffload"]
+from deepspeed.zero.parameters.module_hooks import ModuleHooks, external_parameters
 
 _EXTERNAL = "ds_external_parameters"
 

@@ -12,50 +12,48 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deepspeed.fragments import Block
+from deepspeed.fragments import ContiguousLayout
 from deepspeed.zero.parameters.shard import shard_of
-from deepspeed.zero.states.group import ShardGroup
-from deepspeed.zero.states.states import States
-
-__all__ = ["VIEWS", "find", "partitioned_param_data_shape"]
+from deepspeed.zero.states.groups import ShardGroup
+from deepspeed.zero.states.states import OptimizerStates
 
 partitioned_param_data_shape = [0]
 """The shape of a sharded parameter that is not in use."""
 
 
-def _params(states: States, optimizer: Optimizer) -> list[list[nn.Parameter]]:
+def _params(states: OptimizerStates, optimizer: Optimizer) -> list[list[nn.Parameter]]:
     """Per group the model's parameters."""
     return [list(group.params) for group in states.groups]
 
 
-def _masters(states: States, optimizer: Optimizer) -> list[Tensor]:
+def _masters(states: OptimizerStates, optimizer: Optimizer) -> list[Tensor]:
     """Per group this rank's masters as one tensor, padded as in DeepSpeed's files."""
     return [_flat(group) for group in states.groups]
 
 
-def _chunks(states: States, optimizer: Optimizer) -> list[list[Tensor]]:
+def _chunks(states: OptimizerStates, optimizer: Optimizer) -> list[list[Tensor]]:
     """Per group this rank's part of each parameter, in the model's dtype."""
     return [[_chunk(group, place) for place in range(len(group.params))] for group in states.groups]
 
 
-def _flat_chunks(states: States, optimizer: Optimizer) -> list[Tensor]:
+def _flat_chunks(states: OptimizerStates, optimizer: Optimizer) -> list[Tensor]:
     """Per group this rank's parts as one tensor."""
     return [_joined(chunks) for chunks in _chunks(states, optimizer)]
 
 
-def _whole_flat(states: States, optimizer: Optimizer) -> list[Tensor]:
+def _whole_flat(states: OptimizerStates, optimizer: Optimizer) -> list[Tensor]:
     """Per group all parameters as one tensor."""
     return [_concatenated(group) for group in states.groups]
 
 
-def _by_rank(states: States, optimizer: Optimizer) -> list[list[Tensor]]:
+def _by_rank(states: OptimizerStates, optimizer: Optimizer) -> list[list[Tensor]]:
     """Per group the equal slices of all parameters that the ranks own."""
     flats = _whole_flat(states, optimizer)
     sizes = _counts(states, optimizer)
     return [list(flat.view(size, -1)) for flat, size in zip(flats, sizes, strict=True)]
 
 
-def _gradients(states: States, optimizer: Optimizer) -> dict[int, list[Tensor]]:
+def _gradients(states: OptimizerStates, optimizer: Optimizer) -> dict[int, list[Tensor]]:
     """Per group this rank's gradients that the next step uses, still with the loss scale; empty where there are none.
 
     They are there between the reduction and the step.
@@ -67,22 +65,22 @@ def _gradients(states: States, optimizer: Optimizer) -> dict[int, list[Tensor]]:
     return {number: grads for number, grads in kept.items() if grads}
 
 
-def _counts(states: States, optimizer: Optimizer) -> list[int]:
+def _counts(states: OptimizerStates, optimizer: Optimizer) -> list[int]:
     return [group.axis.size for group in states.groups]
 
 
-def _padding(states: States, optimizer: Optimizer) -> list[int]:
+def _padding(states: OptimizerStates, optimizer: Optimizer) -> list[int]:
     """Per group the elements of padding on this rank."""
     return [g.layout.shard_numel - sum(piece.master.numel() for piece in g.pieces) for g in states.groups]
 
 
-def _owners(states: States, optimizer: Optimizer) -> dict[int, int]:
+def _owners(states: OptimizerStates, optimizer: Optimizer) -> dict[int, int]:
     """Our group → the optimizer's."""
     places = {id(options): place for place, options in enumerate(optimizer.param_groups)}
     return {number: places[id(group.options)] for number, group in enumerate(states.groups)}
 
 
-def _lasting(states: States, optimizer: Optimizer) -> list[nn.Parameter]:
+def _lasting(states: OptimizerStates, optimizer: Optimizer) -> list[nn.Parameter]:
     """Parameters that stay whole between uses."""
     shards = [shard_of(param) for params in _params(states, optimizer) for param in params]
     return [shard.param for shard in shards if shard is not None and shard.persistent]
@@ -139,7 +137,7 @@ def _flat(group: ShardGroup) -> Tensor:
 def _concatenated(group: ShardGroup) -> Tensor:
     """All parameters of a group, where the layout has them; only where they stay whole."""
     layout = group.layout
-    if not isinstance(layout, Block):
+    if not isinstance(layout, ContiguousLayout):
         raise AttributeError("at stage 3 parameters do not stay whole, so there is no flat tensor of them")
     if not group.params:
         return torch.zeros(0)

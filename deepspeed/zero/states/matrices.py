@@ -21,19 +21,16 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.fragments import FlatLayout
-from deepspeed.ops.muon.update import check_matrix, heads_of
-from deepspeed.ops.muon.whole import MatrixRule
+from deepspeed.ops.muon.muon import MatrixRule, check_matrix, heads_of
 from deepspeed.ops.optimizer import wide
-from deepspeed.zero.states.group import ShardGroup
-
-__all__ = ["Plan", "Round", "ShardedMatrices", "Stretch", "plan", "stretches"]
+from deepspeed.zero.states.groups import ShardGroup
 
 # Elements that a rank has whole at once, unless its share of one round, a single matrix, is larger.
 _WHOLE_ELEMENTS = 2**25
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class MatrixRound:
     """Parameters that travel together."""
 
     owned: dict[int, tuple[int, ...]]
@@ -41,15 +38,15 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class MatrixPlan:
     """Where every parameter of a layout is computed."""
 
     settled: dict[int, int]
     """Parameters that lie on one rank, and that rank."""
-    rounds: list[Round]
+    rounds: list[MatrixRound]
 
 
-def plan(layout: FlatLayout, limit: int = _WHOLE_ELEMENTS) -> Plan:
+def plan(layout: FlatLayout, limit: int = _WHOLE_ELEMENTS) -> MatrixPlan:
     """The same on all ranks; a round has `limit` elements per rank, or a matrix per rank if that is more."""
     holders = [layout.holders(param) for param in range(len(layout.numels))]
     settled = {param: ranks[0] for param, ranks in enumerate(holders) if len(ranks) == 1}
@@ -63,8 +60,8 @@ def plan(layout: FlatLayout, limit: int = _WHOLE_ELEMENTS) -> Plan:
             owner = loads.least(holders[param])
             loads.add(owner, _cost(layout.numels[param]))
             owned.setdefault(owner, []).append(param)
-        rounds.append(Round({owner: tuple(owned[owner]) for owner in sorted(owned)}))
-    return Plan(settled, rounds)
+        rounds.append(MatrixRound({owner: tuple(owned[owner]) for owner in sorted(owned)}))
+    return MatrixPlan(settled, rounds)
 
 
 class _Loads:
@@ -139,14 +136,14 @@ def stretches(layout: FlatLayout, params: Sequence[int]) -> list[Stretch]:
 
 
 class ShardedMatrices:
-    """`deepspeed.ops.muon.Whole` over shard groups; results come round by round.
+    """`deepspeed.ops.muon.WholeMatrices` over shard groups; results come round by round.
 
     `groups` are all groups of the optimizer; parameters that are unfrozen may add some later.
     """
 
     def __init__(self, groups: Sequence[ShardGroup]) -> None:
         self._groups = groups
-        self._plans: dict[ShardGroup, Plan] = {}
+        self._plans: dict[ShardGroup, MatrixPlan] = {}
         self._origin: dict[Tensor, Tensor] = {}
 
     def parameter(self, param: Tensor) -> Tensor:
@@ -158,7 +155,7 @@ class ShardedMatrices:
     def apply(
         self, group: dict[str, Any], params: Sequence[Tensor], fragments: Sequence[Tensor], rule: MatrixRule
     ) -> Iterator[tuple[int, Tensor]]:
-        """See `deepspeed.ops.muon.Whole.apply`."""
+        """See `deepspeed.ops.muon.WholeMatrices.apply`."""
         mine = [each for each in self._groups if each.options is group]
         for each in mine:
             _check_all(each, group)
@@ -184,7 +181,7 @@ class _Exchange:
                 self._held[places[id(piece.param)]] = given[id(piece.master)]
                 self._shapes[places[id(piece.param)]] = piece.shape
 
-    def run(self, planned: Plan) -> Iterator[tuple[int, Tensor]]:
+    def run(self, planned: MatrixPlan) -> Iterator[tuple[int, Tensor]]:
         """(the optimizer's place, this rank's part of the result) of every fragment."""
         alone = [param for param, rank in planned.settled.items() if rank == self._me and param in self._held]
         results = self._computed({param: self._held[param][1] for param in alone})
@@ -192,7 +189,7 @@ class _Exchange:
         for each in planned.rounds:
             yield from self._round(each)
 
-    def _round(self, each: Round) -> Iterator[tuple[int, Tensor]]:
+    def _round(self, each: MatrixRound) -> Iterator[tuple[int, Tensor]]:
         world, mine = self._layout.world, each.owned.get(self._me, ())
         sizes = {param: _size(self._layout, param, self._me) for theirs in each.owned.values() for param in theirs}
         sends, comes = [0] * world, [0] * world

@@ -1,9 +1,16 @@
-"""The gradient norm of the whole model, put together from what each rank holds, and clipping by it."""
+"""The gradient norm of the whole model, put together from what each rank holds, and clipping by it.
+
+Where nothing depends on a norm a step does not wait for it, and most of them nobody ever reads. Their reductions must
+be completed all the same: a failed one is told, and a rank that ended in the middle of one would look lost to others.
+"""
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,11 +18,11 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.comm import Pending
+from deepspeed.errors import CommError
+from deepspeed.log import logger
 from deepspeed.ops.multi_tensor import global_norm, sum_of_squares
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.placement import LiesOn, Placement
-
-__all__ = ["Line", "Measure", "clip_coefficient", "joint_norm", "total_norm"]
 
 Squares = tuple[Tensor | None, Tensor | None]
 """The sums of squares of shared gradients and of parts of split ones; None where there are none."""
@@ -24,7 +31,7 @@ _EPSILON = 1e-6  # what torch.nn.utils.clip_grad_norm_ adds, so that both clip a
 
 
 @dataclass(frozen=True)
-class Measure:
+class NormRanks:
     """Over which ranks the gradients of a model lie."""
 
     axis: AxisGroup
@@ -58,7 +65,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Line:
+class NormTerms:
     """Gradients of one placement that lie on this rank."""
 
     placement: Placement
@@ -68,7 +75,7 @@ class Line:
     """Of parameters of which each rank of the model group has a part."""
 
 
-def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) -> Pending[Tensor]:
+def total_norm(lines: Sequence[NormTerms], measure: NormRanks, device: torch.device) -> Pending[Tensor]:
     """The L2 norm of all gradients: a small all-reduce of squares, which whoever asks for the norm waits for.
 
     In float64, so that it hardly depends on how gradients are cut; on a single rank as torch computes it.
@@ -79,7 +86,7 @@ def total_norm(lines: Sequence[Line], measure: Measure, device: torch.device) ->
     return joint_norm(found, measure, device)
 
 
-def joint_norm(found: Sequence[tuple[Placement, Squares]], measure: Measure, device: torch.device) -> Pending[Tensor]:
+def joint_norm(found: Sequence[tuple[Placement, Squares]], measure: NormRanks, device: torch.device) -> Pending[Tensor]:
     """As `total_norm`, of what was summed before for each placement."""
     alike = all(_everywhere(placement, measure.axis) for placement, _ in found)
     squares = torch.zeros(2, dtype=torch.float64, device=device)
@@ -121,3 +128,42 @@ def clip_coefficient(norm: Tensor, limit: float) -> Tensor:
 def _dense(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Sparse gradients count by their values, once their duplicates are summed."""
     return [grad.coalesce().values() if grad.is_sparse else grad for grad in gradients]
+
+
+_AT_THE_END = timedelta(seconds=10)  # for ranks that are behind; a process whose peers are stuck must end, too
+
+
+class PendingNorm:
+    """Keeps the norm that is being found until it is complete."""
+
+    def __init__(self) -> None:
+        self._kept: list[Pending[Tensor]] = []
+        self._end = weakref.finalize(self, _end, os.getpid(), self._kept)
+
+    @property
+    def last(self) -> Pending[Tensor] | None:
+        """The norm of the last step; None before the first."""
+        return self._kept[-1] if self._kept else None
+
+    def begun(self, norm: Pending[Tensor]) -> None:
+        """The reduction of a norm has begun; that of the one before is complete."""
+        self._kept[:] = [norm]
+
+    def complete(self) -> None:
+        """Wait for the last norm; an error says which reduction failed."""
+        if self._kept:
+            self._kept[-1].wait()
+
+    def close(self) -> None:
+        """As `complete`, for good: a failure is only logged, since nobody asks any more."""
+        self._end()
+
+
+def _end(process: int, kept: list[Pending[Tensor]]) -> None:
+    last = kept.pop() if kept else None
+    if last is None or os.getpid() != process:  # a fork has not begun it
+        return
+    try:
+        last.wait(_AT_THE_END)
+    except CommError as error:
+        logger.warning("the norm of the last step's gradients was not found: %s", error)

@@ -11,29 +11,65 @@ from torch.optim import Optimizer
 
 from deepspeed.comm import Pending
 from deepspeed.errors import UsageError
-from deepspeed.memory.store import AtHome, Store
+from deepspeed.memory.tier import DeviceStore, StateStore
 from deepspeed.ops.moments import MomentKeeper
+from deepspeed.ops.one_pass import OnePass
 from deepspeed.parallel import AxisGroup
-from deepspeed.zero.gradients.reducer import ShardReducer
+from deepspeed.zero.gradients.reducer import GradientReducer
+from deepspeed.zero.piece import StatePiece
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.states.afar import Afar
-from deepspeed.zero.states.arena import Arena
-from deepspeed.zero.states.deferral import Deferral
-from deepspeed.zero.states.group import ShardGroup
-from deepspeed.zero.states.late import arrive
-from deepspeed.zero.states.lookup import ParameterState
-from deepspeed.zero.states.norm import Line, Measure, joint_norm, total_norm
-from deepspeed.zero.states.pace import Pace
-from deepspeed.zero.states.partly import one_pass_over
-from deepspeed.zero.states.piece import Piece
-from deepspeed.zero.states.tiles import Tile, choose, empty_tile, tile, tiles_well
-from deepspeed.zero.states.turn import Turn
-from deepspeed.zero.states.unasked import Unasked
+from deepspeed.zero.states.groups import ShardGroup
+from deepspeed.zero.states.host_step import HostStep
+from deepspeed.zero.states.late_parameters import arrive
+from deepspeed.zero.states.norm import NormRanks, NormTerms, PendingNorm, joint_norm, total_norm
+from deepspeed.zero.states.offloaded_tile import OffloadedTile
+from deepspeed.zero.states.parameter_state import ParameterState
+from deepspeed.zero.states.tiles import StepTiling, Tile, TileUpdate, choose, empty_tile, tile, tiles_well
+from deepspeed.zero.states.zenflow import DeferredUpdates
 
-__all__ = ["States"]
+GroupOf = Callable[[StatePiece], ShardGroup]
+"""The group that a piece belongs to."""
 
 
-class States:
+def one_pass_over(pieces: Sequence[StatePiece], group_of: GroupOf, factor: float = 1.0) -> OnePass:
+    """Gradients that were not cast, times `factor`, and where the model reads what the optimizer writes."""
+    grads: dict[Tensor, Tensor] = {}
+    outs: dict[Tensor, Tensor] = {}
+    for piece in pieces:
+        grad = group_of(piece).narrow_gradient(piece)
+        if grad is not None:
+            grads[piece.master] = grad
+        if piece.separate:
+            outs[piece.master] = piece.source
+    return OnePass(factor, grads, outs)
+
+
+@torch.no_grad()
+def update_some(optimizer: Optimizer, pieces: Sequence[StatePiece], group_of: GroupOf, *, one_pass: bool) -> None:
+    """Update some pieces, whose gradients were taken (`ShardGroup.take`) and are freed; other ranks see nothing yet."""
+    everything = [options["params"] for options in optimizer.param_groups]
+    places = {id(options): place for place, options in enumerate(optimizer.param_groups)}
+    chosen: list[list[nn.Parameter]] = [[] for _ in everything]
+    for piece in pieces:
+        chosen[places[id(group_of(piece).options)]].append(piece.master)
+    try:
+        if one_pass:
+            optimizer.one_pass = one_pass_over(pieces, group_of)  # type: ignore[attr-defined]
+        choose(optimizer, Tile(chosen, []))
+        optimizer.step()
+    finally:
+        if one_pass:
+            optimizer.one_pass = None  # type: ignore[attr-defined]
+        for options, params in zip(optimizer.param_groups, everything, strict=True):
+            options["params"] = params
+    copied = [piece for piece in pieces if piece.separate]
+    if copied and not one_pass:
+        torch._foreach_copy_([piece.source for piece in copied], [piece.master for piece in copied])
+    for piece in pieces:
+        group_of(piece).use_up(piece)
+
+
+class OptimizerStates:
     """Gives the optimizer its pieces in place of the parameters, and brings what it did back to the parameters.
 
     The optimizer's group dicts stay the same objects, so that schedules keep their hold. A parameter that does not
@@ -44,12 +80,12 @@ class States:
         self,
         optimizer: Optimizer,
         make_groups: Callable[[dict[str, Any], list[nn.Parameter]], Sequence[ShardGroup]],
-        measure: Measure,
+        measure: NormRanks,
         *,
         waits: Callable[[nn.Parameter], bool] | None = None,
-        pace: Pace = Pace(),
-        store: Store[Tile] = AtHome(),
-        deferral: Deferral | None = None,
+        pace: StepTiling = StepTiling(),
+        store: StateStore[Tile] = DeviceStore(),
+        deferral: DeferredUpdates | None = None,
     ) -> None:
         """`waits` tells the frozen parameters that enter when they are unfrozen: all of them, if None.
 
@@ -57,24 +93,24 @@ class States:
         """
         self.deferral = deferral
         self._pace = pace
-        self._afar = Afar(pace, store, defers=deferral is not None)
+        self._afar = HostStep(pace, store, defers=deferral is not None)
         self._optimizer = optimizer
         self._make = make_groups
         self._measure = measure
         self._waits = waits
         self._waiting: list[tuple[dict[str, Any], nn.Parameter]] = []
         self._taken = 0
-        self._norms = Unasked()
+        self._norms = PendingNorm()
         self.groups: list[ShardGroup] = []
         self._places: dict[int, tuple[ShardGroup, int]] = {}
-        self.away: dict[int, Piece] = {}
+        self.away: dict[int, StatePiece] = {}
         """Pieces whose states live in another tier than the parameter, by the id of their masters."""
         self._take_groups()
         if self.away and isinstance(optimizer, MomentKeeper):
             optimizer.new_state = self._new_state
             optimizer.mixed = True  # type: ignore[attr-defined]  # some of what it updates stays on the device
             self._take_disk(optimizer)
-        self.reducer: ShardReducer | None = None
+        self.reducer: GradientReducer | None = None
         self.compiled = False
         """The model runs compiled, where nobody looks whether a parameter is late."""
         self.absent = ""
@@ -152,7 +188,7 @@ class States:
         """True if who updates a master at home can write the model's weights beside it: both are on one device."""
         return all(piece.master.device == piece.source.device for piece in self._at_home())
 
-    def _at_home(self) -> Iterator[Piece]:
+    def _at_home(self) -> Iterator[StatePiece]:
         """Pieces whose states live where the parameter does."""
         return (piece for group in self.groups for piece in group.pieces if not piece.away)
 
@@ -216,7 +252,7 @@ class States:
             # without parameters it steps, too: schedules and hooks look at that
             here = [each for each in tiles if not each.away] or [empty_tile(optimizer)] * late
             self._update_here(here, optimizer, factor, one_pass=one_pass)
-            turns = [Turn(each) for each in there]
+            turns = [TileUpdate(each) for each in there]
             if self.deferral is not None:
                 self.deferral.direct(turns, factor)
             if turns:
@@ -246,7 +282,7 @@ class States:
         for group in self.groups if not one_pass else ():
             group.round()
 
-    def group_of(self, piece: Piece) -> ShardGroup:
+    def group_of(self, piece: StatePiece) -> ShardGroup:
         """The group that a piece belongs to."""
         return self._places[id(piece.param)][0]
 
@@ -263,7 +299,7 @@ class States:
         at = sum(sizes[: arena.pieces.index(piece)])
         return arena.room(kind, dtype, sum(sizes))[at : at + numel]
 
-    def _numel(self, piece: Piece, kind: str, known: int | None) -> int:
+    def _numel(self, piece: StatePiece, kind: str, known: int | None) -> int:
         if known is not None or not isinstance(self._optimizer, MomentKeeper):
             return piece.master.numel() if known is None else known
         entries = {name: numel for name, _, numel in self._optimizer.state_layout(piece.master)}
@@ -290,7 +326,7 @@ class States:
         assert isinstance(self._optimizer, MomentKeeper), "only such an optimizer asks"
         return self._optimizer.state_layout(param)
 
-    def _postpone(self, turn: Turn) -> None:
+    def _postpone(self, turn: TileUpdate) -> None:
         """Let whoever needs what a turn updates wait for it."""
         for piece in turn.tile.pieces:
             assert piece.arena is not None, "pieces of a turn are away"
@@ -315,7 +351,7 @@ class States:
             for piece in self.away.values():
                 arrive(piece.param)
 
-    def _arenas(self) -> set[Arena]:
+    def _arenas(self) -> set[OffloadedTile]:
         return {piece.arena for piece in self.away.values() if piece.arena is not None}
 
     def _claim(self) -> None:
@@ -356,10 +392,10 @@ class States:
     def _of(self, placement: Placement) -> list[ShardGroup]:
         return [group for group in self.groups if group.placement is placement]
 
-    def _line(self, placement: Placement, filled: list[Tensor]) -> Line:
+    def _line(self, placement: Placement, filled: list[Tensor]) -> NormTerms:
         """What is measured: memory as it is filled, or gradient by gradient where some are parts of split ones."""
         if self._measure.alone:
-            return Line(placement, filled)
+            return NormTerms(placement, filled)
         kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
         for owner, piece in ((group, piece) for group in self._of(placement) for piece in group.pieces):
             if id(piece.param) in self._measure.elsewhere:
@@ -370,7 +406,7 @@ class States:
                 grad = piece.master.grad if piece.master.grad is not None else owner.narrow_gradient(piece)
                 if grad is not None:
                     kinds[self._measure.is_split(piece.param)].append(grad)
-        return Line(placement, *kinds)
+        return NormTerms(placement, *kinds)
 
     def _enter(self, options: dict[str, Any], params: list[nn.Parameter]) -> None:
         for group in self._make(options, params):

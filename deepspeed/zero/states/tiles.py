@@ -1,20 +1,22 @@
-"""An optimizer step in tiles: which pieces are updated together."""
+"""Tiles: the parts in which a step is taken, how they follow each other, and the update of one of them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Event, Lock
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from deepspeed.zero.states.arena import Arena
-from deepspeed.zero.states.piece import Piece
-from deepspeed.zero.states.runs import runs
+from deepspeed.zero.piece import StatePiece
+from deepspeed.zero.states.offloaded_tile import OffloadedTile, runs
 
-__all__ = ["Tile", "choose", "empty_tile", "tile", "tiles_well", "twin"]
-
+if TYPE_CHECKING:
+    from deepspeed.config.schema import Schema
 
 # What an engine sets on an optimizer of this library, and a copy of it does not have by itself.
 _SHARED = ("new_state", "mixed")
@@ -26,9 +28,9 @@ class Tile:
 
     params: list[list[nn.Parameter]]
     """What the optimizer updates, by its parameter groups."""
-    pieces: list[Piece]
+    pieces: list[StatePiece]
     """Those that live away from the device, in the order of the parameters; none in a tile on the device."""
-    arena: Arena | None = None
+    arena: OffloadedTile | None = None
     """Where they live, unless the optimizer takes all at once."""
 
     @property
@@ -48,7 +50,7 @@ def tiles_well(optimizer: Optimizer) -> bool:
     return known and not isinstance(optimizer, LBFGS) and not _mixes(optimizer)
 
 
-def tile(optimizer: Optimizer, away: Mapping[int, Piece], limit: int) -> list[Tile]:
+def tile(optimizer: Optimizer, away: Mapping[int, StatePiece], limit: int) -> list[Tile]:
     """Tiles of about `limit` elements each on the device, 0 for all at once; then one for each arena away from it.
 
     `away` are the pieces that live in another tier, by the id of their masters.
@@ -63,7 +65,7 @@ def tile(optimizer: Optimizer, away: Mapping[int, Piece], limit: int) -> list[Ti
     ]
     if not tiles_well(optimizer):
         return [_tile(rows, count)]
-    arenas: dict[Arena, list[_Row]] = {}
+    arenas: dict[OffloadedTile, list[_Row]] = {}
     for row in rows:
         if row.piece is not None and row.piece.arena is not None:
             arenas.setdefault(row.piece.arena, []).append(row)
@@ -102,7 +104,7 @@ class _Row:
     place: int
     """The number of the parameter group."""
     master: nn.Parameter
-    piece: Piece | None
+    piece: StatePiece | None
 
 
 def _tile(rows: Sequence[_Row], count: int) -> Tile:
@@ -115,3 +117,101 @@ def _tile(rows: Sequence[_Row], count: int) -> Tile:
 def _mixes(optimizer: Optimizer) -> bool:
     """True if pieces of different ranks meet in the step, which then is one for all."""
     return getattr(optimizer, "whole", None) is not None
+
+
+class TileUpdate:
+    """A tile with the gradients of a step. `wait` returns when its weights are, or are queued, where they are used."""
+
+    def __init__(self, tile: Tile) -> None:
+        self.tile = tile
+        self.pieces = [piece for piece in tile.pieces if piece.gradient is not None]
+        self.grads: list[Tensor] = []
+        self.take_gradients()
+        self.factor: float | None = None
+        """By which the host multiplies the gradients; None: by that of the step."""
+        self.before: Callable[[], None] | None = None
+        """What the host does first."""
+        self.only_before = False
+        """And nothing else: the weights stay."""
+        self.after: Callable[[Sequence[Tensor]], None] | None = None
+        """What is done with the new weights before they return to the device."""
+        self._done = Event()
+        self._error: BaseException | None = None
+        self.sent: Any = None
+        """The device's event behind the copy of the new weights."""
+        self.kept: Any = None
+        """The device's event behind the copy of the states, if they were on the device."""
+
+    def take_gradients(self) -> None:
+        """Those of this moment are the step's."""
+        self.grads = [piece.gradient for piece in self.pieces if piece.gradient is not None]
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Let those who wait go on, or fail."""
+        self._error = error
+        self._done.set()
+
+    def wait(self) -> None:
+        """See the class."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        if self.sent is not None:
+            self.sent.wait()
+
+    def settle(self) -> None:
+        """As `wait`; and the memory of states and gradients is the host's again."""
+        self.wait()
+        if self.kept is not None:
+            self.kept.synchronize()
+
+
+class TileUpdates:
+    """Turns that two take from both ends until none is left."""
+
+    def __init__(self, turns: Iterable[TileUpdate]) -> None:
+        self._left = deque(turns)
+        self._lock = Lock()
+
+    def first(self) -> TileUpdate | None:
+        """The next one in order."""
+        with self._lock:
+            return self._left.popleft() if self._left else None
+
+    def last(self) -> TileUpdate | None:
+        """The one that is needed last."""
+        with self._lock:
+            return self._left.pop() if self._left else None
+
+
+@dataclass(frozen=True)
+class StepTiling:
+    """How the tiles of a step follow each other."""
+
+    tile: int = 0
+    """Elements that are updated at a time on the device; 0 means all."""
+    ahead: int = 1
+    """Tiles that are read from the disk while one is updated."""
+    behind: int = 1
+    """Tiles that are written to the disk meanwhile."""
+    pinned: bool = True
+    """Buffers through which weights return to the device are page-locked."""
+    late: bool = False
+    """The caller goes on while states in other tiers are updated."""
+    cores: float = 1.0
+    """Share of the threads that update them (`cpuadam_cores_perc` of `super_offload`)."""
+
+    @classmethod
+    def of(cls, schema: Schema, tile: int | None, *, pinned: bool, late: bool) -> StepTiling:
+        """As the config says; tiles of `sub_group_size` elements, if `tile` is None."""
+        zero, offload = schema.zero_optimization, schema.zero_optimization.offload_optimizer
+        given = set() if offload is None else offload.model_fields_set
+        ahead = offload is None or "pipeline_read" not in given or offload.pipeline_read
+        behind = offload is None or "pipeline_write" not in given or offload.pipeline_write
+        made = cls(int(zero.sub_group_size) if tile is None else tile, int(ahead), int(behind), pinned, late)
+        if offload is not None and offload.super_offload:
+            return replace(made, late=True, cores=float(offload.cpuadam_cores_perc))
+        if zero.zenflow is not None:
+            cores = 1.0 - float(zero.zenflow.pt_reserved_cores_perc)
+            return replace(made, late=late or zero.zenflow.overlap_step, cores=cores)
+        return made

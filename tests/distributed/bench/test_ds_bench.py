@@ -9,17 +9,16 @@ import torch
 
 from deepspeed import comm
 from deepspeed.bench import ds_bench
-from deepspeed.bench.measure import Sample, sweep
-from deepspeed.bench.operations import OPERATIONS, Room
+from deepspeed.bench.operations import OPERATIONS, BenchSetting, Sample, sweep
 from tests.distributed.launcher.launched import Launched
 from tests.harness import ranks
 
 
 def room(group=None, dtype=torch.float32, **options):
-    return Room(group, comm.get_world_size(group), comm.get_rank(group), dtype, torch.device("cpu"), **options)
+    return BenchSetting(group, comm.get_world_size(group), comm.get_rank(group), dtype, torch.device("cpu"), **options)
 
 
-class Written(Room):
+class Written(BenchSetting):
     """A room whose tensors hold the rank's number, so that what an operation moved can be seen."""
 
     def tensor(self, elements):

@@ -14,8 +14,7 @@ from torch import nn
 import deepspeed
 from deepspeed import comm
 from deepspeed.errors import CheckpointError, UsageError
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine, TorchCheckpointEngine
 from tests.harness import ranks
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.saving.training_state import listing
+from deepspeed.runtime.saving.training_state import listed_groups
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from tests.checkpoint_states import EXPECTED, FIXTURES
 from tests.checkpoint_states import Net as Fixture
@@ -84,7 +84,7 @@ def train(engine, first, last):
 
 def assert_states(engine, wanted):
     """Masters and the optimizer's states of this rank are the saved ones, bit for bit."""
-    for group in listing(engine._parts):
+    for group in listed_groups(engine._parts):
         for place, (name, master) in enumerate(zip(group.names, group.masters, strict=True)):
             if master is None or not group.params[place].requires_grad:
                 continue

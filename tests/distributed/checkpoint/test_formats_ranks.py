@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.checkpoint.formats.detect import open_checkpoint
-from deepspeed.fragments import Block, Striped
+from deepspeed.fragments import ContiguousLayout, StripedLayout
 from tests.checkpoint_states import SMALL, WRITERS
 from tests.harness import ranks
 
@@ -26,7 +26,7 @@ def test_ranks_write_and_read_their_parts(tmp_path: Path, form: str):
         SMALL.check(source)
         for names, _ in source.groups:
             numels = tuple(source.shapes[name].numel() for name in names)
-            for layout in (Block(numels, world + 1), Striped(numels, world + 1)):
+            for layout in (ContiguousLayout(numels, world + 1), StripedLayout(numels, world + 1)):
                 for index, name in enumerate(names):
                     start, stop = layout.interval(index, rank)
                     wanted = SMALL.tensor(name, "exp_avg_sq")[start:stop]

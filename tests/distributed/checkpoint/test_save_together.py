@@ -11,7 +11,7 @@ import torch.distributed as dist
 from deepspeed.checkpoint.formats.safe_load import CheckedFile, safe_load
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.block_writer import WriterOptions
-from deepspeed.checkpoint.storage.manager import CheckpointManager, Request, SavePolicy
+from deepspeed.checkpoint.storage.manager import CheckpointManager, SavePolicy, SaveRequest
 from deepspeed.checkpoint.storage.rank_meeting import default_exchange
 from deepspeed.errors import CheckpointError
 from tests.harness import ranks
@@ -23,7 +23,7 @@ def manager(wait=60.0, **policy):
 
 def request(folder, tag, step, numel=1000):
     rank = dist.get_rank()
-    return Request(folder, tag, {f"rank{rank}.pt": {"step": step, "w": torch.full((numel,), float(rank))}})
+    return SaveRequest(folder, tag, {f"rank{rank}.pt": {"step": step, "w": torch.full((numel,), float(rank))}})
 
 
 def steps(folder):

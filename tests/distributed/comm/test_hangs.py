@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from deepspeed import comm as dist
-from deepspeed.comm.watch import Settings
-from deepspeed.comm.watch.look import insides
-from deepspeed.comm.watch.report import Wait
-from deepspeed.comm.watch.witness import Witness
+from deepspeed.comm.watch import HangSettings
+from deepspeed.comm.watch.inquiry import ReportBuilder
+from deepspeed.comm.watch.report import WaitingCall
+from deepspeed.comm.watch.threads import insides
 from tests.hanging import TIMEOUT, die_with_parent, linger, play
 from tests.harness import ranks
 
@@ -44,22 +44,22 @@ def test_a_rank_that_skips_a_collective():
 def enter_when_asked(rank):
     """Rank 1 enters the collective while it writes the report that others ask for: they have given up by then."""
     if rank == 1:
-        asked, write = threading.Event(), Witness.report
+        asked, write = threading.Event(), ReportBuilder.report
 
         def report(witness, number, waits, stacks=""):
             asked.set()
             while not (inside := insides(dist.dispatcher.watch._finders)):
                 threading.Event().wait(0.02)
-            return write(witness, number, [Wait(one.call, one.ranks, 0.0, one.place) for one in inside], stacks)
+            return write(witness, number, [WaitingCall(one.call, one.ranks, 0.0, one.place) for one in inside], stacks)
 
-        Witness.report = report
+        ReportBuilder.report = report
         asked.wait()
     dist.all_reduce(torch.ones(8))
 
 
 @ranks(1, init=False)
 def test_a_rank_that_enters_after_others_have_given_up():
-    said = play(enter_when_asked, settings=Settings(timeout=TIMEOUT, warn_after=60, patience=50))
+    said = play(enter_when_asked, settings=HangSettings(timeout=TIMEOUT, warn_after=60, patience=50))
     for rank in (0, 2):
         assert "rank 1 entered all_reduce 3 on group world 2 s later than others, at " in said[rank].error
         assert "is stuck" not in said[rank].text
@@ -141,7 +141,7 @@ def native_loop(rank):
 @ranks(1, init=False)
 def test_an_endless_loop_that_lets_no_python_run():
     """Its stacks come by a signal, which the ranks of its host send when it does not answer."""
-    said = play(native_loop, forever=[1], settings=Settings(timeout=TIMEOUT, patience=8))
+    said = play(native_loop, forever=[1], settings=HangSettings(timeout=TIMEOUT, patience=8))
     for rank in (0, 2):
         assert "rank 1 does not answer: native code holds the interpreter of its process" in said[rank].error
         assert "the last that it entered is barrier 2 on group world" in said[rank].error
@@ -199,7 +199,7 @@ def stop_first(rank):
 
 @ranks(1, init=False)
 def test_the_rank_that_keeps_the_store_is_stopped():
-    said = play(stop_first, forever=[0], settings=Settings(timeout=TIMEOUT, patience=2))
+    said = play(stop_first, forever=[0], settings=HangSettings(timeout=TIMEOUT, patience=2))
     for rank in (1, 2):
         assert "rank 0 is stopped: its process" in said[rank].error
 
@@ -321,7 +321,7 @@ def written():
 )
 @ranks(1, init=False)
 def test_a_slow_rank_is_only_warned_of(fault, call):
-    said = play(fault, settings=Settings(timeout=100, warn_after=0.5, patience=50))
+    said = play(fault, settings=HangSettings(timeout=100, warn_after=0.5, patience=50))
     assert [one.status for one in said] == [0, 0, 0]
     warnings = [line for one in said for line in one.text.splitlines() if "WARNING" in line]
     assert len(warnings) == 1, "one rank tells it for all"

@@ -13,7 +13,7 @@ import torch.distributed as td
 
 from deepspeed import comm as dist
 from deepspeed.comm.agreement import gather_words
-from deepspeed.comm.watch import Settings, launched, look, watcher
+from deepspeed.comm.watch import HangSettings, threads, watcher
 from tests.hanging import TIMEOUT, linger, play
 from tests.harness import ranks
 
@@ -97,7 +97,7 @@ def test_an_agreement_of_hosts_is_limited_by_the_config():
 
 def launch(rank):
     """Hosts that only launch collectives, as with NCCL: this one then waits for its device, in no call of ours."""
-    launched.is_launched = lambda backend: True
+    threads.is_launched = lambda backend: True
     if rank == 1:
         linger()
     work = dist.all_reduce(torch.ones(8), async_op=True)
@@ -115,7 +115,7 @@ def test_a_collective_that_is_only_launched():
 
 def go_on_alone(rank):
     """All have launched everything, and one is busy for longer than a collective may take."""
-    launched.is_launched = lambda backend: True
+    threads.is_launched = lambda backend: True
     dist.all_reduce(torch.ones(8))
     if rank == 1:
         until = time.monotonic() + 2 * TIMEOUT
@@ -147,11 +147,11 @@ def again(rank):
     dist.barrier()
     assert dist.dispatcher.watch._watcher is not first
     first._thread.join()
-    dist.watch_hangs(Settings(enabled=False))
+    dist.watch_hangs(HangSettings(enabled=False))
     assert not dist.dispatcher.watch.running
     dist.barrier()
     assert not dist.dispatcher.watch.running
-    dist.watch_hangs(Settings(timeout=TIMEOUT, patience=50, folder=Path(os.environ["TEST_STORE"])))
+    dist.watch_hangs(HangSettings(timeout=TIMEOUT, patience=50, folder=Path(os.environ["TEST_STORE"])))
     dist.barrier()
     skip(rank)
 
@@ -182,7 +182,7 @@ def configured(rank):
 @ranks(1, init=False)
 def test_an_engine_and_its_config():
     """Stage 3: the groups are the library's own, and the timeout is the config's."""
-    said = play(configured, forever=[1], settings=Settings(timeout=100, patience=50))
+    said = play(configured, forever=[1], settings=HangSettings(timeout=100, patience=50))
     for rank in (0, 2):
         assert re.match(r"rank 1 never entered \S+ \d+ of `.+` on group .+; its main thread is in", said[rank].error)
         assert f"stacks   : {os.environ['TEST_STORE']}" in said[rank].error
@@ -192,7 +192,7 @@ def test_an_engine_and_its_config():
 def test_threads_are_left_alone_while_collectives_go_on():
     """Whoever has a frame keeps alive what is in it, so that memory would be freed late."""
     looks = mock.patch.object(watcher, "insides", return_value=[])
-    counts = mock.patch.object(watcher, "positions", side_effect=look.positions)
+    counts = mock.patch.object(watcher, "positions", side_effect=threads.positions)
     with looks as looked, counts as counted:
         enough = torch.zeros(1)
         while not enough:

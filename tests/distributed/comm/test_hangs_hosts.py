@@ -13,11 +13,11 @@ import sys
 from datetime import timedelta
 import torch
 from deepspeed import comm as dist
-from deepspeed.comm.watch import Settings
+from deepspeed.comm.watch import HangSettings
 
 dist.init_distributed("gloo", timeout=timedelta(seconds=100), verbose=False)
 dist.barrier()
-dist.watch_hangs(Settings(timeout=3, patience=4))
+dist.watch_hangs(HangSettings(timeout=3, patience=4))
 print("ready", flush=True)
 sys.stdin.readline()
 dist.all_reduce(torch.ones(8))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as td
 
 from deepspeed import comm as dist
-from deepspeed.comm.lines import Line
+from deepspeed.comm.point_to_point import PeerChannel
 from deepspeed.errors import CommError
 from tests.harness import ranks
 
@@ -51,7 +51,7 @@ def test_isend_and_irecv_may_cross(listened):
 def test_lines_are_recorded_as_messages_are(listened, whole):
     dist.configure(enabled=listened)
     group = td.group.WORLD if whole else dist.new_group([0, 1])
-    line, x = Line(group, other(), tag=5), torch.zeros(2)
+    line, x = PeerChannel(group, other(), tag=5), torch.zeros(2)
     for number in range(3):
         receiving = line.receive(x, f"what comes {number}")
         sending = line.send(torch.full((2,), 10.0 * number + td.get_rank()), f"what goes {number}")

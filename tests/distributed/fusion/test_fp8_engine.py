@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.fusion import feed_forward8
-from deepspeed.fusion.products import Products
+from deepspeed.fusion import fp8_linear as feed_forward8
+from deepspeed.fusion.fp8_linear import Fp8Products
 from tests.harness import ranks
 
 
@@ -118,7 +118,7 @@ def train_decoder(stage, *, leaves=False, together=True):
         },
     )
     generator, losses, counts = torch.Generator().manual_seed(dist.get_rank()), [], [0, 0]
-    whole, several = feed_forward8.compute, Products.several
+    whole, several = feed_forward8.compute, Fp8Products.several
 
     def count_whole(*args):
         counts[0] += 1
@@ -130,7 +130,7 @@ def train_decoder(stage, *, leaves=False, together=True):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(feed_forward8, "compute", count_whole)
-        patch.setattr(Products, "several", count_several)
+        patch.setattr(Fp8Products, "several", count_several)
         for _ in range(3 * 2):
             ids = torch.randint(0, 61, (2, 9), generator=generator)
             loss = engine(input_ids=ids, labels=ids).loss

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.fusion.lazy_logits import LazyLogits
+from deepspeed.fusion.head import LazyLogits
 from tests.closeness import Training, assert_same_training
 from tests.harness import ranks
 from tests.user_models import whole

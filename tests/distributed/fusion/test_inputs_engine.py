@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.fusion import inputs
+from deepspeed.fusion import shared_input
 from deepspeed.utils import set_z3_leaf_modules
 from tests.closeness import Training, assert_same_training
 from tests.harness import ranks
@@ -43,10 +43,10 @@ def train(stage, leaves, fp8, on):
             "fp8": {"enabled": fp8, "scaling": "row", "exclude": [".*mlp", "lm_head"]},
         },
     )
-    before, losses, norms, times, real = whole(engine), [], [], [], inputs.linears
+    before, losses, norms, times, real = whole(engine), [], [], [], shared_input.linears
     generator = torch.Generator().manual_seed(dist.get_rank())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inputs, "linears", lambda *args: (times.append(1), real(*args))[1])
+        patch.setattr(shared_input, "linears", lambda *args: (times.append(1), real(*args))[1])
         for _ in range(3 * 2):
             ids = torch.randint(0, 61, (2, 9), generator=generator)
             loss = engine(input_ids=ids, labels=ids).loss

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from deepspeed.launcher import launch
-from deepspeed.launcher.resources import encode_world_info
+from deepspeed.launcher.hosts import encode_world_info
 
 TIMEOUT = 250.0  # only ever reached by a test that fails
 # What the ranks of the harness have in their environment; a launcher is not started by one.

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from deepspeed.launcher import runner
-from deepspeed.launcher.messages import encode, new_token
-from deepspeed.launcher.relay_plan import Link, RelayPlan
+from deepspeed.launcher.protocol import Link, RelayPlan, encode, new_token
 from deepspeed.launcher.supervise import supervise
 from tests.distributed.launcher.launched import Launched, Mailbox, gone, script
 from tests.harness import ranks
@@ -29,10 +28,10 @@ UNTIL_TOLD = "open('go').read()\n"  # a named pipe that the test opens
 
 
 def relay(folder, *links):
-    plan = RelayPlan(links=links, world=len(links), token=TOKEN, again=0.1)
+    plan = RelayPlan(links=links, world=len(links), token=TOKEN, elastic=True, again=0.1)
 
     def main(_):
-        sys.exit(supervise(plan, os.environ, program="elastic_relay"))
+        sys.exit(supervise(plan, os.environ))
 
     return Launched([], folder, main=main)
 

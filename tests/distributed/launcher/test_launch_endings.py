@@ -6,11 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.distributed.launcher.launched import Launched, Mailbox, gone, local, script
 from tests.harness import ROOT, ranks
+from tests.hosts import wait_for
 
 # A rank with a child, and with a daemon that left its session and its parent.
 FAMILY = """
@@ -84,6 +86,9 @@ def test_the_first_of_several_failures_is_named(tmp_path):
         told = [list(map(int, line.split())) for line in box.lines(3)]
         guard = told[0][2]
         os.kill(guard, signal.SIGSTOP)
+        wait_for(
+            lambda: Path(f"/proc/{guard}/stat").read_text().rpartition(")")[2].split()[0] == "T", "a stopped guard"
+        )
         for rank, number in ((1, signal.SIGKILL), (0, signal.SIGSEGV)):
             watched = os.pidfd_open(told[rank][1])
             os.kill(told[rank][1], number)

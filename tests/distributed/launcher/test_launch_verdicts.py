@@ -15,14 +15,14 @@ from pathlib import Path
 import torch
 import deepspeed
 from deepspeed import comm as dist
-from deepspeed.comm.watch import Settings
+from deepspeed.comm.watch import HangSettings
 
 deepspeed.init_distributed()
 dist.barrier()
 while not dist.dispatcher.watch.neighbours:  # each rank can look at the other
     time.sleep(0.01)
 dist.barrier()
-dist.watch_hangs(Settings(timeout=2, patience=50, folder=Path.cwd()))
+dist.watch_hangs(HangSettings(timeout=2, patience=50, folder=Path.cwd()))
 if rank == {culprit}:
     {fault}
 dist.all_reduce(torch.ones(8))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher import ds_ssh, report, report_hosts, runner, supervise
+from deepspeed.launcher import ds_ssh, report, runner, supervise
 from tests.distributed.launcher.launched import Launched
 from tests.harness import ROOT, ranks
 from tests.hosts import Hosts, need, wait_for
@@ -275,7 +275,7 @@ def test_tools_that_ask_all_hosts(tmp_path):
         told = json.loads(out)
         assert list(told) == ["node1", "node2"]
         assert told["node1"]["interfaces"] != []
-        assert report_hosts.differences(told) == {}
+        assert report.differences(told) == {}
 
 
 @pytest.mark.slow

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from deepspeed.launcher import runner
-from deepspeed.launcher.messages import encode, new_token
-from deepspeed.launcher.relay_plan import Link, RelayPlan
+from deepspeed.launcher.protocol import Link, RelayPlan, encode, new_token
 from deepspeed.launcher.supervise import supervise
 from tests.distributed.launcher.launched import Launched, Mailbox, gone, script
 from tests.harness import ranks
@@ -23,7 +22,7 @@ def relay(folder, *links, style="plain", **options):
     plan = RelayPlan(links=links, world=len(links), token=TOKEN, style=style, **options)
 
     def main(_):
-        sys.exit(supervise(plan, os.environ, program="relay"))
+        sys.exit(supervise(plan, os.environ))
 
     return Launched([], folder, main=main)
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.moe.stacked import SpreadStack
+from deepspeed.moe.stacked_experts import SpreadStack
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.distributed.moe.models import StackedExperts, StackedModel, batches
 from tests.harness import ranks

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import deepspeed
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
 from deepspeed.errors import UsageError
-from deepspeed.moe import exporting
+from deepspeed.moe import placement as exporting
 from tests.distributed.moe.models import Model, StackedModel
 from tests.distributed.moe.test_auto import config, tokens_of
 from tests.harness import ranks

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 import deepspeed
-from deepspeed.checkpoint.formats.safetensors import Content, open_file, save
+from deepspeed.checkpoint.formats.safetensors import TensorFile, open_file, save
 from deepspeed.checkpoint.pretrained import read_parts, values_from
 from deepspeed.errors import UsageError
-from deepspeed.moe.placing import cuts_of_experts
+from deepspeed.moe.placement import cuts_of_experts
 from tests.distributed.moe.test_auto import Case, compare, config
 from tests.distributed.moe.test_expert_checkpoints import shared_folder
 from tests.harness import ranks
@@ -86,7 +86,7 @@ def test_folders_that_do_not_fit():
         ({name: value for name, value in found.items() if ".experts.3." not in name}, r"has the shape \(3, "),
         ({name: value for name, value in found.items() if ".experts." not in name}, r"has no tensor .*gate_up_proj"),
     ):
-        save(Content(changed), place / "model.safetensors")
+        save(TensorFile(changed), place / "model.safetensors")
         with pytest.raises(UsageError, match=message):
             deepspeed.initialize(model=values_from(empty("mixtral"), place), config=config(size=1))
     shutil.rmtree(folder)

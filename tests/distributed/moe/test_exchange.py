@@ -15,8 +15,8 @@ from deepspeed.errors import LayoutError
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.mappings import drop_tokens, gather_tokens
 from deepspeed.parallel import ParallelLayout
-from deepspeed.parallel.current import current_layout
-from deepspeed.utils import groups
+from deepspeed.parallel.mpu import current_layout
+from deepspeed.published import groups
 from tests.distributed.moe.models import EXPERTS, TOKENS, WIDTH, Model, adopt, batches, scrambled
 from tests.harness import ranks
 

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed import comm
 from deepspeed.errors import UsageError
-from deepspeed.moe.reading import called_after, called_before
-from deepspeed.moe.shared import Promise
+from deepspeed.moe.shared_experts import LazyOutput, called_after, called_before
 from tests.distributed.moe.models import EXPERTS, TOKENS, WIDTH, StackedExperts
 from tests.harness import ranks
 
@@ -226,7 +225,7 @@ def test_promises():
     layer, given = nn.Linear(2, 3), torch.ones(4, 2, requires_grad=True)
     told = []
     layer.register_forward_hook(lambda *_: told.append(1))
-    promise = Promise.of("layer", layer, given)
+    promise = LazyOutput.of("layer", layer, given)
     assert told == []
     assert promise.shape == (4, 3)
     out = (2 * promise + promise[:, :1] - torch.stack([promise, promise]).sum(0)).sum()
@@ -235,7 +234,7 @@ def test_promises():
     (grad,) = torch.autograd.grad(out, given)
     torch.testing.assert_close(grad, 3 * layer.weight[0].expand(4, 2))
     changed = torch.ones(4, 2)
-    promise = Promise.of("layer", layer, changed)
+    promise = LazyOutput.of("layer", layer, changed)
     changed += 1
     with pytest.raises(UsageError, match=r"layer is computed while tokens travel, but the tokens .* changed in place"):
         promise.kept()

@@ -15,9 +15,8 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.moe import layer as moe_layer
-from deepspeed.moe.exchange import exchange
+from deepspeed.moe.exchange import exchange, swapped
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.two_hops import swapped
 from deepspeed.parallel import ParallelLayout
 from tests.distributed.moe.models import EXPERTS, TOKENS, WIDTH
 from tests.harness import ranks

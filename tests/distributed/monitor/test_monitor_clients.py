@@ -12,11 +12,8 @@ import torch.distributed as dist
 
 from deepspeed.config.monitor import CometConfig, CSVConfig, DeepSpeedMonitorConfig, WandbConfig
 from deepspeed.events import EventStream, StepFinished
-from deepspeed.monitor.comet import CometMonitor
-from deepspeed.monitor.csv_monitor import csvMonitor
-from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.monitor import CometMonitor, MonitorMaster, WandbMonitor, csvMonitor
 from deepspeed.monitor.subscriber import MonitorSubscriber
-from deepspeed.monitor.wandb import WandbMonitor
 from deepspeed.profiling.progress import StepLine
 from tests.harness import ranks
 

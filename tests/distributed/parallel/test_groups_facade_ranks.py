@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from deepspeed.errors import LayoutError
 from deepspeed.parallel import LayoutMpu, ParallelLayout
-from deepspeed.parallel.current import current_layout
+from deepspeed.parallel.mpu import current_layout
 from deepspeed.utils import groups
 from tests.harness import ranks, store_path
 

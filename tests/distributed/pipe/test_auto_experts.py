@@ -8,7 +8,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedError
-from deepspeed.moe.stacked import SpreadStack
+from deepspeed.moe.stacked_experts import SpreadStack
 from deepspeed.pipe import PipelineModule
 from tests.harness import ranks, store_path
 

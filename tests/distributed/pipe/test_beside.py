@@ -9,8 +9,8 @@ import pytest
 import deepspeed
 from deepspeed.errors import PipelineError
 from deepspeed.pipe.executor import Executor
-from deepspeed.runtime.reduction import buckets
-from deepspeed.zero.gradients.order import Departures
+from deepspeed.zero.gradients import replicated
+from deepspeed.zero.gradients.bucket_order import BucketOrder
 from tests.harness import ranks
 from tests.pipelines import assert_equal, config, data, pipeline, train_whole
 
@@ -31,11 +31,11 @@ def trained(engine, steps, count):
 @ranks(4)
 def test_gradients_leave_while_the_last_backward_runs(monkeypatch):
     """Also those of a stage that is through while another one of the rank is not."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 256)
-    monkeypatch.setattr(buckets, "FIRST_BYTES", 256)
+    monkeypatch.setattr(replicated, "BUCKET_BYTES", 256)
+    monkeypatch.setattr(replicated, "FIRST_BYTES", 256)
     events = []
-    leave = Departures._leave
-    monkeypatch.setattr(Departures, "_leave", lambda self: (events.append("left"), leave(self)))
+    leave = BucketOrder._leave
+    monkeypatch.setattr(BucketOrder, "_leave", lambda self: (events.append("left"), leave(self)))
     for schedule, zero in (("1f1b", 0), ("zb-h1", 1), ("1f1b", 2), ("1f1b", 3), ("interleaved", 0), ("zbv", 3)):
         expected, end = train_whole(3, 2, 3)
         engine = start(schedule, 3, zero)

@@ -12,7 +12,8 @@ from torch import nn
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError, PipelineError, UsageError
 from deepspeed.parallel import AxisGroup
-from deepspeed.pipe import LayerSpec, PipelineModule, partition
+from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import layers as pipe_layers
 from tests.harness import ranks
 from tests.pipelines import (
     SEED,
@@ -304,7 +305,7 @@ def test_a_sequential_is_cut_as_it_is():
 @ranks(2)
 def test_layers_are_cut_by_measured_time():
     now = 0.0
-    partition.time = SimpleNamespace(perf_counter=lambda: now)
+    pipe_layers.time = SimpleNamespace(perf_counter=lambda: now)
 
     class Timed(nn.Linear):
         def forward(self, value):

@@ -14,7 +14,7 @@ import pytest
 from deepspeed.launcher import runner
 from deepspeed.preflight import __main__ as program
 from deepspeed.preflight import run as preflight_run
-from deepspeed.preflight.checks import CHECKS, bandwidth, compute, folder
+from deepspeed.preflight.checks import CHECKS, folder, speed
 from tests.distributed.launcher.launched import Launched
 from tests.harness import ranks
 from tests.warm_python import Warm
@@ -140,7 +140,7 @@ def test_rank_0_that_never_comes_is_told_by_the_others(tmp_path):
 def hang(rank):
     """Rank 1 comes, and then its disk does not answer."""
     if rank == 1:
-        folder.Folder.gather = lambda *_: signal.pause()
+        folder.FolderCheck.gather = lambda *_: signal.pause()
 
 
 @ranks(1, init=False)
@@ -160,8 +160,7 @@ def slow_down(rank):
         call()
         return 2.0 if rank == 2 else 0.1
 
-    for module in (bandwidth, compute):
-        module._TRIALS, module.seconds = 1, seconds
+    speed._TRIALS, speed._PRODUCTS, speed.seconds = 1, 1, seconds
 
 
 @ranks(1, init=False)

@@ -7,7 +7,7 @@ from torch import nn
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.runtime.regions import repeated_blocks
+from deepspeed.runtime.compile_blocks import repeated_blocks
 from tests.harness import ranks
 
 

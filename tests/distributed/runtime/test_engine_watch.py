@@ -14,7 +14,8 @@ from torch import nn
 import deepspeed
 from deepspeed import comm
 from deepspeed.events import PhaseBegan, StepFinished
-from deepspeed.runtime import summary
+from deepspeed.log import NOTICE
+from deepspeed.runtime import engine as engine_module
 from tests.harness import ranks
 from tests.told import Told
 
@@ -109,11 +110,11 @@ def test_users_can_listen_and_write_events(tmp_path):
 @ranks(2)
 def test_a_run_is_one_line_at_its_start_and_one_at_its_end(tmp_path, monkeypatch):
     exits = []
-    monkeypatch.setattr(summary.atexit, "register", exits.append)
+    monkeypatch.setattr(engine_module.atexit, "register", exits.append)
     first = dist.get_rank() == 0
     for stage in (0, 3):
-        sections = {"log_level": "info", "zero_optimization": {"stage": stage}}
-        with Told() as lines:
+        sections = {"zero_optimization": {"stage": stage}}
+        with Told(NOTICE) as lines:
             engine = run(sections, 2)
             start = [line for line in lines if "Linear: 5 parameters, 5 trained; 2 ranks (dp 2); " in line]
             assert len(start) == first
@@ -131,7 +132,7 @@ def test_a_run_is_one_line_at_its_start_and_one_at_its_end(tmp_path, monkeypatch
             exits[-1]()  # the program ends, after `destroy` or without it
             end = [line for line in lines if "Linear: ended at step 2 after 16 samples, " in line]
             assert len(end) == first
-    with Told() as lines:
+    with Told(NOTICE) as lines:
         run({"log_level": "warning"}).destroy()
     assert lines == []
 

@@ -27,11 +27,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import deepspeed
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.features import unbuilt
-from deepspeed.config.idle import IDLE, Idle, idle, unused_by_model
-from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.features import IDLE, keys_without_effect, unbuilt, unused_by_model
+from deepspeed.config.model import DeepSpeedConfigModel, NoEffect
 from deepspeed.config.schema import Schema
-from deepspeed.config.shape import Key, Model, keys_of, members_of
+from deepspeed.config.schema_walk import Key, Model, keys_of, members_of
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
 from deepspeed.log import logger
 from deepspeed.pipe import PipelineModule
@@ -40,8 +39,8 @@ from tests.harness import ranks
 from tests.models import Tiny, batches
 
 # What hands values on to users without acting on them.
-MERE_ANSWERS = ("deepspeed.config", "deepspeed.runtime.getters", "deepspeed._legacy")
-PLANS_BATCHES = "deepspeed.config.elastic_batch"
+MERE_ANSWERS = ("deepspeed.config", "deepspeed.runtime.getters", "deepspeed.published.finder")
+PLANS_BATCHES = "deepspeed.config.elasticity"
 FOR_THE_LOADER = {
     *("strict", "train_batch_size", "train_micro_batch_size_per_gpu"),
     *("data_types.param_dtype", "zero_optimization.legacy_stage1", "tensor_parallel.tp.tp_size"),
@@ -126,7 +125,7 @@ def has_a_word(leaf):
     """Whether the key is refused or told once it and what it depends on are set."""
     schema = with_value(Schema(), leaf.chain, sample(leaf))
     refused = any(leaf.path == found.path or leaf.path.startswith(f"{found.path}.") for found in unbuilt(schema))
-    return refused or any(leaf.path in note.path.split(", ") for note in idle(schema, Everything()))
+    return refused or any(leaf.path in note.path.split(", ") for note in keys_without_effect(schema, Everything()))
 
 
 def nested(leaf):
@@ -153,7 +152,9 @@ def has_a_word_alone(leaf):
     except DeepSpeedConfigError:
         return True
     told = {
-        path for note in idle(config.schema, config.loaded.given, (*IDLE, *PLAIN)) for path in note.path.split(", ")
+        path
+        for note in keys_without_effect(config.schema, config.loaded.given, (*IDLE, *PLAIN))
+        for path in note.path.split(", ")
     }
     return leaf.path in told or any(path.startswith(f"{leaf.path}.") for path in told)
 
@@ -293,9 +294,9 @@ def test_no_key_is_silent(tmp_path):
     plain = plain_readers(seen, tmp_path)
     read = plain | readers(seen, tmp_path)
     silent = [leaf.path for leaf in leaves() if leaf.path not in told | checked | read]
-    assert silent == [], "each of these needs a reader, a row in config/features.py, or one in config/idle.py"
+    assert silent == [], "each of these needs a reader, or a mark (NotBuilt, NoEffect)"
     assert FOR_THE_LOADER.isdisjoint(read | told), "a key that has a reader needs no exception"
-    always = [row for row in IDLE if row.when is Idle.when]
+    always = [row for row in IDLE if row.when is NoEffect.when]
     contradicted = [path for path in read for row in always if row.covers(path)]
     assert contradicted == [], "these are said to have no effect, and yet they are read"
     assert silent_alone(plain, seen, tmp_path) == [], "a plain model has no use for these, and that is not told"

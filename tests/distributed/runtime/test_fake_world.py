@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import deepspeed
-from deepspeed.checkpoint.storage.rank_meeting import Alone, default_exchange
+from deepspeed.checkpoint.storage.rank_meeting import SingleRank, default_exchange
 from deepspeed.errors import CheckpointError
 from tests.harness import ranks
 
@@ -43,7 +43,7 @@ def test_training_and_saving(stage, rank, tmp_path):
 @ranks(1, init=False)
 def test_without_a_store():
     dist.init_process_group("fake", rank=0, world_size=4)
-    assert isinstance(default_exchange(), Alone)
+    assert isinstance(default_exchange(), SingleRank)
     build(3).destroy()
 
 

@@ -12,8 +12,7 @@ from torch import nn
 import deepspeed
 from benchmarks.allocations import Allocations
 from benchmarks.quiet import quiet_group
-from deepspeed.runtime.reduction import buckets
-from deepspeed.runtime.reduction.reducer import GradientReducer
+from deepspeed.zero.gradients import replicated
 from tests.harness import ranks
 
 WIDTH, LAYERS = 256, 16
@@ -45,7 +44,7 @@ def small_buckets():
     """One layer in each."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("FIRST_BYTES", "BUCKET_BYTES", "ALONE_BYTES"):
-            patch.setattr(buckets, name, WIDTH * WIDTH * 2)
+            patch.setattr(replicated, name, WIDTH * WIDTH * 2)
         yield patch
 
 
@@ -70,7 +69,7 @@ def test_what_landed_early_is_what_lands_late():
     def gradients(early):
         with small_buckets() as patch:
             if not early:
-                patch.setattr(GradientReducer, "_land_what_came", lambda self: None)
+                patch.setattr(replicated.ReplicatedInFlight, "_land_what_came", lambda self: None)
             engine = build(communication_data_type="fp32")
             step(engine, dist.get_rank())  # gradients leave early once a backward has shown which come
             engine.step()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.reduction.buckets import FIRST_BYTES
+from deepspeed.zero.gradients.replicated import FIRST_BYTES
 from tests.harness import ranks
 
 WIDTH = 512  # each weight is as large as the first bucket may be, so that there are several buckets

@@ -11,8 +11,8 @@ import deepspeed
 from deepspeed.errors import DeepSpeedError
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.step import in_backward
+from deepspeed.zero import build as planner
 from deepspeed.zero.parameters.shard import shard_of
-from deepspeed.zero.states import planner
 from tests.distributed.runtime.test_optimizer_in_backward import LAYERS, WIDTH, Model
 from tests.harness import ranks, store_path
 

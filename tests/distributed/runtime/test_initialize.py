@@ -15,11 +15,10 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepspeed
-from deepspeed._watch import _facts
+from deepspeed._assemble.observers import _facts
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.parallel import ParallelLayout
-from deepspeed.parallel.current import current_layout
-from deepspeed.parallel.mpu import LayoutMpu
+from deepspeed.parallel.mpu import LayoutMpu, current_layout
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from tests.harness import ranks
 
@@ -359,7 +358,7 @@ def test_compile_keeps_training_alike():
 
 @ranks(1)
 def test_the_activation_checkpointing_section_applies_while_the_engine_lives():
-    from deepspeed.runtime.activation_checkpointing.state import CONFIGURATION
+    from deepspeed.runtime.activation_checkpointing.configuration import CONFIGURATION
 
     config = {**CONFIG, "activation_checkpointing": {"synchronize_checkpoint_boundary": True}}
     engine, *_ = deepspeed.initialize(model=model(), config=config)

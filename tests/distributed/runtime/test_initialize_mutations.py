@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import deepspeed
-from deepspeed._trial import verdict
+from deepspeed._assemble.trial import verdict
 from deepspeed.config.load import load
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.log import logger

@@ -7,7 +7,7 @@ import torch
 from deepspeed.runtime.zero.offload_states import get_state_devices
 
 import deepspeed
-from deepspeed.config.offload import OffloadDeviceEnum, OffloadStateTypeEnum
+from deepspeed.config.zero import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import UsageError
 from deepspeed.utils import safe_get_full_fp32_param
 from deepspeed.zero.parameters.shard import shard_of
@@ -60,7 +60,7 @@ def whole(engine):
 
 def storages(engine):
     """The memory of everything that can be moved."""
-    from deepspeed.runtime.moving import inventory
+    from deepspeed.runtime.offload_states import inventory
 
     return {
         kind: {each.untyped_storage()._cdata: each.untyped_storage() for each in tensors}

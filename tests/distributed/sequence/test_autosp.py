@@ -8,15 +8,15 @@ import torch.distributed as dist
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.sequence.auto_sp import auto_wrap_model_for_sp
-from deepspeed.sequence.autosp_detector import detect_model_sp_info
-from deepspeed.sequence.autosp_fusion import (
+from deepspeed.sequence.auto_sp import (
     InternVLFusionAdapter,
     LlavaFusionAdapter,
     ModalityFusionSPAdapter,
     Qwen2VLFusionAdapter,
+    UlyssesSPViTAttention,
+    auto_wrap_model_for_sp,
+    detect_model_sp_info,
 )
-from deepspeed.sequence.autosp_vit import UlyssesSPViTAttention
 from deepspeed.sequence.layer import DistributedAttention
 from tests.harness import ranks
 

@@ -12,10 +12,10 @@ from deepspeed import comm
 from deepspeed.comm.records import CollectiveFinished
 from deepspeed.errors import LayoutError, UsageError
 from deepspeed.parallel import ParallelLayout
+from deepspeed.sequence.inputs import TokenOrder
 from deepspeed.sequence.layer import DistributedAttention, apply_rotary_pos_emb
-from deepspeed.sequence.order import TokenOrder
 from deepspeed.sequence.ring import Ring, ring_attention
-from deepspeed.sequence.whole import Whole, allowed
+from deepspeed.transformers.attention import SequenceInfo, attention_mask
 from deepspeed.utils import groups
 from tests.harness import ranks
 
@@ -119,19 +119,19 @@ def test_ring():
     mine = order.of_rank(LENGTH, axis.rank)
     positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(BATCH, LENGTH)
     present = torch.arange(LENGTH).expand(BATCH, LENGTH) < 11
-    plain = Whole(LENGTH)
+    plain = SequenceInfo(LENGTH)
     cases = [
         (plain, True, None, torch.float32),
         (plain, False, None, torch.float32),
         (plain, True, 3, torch.float32),
-        (Whole.of(LENGTH, positions, None), True, None, torch.float32),
-        (Whole.of(LENGTH, None, present), False, None, torch.float32),
+        (SequenceInfo.of(LENGTH, positions, None), True, None, torch.float32),
+        (SequenceInfo.of(LENGTH, None, present), False, None, torch.float32),
         (plain, True, None, torch.bfloat16),
     ]
     at = torch.arange(LENGTH)
     for whole, causal, window, dtype in cases:
         tensors = whole_tensors(4, 2, dtype)
-        seen = allowed(whole, at, at, causal=causal, window=window)
+        seen = attention_mask(whole, at, at, causal=causal, window=window)
         heads = [tensor.transpose(1, 2) for tensor in tensors]
         expected = scaled_dot_product_attention(*heads, attn_mask=seen, enable_gqa=True)
         grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7)).to(dtype)
@@ -175,7 +175,7 @@ def test_bytes_on_the_wire():
         assert forward.bytes == backward.bytes == {"all_to_all_single": expected}
     layout = ParallelLayout.build(sp=size)
     tensors = [t.detach()[:, :part].transpose(1, 2).clone().requires_grad_() for t in whole_tensors(8, 2)]
-    ring = Ring(layout["sp"], TokenOrder(1, size), Whole(LENGTH), 0.5, True)
+    ring = Ring(layout["sp"], TokenOrder(1, size), SequenceInfo(LENGTH), 0.5, True)
     with Wire() as forward:
         out = ring_attention(*tensors, ring)
     with Wire() as backward:

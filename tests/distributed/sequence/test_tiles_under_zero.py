@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import deepspeed
-from deepspeed.sequence import TiledFusedLogitsLoss, TiledMLP
+from deepspeed.sequence.tiling import TiledFusedLogitsLoss, TiledMLP
 from tests.closeness import Training, assert_same_training
 from tests.harness import ranks
 

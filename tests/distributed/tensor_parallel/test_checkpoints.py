@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from deepspeed.checkpoint import open_checkpoint
-from deepspeed.checkpoint.formats.detect import Share
+from deepspeed.checkpoint.formats.consolidate import fp32_weights
+from deepspeed.checkpoint.formats.detect import ModelShare
 from deepspeed.checkpoint.formats.native.reader import NativeSource
 from deepspeed.checkpoint.formats.universal.convert import convert
-from deepspeed.checkpoint.zero_to_fp32 import read_checkpoint
 from deepspeed.tensor_parallel import splits_of
 from tests.distributed.tensor_parallel.families import assert_close, make, parameters, start, tokens
 from tests.harness import ranks, store_path
@@ -59,7 +59,7 @@ def test_any_split_and_stage_loads_at_any_other(name):
         if form == "safetensors":
             assert {f"fragments_00000_{rank:02d}.safetensors" for rank in range(written[0])} <= files
             assert set(open_checkpoint(target / "a").files) <= files, "tools know all of them"
-            share = Share(splits=splits_of(writer.module) or None)
+            share = ModelShare(splits=splits_of(writer.module) or None)
             own = open_checkpoint(target / "a", mp_rank=writer._parts.layout["tp"].rank, share=share)
             assert isinstance(own, NativeSource), "a rank that cuts as the writer did reads its own files alone"
         elif written[1] < 3:
@@ -96,7 +96,7 @@ def test_whole_weights_leave():
 
         found = load_file(target / "model.safetensors")
         assert_close({name: found[name] for name in expected}, expected, 1e-7)
-        read = read_checkpoint(target / "a").tensors
+        read = fp32_weights(open_checkpoint(target / "a"))
         assert_close({name: read[name].contiguous() for name in expected}, expected, 1e-7)
         convert(str(target / "a"), str(target / "universal"))
         source = open_checkpoint(target / "universal")

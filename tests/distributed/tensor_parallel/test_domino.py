@@ -16,12 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import deepspeed
 from deepspeed.errors import LayoutError, UsageError
 from deepspeed.parallel import LayoutMpu, ParallelLayout
-from deepspeed.tensor_parallel.domino import async_linear
-from deepspeed.tensor_parallel.domino.async_linear import (
-    DominoAsyncColumnParallelLinear,
-    DominoAsyncColumnParallelLinearImpl,
-    RowParallelLinearNoComm,
-)
 from tests.distributed.tensor_parallel.test_overlap import Story
 from tests.harness import ranks
 
@@ -184,7 +178,7 @@ def test_sums_run_beside_products():
     model, _ = made(2, settings())
     x, flow = numbers(2)
     with pytest.MonkeyPatch.context() as patch, Story() as story:
-        patch.setattr(async_linear.comm, "all_reduce", story.all_reduce)
+        patch.setattr(domino.comm, "all_reduce", story.all_reduce)
         found = model(x.requires_grad_(), None)
         forward = list(story.told)
         story.told.clear()
@@ -262,9 +256,11 @@ def test_dropout():
     parts = [torch.empty_like(found[0]) for _ in range(2)]
     dist.all_gather(parts, found[0].contiguous())
     assert torch.equal(*parts), "ranks dropped different hidden states"
-    attention = domino.ShardedAttention(settings(attention_dropout=0.5), LayoutMpu(ParallelLayout.build(tp=2)), None, 1)
+    layer = domino.DominoTransformerLayer(
+        settings(attention_dropout=0.5), LayoutMpu(ParallelLayout.build(tp=2)), None, 1
+    )
     mixed = torch.randn(LENGTH, 1, 2 * 3 * DIM, generator=torch.Generator().manual_seed(1))
-    seen = attention.domino_core_attention_forward(mixed, None).detach()
+    seen = layer.self_attention.attend(mixed, None).detach()
     parts = [torch.empty_like(seen) for _ in range(2)]
     dist.all_gather(parts, seen.contiguous())
     assert not torch.equal(*parts), "ranks dropped the same scores"
@@ -277,39 +273,33 @@ def test_dropout():
 
 @ranks(2)
 def test_layers_alone():
-    """Published calls by hand: initial values, biases, 16 bits by autocast, frozen weights, wrong uses."""
-    group, config = dist.group.WORLD, settings()
+    """Initial values, 16 bits by autocast, frozen weights, copies."""
     torch.manual_seed(0)
-    column = DominoAsyncColumnParallelLinear(HIDDEN, 6, group, config, nn.init.normal_, skip_bias_add=True)
+    layer = domino.DominoTransformerLayer(settings(), LayoutMpu(ParallelLayout.build(tp=2)), None, 1)
+    column, row = layer.linear_fc1, layer.linear_fc2
     parts = [torch.empty_like(column.weight) for _ in range(2)]
     dist.all_gather(parts, column.weight.detach())
     assert not torch.equal(*parts), "both ranks drew the same values"
     assert (column.weight.tensor_model_parallel, column.weight.partition_dim) == (True, 0)
+    assert (row.weight.tensor_model_parallel, row.weight.partition_dim) == (True, 1)
+    assert not hasattr(row.bias, "tensor_model_parallel"), "all ranks have it"
     x = numbers(2)[0].requires_grad_()
-    handles = {}
     for frozen in (False, True):
         column.weight.requires_grad_(not frozen)
-        out, bias = column(x, handles, "here")
-        assert bias is column.bias
-        assert handles == {}, "a handle stays behind"
-        torch.testing.assert_close(out, F.linear(x, column.weight))
+        out = column(x)
+        torch.testing.assert_close(out, F.linear(x, column.weight, column.bias))
         (grad,) = torch.autograd.grad(out.sum(), x)
         torch.testing.assert_close(grad, torch.cat(parts).sum(0).expand_as(x))
     column.weight.requires_grad_(True)
     with torch.autocast("cpu", torch.bfloat16):
-        out, _ = column(x, handles, "here")
+        out = column(x)
     assert out.dtype is torch.bfloat16
     grads = torch.autograd.grad(out.float().sum(), [x, column.weight])
     assert [grad.dtype for grad in grads] == [torch.float32, torch.float32]
-    row = RowParallelLinearNoComm(6, HIDDEN, config, nn.init.normal_)
-    out, none = row(torch.ones(2, 6))
-    assert none is None
-    torch.testing.assert_close(out, F.linear(torch.ones(2, 6), row.weight, row.bias))
-    passed = domino.NoOper.apply(x, handles, "twice")
-    column(passed, handles, "twice")
-    with pytest.raises(UsageError, match="a second layer reads what came through one NoOper"):
-        DominoAsyncColumnParallelLinearImpl.apply(passed, column.weight, None, handles, "twice")
-    copy.deepcopy(column)
+    out, bias = row(torch.ones(2, INNER // 2))
+    assert bias is row.bias
+    torch.testing.assert_close(out, F.linear(torch.ones(2, INNER // 2), row.weight))
+    copy.deepcopy(layer)
 
 
 @ranks(2)
@@ -327,8 +317,6 @@ def test_what_cannot_be_is_refused():
             domino.DominoTransformer(settings(**options), mpu, None, kind)
     with pytest.raises(UsageError, match=r"drop_path_rate 0\.5"):
         domino.DominoTransformer(settings(), mpu, None, kind, drop_path_rate=0.5)
-    with pytest.raises(UsageError, match="self-attention only"):
-        domino.ShardedAttention(settings(), mpu, None, 1, domino.AttnType.cross_attn)
     with pytest.raises(LayoutError, match="is no mpu with tensor-parallel ranks"):
         domino.DominoTransformerLayer(settings(), object(), None, 1)
     later = domino.DominoTransformer(settings(), mpu, None, kind, pre_process=False, post_process=False)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from accelerate import init_empty_weights
 
 import deepspeed
-from deepspeed.checkpoint.formats.safetensors import Content, save
+from deepspeed.checkpoint.formats.safetensors import TensorFile, save
 from deepspeed.checkpoint.pretrained import read_parts, take_place
 from deepspeed.errors import UsageError
 from deepspeed.tensor_parallel import cuts_of, splits_of
@@ -100,7 +100,7 @@ def test_folders_that_do_not_fit():
         with init_empty_weights():
             empty = FAMILIES["llama"]()
         if content:
-            save(Content(content), folder / "model.safetensors")
+            save(TensorFile(content), folder / "model.safetensors")
         deepspeed.tp_model_init(empty, 1, torch.float32, checkpoint=folder)
         with pytest.raises(UsageError, match=message):
             start(empty, 1)

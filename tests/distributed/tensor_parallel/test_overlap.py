@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepspeed.parallel import ParallelLayout
 from deepspeed.tensor_parallel import overlap
-from deepspeed.tensor_parallel.overlap import Gate
+from deepspeed.tensor_parallel.overlap import OverlappedInput
 from tests.harness import ranks
 
 WIDTH = 6
@@ -66,7 +66,7 @@ def test_one_sum_beside_a_product():
     for again in (False, True):
 
         def region(hidden):
-            gate = Gate(axis)
+            gate = OverlappedInput(axis)
             found = [gate.linear(hidden, each, own_bias if at == 0 else None) for at, each in enumerate(weights)]
             gate.forget()
             return found
@@ -92,7 +92,7 @@ def test_neighbours():
     rank = dist.get_rank()
     axis = ParallelLayout.build(tp=2)["tp"]
     whole, _, weights, *_ = layers(rank)
-    gate = Gate(axis)
+    gate = OverlappedInput(axis)
     for frozen, trains_input in ((False, True), (True, True), (False, False)):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_(trains_input)
         for each in weights:

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.sequence import TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
+from deepspeed.sequence.tiling import TiledFusedLogitsLoss, TiledMLP, sequence_tiled_compute
 from tests.distributed.tensor_parallel.families import VOCABULARY, make, start, tokens
 from tests.distributed.tensor_parallel.test_wire_and_memory import (
     ACTIVATION,

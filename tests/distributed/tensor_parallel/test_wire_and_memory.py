@@ -10,7 +10,7 @@ import torch.distributed as dist
 from deepspeed import comm
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.tensor_parallel import plan_model
-from deepspeed.tensor_parallel.rules import Kind
+from deepspeed.tensor_parallel.rules import SplitKind
 from tests.distributed.tensor_parallel.families import make, start, tokens
 from tests.harness import ranks
 
@@ -32,7 +32,7 @@ def sent(act):
 def split_embeddings(model, tp, **options):
     """How many embeddings are split: a version of Transformers whose plan has none leaves an untied one whole."""
     changes = plan_model(TPTrainingConfig(autotp_size=tp, **options), model, tp).changes
-    return sum(change.kind is Kind.VOCABULARY for change in changes)
+    return sum(change.kind is SplitKind.VOCABULARY for change in changes)
 
 
 @ranks(2)

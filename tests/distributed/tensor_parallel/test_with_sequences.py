@@ -28,13 +28,6 @@ CASES = [
     ("qwen3", "ring", 3, 1, {"vocab_parallel_lm_head": True}),
     ("one key", "auto", 2, 2, {"sequence_parallel": True}),
     ("phi3", "ulysses", 0, 1, {}),  # its attention modules have configs of their own
-    ("bloom", "ring", 1, 1, {}),
-    ("falcon with alibi", "ulysses", 3, 1, {}),
-    ("mpt", "ulysses", 1, 1, {}),
-    ("gpt-j", "ring", 0, 1, {}),
-    ("codegen", "ulysses", 0, 1, {}),
-    ("t5 with gates", "ulysses", 1, 1, {}),
-    ("t5", "ring", 0, 1, {}),
 ]
 
 

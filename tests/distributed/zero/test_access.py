@@ -26,7 +26,7 @@ from deepspeed.utils import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
-from deepspeed.zero.states.lookup import owner_of
+from deepspeed.zero.states.parameter_state import owner_of
 from tests.harness import ranks
 from tests.models import PlainLoop, batches, make, share
 

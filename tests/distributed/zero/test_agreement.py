@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.agreement import Teller, begin_to_gather_words, gather_words, unite
-from deepspeed.comm.direct_gather import gather_parts
+from deepspeed.comm.agreement import WordCollector, begin_to_gather_words, gather_words, unite
+from deepspeed.comm.point_to_point import gather_parts
 from deepspeed.errors import CommError
 from deepspeed.parallel import ParallelLayout
-from deepspeed.zero.agreement import Hosts
+from deepspeed.zero.agreement import RankAgreement
 from tests.harness import ranks, store_path
 
 
@@ -24,7 +24,7 @@ def test_words_and_unions():
         words = gather_words(torch.tensor([rank + turn, rank * rank]))
         assert words.tolist() == [[each + turn, each * each] for each in range(world)]
         for teller in range(-1, world):
-            words = gather_words(torch.tensor([rank * turn]), teller=Teller(teller))
+            words = gather_words(torch.tensor([rank * turn]), teller=WordCollector(teller))
             assert words.tolist() == [[each * turn] for each in range(world)], f"told by {teller}"
         later = begin_to_gather_words(torch.tensor([rank - turn]))
         assert later.wait().tolist() == [[each - turn] for each in range(world)], "of what was waited for later"
@@ -38,11 +38,11 @@ def test_words_and_unions():
 def test_the_first_rank_may_listen_before_the_end(listens):
     """Other exchanges come in between, and not every end is listened for."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    hosts = Hosts(ParallelLayout.build().world)
+    hosts = RankAgreement(ParallelLayout.build().world)
     for turn in range(4):
         if listens and turn != 2:
-            hosts.listen(2)
-            hosts.listen(2)  # once is enough
+            hosts.receive_early(2)
+            hosts.receive_early(2)  # once is enough
         assert hosts.exchange([rank, turn], "in between").tolist() == [[each, turn] for each in range(world)]
         assert hosts.unite({rank}, world) == set(range(world))
         found = hosts.exchange_at_end([rank * turn, 5], "end of a test")
@@ -66,7 +66,7 @@ def test_parts_are_gathered_where_they_belong():
 @ranks(2, 3)
 def test_hosts_say_and_unite_and_tell():
     rank, world = dist.get_rank(), dist.get_world_size()
-    hosts = Hosts(ParallelLayout.build().world)
+    hosts = RankAgreement(ParallelLayout.build().world)
     assert hosts.exchange([rank, 7], "test")[:, 0].tolist() == list(range(world))
     assert hosts.unite({rank, 9}, 10) == {*range(world), 9}
     assert hosts.tell([3, 1, 2] if rank == 0 else [], 3) == [3, 1, 2]
@@ -84,8 +84,8 @@ def test_what_all_hosts_say_does_not_meet_what_others_send():
     groups = len(dist.distributed_c10d._world.pg_map)
     received = torch.zeros(1)
     works = [dist.irecv(received, last)] if rank < last else []
-    assert Hosts(layout.world).exchange_at_end([rank, 1], "test")[:, 0].tolist() == [0, 1, 2]
-    assert Hosts(layout.world).unite({rank}, 3) == {0, 1, 2}
+    assert RankAgreement(layout.world).exchange_at_end([rank, 1], "test")[:, 0].tolist() == [0, 1, 2]
+    assert RankAgreement(layout.world).unite({rank}, 3) == {0, 1, 2}
     assert len(dist.distributed_c10d._world.pg_map) == groups
     if rank == last:
         works = [dist.isend(torch.tensor([5.0]), each) for each in range(last)]
@@ -102,7 +102,7 @@ def test_a_group_waits_as_long_as_its_world():
     where = f"file://{store_path()}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2, timeout=timedelta(seconds=10))
     store = dist.distributed_c10d._get_default_store()
-    hosts = Hosts(ParallelLayout.build().world)
+    hosts = RankAgreement(ParallelLayout.build().world)
     if rank == 0:
         with pytest.raises((CommError, RuntimeError)):
             hosts.exchange([1], "begin of something")

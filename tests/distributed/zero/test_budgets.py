@@ -13,8 +13,8 @@ import deepspeed
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.memory.tier import Tier
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.zero.budgeting import state_width
-from deepspeed.zero.parameters.in_files import InFiles
+from deepspeed.zero.memory_budget import state_width
+from deepspeed.zero.parameters.offloaded import FileChunks
 from deepspeed.zero.parameters.shard import shards_of
 from tests.harness import ranks
 from tests.user_models import whole
@@ -79,7 +79,7 @@ def tiers(engine):
 def chunks(engine):
     found = Counter()
     for shard in shards_of(engine.module.parameters()):
-        files = isinstance(shard.remote, InFiles) and shard.remote.rests(shard.data)
+        files = isinstance(shard.remote, FileChunks) and shard.remote.rests(shard.data)
         found[Tier.DISK if files else Tier.DEVICE if shard.remote is None else Tier.HOST] += shard.chunk
     return found
 

@@ -10,17 +10,17 @@ from torch import nn
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
-from deepspeed.fragments import Block, Striped
+from deepspeed.fragments import ContiguousLayout, StripedLayout
 from deepspeed.ops.muon import Muon, MuonWithAuxAdam
+from deepspeed.zero.piece import StatePiece
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.states.group import Dtypes, ShardGroup
+from deepspeed.zero.states.groups import Dtypes, ShardGroup
 from deepspeed.zero.states.matrices import ShardedMatrices
-from deepspeed.zero.states.piece import Piece
 from tests.harness import ranks
 
 SHAPES = [(6, 12), (12, 5), (3, 4, 8), (1, 2), (4, 2, 3, 3), (7, 7), (9, 4)]
 WIDE = Dtypes(torch.float32, torch.float32, torch.float32)
-LAYOUTS = {"block": Block, "striped": Striped}
+LAYOUTS = {"block": ContiguousLayout, "striped": StripedLayout}
 
 
 def normal(*shape, seed=0):
@@ -39,7 +39,7 @@ def shards(kind, params, options, names=None):
         start, stop = group.layout.interval(place, rank)
         if start < stop:
             part = param.detach().reshape(-1)[start:stop].clone()
-            group.pieces.append(Piece(str(place), param, param.shape, (start, stop), part))
+            group.pieces.append(StatePiece(str(place), param, param.shape, (start, stop), part))
     return group
 
 

@@ -17,7 +17,7 @@ import torch
 
 import deepspeed
 from deepspeed.errors import DeepSpeedConfigError, FileError
-from deepspeed.memory.swap import SwapFile
+from deepspeed.memory.tier import SwapFile
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -25,7 +25,7 @@ from deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
 )
-from deepspeed.zero.states.late import is_late
+from deepspeed.zero.states.late_parameters import is_late
 from tests.distributed.zero.test_offload_parity import late_updates
 from tests.harness import ranks
 from tests.models import batches, make

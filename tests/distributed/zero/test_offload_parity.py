@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from deepspeed.zero.states.pace import Pace
+from deepspeed.zero.states.tiles import StepTiling
 from tests.closeness import assert_same_training
 from tests.covering import triples
 from tests.distributed.zero.test_zero_parity import DTYPES, train, train_plainly
@@ -39,9 +39,9 @@ def test_optimizer_states_in_host_memory_and_on_the_disk(precision, device, tmp_
 @contextmanager
 def late_updates():
     """Steps of the host go on while the caller does, as on a device."""
-    of = Pace.of.__func__
+    of = StepTiling.of.__func__
     with mock.patch.object(
-        Pace, "of", classmethod(lambda cls, *args, **kwargs: of(cls, *args, **{**kwargs, "late": True}))
+        StepTiling, "of", classmethod(lambda cls, *args, **kwargs: of(cls, *args, **{**kwargs, "late": True}))
     ):
         yield
 

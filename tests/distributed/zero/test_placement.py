@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 import torch
@@ -13,13 +14,15 @@ from torch import nn
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.parallel import ParallelLayout
 from deepspeed.precision.policy import Precision
-from deepspeed.zero.agreement import Hosts
-from deepspeed.zero.gradients.council import Council
-from deepspeed.zero.gradients.reducer import ShardReducer
+from deepspeed.zero.agreement import RankAgreement
+from deepspeed.zero.build import make_block_gather, make_reduction
+from deepspeed.zero.gradients.agreement import StepAgreement
+from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.states.norm import Measure
-from deepspeed.zero.states.planner import Planner
-from deepspeed.zero.states.states import States
+from deepspeed.zero.states.groups import BlockGroup
+from deepspeed.zero.states.norm import NormRanks
+from deepspeed.zero.states.planner import GroupPlanner
+from deepspeed.zero.states.states import OptimizerStates
 from tests.harness import ranks
 
 WIDTH = 6
@@ -43,11 +46,19 @@ def test_shards_over_a_part_of_the_ranks_and_copies_over_the_rest(accumulation):
     schema = config.schema
     precision = Precision.from_config(schema)
     names = {id(param): name for name, param in model.named_parameters()}
-    planner = Planner(schema, lambda param: part if id(param) in parts else everywhere, precision, names, {})
+    planner = GroupPlanner(
+        schema,
+        lambda param: part if id(param) in parts else everywhere,
+        precision,
+        names,
+        {},
+        partial(make_reduction, schema),
+        partial(BlockGroup, gather=make_block_gather(schema)),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    states = States(optimizer, planner.groups, Measure(world, None, lambda _: False, all_used=False))
-    ways, council = planner.ways(world.size, 0), Council(Hosts(world))
-    reducer = ShardReducer(lambda: states.groups, planner.reduction_of, ways, council, registered=model.parameters)
+    states = OptimizerStates(optimizer, planner.groups, NormRanks(world, None, lambda _: False, all_used=False))
+    ways, council = ReductionSettings(every_backward=True, limit=20, strict=True), StepAgreement(RankAgreement(world))
+    reducer = GradientReducer(lambda: states.groups, planner.reduction_of, ways, council, registered=model.parameters)
     states.reducer = reducer
     expected = torch.optim.SGD(plain.parameters(), lr=0.1)
     with ExitStack() as stack:

@@ -11,19 +11,18 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.fragments import Striped
+from deepspeed.fragments import StripedLayout
 from deepspeed.memory import Spread, Widths, estimate_zero3_model_states_mem_needs_all_live, model_states
 from deepspeed.ops.muon import Muon
 from deepspeed.parallel import ParallelLayout
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.sharding import shard_module
+from deepspeed.zero.piece import StatePiece
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.public.granularity import units_by_granularity
+from deepspeed.zero.public.leaf import units_by_granularity
 from deepspeed.zero.public.tiling import TiledLinear
-from deepspeed.zero.states.group import Dtypes, ShardGroup
+from deepspeed.zero.states.groups import BlockGroup, Dtypes, ShardGroup
 from deepspeed.zero.states.matrices import ShardedMatrices
-from deepspeed.zero.states.piece import Piece
-from deepspeed.zero.states.resident import ResidentGroup
 from tests.harness import ranks
 
 DTYPES = Dtypes(torch.float32, torch.float32, torch.bfloat16)
@@ -42,13 +41,13 @@ def groups_of(stage, module, options, dtypes=DTYPES):
     if stage == 3:
         group = ShardGroup(members, Placement(axis), dtypes, options)
         shards = shard_module(module, lambda _: axis)
-        group.layout = Striped(tuple(shard.numel for shard in shards), axis.size)
+        group.layout = StripedLayout(tuple(shard.numel for shard in shards), axis.size)
         for shard in shards:
             if shard.local.numel():
-                group.pieces.append(Piece(shard.name, shard.param, shard.shape, shard.interval, shard.local))
+                group.pieces.append(StatePiece(shard.name, shard.param, shard.shape, shard.interval, shard.local))
                 group.pieces[-1].widen(dtypes.master, shard.device)
         return group
-    return ResidentGroup(members, Placement(axis), dtypes, options, gather_limit=1 << 20)
+    return BlockGroup(members, Placement(axis), dtypes, options, gather=fetch.BlockGather(1 << 20))
 
 
 @ranks(2)

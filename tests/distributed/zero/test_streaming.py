@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import deepspeed
-from deepspeed.zero.states import streaming
+from deepspeed.zero.states import host_step as streaming
 from tests.harness import ranks
 from tests.models import batches, make
 
@@ -45,7 +45,7 @@ def pretended_device():
         Stream=Instant, Event=Instant, stream=lambda _: nullcontext(), current_stream=lambda: Instant()
     )
     setting = SimpleNamespace(stay=None, brought=0)
-    plain = streaming.Streamer._go_home
+    plain = streaming.StateStreamer._go_home
 
     def counted(self, arena, here, *, wait=False):
         setting.brought += wait
@@ -57,8 +57,8 @@ def pretended_device():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streaming, "get_accelerator", lambda: pretended)
-        patch.setattr("deepspeed.zero.states.afar.can_stream", helps)
-        patch.setattr(streaming.Streamer, "_go_home", counted)
+        patch.setattr("deepspeed.zero.states.host_step.can_stream", helps)
+        patch.setattr(streaming.StateStreamer, "_go_home", counted)
         yield setting
 
 

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
-from deepspeed.runtime.step.zero_optimizer import ZeroOptimizer
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeroOptimizer
 from deepspeed.utils import safe_get_full_fp32_param
 from tests.closeness import Training, assert_same_training
 from tests.harness import ranks

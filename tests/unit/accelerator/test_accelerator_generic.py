@@ -13,12 +13,14 @@ import torch
 from deepspeed.accelerator import cuda as cuda_home
 from deepspeed.accelerator.cuda import CUDA_Accelerator
 from deepspeed.accelerator.generic import GenericAccelerator
-from deepspeed.accelerator.hpu import HPU_Accelerator
-from deepspeed.accelerator.mlu import MLU_Accelerator
 from deepspeed.accelerator.mps import MPS_Accelerator
-from deepspeed.accelerator.npu import NPU_Accelerator
-from deepspeed.accelerator.sdaa import SDAA_Accelerator
-from deepspeed.accelerator.xpu import XPU_Accelerator
+from deepspeed.accelerator.vendors import (
+    HPU_Accelerator,
+    MLU_Accelerator,
+    NPU_Accelerator,
+    SDAA_Accelerator,
+    XPU_Accelerator,
+)
 from deepspeed.errors import AcceleratorError
 
 VENDORS = [

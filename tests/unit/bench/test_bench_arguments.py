@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.bench import ds_bench
-from deepspeed.bench.arguments import parse, sizes_of, words_of
-from deepspeed.bench.measure import Sample
-from deepspeed.bench.operations import OPERATIONS
-from deepspeed.bench.show import Setting, as_json, draw_picture
+from deepspeed.bench.ds_bench import RunFacts, as_json, draw_picture, parse, sizes_of, words_of
+from deepspeed.bench.operations import OPERATIONS, Sample
 
-SETTING = Setting(ranks=4, hosts=2, backend="gloo", device="cpu", dtype="float32", trials=3, unit="GBps")
+SETTING = RunFacts(ranks=4, hosts=2, backend="gloo", device="cpu", dtype="float32", trials=3, unit="GBps")
 
 
 @given(st.integers(1, 2**20), st.integers(0, 2**24), st.integers(2, 9), st.sets(st.sampled_from(sorted(OPERATIONS))))

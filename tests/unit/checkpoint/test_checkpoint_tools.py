@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from deepspeed.checkpoint import __main__ as program
-from deepspeed.checkpoint import ds_to_universal
-from deepspeed.checkpoint.formats.consolidate import save_state_dict, tied_names
+from deepspeed.checkpoint import ds_to_universal, tools
+from deepspeed.checkpoint.formats.consolidate import write_shards
 from deepspeed.checkpoint.formats.detect import find_tag, open_checkpoint
-from deepspeed.checkpoint.formats.plain_values import plain
-from deepspeed.checkpoint.formats.safetensors import Content, open_file, save, size
-from deepspeed.checkpoint.formats.universal.merge import merge_slices
+from deepspeed.checkpoint.formats.safetensors import TensorFile, open_file, save, size
+from deepspeed.checkpoint.formats.universal.convert import merge_slices
+from deepspeed.checkpoint.formats.values import plain
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.durable import write_file, write_tensorfile, write_text
-from deepspeed.checkpoint.tools import terminal
 from deepspeed.checkpoint.utils import clone_tensors_for_torch_save, get_model_ckpt_name_for_rank
 from deepspeed.errors import CheckpointError, UsageError
 from tests.checkpoint_states import FIXTURES, SMALL, WRITERS, fixture
@@ -149,8 +148,8 @@ def test_ds_to_universal_runs(tmp_path, capsys):
 
 def test_progress_in_a_file_is_a_line_now_and_then(capsys, monkeypatch):
     for every, expected in ((1000.0, []), (0.0, ["parameters: 1 of 2", "parameters: 2 of 2"])):
-        monkeypatch.setattr(terminal, "_EVERY", every)
-        with terminal.bar("parameters") as progress:
+        monkeypatch.setattr(tools, "_EVERY", every)
+        with tools.bar("parameters") as progress:
             progress(1, 2)
             progress(2, 2)
         assert capsys.readouterr().err.splitlines() == expected
@@ -166,9 +165,9 @@ def test_the_tag_is_found(tmp_path):
 @pytest.mark.parametrize("safe", [True, False])
 def test_a_state_dict_from_memory(tmp_path, safe):
     shared = torch.randn(4, 4)
-    state = {"a": shared, "b": torch.randn(5).half(), "c": shared, "part": shared[1:3]}
-    assert tied_names(state) == {"c": "a"}
-    plan = save_state_dict(state, tmp_path, max_shard_size=70, safe=safe)
+    state = {"a": shared, "b": torch.randn(5).half(), "part": shared[1:3]}
+    plan = write_shards(tmp_path, state, {"c": "a"}, limit=70, safe=safe)
+    state["c"] = shared
     found = {}
     for name in plan.shards:
         path = tmp_path / name
@@ -181,7 +180,7 @@ def test_the_safetensors_package_agrees(tmp_path, safe):
     package = pytest.importorskip("safetensors.torch")
     tensors = {"x": torch.randn(3, 2), "n": torch.arange(5), "b": torch.tensor([True]), "h": torch.randn(3).bfloat16()}
     if safe:
-        save(Content(tensors, {"format": "pt"}), tmp_path / "file")
+        save(TensorFile(tensors, {"format": "pt"}), tmp_path / "file")
         found = package.load_file(tmp_path / "file")
     else:
         package.save_file(tensors, tmp_path / "file")
@@ -195,7 +194,7 @@ def test_safetensors_of_every_kind(tmp_path):
         "0d": torch.tensor(3.5),
         "none": torch.empty(0, 2),
     }
-    content = Content(tensors, {"a": "b"})
+    content = TensorFile(tensors, {"a": "b"})
     save(content, tmp_path / "file")
     assert (tmp_path / "file").stat().st_size == size(content)
     found = open_file(tmp_path / "file")

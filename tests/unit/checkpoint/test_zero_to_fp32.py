@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import deepspeed.checkpoint.zero_to_fp32 as script
+from deepspeed.checkpoint.formats import consolidate
 from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.safetensors import open_file
 from deepspeed.errors import CheckpointError
@@ -100,7 +101,7 @@ def test_files_of_bounded_size(tmp_path, safe, limit):
 
 def test_the_torch_file_is_what_torch_would_have_written(tmp_path):
     values = {"a": torch.randn(3, 5), "b": torch.tensor(2.5), "none": torch.empty(0, 3), "n": torch.arange(4)}
-    script.write_shards(tmp_path, values, {"c": "a"})
+    consolidate.write_shards(tmp_path, values, {"c": "a"})
     found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     assert list(found) == ["a", "b", "none", "n", "c"]
     assert all(
@@ -137,13 +138,12 @@ def test_progress_in_a_file_is_a_line_now_and_then(capsys):
 
 
 @pytest.mark.slow
-def test_the_script_needs_nothing_but_torch(tmp_path):
+def test_the_scripts_beside_a_checkpoint(tmp_path):
     shutil.copytree(FIXTURES / "stage3_fp16", tmp_path / "run")
-    for name in ("zero_to_fp32.py", "zero_to_torch.py"):
-        shutil.copy(Path(script.__file__).with_name(name), tmp_path / "run" / name)
-    code = "import runpy, sys; sys.modules['deepspeed'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    for name, text in consolidate.scripts().items():
+        (tmp_path / "run" / name).write_text(text)
     for number, (name, more) in enumerate((("zero_to_fp32.py", []), ("zero_to_torch.py", ["--dtype", "bf16"]))):
-        program = [sys.executable, "-c", f"{code.replace('sys.argv[1]', repr(name))}", ".", f"out{number}", *more]
+        program = [sys.executable, name, ".", f"out{number}", *more]
         done = subprocess.run(program, cwd=tmp_path / "run", capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert "stage 3, 2 ranks, 10 tensors" in done.stderr
@@ -154,11 +154,23 @@ def test_the_script_needs_nothing_but_torch(tmp_path):
     assert torch.load(tmp_path / "run" / "out1" / "pytorch_model.bin")["emb.weight"].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("name", ["zero_to_fp32.py", "zero_to_torch.py"])
+def test_a_script_without_the_package_says_what_to_do(tmp_path, name):
+    (tmp_path / name).write_text(consolidate.scripts()[name])
+    code = "import runpy, sys; sys.modules['deepspeed'] = None; runpy.run_path(sys.argv[1], run_name='__main__')"
+    program = [sys.executable, "-c", code, name, ".", "out"]
+    done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{name} reads checkpoints with the package deepspeed, which {sys.executable} cannot")
+    assert "pip install deepspeed" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 @pytest.mark.parametrize("name", ["stage2_fp32", "stage3_fp32"])
 def test_a_missing_rank_is_an_error(tmp_path, name):
     shutil.copytree(FIXTURES / name, tmp_path / "run")
     (tmp_path / "run" / "global_step3" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(CheckpointError, match="written by 2 ranks, but has 1"):
+    with pytest.raises(CheckpointError, match="written by 2 ranks, but there are optimizer files of ranks \\[0\\]"):
         tools.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "run"))
 
 
@@ -180,16 +192,20 @@ def test_loading_into_a_model_and_the_parts(tmp_path):
 
 
 def test_sizes_are_read_as_people_write_them():
-    assert [script.parse_size(text) for text in ("5GB", "200MiB", "1.5kb", 17)] == [5 * 10**9, 200 * 2**20, 1500, 17]
+    assert [consolidate.parse_size(text) for text in ("5GB", "200MiB", "1.5kb", 17)] == [
+        5 * 10**9,
+        200 * 2**20,
+        1500,
+        17,
+    ]
     with pytest.raises(ValueError, match="found 'much'"):
-        script.parse_size("much")
+        consolidate.parse_size("much")
 
 
 MEASURE = """
 import sys
-sys.path.insert(0, sys.argv[1])
-import zero_to_fp32 as script
-script._REOPEN = 8 * 2**20
+from deepspeed.checkpoint import zero_to_fp32 as script
+from deepspeed.checkpoint.formats import consolidate
 
 def held():
     # Memory of the process's own, swapped out or not, and pages of the checkpoint; what is there of libraries depends
@@ -198,20 +214,20 @@ def held():
     for line in open("/proc/self/smaps"):
         first, *rest = line.split()
         if not first.endswith(":"):
-            counts = len(rest) < 5 or rest[4].startswith(("[", sys.argv[2]))
+            counts = len(rest) < 5 or rest[4].startswith(("[", sys.argv[1]))
         elif counts and first in ("Rss:", "Swap:"):
             total += int(rest[0]) * 1024
     return total
 
-put, most = script._put, 0
+put, most = consolidate._put, 0
 def watched(*arguments):  # a tensor was read, and is about to be written
     global most
     most = max(most, held())
     put(*arguments)
 
-script._put = watched
+consolidate._put = watched
 before = held()
-script.main(sys.argv[2:])
+script.main(sys.argv[1:])
 print(most - before)
 """
 
@@ -231,7 +247,7 @@ def test_converting_needs_far_less_memory_than_the_model(tmp_path, more):
     torch.save(model, folder / "mp_rank_00_model_states.pt")
     for rank in range(ranks):
         flat = {"single_partition_of_fp32_groups": [torch.full((shard,), float(rank))], "zero_stage": 2}
-        moments = {"state": {0: {"exp_avg": torch.zeros(shard * 2)}}}
+        moments = {"state": {0: {"exp_avg": torch.zeros(shard * 2)}}, "param_groups": [{"params": [0]}]}
         entries = {**flat, "partition_count": [ranks], "base_optimizer_state": moments}
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": entries}, folder / name)
@@ -240,7 +256,6 @@ def test_converting_needs_far_less_memory_than_the_model(tmp_path, more):
         sys.executable,
         "-c",
         MEASURE,
-        str(Path(script.__file__).parent),
         str(tmp_path),
         str(tmp_path / "out"),
         *more,

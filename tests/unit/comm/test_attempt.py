@@ -11,7 +11,7 @@ import torch.distributed as td
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.comm.attempt import agreed_store, kept_by_agent
+from deepspeed.comm.init import agreed_store, kept_by_agent
 
 PATIENCE = timedelta(seconds=60)
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from deepspeed.comm import CommsLogger, Dispatcher
-from deepspeed.comm.operations import Operation
+from deepspeed.comm.operations import CommOperation
 from deepspeed.errors import DeepSpeedConfigError
 
-REDUCE = Operation("all_reduce", lambda *args: None)
-BARRIER = Operation("barrier", lambda *args: None)
+REDUCE = CommOperation("all_reduce", lambda *args: None)
+BARRIER = CommOperation("barrier", lambda *args: None)
 
 
 @pytest.fixture

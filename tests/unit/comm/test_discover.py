@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.comm.discover import RankFacts, discover, from_arguments
-from deepspeed.comm.mpi import facts_of
+from deepspeed.comm.discover import RankFacts, discover, facts_of, from_arguments
 from deepspeed.errors import RendezvousError
 
 TORCHRUN = {

@@ -13,11 +13,11 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed.comm import CollectiveFinished, Dispatcher, labelled, recent_operations
 from deepspeed.comm.dispatch import CAPACITY
-from deepspeed.comm.operations import OPERATIONS, Operation, switched_off
+from deepspeed.comm.operations import OPERATIONS, CommOperation, ReduceOp, switched_off
 from deepspeed.errors import CommError
 from deepspeed.log import warn_once
 
-NOTHING = Operation("nothing", lambda *args: None)
+NOTHING = CommOperation("nothing", lambda *args: None)
 
 
 def run(dispatcher, operation=NOTHING, message=None, group=None, args=(), async_op=False):
@@ -91,7 +91,7 @@ def test_labels_nest_and_end(single):
 def test_sequences_per_group_and_kind(single):
     dispatcher = Dispatcher()
     other = td.new_group([0])
-    p2p = Operation("p2p", lambda *args: None, p2p=True)
+    p2p = CommOperation("p2p", lambda *args: None, p2p=True)
     run(dispatcher)
     run(dispatcher, group=other)
     run(dispatcher, group=td.group.WORLD)
@@ -150,7 +150,7 @@ def test_peers_are_recorded(single):
 def test_an_operation_under_way_is_seen(single):
     dispatcher = Dispatcher()
     seen = []
-    run(dispatcher, Operation("slow", lambda: seen.extend(dispatcher.recent())))
+    run(dispatcher, CommOperation("slow", lambda: seen.extend(dispatcher.recent())))
     assert "(not returned)" in str(seen[-1])
     assert dispatcher.recent()[-1].returned
 
@@ -161,7 +161,7 @@ def test_listeners_get_measured_events():
     try:
         now, log = iter(range(100)), []
         dispatcher = Dispatcher(clock=lambda: next(now) * 0.5, synchronize=lambda: log.append("sync"))
-        operation = Operation("work", lambda *args: log.append("call"))
+        operation = CommOperation("work", lambda *args: log.append("call"))
         run(dispatcher, operation, torch.ones(3))
         assert log == ["call"]  # nobody listens: no synchronisation
         events = []
@@ -190,10 +190,10 @@ def test_asynchronous_operations_are_waited_for_only_while_listened_to(single):
             return False
 
     dispatcher, events = Dispatcher(), []
-    launch = Operation("launch", Work)
+    launch = CommOperation("launch", Work)
     run(dispatcher, launch, async_op=True)
     assert not waited
-    free = Operation("free", Work, free=True)
+    free = CommOperation("free", Work, free=True)
     with dispatcher.events.subscribe(CollectiveFinished, events.append):
         run(dispatcher, launch, async_op=True)
         assert (len(waited), len(events)) == (1, 1)
@@ -202,7 +202,7 @@ def test_asynchronous_operations_are_waited_for_only_while_listened_to(single):
         assert (len(waited), len(events)) == (1, 1)
         handle.wait()
         assert (len(waited), len(events)) == (2, 2)
-        batch = run(dispatcher, Operation("batch", lambda: [Work(), Work()], free=True), async_op=True)
+        batch = run(dispatcher, CommOperation("batch", lambda: [Work(), Work()], free=True), async_op=True)
         batch[0].wait()
         assert len(events) == 2
         batch[1].wait()
@@ -244,7 +244,7 @@ def test_other_errors_pass_unchanged(single, kind):
         raise error
 
     with pytest.raises(kind) as raised:
-        run(Dispatcher(), Operation("fails", fail))
+        run(Dispatcher(), CommOperation("fails", fail))
     assert raised.value is error
 
 
@@ -262,7 +262,7 @@ def test_advice_fits_the_failure(single, theirs, said):
         raise theirs
 
     with pytest.raises(type(theirs), match=said) as raised:
-        run(Dispatcher(), Operation("fails", fail))
+        run(Dispatcher(), CommOperation("fails", fail))
     assert isinstance(raised.value, CommError)
 
 
@@ -272,7 +272,7 @@ def test_errors_of_handles_are_explained(single):
             raise RuntimeError("Connection reset by peer")
 
     dispatcher = Dispatcher()
-    handle = run(dispatcher, Operation("launch", lambda: Work()), torch.ones(4), async_op=True)
+    handle = run(dispatcher, CommOperation("launch", lambda: Work()), torch.ones(4), async_op=True)
     with pytest.raises(CommError, match=r"launch failed on rank 0: collective #1 .*Connection reset"):
         handle.wait()
 
@@ -282,13 +282,13 @@ def test_switches(single, monkeypatch, caplog):
     monkeypatch.setenv("DS_COMM_ALL_REDUCE_OFF", "1")
     dispatcher = Dispatcher()
     calls = []
-    off = Operation("all_reduce", lambda: calls.append(1))
+    off = CommOperation("all_reduce", lambda: calls.append(1))
     assert run(dispatcher, off) is None
     handle = run(dispatcher, off, async_op=True)
     assert handle.is_completed()
     assert handle.wait() is True
     assert "skipped" in repr(handle)
-    run(dispatcher, Operation("broadcast", lambda: calls.append(2)))
+    run(dispatcher, CommOperation("broadcast", lambda: calls.append(2)))
     assert calls == [2]
 
 
@@ -325,7 +325,8 @@ def test_what_is_not_plain_goes_to_torch(single, name):
             return function(*args, **(kwargs or {}))
 
     def arguments(tensor):
-        return (tensor,) if name == "all_reduce" else (torch.empty_like(tensor), tensor)
+        tensors = (tensor,) if name == "all_reduce" else (torch.empty_like(tensor), tensor)
+        return (*tensors, *(() if name == "all_gather_into_tensor" else (ReduceOp.SUM,)), None, False)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # the old names of torch warn

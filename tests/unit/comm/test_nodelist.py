@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.comm.nodelist import expand, first_host
+from deepspeed.comm.discover import expand, first_host
 from deepspeed.errors import RendezvousError
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.comm.operations import OPERATIONS
-from deepspeed.comm.statistics import bandwidth, calc_bw_log, convert_size, trimmed_mean
+from deepspeed.comm.summary import bandwidth, calc_bw_log, convert_size, trimmed_mean
 
 MB = 10**6
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from deepspeed.comm.verdict_pipe import VARIABLE, Told, VerdictPipe, tell_launcher
+from deepspeed.comm.verdict_pipe import VARIABLE, ReportedVerdict, VerdictPipe, tell_launcher
 
 
 @pytest.fixture
@@ -69,6 +69,6 @@ def test_what_others_write_into_the_pipe_is_passed_over(pipe):
 
 
 def test_a_verdict_explains_an_end_that_follows_soon():
-    assert Told((1,), "x", 100.0).explains(101.0)
-    assert not Told((1,), "x", 100.0).explains(1000.0), "the rank went on"
-    assert not Told((), "nobody is at fault", 100.0).explains(101.0)
+    assert ReportedVerdict((1,), "x", 100.0).explains(101.0)
+    assert not ReportedVerdict((1,), "x", 100.0).explains(1000.0), "the rank went on"
+    assert not ReportedVerdict((), "nobody is at fault", 100.0).explains(101.0)

@@ -12,7 +12,6 @@ from torch import nn
 
 import deepspeed
 from deepspeed.runtime import config, utils
-from tests.harness import ranks
 
 Pair = collections.namedtuple("Pair", "one two")
 
@@ -75,21 +74,3 @@ def test_what_scripts_ask(capsys):
     assert utils.is_model_parallel_parameter(param) is True
     utils.see_memory_usage("here", force=True)
     assert (config.LAMB_OPTIMIZER, config.DeepSpeedConfig) == ("lamb", deepspeed.DeepSpeedConfig)
-
-
-@pytest.mark.parametrize(("scale", "needed"), [(0, True), (8, True), (1, False)])
-@ranks(1)
-def test_losses_are_scaled_where_they_must_be(scale, needed):
-    config = {
-        "train_batch_size": 1,
-        "optimizer": {"type": "Adam"},
-        "zero_optimization": {"stage": 1},
-        "fp16": {"enabled": True, "loss_scale": scale},
-    }
-    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(1, 1), config=config)
-    assert optimizer.needs_scaler() is needed
-    loss = torch.ones((), requires_grad=True)
-    assert float(optimizer.scale_if_loss(loss).detach()) == optimizer.cur_scale
-    for value in (torch.ones(()), torch.ones(2, requires_grad=True), 3.0, None):
-        assert optimizer.scale_if_loss(value) is value
-    engine.destroy()

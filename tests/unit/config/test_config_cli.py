@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
@@ -58,6 +59,19 @@ def test_explain_gives_every_origin(write, capsys):
     assert rows["communication_data_type"] == ("bf16", "derived from the precision")
 
 
+def test_explain_names_the_modules_that_read_a_key(write, capsys):
+    assert main(["explain", write(GOOD), "--json"]) == 0
+    readers = {row["key"]: row["readers"] for row in json.loads(capsys.readouterr().out)}
+    assert readers["csv_monitor.job_name"] == ["monitor.monitor"]
+    assert "zero.states.tiles" in readers["zero_optimization.sub_group_size"]
+    assert "precision.policy" in readers["fp16.enabled"], "by another name of the section"
+    assert "fusion.build" in readers["fused_kernels.mlp"], "by its name as text"
+    assert readers["train_batch_size"] == ["config.batch", "config.deepspeed_config"]
+    assert readers["hybrid_engine.enabled"] == readers["expert_parallel.expert_w1"] == [], "nothing reads them"
+    modules = {module for found in readers.values() for module in found}
+    assert [name for name in modules if importlib.util.find_spec(f"deepspeed.{name}") is None] == []
+
+
 def test_explain_as_a_table(write, capsys):
     assert main(["explain", write(GOOD), "--changed"]) == 0
     out = capsys.readouterr().out
@@ -110,7 +124,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 0}}}, "is 0"),
         ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 64}}, "fp16.min_loss_scale"),
         ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, "partition_activations"),
-        ({"zero_optimization": {"sub_group_size": "auto"}}, "nobody fills this key"),
+        ({"zero_optimization": {"sub_group_size": "auto"}}, "no client fills this key"),
         ({"data_parallel_size": 4}, "data_parallel_size is 4, but 2 ranks are data-parallel here"),
         ({"train_batch_size": 3}, "train_batch_size"),
         ({"strict": True, "qqqq": 1}, "qqqq: unknown key"),

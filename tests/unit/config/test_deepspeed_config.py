@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.attributes import ATTRIBUTES
+from deepspeed.config.deepspeed_config import ATTRIBUTES
 from deepspeed.config.features import UNBUILT
 from deepspeed.config.schema import Schema
-from deepspeed.config.shape import walk
+from deepspeed.config.schema_walk import walk
 from deepspeed.errors import BatchSizeError, DeepSpeedConfigError, FeatureUnavailable
 
 CONFIG = {

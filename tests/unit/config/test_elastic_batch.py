@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.config import DeepSpeedConfig
-from deepspeed.config.elastic_batch import (
+from deepspeed.config.elasticity import (
+    ElasticityConfig,
     best_candidate,
     candidate_batch_sizes,
     elastic_batch,
     elastic_sizes,
     valid_gpus,
 )
-from deepspeed.config.elasticity import ElasticityConfig
 from deepspeed.errors import ElasticityConfigError, ElasticityIncompatibleWorldSize
 
 MICROS = st.lists(st.integers(1, 40), min_size=1, max_size=4)

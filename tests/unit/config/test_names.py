@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.config.names import nearest
+from deepspeed.config.clean import nearest
 from deepspeed.config.schema import Schema
-from deepspeed.config.shape import keys_of
+from deepspeed.config.schema_walk import keys_of
 
 TOP = tuple(keys_of(Schema))
 

@@ -48,8 +48,6 @@ def test_the_tables_cover_every_type():
     [
         ("adam", {"torch_adam", "adam_w_mode", "fp32_optimizer_states", "foreach", "bias_correction"}),
         ("muon", {"muon_lr", "adam_lr", "ns_method", "per_head_muon", "momentum"}),
-        ("onebitlamb", {"freeze_step", "coeff_beta", "factor_threshold", "cuda_aware", "comm_backend_name"}),
-        ("zerooneadam", {"var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"}),
         ("lamb", {"max_coeff", "min_coeff", "eps_inside_sqrt"}),
     ],
 )

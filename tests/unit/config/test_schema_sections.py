@@ -1,18 +1,21 @@
-"""The small sections: aio, activations, checkpoint, monitors, profiling, compile, autotuning, elasticity."""
+"""The small sections: aio, activations, checkpoint, monitors, profiling, compile, elasticity."""
 
 import pytest
 from pydantic import ValidationError
 
-from deepspeed.config.activation import ActivationCheckpointingConfig
-from deepspeed.config.aio import AioConfig
-from deepspeed.config.autotuning import AutotuningConfig
 from deepspeed.config.checkpoint import CheckpointConfig, CheckpointWriterConfig
-from deepspeed.config.comm import CommsConfig, CommsLoggerConfig
 from deepspeed.config.compile import CompileConfig
 from deepspeed.config.elasticity import ElasticityConfig
-from deepspeed.config.inference import HybridEngineConfig
-from deepspeed.config.monitor import CometConfig, DeepSpeedMonitorConfig, TensorBoardConfig
-from deepspeed.config.profiling import FlopsProfilerConfig, TimersConfig
+from deepspeed.config.memory import ActivationCheckpointingConfig, AioConfig
+from deepspeed.config.monitor import (
+    CometConfig,
+    CommsConfig,
+    CommsLoggerConfig,
+    DeepSpeedMonitorConfig,
+    FlopsProfilerConfig,
+    TensorBoardConfig,
+    TimersConfig,
+)
 
 
 def refused(model, **values):
@@ -91,25 +94,6 @@ def test_compile_rules(values, said):
     assert said in refused(CompileConfig, **values)
 
 
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"results_dir": ""}, "results_dir"),
-        ({"exps_dir": ""}, "exps_dir"),
-        ({"tuner_type": "guess"}, "'gridsearch', 'random' or 'model_based'"),
-        ({"start_profile_step": 5, "end_profile_step": 4}, "end_profile_step (4) lies before"),
-        ({"min_train_micro_batch_size_per_gpu": 8, "max_train_micro_batch_size_per_gpu": 4}, "(8) exceeds"),
-    ],
-)
-def test_autotuning_rules(values, said):
-    assert said in refused(AutotuningConfig, **values)
-
-
-def test_autotuning_defaults_where_documentation_and_code_differ():
-    tuning = AutotuningConfig()
-    assert (tuning.overwrite, tuning.tuner_type, tuning.metric) == (True, "gridsearch", "throughput")
-
-
 ELASTIC = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4]}
 
 
@@ -139,7 +123,3 @@ def test_elasticity_needs_its_keys_only_when_enabled():
     assert "micro_batch_sizes must be given" in text
     ElasticityConfig(enabled=False, min_gpus=4, max_gpus=2)
     assert ElasticityConfig().version == 0.2
-
-
-def test_hybrid_engine():
-    assert "max_out_tokens" in refused(HybridEngineConfig, max_out_tokens=0)

@@ -5,17 +5,19 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from deepspeed.config.leaf_module import DEFAULT_LEAF_MODULE_CLASSES, DeepSpeedZeroLeafModuleConfig
-from deepspeed.config.offload import (
+from deepspeed.config.renamed import RENAMED
+from deepspeed.config.schema import Schema
+from deepspeed.config.zero import (
+    DEFAULT_LEAF_MODULE_CLASSES,
+    DeepSpeedZeroConfig,
+    DeepSpeedZeroLeafModuleConfig,
     DeepSpeedZeroOffloadOptimizerConfig,
     DeepSpeedZeroOffloadParamConfig,
     OffloadDeviceEnum,
     OffloadStateTypeEnum,
+    ZenFlowConfig,
+    ZeroStageEnum,
 )
-from deepspeed.config.renamed import RENAMED
-from deepspeed.config.schema import Schema
-from deepspeed.config.zenflow import ZenFlowConfig
-from deepspeed.config.zero import DeepSpeedZeroConfig, ZeroStageEnum
 
 CPU = {"device": "cpu"}
 
@@ -98,10 +100,6 @@ def test_what_needs_the_norm():
     assert "must be true with zenflow" in text
     assert "must be true with offload_optimizer" in text
     DeepSpeedZeroConfig(stage=2, compute_grad_norm=False, offload_optimizer={"device": "none"})
-
-
-def test_quantised_gradients_need_reduce_scatter():
-    assert "needs reduce_scatter" in refused(DeepSpeedZeroConfig, zero_quantized_gradients=True, reduce_scatter=False)
 
 
 def test_mics_and_loco():

@@ -11,15 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-from deepspeed.config.elastic_batch import elastic_section, elastic_sizes
+from deepspeed.config.elasticity import elastic_section, elastic_sizes
 from deepspeed.elasticity.elastic_agent import DSElasticAgent
-from deepspeed.elasticity.meeting import address_towards, meet, open_store
+from deepspeed.elasticity.node import address_towards, meet, open_store, section_of, usable_ranks
 from deepspeed.errors import ElasticityError, RendezvousError
-from deepspeed.launcher.elastic import section_of, usable_ranks
-from deepspeed.launcher.elastic_options import elastic_nodes, elastic_words
+from deepspeed.launcher.arguments import elastic_nodes, elastic_words
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.messages import Relayed, labels_only, new_token
-from deepspeed.launcher.ports import claimed
+from deepspeed.launcher.ports import claim_port
+from deepspeed.launcher.protocol import RelaySetting, labels_only, new_token
 
 
 @given(
@@ -97,10 +96,10 @@ def test_what_a_node_is_told():
 
 
 def test_ranks_of_an_elastic_job_are_labelled_and_tell_nothing():
-    labelled = Relayed.parse(labels_only(str(Relayed(new_token(), labels=True))))
+    labelled = RelaySetting.parse(labels_only(str(RelaySetting(new_token(), labels=True))))
     assert (labelled.token, labelled.labels) == ("", True)
-    assert Relayed.parse(labels_only(str(Relayed(new_token(), labels=False)))) is None
-    assert Relayed.parse(labels_only("")) is None
+    assert RelaySetting.parse(labels_only(str(RelaySetting(new_token(), labels=False)))) is None
+    assert RelaySetting.parse(labels_only("")) is None
 
 
 def test_the_address_by_which_others_find_this_machine():
@@ -110,7 +109,7 @@ def test_the_address_by_which_others_find_this_machine():
 
 
 def test_two_processes_cannot_keep_a_store_at_one_port():
-    with claimed(0) as port:
+    with claim_port(0) as port:
         store = open_store("127.0.0.1", port, keep=True)
         with pytest.raises(RendezvousError, match=f"127.0.0.1:{port}, but the store could not be opened"):
             open_store("127.0.0.1", port, keep=True)
@@ -124,7 +123,7 @@ def spec(store, entrypoint, *args, restarts=0):
 
 def test_the_public_agent_runs_a_command(tmp_path):
     text = f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'] + os.environ['OWN'], 'w'); print('hello')"
-    with claimed(0) as port:
+    with claim_port(0) as port:
         store = open_store("127.0.0.1", port, keep=True)
         agent = DSElasticAgent(
             spec(store, sys.executable, "-c", text, "${local_rank}"), {"OWN": "x"}, log_dir=str(tmp_path / "logs")
@@ -137,7 +136,7 @@ def test_the_public_agent_runs_a_command(tmp_path):
 
 def test_the_public_agent_restarts_and_gives_up(tmp_path):
     text = f"import os; open({str(tmp_path)!r} + '/' + os.environ['TORCHELASTIC_RESTART_COUNT'], 'w'); os._exit(9)"
-    with claimed(0) as port:
+    with claim_port(0) as port:
         store = open_store("127.0.0.1", port, keep=True)
         agent = DSElasticAgent(spec(store, sys.executable, "-c", text, restarts=1), {})
         assert agent.run().is_failed()
@@ -146,7 +145,7 @@ def test_the_public_agent_restarts_and_gives_up(tmp_path):
 
 
 def test_what_the_public_agent_does_not_take():
-    with claimed(0) as port:
+    with claim_port(0) as port:
         store = open_store("127.0.0.1", port, keep=True)
         with pytest.raises(ElasticityError, match=r"a function; give a command"):
             DSElasticAgent(spec(store, print), {})

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.fragments import Block, Striped, boxes, intersection, round_robin
+from deepspeed.fragments import ContiguousLayout, StripedLayout, boxes, intersection, round_robin
 
 numels = st.lists(st.integers(0, 40), min_size=1, max_size=8).map(tuple)
 
 
 @given(numels, st.integers(1, 9), st.sampled_from([1, 2, 8]), st.sampled_from([1, 4]))
 def test_block_covers_every_element_once(sizes, world, align, gap):
-    layout = Block(sizes, world, align=align, gap=gap)
+    layout = ContiguousLayout(sizes, world, align=align, gap=gap)
     assert layout.shard_numel % align == 0
     assert layout.padded == layout.shard_numel * world >= layout.filled
     for param, numel in enumerate(sizes):
@@ -35,7 +35,7 @@ def test_block_covers_every_element_once(sizes, world, align, gap):
 
 @given(numels, st.integers(1, 9))
 def test_striped_covers_every_element_once(sizes, world):
-    layout = Striped(sizes, world)
+    layout = StripedLayout(sizes, world)
     for param, numel in enumerate(sizes):
         parts = [layout.interval(param, rank) for rank in range(world)]
         assert [stop for _, stop in parts[:-1]] == [start for start, _ in parts[1:]]
@@ -46,7 +46,7 @@ def test_striped_covers_every_element_once(sizes, world):
 
 @given(numels, st.integers(1, 9), st.sampled_from([1, 2, 8]), st.sampled_from([1, 4, 16]))
 def test_holders_are_those_that_hold_something(sizes, world, align, gap):
-    for layout in (Block(sizes, world, align=align, gap=gap), Striped(sizes, world)):
+    for layout in (ContiguousLayout(sizes, world, align=align, gap=gap), StripedLayout(sizes, world)):
         for param in range(len(sizes)):
             parts = [layout.interval(param, rank) for rank in range(world)]
             held = [stop - start for start, stop in parts]
@@ -56,14 +56,14 @@ def test_holders_are_those_that_hold_something(sizes, world, align, gap):
 
 
 def test_holders_of_no_parameter_at_all():
-    assert list(Block((0, 0), 4).holders(1)) == []
-    assert list(Striped((0,), 4).holders(0)) == []
+    assert list(ContiguousLayout((0, 0), 4).holders(1)) == []
+    assert list(StripedLayout((0,), 4).holders(0)) == []
 
 
 def test_the_numbers_of_deepspeeds_files():
-    block = Block((18,), 2)
+    block = ContiguousLayout((18,), 2)
     assert (block.shard_numel, block.interval(0, 1)) == (10, (10, 18))
-    assert Striped((35, 15, 15, 35), 2).shard_numel == 18 + 8 + 8 + 18
+    assert StripedLayout((35, 15, 15, 35), 2).shard_numel == 18 + 8 + 8 + 18
 
 
 @given(st.lists(st.integers(1, 4), min_size=0, max_size=4).map(tuple), st.data())

@@ -6,12 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.fragments import Split, deal, even
+from deepspeed.fragments import DimSplit, even, even_runs
 
 
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_dealt_items_are_neighbours_and_nearly_equal(count, hands):
-    parts = deal(count, hands)
+    parts = even_runs(count, hands)
     assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
     assert parts[-1][1] == count
     sizes = [stop - start for start, stop in parts]
@@ -35,7 +35,7 @@ def test_what_is_cut_comes_together(sizes, ranks, dim, unit):
     for size in sizes:
         cuts.append([(start + offset, stop + offset) for start, stop in even(size * unit, ranks, unit)])
         offset += size * unit
-    split = Split.of(dim, cuts)
+    split = DimSplit.of(dim, cuts)
     shape = [3, 3, 3]
     shape[dim] = offset
     whole = torch.arange(3 * 3 * offset).view(shape)
@@ -51,8 +51,8 @@ def test_ranks_may_hold_copies(pieces, ranks):
     """Of a whole of several pieces, each on one or more neighbouring ranks."""
     if ranks < pieces:
         return
-    owners = [piece for piece, (first, last) in enumerate(deal(ranks, pieces)) for _ in range(first, last)]
-    split = Split.of(0, [[(2 * piece, 2 * piece + 2) for piece in owners]])
+    owners = [piece for piece, (first, last) in enumerate(even_runs(ranks, pieces)) for _ in range(first, last)]
+    split = DimSplit.of(0, [[(2 * piece, 2 * piece + 2) for piece in owners]])
     assert split.total == 2 * pieces
     assert split.shared == (ranks > pieces)
     whole = torch.arange(2 * pieces)

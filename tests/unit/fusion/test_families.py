@@ -12,12 +12,10 @@ from torch import nn
 from deepspeed.config.schema import Schema
 from deepspeed.errors import UsageError
 from deepspeed.fusion import build
-from deepspeed.fusion.again import not_kept
-from deepspeed.fusion.families import missed
-from deepspeed.fusion.find import KINDS, find, put
-from deepspeed.fusion.lazy_logits import LazyLogits
-from deepspeed.fusion.swap import Refused, Swap
-from deepspeed.fusion.table import lines
+from deepspeed.fusion.build import KINDS, find, lines, missed, put
+from deepspeed.fusion.head import LazyLogits
+from deepspeed.fusion.recompute import recomputed_input
+from deepspeed.transformers.replacement import Refused, Swap
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 GROUPED = {**SMALL, "num_key_value_heads": 2, "vocab_size": 97}
@@ -341,7 +339,7 @@ def test_an_input_that_changed_meanwhile_is_told():
     put(list(find(nn.ModuleList([norm]), ("norm",))), ExitStack())
     x = torch.randn(3, 8, requires_grad=True) * 1
     y = norm(x)
-    with not_kept(y, layer):
+    with recomputed_input(y, layer):
         out = layer(y)
     x.data.add_(1)  # a change that autograd does not see
     x.add_(0)
@@ -384,7 +382,7 @@ def test_results_of_norms_that_were_changed_in_place_are_kept(where):
         inner = model.mlp.forward
 
         def forward(y):
-            with not_kept(y, model.mlp):
+            with recomputed_input(y, model.mlp):
                 return inner(y)
 
         model.mlp.forward = forward

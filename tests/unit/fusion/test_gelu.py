@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from deepspeed.fusion.find import find, find_products, put
-from deepspeed.fusion.swap import Refused, Swap
+from deepspeed.fusion.build import find, find_products, put
+from deepspeed.transformers.replacement import Refused, Swap
 
 WIDTH, INNER = 16, 32
 

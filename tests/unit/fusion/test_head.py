@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.fusion.find import find, put
+from deepspeed.fusion.build import find, put
 
 transformers = pytest.importorskip("transformers")
 

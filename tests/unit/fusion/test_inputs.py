@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.fusion import inputs
-from deepspeed.fusion.find import KINDS, find, find_products, put
-from deepspeed.fusion.products import Products
-from deepspeed.fusion.swap import Refused, Swap
-from deepspeed.fusion.table import lines
+from deepspeed.fusion import shared_input
+from deepspeed.fusion.build import KINDS, find, find_products, lines, put
+from deepspeed.fusion.fp8_linear import Fp8Products
+from deepspeed.transformers.replacement import Refused, Swap
 from tests.unit.ops.model.test_shared_input import Additions
 
 SMALL = {
@@ -27,13 +26,13 @@ EXACT = {"rtol": 1e-5, "atol": 1e-6}
 @pytest.fixture
 def counted(monkeypatch):
     """How many layers were computed together, for each time that any were."""
-    seen, real = [], inputs.linears
+    seen, real = [], shared_input.linears
 
     def linears(x, weights, biases):
         seen.append(len(weights))
         return real(x, weights, biases)
 
-    monkeypatch.setattr(inputs, "linears", linears)
+    monkeypatch.setattr(shared_input, "linears", linears)
     return seen
 
 
@@ -141,13 +140,13 @@ def test_layers_of_8_bits_stay_so(counted):
 
 def test_layers_of_8_bits_together(monkeypatch):
     """With one scale for each tensor: near what they compute apart, and put back as they were."""
-    together, real = [], Products.several
+    together, real = [], Fp8Products.several
 
     def several(self, input, weights, biases):
         together.append(len(weights))
         return real(self, input, weights, biases)
 
-    monkeypatch.setattr(Products, "several", several)
+    monkeypatch.setattr(Fp8Products, "several", several)
     model, apart = model_of("Qwen2"), model_of("Qwen2")
     for each in (model, apart):
         put(list(find_products(each, "tensor", ["lm_head", r".*o_proj", r".*mlp"])), ExitStack())
@@ -253,14 +252,14 @@ def pair_of(model):
 
 def test_results_that_nobody_takes_are_dropped(monkeypatch):
     model, plain, _, x = pair_of(Attention(values=False))
-    refs, real = [], inputs.linears
+    refs, real = [], shared_input.linears
 
     def linears(*args):
         results = real(*args)
         refs.extend(map(weakref.ref, results))
         return results
 
-    monkeypatch.setattr(inputs, "linears", linears)
+    monkeypatch.setattr(shared_input, "linears", linears)
     gc.disable()
     try:
         y = model(x * 1)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.fusion.find import find, put
-from deepspeed.fusion.functions import exchanged
-from deepspeed.fusion.swap import Refused, Swap
+from deepspeed.fusion.build import find, put
+from deepspeed.transformers.replacement import Refused, Swap
+from deepspeed.transformers.source import exchanged
 
 transformers = pytest.importorskip("transformers")
 

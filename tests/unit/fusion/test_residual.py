@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed.fusion.find import find, put
-from deepspeed.fusion.swap import Refused, Swap
+from deepspeed.fusion.build import find, put
+from deepspeed.transformers.replacement import Refused, Swap
 
 
 class Layer(nn.Module):

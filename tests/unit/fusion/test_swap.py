@@ -7,8 +7,9 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from deepspeed.fusion.find import KINDS, find, find_products, put
-from deepspeed.fusion.swap import Swap
+from deepspeed.fusion import fp8_linear
+from deepspeed.fusion.build import KINDS, find, find_feed_forwards8, find_products, put
+from deepspeed.transformers.replacement import Swap
 
 transformers = pytest.importorskip("transformers")
 
@@ -67,3 +68,37 @@ def test_nothing_is_put_twice():
     first.close()  # in any order
     second.close()
     assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("born", [torch.inference_mode, torch.enable_grad])
+def test_what_serves_inference(born, family):
+    """Layers made under inference_mode, or run under it, compute by what serves inference; nothing else is put."""
+    with born():
+        model = model_of(family).eval()
+    with torch.inference_mode():
+        expected = model(input_ids=IDS).logits
+    with ExitStack() as undo:
+        put(found := list(find(model, KINDS, serves="infer")), undo)
+        assert {each.kind for each in found if isinstance(each.result, Swap)} >= {"norm", "sum", "mlp"}
+        assert not {"loss", "inputs"} & {each.kind for each in found if isinstance(each.result, Swap)}
+        with torch.inference_mode():
+            torch.testing.assert_close(model(input_ids=IDS).logits, expected)
+        if born is torch.enable_grad:
+            torch.testing.assert_close(model(input_ids=IDS).logits, expected)
+
+
+def test_inference_tensors_go_through_products_as_one(monkeypatch):
+    seen, real = [], fp8_linear.compute
+    monkeypatch.setattr(fp8_linear, "compute", lambda *args: seen.append(args[1].is_inference()) or real(*args))
+    model = model_of("LlamaConfig").eval()
+    with ExitStack() as undo:
+        put(list(find(model, ["mlp"], serves="infer")), undo)
+        put(list(find_products(model, "tensor", ["lm_head"])), undo)
+        put(list(find_feed_forwards8(model)), undo)
+        with torch.no_grad():
+            expected = model(input_ids=IDS).logits
+        with torch.inference_mode():
+            found = model(input_ids=IDS).logits
+    assert seen == [False, False, True, True]
+    torch.testing.assert_close(found, expected)

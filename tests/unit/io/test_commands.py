@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.config.aio import AioConfig
-from deepspeed.io import ds_io, ds_nvme_tune, runs
+from deepspeed.config.memory import AioConfig
+from deepspeed.io import ds_io, ds_nvme_tune
+from deepspeed.io import trial as runs
 from deepspeed.io.trial import ENGINES, Trial
 
 PATIENCE = 600  # seconds: a busy machine is slow, not wrong

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.errors import DeepSpeedError
-from deepspeed.launcher.exports import exported, looks_secret, parse_environment_file
+from deepspeed.launcher.environment import exported, looks_secret, parse_environment_file
 
 
 def test_names_decide(tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.launcher.binding import parse_range_list
-from deepspeed.launcher.folding import WINDOW, Fold, labelled, split_label
+from deepspeed.launcher.output import WINDOW, LineFolder, labelled, split_label
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ class Clock:
 @pytest.fixture
 def fold():
     written, clock = [], Clock()
-    made = Fold(4, written.append, clock)
+    made = LineFolder(4, written.append, clock)
     made.written, made.clock = written, clock
     return made
 
@@ -74,7 +74,7 @@ def test_the_same_line_twice(fold):
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from([b"a", b"b", b"c"]), st.floats(0, 0.2)), max_size=40))
 def test_every_rank_keeps_its_lines_and_their_order(said):
     written, clock = [], Clock()
-    fold = Fold(4, written.append, clock)
+    fold = LineFolder(4, written.append, clock)
     for rank, text, passed in said:
         clock.now += passed
         fold.add(rank, text)

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.errors import DeepSpeedError
-from deepspeed.launcher.hostfile import fetch_hostfile, parse_hostfile
-from deepspeed.launcher.resources import MOST_SLOTS
+from deepspeed.launcher.hosts import MOST_SLOTS, fetch_hostfile, parse_hostfile
 
 NAMES = st.text(st.characters(codec="ascii", exclude_categories=["Z", "C"]), min_size=1).filter(lambda n: n[0] != "#")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import socket
 import stat
@@ -11,17 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.comm.verdict_pipe import Told
+from deepspeed.comm.verdict_pipe import ReportedVerdict
 from deepspeed.launcher import processes
 from deepspeed.launcher.errors import LaunchError
+from deepspeed.launcher.failure_report import RankEnd, failure_report, rank_list
+from deepspeed.launcher.hosts import encode_world_info
 from deepspeed.launcher.launch import parse_args
-from deepspeed.launcher.output import LINES, Tail, last_lines
-from deepspeed.launcher.pidfile import pid_file, pid_folder
-from deepspeed.launcher.place import Place
-from deepspeed.launcher.plan import Plan, RankPlan
-from deepspeed.launcher.ports import claimed, free_port, is_free
-from deepspeed.launcher.resources import encode_world_info
-from deepspeed.launcher.verdict import Ending, failure, rank_list
+from deepspeed.launcher.output import LINES, LastLines, last_lines
+from deepspeed.launcher.ports import claim_port, free_port, is_free
+from deepspeed.launcher.protocol import NodePlacement, NodePlan, RankPlan
+from deepspeed.launcher.supervise import pid_file, pid_folder
 
 # ---- remembered output
 
@@ -29,7 +29,7 @@ from deepspeed.launcher.verdict import Ending, failure, rank_list
 @given(st.lists(st.text(st.characters(codec="ascii", exclude_categories=["C"]), max_size=50), min_size=1), st.data())
 def test_the_tail_does_not_depend_on_the_pieces(lines, data):
     raw = "\n".join(lines).encode()
-    tail = Tail()
+    tail = LastLines()
     while raw:
         cut = data.draw(st.integers(1, len(raw)))
         tail.feed(raw[:cut])
@@ -43,7 +43,7 @@ def test_the_tail_does_not_depend_on_the_pieces(lines, data):
 
 
 def test_a_redrawn_line_is_remembered_as_last_seen():
-    tail = Tail()
+    tail = LastLines()
     for percent in range(100):
         tail.feed(f"\r{percent}%".encode())
     assert tail.lines() == ["99%"]
@@ -66,13 +66,13 @@ def test_the_tail_of_a_file(tmp_path):
 
 def ending(rank, code, *, told=False, at=1.0, lines=(), log=None, verdict=None):
     plan = RankPlan(rank=rank, local_rank=rank, command=("c",), shown="c --x", environment={}, log=log)
-    return Ending(plan, 100 + rank, code, at, told, "stderr", lines, verdict)
+    return RankEnd(plan, 100 + rank, code, at, told, "stderr", lines, verdict)
 
 
 def test_the_report_of_a_failure():
     first = ending(3, -signal.SIGSEGV, at=12.34, lines=["one", "two"])
     others = [ending(0, -15, told=True), ending(1, 0), ending(2, 1, at=12.5)]
-    assert failure(first, others, "node7").splitlines() == [
+    assert failure_report(first, others, "node7").splitlines() == [
         "rank 3 failed first: it was killed by SIGSEGV (signal 11) after 12.3 s",
         "  where:   host node7, local rank 3, pid 103",
         "  command: c --x",
@@ -83,15 +83,17 @@ def test_the_report_of_a_failure():
         "  then, before it was told to stop, rank 2 exited with code 1",
         "  stopped because of this: rank 0",
     ]
-    assert "it wrote nothing to stderr" in failure(ending(0, 1), [], "h")
-    assert "  log:     /x/y.log" in failure(ending(0, 1, log="/x/y.log"), [], "h")
-    assert "dmesg" in failure(ending(0, -9), [], "h")
+    assert "it wrote nothing to stderr" in failure_report(ending(0, 1), [], "h")
+    assert "  log:     /x/y.log" in failure_report(ending(0, 1, log="/x/y.log"), [], "h")
+    assert "dmesg" in failure_report(ending(0, -9), [], "h")
 
 
 def test_the_report_names_the_rank_that_the_others_waited_for():
-    victim = ending(0, 1, at=30.5, lines=["CommError: rank 2 hangs"], verdict=Told((2,), "rank 2 never entered x", 0.0))
+    victim = ending(
+        0, 1, at=30.5, lines=["CommError: rank 2 hangs"], verdict=ReportedVerdict((2,), "rank 2 never entered x", 0.0)
+    )
     others = [ending(1, 1, at=30.6), ending(2, -15, told=True, at=31.0, lines=["still here"])]
-    assert failure(victim, others, "node7").splitlines() == [
+    assert failure_report(victim, others, "node7").splitlines() == [
         "the job failed because rank 2 never entered x",
         "  where:   host node7, local rank 2, pid 102",
         "  command: c --x",
@@ -102,30 +104,30 @@ def test_the_report_names_the_rank_that_the_others_waited_for():
 
 
 def test_the_report_names_a_rank_that_ended_before_the_others():
-    victim = ending(0, 1, at=30.5, lines=["CommError"], verdict=Told((1,), "rank 1 has finished", 0.0))
-    text = failure(victim, [ending(1, 0, at=20.0, lines=["bye"])], "node7").splitlines()
+    victim = ending(0, 1, at=30.5, lines=["CommError"], verdict=ReportedVerdict((1,), "rank 1 has finished", 0.0))
+    text = failure_report(victim, [ending(1, 0, at=20.0, lines=["bye"])], "node7").splitlines()
     assert text[:2] == [
         "the job failed because rank 1 has finished",
         "  ended:   rank 1 exited with code 0 after 20.0 s",
     ]
     assert "  where:   host node7, local rank 1, pid 101" in text
     assert not any("|" in line for line in text)
-    late = ending(1, 1, at=30.5, lines=["CommError"], verdict=Told((1,), "rank 1 came late", 0.0))
-    assert failure(late, [ending(0, -15, told=True)], "node7").splitlines() == [
+    late = ending(1, 1, at=30.5, lines=["CommError"], verdict=ReportedVerdict((1,), "rank 1 came late", 0.0))
+    assert failure_report(late, [ending(0, -15, told=True)], "node7").splitlines() == [
         "the job failed because rank 1 came late",
         "  ended:   rank 1 exited with code 1 after 30.5 s",
         "  where:   host node7, local rank 1, pid 101",
         "  command: c --x",
         "  stopped because of this: rank 0",
     ]
-    failed = failure(victim, [ending(1, 3, at=20.0, lines=["bye"])], "node7")
+    failed = failure_report(victim, [ending(1, 3, at=20.0, lines=["bye"])], "node7")
     assert "  ended:   rank 1 exited with code 3 after 20.0 s" in failed
     assert "    | bye" in failed
 
 
 def test_the_report_about_a_rank_of_another_host():
-    victim = ending(0, 1, at=30.5, verdict=Told((9,), "rank 9 is dead", 0.0))
-    assert failure(victim, [], "node7").splitlines() == [
+    victim = ending(0, 1, at=30.5, verdict=ReportedVerdict((9,), "rank 9 is dead", 0.0))
+    assert failure_report(victim, [], "node7").splitlines() == [
         "the job failed because rank 9 is dead",
         "  noticed: by rank 0, which exited with code 1 after 30.5 s",
     ]
@@ -141,15 +143,17 @@ def test_a_traceback_is_not_repeated():
         "[rank1]: ValueError: no label",
     ]
     for shown in (lines, [line.removeprefix("[rank1]: ") for line in lines]):
-        text = failure(ending(1, 1, lines=shown), [], "h").splitlines()
+        text = failure_report(ending(1, 1, lines=shown), [], "h").splitlines()
         assert text[-4:] == ["  its last lines (stderr):", *(f"    | {line}" for line in shown[3:])]
-    assert f"    | {lines[0]}" in failure(ending(1, 1, lines=lines, log="/x/y.log"), [], "h"), "seen for the first time"
+    assert f"    | {lines[0]}" in failure_report(ending(1, 1, lines=lines, log="/x/y.log"), [], "h"), (
+        "seen for the first time"
+    )
     native = [
         "Fatal Python error: Segmentation fault",
         '  File "a.py", line 3 in inner',
         '  File "a.py", line 9 in outer',
     ]
-    assert failure(ending(1, -11, lines=native), [], "h").count("|") == 3
+    assert failure_report(ending(1, -11, lines=native), [], "h").count("|") == 3
 
 
 def test_lists_of_ranks():
@@ -169,7 +173,7 @@ def test_lists_of_ranks():
 )
 def test_endings(code, status, words):
     assert processes.status(code) == status
-    assert processes.described(code) == words
+    assert processes.describe_exit(code) == words
 
 
 # ---- processes
@@ -188,9 +192,9 @@ def test_processes_below(tmp_path):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "stat").write_text(f"{pid} ({name}) {state} {parent} 0 0\n")
     (tmp_path / "10").mkdir()
-    assert processes.below(5, tmp_path) == [6, 8]
-    assert processes.below(1, tmp_path) == [5, 6, 8, 9]
-    assert processes.below(8, tmp_path) == []
+    assert processes.descendants(5, tmp_path) == [6, 8]
+    assert processes.descendants(1, tmp_path) == [5, 6, 8, 9]
+    assert processes.descendants(8, tmp_path) == []
 
 
 def test_signals_to_the_dead_do_not_matter():
@@ -207,15 +211,14 @@ def test_a_plan_survives_the_pipe():
     rank = RankPlan(
         rank=1, local_rank=0, command=("a", odd, "é\n"), shown="a", environment={"X": odd}, cores=(1, 2), log="/l"
     )
-    plan = Plan(host="h", ranks=(rank,), log_level="error", pid_file="/p", forward_to_groups=True)
-    assert Plan.loads(plan.dumps()) == plan
-    assert plan.dumps().isascii()
+    plan = NodePlan(host="h", ranks=(rank,), log_level="error", pid_file="/p", forward_to_groups=True)
+    assert pickle.loads(pickle.dumps(plan)) == plan
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_ranks_are_numbered_host_by_host(counts):
     world = {f"h{i}": list(range(count)) for i, count in enumerate(counts)}
-    found = [each for host in world for each in Place.of(world, host, ("a", 1)).environments()]
+    found = [each for host in world for each in NodePlacement.of(world, host, ("a", 1)).environments()]
     assert [int(each["RANK"]) for each in found] == list(range(sum(counts)))
     assert [int(each["LOCAL_RANK"]) for each in found] == [slot for count in counts for slot in range(count)]
     assert [int(each["CROSS_RANK"]) for each in found] == [i for i, count in enumerate(counts) for _ in range(count)]
@@ -238,18 +241,18 @@ def test_a_port_that_is_listened_at_is_not_free():
         with socket.create_server((address, 0)) as server:
             port = server.getsockname()[1]
             assert not is_free(port)
-            with pytest.raises(LaunchError, match=f"--master_port {port} is in use"), claimed(port):
+            with pytest.raises(LaunchError, match=f"--master_port {port} is in use"), claim_port(port):
                 pass
     for port in (-1, 65536):
-        with pytest.raises(LaunchError, match="is not a port"), claimed(port):
+        with pytest.raises(LaunchError, match="is not a port"), claim_port(port):
             pass
 
 
 def test_a_claimed_port_is_free_for_rank_0_and_for_no_other_launcher():
-    with claimed(0) as one, claimed(0) as two:
+    with claim_port(0) as one, claim_port(0) as two:
         assert one != two
         assert 29500 <= min(one, two) <= max(one, two) < 32768  # no outgoing connection is given one of these
-        with pytest.raises(LaunchError, match=f"--master_port {one} is in use"), claimed(one):
+        with pytest.raises(LaunchError, match=f"--master_port {one} is in use"), claim_port(one):
             pass
         with socket.create_server(("", two)):
             pass
@@ -257,13 +260,13 @@ def test_a_claimed_port_is_free_for_rank_0_and_for_no_other_launcher():
 
 def test_a_claim_is_given_back():
     port = free_port()
-    with claimed(port):
+    with claim_port(port):
         pass
     if os.fork() == 0:  # also by a launcher that is killed
-        with claimed(port):
+        with claim_port(port):
             os.kill(os.getpid(), signal.SIGKILL)
     assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL
-    with claimed(port) as again:
+    with claim_port(port) as again:
         assert again == port
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.launcher.masking import MASK, is_secret, scrub, without_secrets
+from deepspeed.launcher.environment import MASK, is_secret, mask_command, mask_secrets
 
 X = "hunter2/+-9"
 
@@ -59,7 +59,7 @@ GIVEN = [
 
 @pytest.mark.parametrize("words", GIVEN, ids=" ".join)
 def test_a_secret_is_masked(words):
-    shown = without_secrets(["python", "-u", "train.py", *words, "--lr", "0.1"])
+    shown = mask_command(["python", "-u", "train.py", *words, "--lr", "0.1"])
     assert "hunter2" not in " ".join(shown)
     assert MASK in " ".join(shown)
     assert shown[-2:] == ["--lr", "0.1"]
@@ -86,20 +86,20 @@ def test_a_secret_is_masked(words):
     ids=" ".join,
 )
 def test_what_is_no_secret_is_shown(words):
-    assert without_secrets(words) == words
+    assert mask_command(words) == words
 
 
 def test_an_option_without_a_value_masks_nothing_that_follows_it_later():
-    assert without_secrets(["--token", "--lr", "1", "x"]) == ["--token", "--lr", "1", "x"]
-    assert without_secrets(["--token", "a", "b"]) == ["--token", MASK, "b"]
+    assert mask_command(["--token", "--lr", "1", "x"]) == ["--token", "--lr", "1", "x"]
+    assert mask_command(["--token", "a", "b"]) == ["--token", MASK, "b"]
 
 
 @given(st.lists(st.text(max_size=40), max_size=8))
 def test_any_words_at_all(words):
-    shown = without_secrets(words)
+    shown = mask_command(words)
     assert len(shown) == len(words)
     for word in shown:
-        assert scrub(word) == word, "what has been masked stays as it is"
+        assert mask_secrets(word) == word, "what has been masked stays as it is"
 
 
 @given(
@@ -109,14 +109,14 @@ def test_any_words_at_all(words):
 )
 def test_a_value_is_never_seen(option, value, form):
     for words in ([form.format(option, value)], form.format(option, value).split(" ")):
-        assert value not in " ".join(without_secrets(words))
+        assert value not in " ".join(mask_command(words))
 
 
 @pytest.mark.parametrize("unit", ["a", "a-", "a=", "-a ", "://:", "'a':", "a: ", "bearer ", "@", "key=", "'key':'"])
 def test_long_words_take_linear_time(unit):
     """A config given as base64 text is one word of any length; trying it from every letter takes minutes."""
     began = time.process_time()
-    scrub("@" + unit * (200_000 // len(unit)))
+    mask_secrets("@" + unit * (200_000 // len(unit)))
     assert time.process_time() - began < 10
 
 

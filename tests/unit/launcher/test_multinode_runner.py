@@ -208,4 +208,3 @@ def test_a_launcher_of_the_user():
     own.add_export("A", " x ")
     assert own.get_cmd({}, ACTIVE) == ["own", *PYTHON, *SCRIPT, "A=x"]
     assert own.name == "Own"
-    assert own.world == ACTIVE

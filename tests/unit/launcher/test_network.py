@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.launcher.network import Interface, interfaces, suggested
+from deepspeed.launcher.facts import Interface, interfaces, suggested
 
 
 @pytest.fixture

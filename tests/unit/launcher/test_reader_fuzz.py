@@ -11,11 +11,12 @@ import pytest
 
 from deepspeed.config.read import read
 from deepspeed.errors import DeepSpeedError
-from deepspeed.launcher.hostfile import fetch_hostfile, parse_hostfile
-from deepspeed.launcher.resources import (
+from deepspeed.launcher.hosts import (
     apply_num_nodes_and_gpus,
     decode_world_info,
     encode_world_info,
+    fetch_hostfile,
+    parse_hostfile,
     parse_inclusion_exclusion,
 )
 
@@ -126,7 +127,7 @@ def test_hosts_that_would_fill_the_memory():
 
 def test_a_hostfile_without_end(tmp_path, monkeypatch):
     (tmp_path / "hosts").write_text("a slots=1\n" * 10)
-    monkeypatch.setattr("deepspeed.launcher.hostfile._MOST_BYTES", 50)
+    monkeypatch.setattr("deepspeed.launcher.hosts._MOST_BYTES", 50)
     with pytest.raises(DeepSpeedError, match=r"cannot be read.*larger than"):
         fetch_hostfile(str(tmp_path / "hosts"))
     (tmp_path / "hosts").write_bytes(b"a\xff slots=1")

@@ -16,8 +16,16 @@ from rich.console import Console
 import deepspeed
 from deepspeed.accelerator import reset_accelerator
 from deepspeed.launcher import facts, report
-from deepspeed.launcher.facts import AcceleratorFacts, Device, Finding, Machine, Report, SharedMemory, Tool
-from deepspeed.launcher.network import Interface
+from deepspeed.launcher.facts import (
+    AcceleratorFacts,
+    DeviceFacts,
+    HostFacts,
+    Interface,
+    SharedMemory,
+    SystemFeature,
+    SystemReport,
+    Tool,
+)
 from deepspeed.ops.registry import Explanation, State
 
 SECTIONS = [
@@ -38,18 +46,18 @@ SECTIONS = [
 def sample():
     """A report with something of everything, long values included."""
     long = "/a/very/long/path/" + "x" * 150
-    return Report(
+    return SystemReport(
         versions={"deepspeed": "0.20.0", "triton": None},
-        machine=Machine(
-            "Linux", "x86_64 Xeon", 8, 2**34, ("AVX2",), (Finding("libaio", False, "it is not installed"),)
+        machine=HostFacts(
+            "Linux", "x86_64 Xeon", 8, 2**34, ("AVX2",), (SystemFeature("libaio", False, "it is not installed"),)
         ),
         paths={"torch": long},
         accelerator=AcceleratorFacts(
             "cuda",
             "nccl",
             None,
-            (Device(0, "NVIDIA H200", 140 * 2**30, "9.0"),),
-            (Finding("cuda", True, ""), Finding("xpu", False, "torch finds no XPU")),
+            (DeviceFacts(0, "NVIDIA H200", 140 * 2**30, "9.0"),),
+            (SystemFeature("cuda", True, ""), SystemFeature("xpu", False, "torch finds no XPU")),
         ),
         ops=(
             Explanation("adam", "triton", 20, State.FAILED, "RuntimeError: [bold]no[/bold]"),
@@ -121,7 +129,7 @@ def test_every_section_comes_from_this_machine(capsys):
 
 def test_json_holds_the_same_facts(capsys):
     found = json.loads(run(capsys, "--json"))
-    assert set(found) == {field.name for field in dataclasses.fields(Report)}
+    assert set(found) == {field.name for field in dataclasses.fields(SystemReport)}
     assert found["versions"]["deepspeed"] == deepspeed.__version__
     assert found["accelerator"]["name"] in {each["name"] for each in found["accelerator"]["candidates"]}
     assert {"op", "implementation", "rank", "state", "reason"} == set(found["ops"][0])
@@ -161,7 +169,7 @@ def test_a_machine_without_any_tool(capsys, monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(facts.sys, "executable", "/nowhere/python")
     monkeypatch.setattr(facts.capability, "nvcc", lambda: None)
-    monkeypatch.setattr(facts.network, "interfaces", lambda: ())
+    monkeypatch.setattr(facts, "interfaces", lambda: ())
     output = run(capsys)
     assert output.count("not found") == len(facts.build_tools()) + len(facts.launchers())
     assert "no interface was found" in output

@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from deepspeed.launcher import ds_ssh, report, report_hosts
-from deepspeed.launcher.report_hosts import differences, shown_facts
+from deepspeed.launcher import ds_ssh, report
+from deepspeed.launcher.report import differences, shown_facts
 
 
 def answer(torch="2.13", devices=2, chosen="triton", memory=2**34, warnings=()):
@@ -94,11 +94,11 @@ def test_no_hostfile(capsys):
 def test_what_ds_ssh_runs(hosts, monkeypatch):
     words, _ = hosts
     plans = []
-    monkeypatch.setattr(ds_ssh, "supervise", lambda plan, environment, program: plans.append(plan) or 0)
+    monkeypatch.setattr(ds_ssh, "supervise", lambda plan, environment: plans.append(plan) or 0)
     ds_ssh.main([*words, "--exclude", "h2", "--ssh_port", "22", "--ssh_args=-i key", "ls", "-l", "$HOME"])
     (plan,) = plans
     assert [link.host for link in plan.links] == ["h1", "h3"]
     assert plan.links[0].command[:3] == ["ssh", "-i", "key"]
     assert plan.links[0].command[-5:] == ["-p", "22", "--", "h1", "ls -l $HOME"]
     assert (plan.independent, plan.style) == (True, "host")
-    assert report_hosts.ask_hosts.__doc__
+    assert report.ask_hosts.__doc__

@@ -8,7 +8,7 @@ import os
 import pytest
 
 from deepspeed.launcher import launch, runner
-from deepspeed.launcher.resources import decode_world_info
+from deepspeed.launcher.hosts import decode_world_info
 
 
 class Devices:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import pickle
 import shutil
 import subprocess
 import sys
 
 import pytest
 
-from deepspeed.launcher import runner, several
-from deepspeed.launcher.backends import ssh
+from deepspeed.launcher import multi_host, runner
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.launch import parse_args as launch_args
-from deepspeed.launcher.relay_plan import Link, RelayPlan
+from deepspeed.launcher.protocol import Link
 
 
 @pytest.fixture
@@ -27,9 +27,9 @@ def start(monkeypatch, tmp_path, caplog):
     monkeypatch.chdir(tmp_path)
     installed = {"pdsh", "ssh", "sinfo", "srun", "ompi_info", "mpirun"}
     monkeypatch.setattr(shutil, "which", lambda name, path=None: f"/bin/{name}" if name in installed else None)
-    monkeypatch.setattr(ssh, "address_of", lambda host, port, given=(): f"address-of-{host}")
+    monkeypatch.setattr(multi_host, "address_of", lambda host, port, given=(): f"address-of-{host}")
     asked = []
-    monkeypatch.setattr(several, "supervise", lambda plan, env, program: asked.append((plan, env, program)) or 0)
+    monkeypatch.setattr(multi_host, "supervise", lambda plan, env: asked.append((plan, env)) or 0)
     (tmp_path / "hosts").write_text("h1 slots=2\nh2 slots=1\n")
 
     def run(*words, status=0, script=("train.py", "--lr", "a b")):
@@ -39,10 +39,10 @@ def start(monkeypatch, tmp_path, caplog):
             assert ended.value.code == status
             return None
         runner.main(["-H", "hosts", *words, *script])
-        ((plan, environment, program),) = asked
+        ((plan, environment),) = asked
         asked.clear()
-        assert program == "relay"
-        assert RelayPlan.loads(plan.dumps()) == plan
+        assert plan.program == "relay"
+        assert pickle.loads(pickle.dumps(plan)) == plan
         return plan, environment
 
     run.installed = installed
@@ -120,7 +120,7 @@ def test_the_address_of_the_first_host(start, monkeypatch):
     def asked(*_):
         raise AssertionError("nobody was to be asked")
 
-    monkeypatch.setattr(ssh, "address_of", asked)
+    monkeypatch.setattr(multi_host, "address_of", asked)
     plan, _ = start("--launcher", "ssh", "--master_addr", "10.0.0.9")
     assert launch_args(job(plan.links[0])["arguments"]).master_addr == "10.0.0.9"
     plan, _ = start("--launcher", "ssh", "--no_ssh_check")
@@ -150,12 +150,12 @@ def test_labels_on_this_machine(start):
 )
 def test_names_that_are_no_hosts(host):
     with pytest.raises(LaunchError, match="is not the name or address of a host"):
-        ssh.check_hosts(["fine", host])
+        multi_host.check_hosts(["fine", host])
 
 
 @pytest.mark.parametrize("host", ["h1", "user@h1.example.com", "10.0.0.1", "fe80::1%eth0", "a_b-c", "node01"])
 def test_names_of_hosts(host):
-    ssh.check_hosts([host])
+    multi_host.check_hosts([host])
 
 
 @pytest.mark.parametrize(
@@ -175,14 +175,14 @@ def test_a_first_host_that_does_not_answer(monkeypatch, outcome, message):
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(LaunchError, match=message):
-        ssh.address_of("h1", None)
+        multi_host.address_of("h1", None)
 
 
 def test_the_address_is_the_first_one(monkeypatch):
     monkeypatch.setattr(
         subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0, "10.0.0.1 fd00::1 \n", "")
     )
-    assert ssh.address_of("h1", 22, ["-v"]) == "10.0.0.1"
+    assert multi_host.address_of("h1", 22, ["-v"]) == "10.0.0.1"
 
 
 def test_names_of_links():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.launcher.masking import MASK
-from deepspeed.launcher.variables import relevant, warnings
+from deepspeed.launcher.environment import MASK, relevant
+from deepspeed.launcher.facts import variable_warnings as warnings
 
 
 def test_only_what_matters_sorted():

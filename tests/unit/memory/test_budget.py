@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from deepspeed.config.memory import MemoryConfig
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.memory.budget import Budget, Part, Unit, budgets_of, place
-from deepspeed.memory.plan_table import plan_lines, show
+from deepspeed.memory.budget import Budget, StatePart, StateUnit, budgets_of, place, plan_lines, show
 
 TIERS = ("device", "host", "disk")
 KINDS = ("parameters", "masters", "moments", "gradients")
 
 parts = st.builds(
-    Part,
+    StatePart,
     st.sampled_from(KINDS),
     st.integers(0, 1000),
     st.sampled_from((1, 2, 4, 8, 1.0625)),
@@ -26,7 +25,7 @@ parts = st.builds(
     slowest=st.sampled_from(TIERS[1:]),
 )
 unit_lists = st.lists(st.lists(parts, max_size=3), max_size=12).map(
-    lambda found: [Unit(f"tile {at}", tuple(some)) for at, some in enumerate(found)]
+    lambda found: [StateUnit(f"tile {at}", tuple(some)) for at, some in enumerate(found)]
 )
 limits = st.none() | st.integers(0, 20_000)
 
@@ -37,7 +36,7 @@ def budget_lists(draw):
 
 
 def unit(name, *nbytes):
-    return Unit(name, tuple(Part(kind, size, 1) for kind, size in zip(KINDS, nbytes, strict=False)))
+    return StateUnit(name, tuple(StatePart(kind, size, 1) for kind, size in zip(KINDS, nbytes, strict=False)))
 
 
 def tried(units, budgets):
@@ -170,7 +169,7 @@ def test_budgets_of_the_config():
 @pytest.mark.parametrize(("elements", "width"), [(-1, 4), (1, -4), (1, float("inf")), (1, float("nan"))])
 def test_a_part_has_a_size(elements, width):
     with pytest.raises(UsageError, match="neither may be below zero"):
-        Part("masters", elements, width)
+        StatePart("masters", elements, width)
 
 
 PLAN = place(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.comm import Pending
-from deepspeed.memory.store import AtHome, through
+from deepspeed.memory.tier import DeviceStore, through
 
 
 class Waits:
@@ -53,5 +53,5 @@ def test_tiles_are_fetched_ahead_and_kept_behind(count, ahead):
 
 def test_states_at_home_need_nothing():
     seen = []
-    through(["a", "b"], AtHome(), seen.append)
+    through(["a", "b"], DeviceStore(), seen.append)
     assert seen == ["a", "b"]

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from deepspeed.checkpoint.formats.training_state import Experts, GroupState, TrainingState
-from deepspeed.checkpoint.formats.zero_files.expert_files import ExpertLayers, layer_of, number_of
-from deepspeed.fragments import Block, Split, Striped, even
+from deepspeed.checkpoint.formats.training_state import ExpertState, GroupState, TrainingState
+from deepspeed.checkpoint.formats.zero_files.experts import ExpertLayers, layer_of, number_of
+from deepspeed.fragments import ContiguousLayout, DimSplit, StripedLayout, even
 
 ONE, TWO = (f"{name}.deepspeed_moe.experts.deepspeed_experts." for name in ("one", "two"))
 EXPERTS = {ONE: 4, TWO: 8}
@@ -46,14 +46,14 @@ class Grid:
         """Who has which expert."""
         return ExpertLayers(EXPERTS, self.world, self.data_first, self.tensor if self.dealt else 1)
 
-    def splits(self, names: dict[str, torch.Tensor]) -> dict[str, Split]:
+    def splits(self, names: dict[str, torch.Tensor]) -> dict[str, DimSplit]:
         """How parameters are cut over tensor-parallel ranks."""
         if self.tensor == 1:
             return {}
-        found = {"inward.weight": Split.of(0, [even(4, self.tensor)])}
+        found = {"inward.weight": DimSplit.of(0, [even(4, self.tensor)])}
         if not self.dealt:
             experts = [name for name in names if layer_of(name) and name.endswith(".weight")]
-            found |= {name: Split.of(1, [even(4, self.tensor)]) for name in experts}
+            found |= {name: DimSplit.of(1, [even(4, self.tensor)]) for name in experts}
         return found
 
 
@@ -132,7 +132,7 @@ class _Rank:
             mp_rank=self.tp,
             mp_size=grid.tensor,
             splits={name: split for name, split in grid.splits(here).items() if name in here},
-            experts=Experts(
+            experts=ExpertState(
                 EXPERTS,
                 grid.data_first,
                 most.part_of(self.number),
@@ -147,7 +147,7 @@ class _Rank:
         if self.grid.stage < 3 or name in dict(_numbered(BUFFERS)):
             return tensor
         world, place = self.copies(self.grid.sizes.get(layer_of(name) or "", 0))
-        start, stop = Striped((tensor.numel(),), world).interval(0, place)
+        start, stop = StripedLayout((tensor.numel(),), world).interval(0, place)
         return tensor.reshape(-1)[start:stop]
 
     def group(self, ep: int) -> GroupState:
@@ -157,7 +157,13 @@ class _Rank:
         world, place = self.copies(ep)
         shapes = [tensor.shape for tensor in own["master"]]
         numels = tuple(shape.numel() for shape in shapes)
-        layout = None if grid.stage == 0 else Striped(numels, world) if grid.stage == 3 else Block(numels, world)
+        layout = (
+            None
+            if grid.stage == 0
+            else StripedLayout(numels, world)
+            if grid.stage == 3
+            else ContiguousLayout(numels, world)
+        )
         tensors: dict[str, list[torch.Tensor | None]] = {kind: list(column) for kind, column in own.items()}
         if layout is not None:
             for kind, column in own.items():

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.formats.zero_files.expert_files import (
+from deepspeed.checkpoint.formats.zero_files.experts import (
+    ExpertGrid,
     ExpertLayers,
-    Grid,
     layer_of,
     number_of,
     renumbered,
@@ -23,10 +23,10 @@ BEGIN = "a.deepspeed_moe.experts.deepspeed_experts."
 @given(st.integers(1, 6), st.integers(1, 6), st.booleans())
 def test_ranks_are_those_of_the_layout(ep, edp, data_first):
     axes = ParallelLayout.plan(world=ep * edp).experts(ep, data_first=data_first)
-    grid = Grid(ep, edp, data_first)
+    grid = ExpertGrid(ep, edp, data_first)
     for rank in range(ep * edp):
-        assert grid.part_of(rank) == axes.ep.index_of(rank)
-        assert grid.copy_of(rank) == axes.edp.index_of(rank)
+        assert grid.part_of(rank) == axes.ep.group_of(rank).index(rank)
+        assert grid.copy_of(rank) == axes.edp.group_of(rank).index(rank)
         assert grid.rank(grid.part_of(rank), grid.copy_of(rank)) == rank
 
 

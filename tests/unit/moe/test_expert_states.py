@@ -10,12 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.formats.detect import Share, open_checkpoint
+from deepspeed.checkpoint.formats.consolidate import fp32_weights
+from deepspeed.checkpoint.formats.detect import ModelShare, open_checkpoint
 from deepspeed.checkpoint.formats.native import writer as native
 from deepspeed.checkpoint.formats.native.writer import INDEX
 from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.checkpoint.formats.zero_files import writer as deepspeed_files
-from deepspeed.checkpoint.zero_to_fp32 import read_checkpoint
 from deepspeed.errors import CheckpointError
 from tests.unit.moe.spread_states import BUFFERS, Grid, states, whole_model
 
@@ -65,10 +65,10 @@ def test_deepspeed_files(grid):
         for state in states(grid):
             deepspeed_files.files(state).write(Path(folder))
         check(open_checkpoint(folder), whole)
-        found = read_checkpoint(Path(folder))
-        assert set(found.tensors) == {*whole["master"], *whole["fixed"]}
+        found = fp32_weights(open_checkpoint(folder))
+        assert set(found) == {*whole["master"], *whole["fixed"]}
         for name, tensor in {**whole["master"], **whole["fixed"]}.items():
-            assert torch.equal(found.tensors[name].contiguous(), tensor), name
+            assert torch.equal(found[name].contiguous(), tensor), name
 
 
 def test_universal(tmp_path):
@@ -91,7 +91,7 @@ def test_any_number_of_slices_reads(grid, tensor, dealt):
         for state in states(grid):
             deepspeed_files.files(state).write(Path(folder))
         for rank in range(tensor):
-            source = open_checkpoint(folder, mp_rank=rank, share=Share(splits=splits or None))
+            source = open_checkpoint(folder, mp_rank=rank, share=ModelShare(splits=splits or None))
             for name, tensor_ in whole["exp_avg"].items():
                 part = splits[name].cut(tensor_, rank) if name in splits else tensor_
                 assert source.shapes[name] == part.shape, name

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deepspeed.errors import UsageError
 from deepspeed.moe import sharded_moe
-from deepspeed.moe.dispatch import by_slots, in_order
+from deepspeed.moe.exchange import by_slots, in_order
 from deepspeed.moe.routing import places_within, route_top1, route_top2, route_topk
 from deepspeed.moe.sharded_moe import TopKGate, top1gating, top2gating, topkgating
 

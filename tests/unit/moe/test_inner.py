@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.moe.inner import inner_splits, tell_width
+from deepspeed.moe.stacked_experts import inner_splits, set_local_width
 
 
 class Made(nn.Module):
@@ -66,5 +66,5 @@ def test_what_cannot_be_cut_is_an_error_that_says_why():
 def test_a_module_says_how_wide_its_experts_are_here():
     module = Made()
     module.intermediate_dim, module.hidden_dim = 6, 8
-    tell_width(module, 6, 3)
+    set_local_width(module, 6, 3)
     assert (module.intermediate_dim, module.hidden_dim) == (3, 8)

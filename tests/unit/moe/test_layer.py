@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.moe.experts import Experts
+from deepspeed.moe.experts import Experts, lay_side_by_side, merged, read, stacked
 from deepspeed.moe.layer import MoE
-from deepspeed.moe.side_by_side import lay_side_by_side, merged, stacked
-from deepspeed.moe.structure import read
 from deepspeed.moe.utils import (
     configure_moe_param_groups,
     has_moe_layers,
@@ -218,7 +216,7 @@ def test_gate_and_value_are_one_product(made, monkeypatch):
     expected = torch.cat([expert(part) for expert, part in parts])
     wanted = torch.autograd.grad(expected.sin().sum(), list(experts.parameters()))
     for by_kernel in (False, True):
-        monkeypatch.setattr("deepspeed.moe.structure.takes", lambda _, answer=by_kernel: answer)
+        monkeypatch.setattr("deepspeed.moe.experts.takes", lambda _, answer=by_kernel: answer)
         found = experts(rows, groups=groups)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         grads = torch.autograd.grad(found.sin().sum(), list(experts.parameters()))

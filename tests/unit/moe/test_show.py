@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deepspeed.config.monitor import CSVConfig
 from deepspeed.events import EventStream, ExpertsUsed, LayerUse
 from deepspeed.moe.show import main, read, table
-from deepspeed.monitor.csv_monitor import csvMonitor
+from deepspeed.monitor.monitor import csvMonitor
 from deepspeed.monitor.subscriber import MonitorSubscriber
 
 

@@ -11,11 +11,7 @@ import torch
 
 from deepspeed.config.monitor import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
 from deepspeed.log import logger
-from deepspeed.monitor.base import Backend
-from deepspeed.monitor.comet import CometMonitor
-from deepspeed.monitor.csv_monitor import csvMonitor
-from deepspeed.monitor.tensorboard import TensorBoardMonitor
-from deepspeed.monitor.wandb import WandbMonitor
+from deepspeed.monitor.monitor import Backend, CometMonitor, TensorBoardMonitor, WandbMonitor, csvMonitor
 
 SECRET = "hunter2-hunter2"
 

@@ -11,9 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from deepspeed.config.monitor import CSVConfig, DeepSpeedMonitorConfig, TensorBoardConfig
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.monitor.csv_monitor import csvMonitor
-from deepspeed.monitor.monitor import Monitor, MonitorMaster
-from deepspeed.monitor.tensorboard import TensorBoardMonitor
+from deepspeed.monitor.monitor import Monitor, MonitorMaster, TensorBoardMonitor, csvMonitor
 
 
 def rows(path):

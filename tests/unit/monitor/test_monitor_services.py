@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.config.monitor import CometConfig, WandbConfig
-from deepspeed.monitor.comet import CometMonitor
-from deepspeed.monitor.wandb import WandbMonitor
+from deepspeed.monitor.monitor import CometMonitor, WandbMonitor
 
 
 class Run:

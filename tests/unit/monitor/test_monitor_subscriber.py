@@ -7,9 +7,9 @@ import torch
 
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished, StepFinished
 from deepspeed.monitor import subscriber as module
-from deepspeed.monitor.base import Monitor
+from deepspeed.monitor.monitor import Monitor
 from deepspeed.monitor.subscriber import MonitorSubscriber
-from deepspeed.profiling.wall_clock import WallClock
+from deepspeed.profiling.timers import WallClock
 
 
 class Kept(Monitor):

@@ -9,7 +9,7 @@ import torch
 
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.adam.rule import AdamRule, adam_reference
-from deepspeed.ops.conditions import Conditions
+from deepspeed.ops.one_pass import Conditions
 from deepspeed.ops.registry import operations
 
 WAYS = [

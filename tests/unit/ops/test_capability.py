@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.ops import capability
-from deepspeed.ops.capability import Capability, Verdict, compute_capability
-from deepspeed.ops.cuda_arch import CudaArch, parse_arch_list
+from deepspeed.ops.capability import Capability, ProbeResult, compute_capability
+from deepspeed.ops.cuda_arch import check_arch_list
 
 
 def fact(holds: bool, reason: str = "", name: str = "fact") -> Capability:
-    return Capability(name, lambda: Verdict(holds, reason))
+    return Capability(name, lambda: ProbeResult(holds, reason))
 
 
 @given(a=st.booleans(), b=st.booleans(), c=st.booleans())
@@ -30,20 +30,22 @@ def test_and_names_every_missing_thing_once():
 
 
 def test_or_gives_the_reason_of_the_one_that_holds():
-    assert (fact(False, "no a") | fact(True, "b 1.0")).verdict == Verdict(True, "b 1.0")
-    assert (fact(False, "no a") | fact(False, "no b")).verdict == Verdict(False, "no a; no b")
+    assert (fact(False, "no a") | fact(True, "b 1.0")).verdict == ProbeResult(True, "b 1.0")
+    assert (fact(False, "no a") | fact(False, "no b")).verdict == ProbeResult(False, "no a; no b")
 
 
 def test_not_keeps_what_was_found():
-    assert (~fact(True, "the accelerator in use is cuda")).verdict == Verdict(False, "the accelerator in use is cuda")
+    assert (~fact(True, "the accelerator in use is cuda")).verdict == ProbeResult(
+        False, "the accelerator in use is cuda"
+    )
 
 
 def test_asked_once_and_only_when_needed():
     calls = []
 
-    def probe() -> Verdict:
+    def probe() -> ProbeResult:
         calls.append(1)
-        return Verdict(True, "")
+        return ProbeResult(True, "")
 
     lazy = Capability("lazy", probe)
     joined = lazy & lazy
@@ -57,7 +59,7 @@ def test_asked_once_and_only_when_needed():
     "error", [OSError("disk"), ImportError("x"), RuntimeError("driver"), ValueError("v"), KeyError("k")]
 )
 def test_a_failing_probe_means_no(error):
-    def probe() -> Verdict:
+    def probe() -> ProbeResult:
         raise error
 
     broken = Capability("gizmo", probe)  # and is asked again later
@@ -68,7 +70,7 @@ def test_a_failing_probe_means_no(error):
 
 def test_a_fact_that_may_change_is_asked_again():
     answers = iter([False, True])
-    changing = Capability("weather", lambda: Verdict(next(answers), "rain"), lasting=False)
+    changing = Capability("weather", lambda: ProbeResult(next(answers), "rain"), lasting=False)
     assert [changing.holds, changing.holds] == [False, True]
 
 
@@ -92,7 +94,7 @@ def test_cxx_variable_that_is_no_program(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     assert capability.cxx_compiler() is None
     verdict = capability.has_cxx_compiler._probe()
-    assert verdict == Verdict(False, "CXX=no-such-compiler -O2 is no program")
+    assert verdict == ProbeResult(False, "CXX=no-such-compiler -O2 is no program")
 
 
 def test_cuda_home_comes_before_path(monkeypatch, tmp_path):
@@ -109,36 +111,14 @@ def test_cuda_home_comes_before_path(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("9.0a", [CudaArch(9, 0, "a")]),
-        ("8.0;9.0+PTX", [CudaArch(8, 0), CudaArch(9, 0, ptx=True)]),
-        ("8.0 9.0a+PTX", [CudaArch(8, 0), CudaArch(9, 0, "a", True)]),
-        ("10.0f, 12.1", [CudaArch(10, 0, "f"), CudaArch(12, 1)]),
-        ("7.5;7.5", [CudaArch(7, 5)]),
-        ("Hopper", [CudaArch(9, 0, ptx=True)]),
-        ("Ampere;9.0", [CudaArch(8, 0), CudaArch(8, 6, ptx=True), CudaArch(9, 0)]),
-        ("", []),
-        ("native", []),
-        (" ; ", []),
-    ],
+    "text",
+    ["9.0a", "8.0;9.0+PTX", "8.0 9.0a+PTX", "10.0f, 12.1", "7.5;7.5", "Hopper", "ampere;9.0", "", "native", " ; "],
 )
-def test_arch_lists(text, expected):
-    assert list(parse_arch_list(text)) == expected
-
-
-def test_arch_names():
-    assert [arch.sm for arch in parse_arch_list("9.0a;12.1+PTX")] == ["sm_90a", "sm_121"]
-
-
-@given(
-    st.lists(st.builds(CudaArch, st.integers(3, 15), st.integers(0, 9), st.sampled_from(["", "a", "f"]), st.booleans()))
-)
-def test_arch_list_round_trip(archs):
-    assert parse_arch_list(";".join(map(str, archs))) == tuple(dict.fromkeys(archs))
+def test_arch_lists(text):
+    check_arch_list(text)
 
 
 @pytest.mark.parametrize("text", ["9", "sm_90", "9.0aa", "8.0;nine", "9.0+SASS"])
 def test_a_malformed_arch_is_named(text):
     with pytest.raises(ValueError, match=r"TORCH_CUDA_ARCH_LIST: .* is not a GPU architecture"):
-        parse_arch_list(text)
+        check_arch_list(text)

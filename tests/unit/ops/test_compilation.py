@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed.ops.compilation import Compilations
+from deepspeed.ops.precompile import Compilations
 
 
 class Clock:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from deepspeed.ops import blockwise
 from deepspeed.ops.adagrad.rule import AdagradRule
 from deepspeed.ops.adam.rule import AdamRule
-from deepspeed.ops.host_kernels import takes
+from deepspeed.ops.batch_rule import takes
 from deepspeed.ops.lion.rule import LionRule
-from deepspeed.ops.optimizer import Batch
+from deepspeed.ops.optimizer import ParameterBatch
 from deepspeed.ops.registry import operations
 
 F32, BF16, F16, U8 = torch.float32, torch.bfloat16, torch.float16, torch.uint8
@@ -49,7 +49,7 @@ def normal(shape, seed):
 def batch(op, param, grad, moment, out, *, shapes=SHAPES, factor=0.5, step=3):
     """Random tensors; moments are those of a second step."""
     count = len(shapes)
-    made = Batch(step, tuple([] for _ in SIGNED[op]), factor=factor)
+    made = ParameterBatch(step, tuple([] for _ in SIGNED[op]), factor=factor)
     made.params = [normal(shape, i).to(param) for i, shape in enumerate(shapes)]
     made.grads = [normal(shape, count + i).to(grad) for i, shape in enumerate(shapes)]
     made.outs = [torch.empty(shape, dtype=out) for shape in shapes] if out else []

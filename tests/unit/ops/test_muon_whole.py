@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.fragments import Block, Striped
+from deepspeed.fragments import ContiguousLayout, StripedLayout
 from deepspeed.ops.muon import Muon, MuonWithAuxAdam, muon_update
 
 SHAPES = [(6, 12), (12, 5), (3, 4, 8), (4, 2, 3, 3), (7, 7)]
@@ -65,7 +65,12 @@ class Together:
 
 def layouts():
     numels = tuple(torch.Size(shape).numel() for shape in SHAPES)
-    return [Block(numels, 3), Striped(numels, 4), Block(numels, 50), Striped(numels, 1)]
+    return [
+        ContiguousLayout(numels, 3),
+        StripedLayout(numels, 4),
+        ContiguousLayout(numels, 50),
+        StripedLayout(numels, 1),
+    ]
 
 
 @pytest.mark.parametrize("layout", layouts(), ids=str)
@@ -101,7 +106,7 @@ def test_as_over_matrices(layout, nan):
 def test_the_halves_of_muon_with_adam():
     numels = (72,)
     weight, bias = nn.Parameter(normal(6, 12)), nn.Parameter(normal(5, seed=1))
-    whole = Together(Striped(numels, 2), [weight])
+    whole = Together(StripedLayout(numels, 2), [weight])
     part = nn.Parameter(bias.detach().clone())
     mine = MuonWithAuxAdam(
         [{"params": whole.fragments, "use_muon": True}, {"params": [part], "use_muon": False}], adam_w_mode=False
@@ -123,10 +128,10 @@ def test_the_halves_of_muon_with_adam():
 
 def test_alike_matrices_together(monkeypatch):
     """The batches that only accelerators take."""
-    monkeypatch.setattr("deepspeed.ops.muon.whole.alike", lambda keys, tensors: [[0, 2, 1], [3]])
+    monkeypatch.setattr("deepspeed.ops.muon.muon.alike", lambda keys, tensors: [[0, 2, 1], [3]])
     params = [nn.Parameter(normal(4, 9, seed=place)) for place in range(3)] + [nn.Parameter(normal(5, 5))]
     plain = copy.deepcopy(params)
-    whole = Together(Striped((36, 36, 36, 25), 2), params)
+    whole = Together(StripedLayout((36, 36, 36, 25), 2), params)
     mine, theirs = Muon(whole.fragments), Muon(plain)
     mine.whole = whole
     grads = [normal(*param.shape, seed=20 + place) for place, param in enumerate(params)]

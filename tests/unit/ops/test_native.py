@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from deepspeed.errors import OpUnavailable
-from deepspeed.ops import capability
+from deepspeed.ops import capability, native
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from deepspeed.ops.native import cache, library, recipe
-from deepspeed.ops.native.load import _outcome
+from deepspeed.ops.native import _outcome, library
 from deepspeed.ops.registry import operations
 
 SCRIPT = """#!/bin/sh
@@ -39,6 +38,7 @@ def place(tmp_path, monkeypatch):
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
     """A compiler that takes no time: what the real one made is copied. `act` is a line of its script."""
+    _outcome.cache_clear()  # an earlier test may have loaded one from a folder that is gone
     real = library("host_update")._name
     log = tmp_path / "compiled"
 
@@ -114,9 +114,9 @@ def test_a_lock_that_is_held_does_not_hang(compiler, place, monkeypatch):
     library("host_update")
     made = next(place.glob("*.so"))
     made.unlink()
-    monkeypatch.setattr(cache, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(native, "_PATIENCE_S", 0.1)
     _outcome.cache_clear()
-    with cache._turn(made.with_suffix(".lock")):
+    with native._turn(made.with_suffix(".lock")):
         library("host_update")
     assert runs(log) == 2
 
@@ -124,7 +124,7 @@ def test_a_lock_that_is_held_does_not_hang(compiler, place, monkeypatch):
 def test_a_damaged_library_is_built_again(compiler, place):
     log = compiler()
     place.mkdir(parents=True, mode=0o700)
-    (place / f"{recipe.recipes('host_update')[0].key}.so").write_bytes(b"\x7fELF and no more")
+    (place / f"{native.recipes('host_update')[0].key}.so").write_bytes(b"\x7fELF and no more")
     assert library("host_update").host_adam
     assert runs(log) == 1
 
@@ -141,12 +141,12 @@ def test_a_failure_says_which_compiler_and_what_it_said(compiler, place):
 def test_a_compiler_that_does_not_know_the_processor_compiles_for_any(compiler, place):
     log = compiler('case "$*" in *=native*) exit 1;; esac')
     assert library("host_update").host_adam
-    assert runs(log) == len(recipe.recipes("host_update"))
+    assert runs(log) == len(native.recipes("host_update"))
 
 
 def test_without_a_compiler_the_reason_is_told(place, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(recipe, "has_cxx_compiler", capability.Capability("", capability.has_cxx_compiler._probe))
+    monkeypatch.setattr(native, "has_cxx_compiler", capability.Capability("", capability.has_cxx_compiler._probe))
     with pytest.raises(OpUnavailable, match="CXX=no-such-compiler is no program; install"):
         library("host_update")
 
@@ -170,20 +170,20 @@ def test_without_a_place_to_keep_it_a_library_is_built_for_the_process(compiler,
 def test_the_users_cache_is_the_place(monkeypatch, tmp_path):
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.folder() == tmp_path / "deepspeed" / "native"
+    assert native.folder() == tmp_path / "deepspeed" / "native"
 
 
 def test_the_key_knows_processor_compiler_and_sources(monkeypatch, tmp_path):
-    keys = [each.key for each in recipe.recipes("host_update")]
-    monkeypatch.setattr(recipe, "_processor", lambda: "flags : sse")
-    keys.append(recipe.recipes("host_update")[0].key)
-    monkeypatch.setattr(recipe, "_version", lambda compiler: "another")
-    keys.append(recipe.recipes("host_update")[0].key)
-    for path in recipe.SOURCES.iterdir():
+    keys = [each.key for each in native.recipes("host_update")]
+    monkeypatch.setattr(native, "_processor", lambda: "flags : sse")
+    keys.append(native.recipes("host_update")[0].key)
+    monkeypatch.setattr(native, "_version", lambda compiler: "another")
+    keys.append(native.recipes("host_update")[0].key)
+    for path in native.SOURCES.iterdir():
         Path(tmp_path, path.name).write_text(path.read_text())
     Path(tmp_path, "codes.h").write_text("changed")
-    monkeypatch.setattr(recipe, "SOURCES", tmp_path)
-    keys.append(recipe.recipes("host_update")[0].key)
+    monkeypatch.setattr(native, "SOURCES", tmp_path)
+    keys.append(native.recipes("host_update")[0].key)
     assert len(set(keys)) == len(keys)
 
 

@@ -10,10 +10,10 @@ import pytest
 import deepspeed.ops
 from deepspeed.errors import OpUnavailable
 from deepspeed.ops import registry
-from deepspeed.ops.capability import Capability, Verdict, always
-from deepspeed.ops.registry import Op, State, explain, implementation, op, operations, reference
+from deepspeed.ops.capability import Capability, ProbeResult, always
+from deepspeed.ops.registry import RegisteredOp, State, explain, implementation, op, operations, reference
 
-absent = Capability("gizmo", lambda: Verdict(False, "there is no gizmo"))
+absent = Capability("gizmo", lambda: ProbeResult(False, "there is no gizmo"))
 _counter = itertools.count()
 
 
@@ -34,7 +34,7 @@ def toy(name):
     return registry._OPS[name]
 
 
-def states(toy: Op) -> dict[str, State]:
+def states(toy: RegisteredOp) -> dict[str, State]:
     return {line.implementation: line.state for line in toy.explain()}
 
 

@@ -75,7 +75,7 @@ def test_experts_tile_the_world_and_cross_each_other_once(grid, data):
         assert ours & theirs == {rank}
         assert ours | theirs <= set(copies.group_of(rank))
         # The replicas of a rank's experts hold the same place in their own expert groups.
-        assert {experts.ep.index_of(other) for other in theirs} == {experts.ep.index_of(rank)}
+        assert {experts.ep.group_of(other).index(other) for other in theirs} == {experts.ep.group_of(rank).index(rank)}
 
 
 def test_order_of_the_axes_is_pp_dp_sp_tp():

@@ -8,7 +8,7 @@ import pytest
 
 from deepspeed.errors import DeepSpeedError, LayoutError
 from deepspeed.parallel import ParallelLayout
-from deepspeed.parallel.current import current_layout
+from deepspeed.parallel.mpu import current_layout
 from deepspeed.utils import groups
 
 

@@ -51,7 +51,7 @@ def test_node_split_tiles_and_respects_nodes(data, pp, dp, sp, tp):
 
 def test_two_nodes_of_four():
     axis = LayoutPlan.fit(8)["dp"]
-    levels = hierarchy.all_to_all_split(axis, 4)
+    levels = hierarchy.node_split(axis, 4)
     assert levels.intra.groups == ((0, 1, 2, 3), (4, 5, 6, 7))
     assert levels.inter.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     assert (levels.inter.name, levels.intra.name) == ("dp.inter", "dp.intra")
@@ -79,32 +79,6 @@ def test_hpz_errors_name_the_key():
         hierarchy.hpz_split(axis, 3)
     with pytest.raises(LayoutError, match="zero_hpz_partition_size is -1"):
         hierarchy.hpz_split(axis, -1)
-
-
-def test_mics_shards_over_neighbours_and_replicates_across():
-    split = hierarchy.mics_split(LayoutPlan.fit(8)["dp"], 2)
-    assert split.intra.groups == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert split.inter.groups == ((0, 2, 4, 6), (1, 3, 5, 7))
-
-
-def test_mics_off_shards_over_everything():
-    split = hierarchy.mics_split(LayoutPlan.fit(8)["dp"], -1)
-    assert (split.intra.size, split.inter.size) == (8, 1)
-
-
-@pytest.mark.parametrize("size", [0, -2, 3, 16])
-def test_mics_errors_name_the_key(size):
-    with pytest.raises(LayoutError, match=f"mics_shard_size {size} does not divide the 8 ranks"):
-        hierarchy.mics_split(LayoutPlan.fit(8)["dp"], size)
-
-
-def test_hierarchical_gather_needs_shards_that_span_nodes():
-    axis = LayoutPlan.fit(16)["dp"]
-    levels = hierarchy.mics_gather_split(hierarchy.mics_split(axis, 8).intra, 4)
-    assert levels.intra.groups[:2] == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert levels.inter.groups[:2] == ((0, 4), (1, 5))
-    with pytest.raises(LayoutError, match="within one node of 4 ranks"):
-        hierarchy.mics_gather_split(hierarchy.mics_split(axis, 4).intra, 4)
 
 
 def test_ranks_per_node_comes_from_the_argument_then_the_environment():

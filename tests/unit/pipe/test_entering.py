@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deepspeed.pipe.entering import cut_off, entered
+from deepspeed.pipe.executor import cut_off, entered
 
 
 @pytest.mark.parametrize("shared", [True, False])

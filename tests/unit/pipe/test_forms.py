@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.errors import PipelineError
-from deepspeed.pipe.forms import Form, flatten, unflatten
+from deepspeed.pipe.messages import MessageForm, flatten, unflatten
 
 TENSORS = st.builds(
     lambda shape, dtype: torch.ones(shape, dtype=dtype),
@@ -38,7 +38,7 @@ def same(one, other):
 @given(VALUES)
 def test_a_structure_comes_out_as_it_went_in(value):
     form, tensors = flatten(value)
-    told = Form.parse(form.text())
+    told = MessageForm.parse(form.text())
     assert told == form
     assert same(value, unflatten(told, tensors))
 

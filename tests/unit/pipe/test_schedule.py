@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.errors import UsageError
-from deepspeed.pipe.schedule import SCHEDULES, Action, Costs, Op, Schedule, forward_only, make, simulate, validate
-from deepspeed.pipe.schedule.__main__ import main
-from deepspeed.pipe.schedule.generators import looped
-from deepspeed.pipe.schedule.show import summary, text
-from deepspeed.pipe.schedule.v_shaped import folded
+from deepspeed.pipe.schedule import SCHEDULES, Action, Costs, PassKind, Schedule, forward_only, make, simulate, validate
+from deepspeed.pipe.schedule.__main__ import main, summary, text
+from deepspeed.pipe.schedule.generators import folded, looped
 
 RANKS = st.integers(1, 6)
 MICRO_BATCHES = st.integers(1, 17)
@@ -35,7 +33,7 @@ def test_every_schedule_is_valid_or_refused_with_numbers(name, ranks, micro_batc
     schedule = make(name, ranks, micro_batches, chunks if SCHEDULES[name].chosen else None)
     assert validate(schedule) is schedule
     assert schedule.stages == ranks * schedule.chunks
-    assert sorted(stage for rank in range(ranks) for stage in schedule.stages_of(rank)) == list(range(schedule.stages))
+    assert sorted(schedule.owners) == sorted(list(range(ranks)) * schedule.chunks)
 
 
 @given(RANKS, MICRO_BATCHES, TIMES, TIMES, TIMES)
@@ -124,7 +122,9 @@ def test_the_validator_says_what_is_wrong():
     with pytest.raises(UsageError, match=r"computes 0F0 more than once"):
         validate(spoiled(good, 0, (row[0], *row)))
     with pytest.raises(UsageError, match=r"1F0 is not rank 0's to compute"):
-        validate(spoiled(good, 0, (*row, Action(Op.FORWARD, 1, 0)), ranks=((*row, Action(Op.FORWARD, 1, 0)), ())))
+        validate(
+            spoiled(good, 0, (*row, Action(PassKind.FORWARD, 1, 0)), ranks=((*row, Action(PassKind.FORWARD, 1, 0)), ()))
+        )
     with pytest.raises(UsageError, match=r"activation number 0 from rank 0 to rank 1 is not the one"):
         validate(spoiled(good, 0, (row[1], row[0], *row[2:])))
     with pytest.raises(UsageError, match=r"cannot end: rank 0 before 0B0, rank 1 before 1F1 wait for each other"):
@@ -132,10 +132,14 @@ def test_the_validator_says_what_is_wrong():
             spoiled(
                 good,
                 0,
-                tuple(Action(op, 0, mb) for op, mb in zip(map(Op, "FBFBFB"), (0, 0, 1, 1, 2, 2), strict=True)),
+                tuple(Action(op, 0, mb) for op, mb in zip(map(PassKind, "FBFBFB"), (0, 0, 1, 1, 2, 2), strict=True)),
                 ranks=(
-                    tuple(Action(op, 0, mb) for op, mb in zip(map(Op, "FBFBFB"), (0, 0, 1, 1, 2, 2), strict=True)),
-                    tuple(Action(op, 1, mb) for op, mb in zip(map(Op, "FFBBFB"), (0, 1, 0, 1, 2, 2), strict=True)),
+                    tuple(
+                        Action(op, 0, mb) for op, mb in zip(map(PassKind, "FBFBFB"), (0, 0, 1, 1, 2, 2), strict=True)
+                    ),
+                    tuple(
+                        Action(op, 1, mb) for op, mb in zip(map(PassKind, "FFBBFB"), (0, 1, 0, 1, 2, 2), strict=True)
+                    ),
                 ),
             )
         )

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.precision import overflow
-from deepspeed.precision.overflow import has_overflow
+from deepspeed.precision import loss_scaler
+from deepspeed.precision.loss_scaler import has_overflow
 
 BAD = [float("inf"), float("-inf"), float("nan")]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -36,7 +36,7 @@ def test_the_path_of_devices_gives_the_same_answer(bad, monkeypatch):
     def foreach(tensors):
         return torch.stack(list(torch._foreach_norm(tensors, float("inf"))))
 
-    monkeypatch.setattr(overflow, "_extremes", foreach)
+    monkeypatch.setattr(loss_scaler, "_extremes", foreach)
     assert not found(torch.randn(9), torch.randn(3, 3))
     assert found(torch.randn(9), torch.tensor([1.0, bad]))
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from deepspeed.preflight.finding import Level, Told
+from deepspeed.preflight.check import Level, RankFact
 
 
 def job(fact, count=16, odd=None, per_host=8):
     """Facts of `count` ranks: what `fact` makes of a rank, and of the ranks in `odd` what stands there."""
-    return [Told(rank, f"h{rank // per_host}", (odd or {}).get(rank) or fact(rank)) for rank in range(count)]
+    return [RankFact(rank, f"h{rank // per_host}", (odd or {}).get(rank) or fact(rank)) for rank in range(count)]
 
 
 def only(findings):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.preflight.checks.bandwidth import Bandwidth, BandwidthFact, axes_of, ring_rounds
-from deepspeed.preflight.finding import Level
+from deepspeed.preflight.check import Level
+from deepspeed.preflight.checks.speed import BandwidthCheck, BandwidthFact, axes_of, ring_rounds
 from tests.unit.preflight.jobs import good, job, only
 
 
@@ -57,7 +57,7 @@ def fact(rank, world=64, link=1e9, **changed):
 
 
 def test_equal_ranks():
-    finding = only(Bandwidth().judge(job(fact, 64)))
+    finding = only(BandwidthCheck().judge(job(fact, 64)))
     assert finding.level is Level.OK
     assert finding.what == "bus bandwidth of an all-reduce: world 0.5 GB/s, within a host 8 GB/s"
 
@@ -69,17 +69,17 @@ def test_a_slow_rank_is_named_and_its_neighbours_are_not(part, level):
         19: fact(19, links={"18": 1e9, "20": part * 1e9}),
         21: fact(21, links={"22": 1e9, "20": part * 1e9}),
     }
-    finding = only(Bandwidth().judge(job(fact, 64, odd)))
+    finding = only(BandwidthCheck().judge(job(fact, 64, odd)))
     assert (finding.level, finding.ranks) == (level, (20,))
     assert "rank 20 on host h2" in finding.what
 
 
 def test_a_slow_host_is_named_by_its_axis():
     odd = {rank: fact(rank, axes={"world": (0, 64, 5e8), "within a host": (8, 8, 1e9)}) for rank in range(8, 16)}
-    finding = only(Bandwidth().judge(job(fact, 64, odd)))
+    finding = only(BandwidthCheck().judge(job(fact, 64, odd)))
     assert finding.ranks == tuple(range(8, 16))
     assert "within a host" in finding.what
 
 
 def test_one_rank():
-    assert good(Bandwidth().judge(job(lambda rank: BandwidthFact(), 1)))
+    assert good(BandwidthCheck().judge(job(lambda rank: BandwidthFact(), 1)))

@@ -5,8 +5,17 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.preflight.finding import Level, Told, few, odd_ones, who
-from deepspeed.preflight.slow import MUCH_SLOWER, SLOWER, level_of, stragglers
+from deepspeed.preflight.check import (
+    MUCH_SLOWER,
+    SLOWER,
+    Level,
+    RankFact,
+    few,
+    level_of,
+    minority_values,
+    name_ranks,
+    stragglers,
+)
 
 
 @given(st.sets(st.integers(0, 5000), min_size=1))
@@ -23,15 +32,15 @@ def test_ranges_name_every_number_or_say_how_many(numbers):
 
 
 def test_who():
-    told = [Told(rank, f"h{rank // 4}", None) for rank in range(40)]
-    assert who(told[3:4]) == "rank 3 on host h0"
-    assert who(told[2:6]) == "ranks 2-5 on hosts h0, h1"
-    assert who(told) == "ranks 0-39 on 10 hosts"
+    told = [RankFact(rank, f"h{rank // 4}", None) for rank in range(40)]
+    assert name_ranks(told[3:4]) == "rank 3 on host h0"
+    assert name_ranks(told[2:6]) == "ranks 2-5 on hosts h0, h1"
+    assert name_ranks(told) == "ranks 0-39 on 10 hosts"
 
 
 @given(st.dictionaries(st.integers(0, 3000), st.sampled_from("abc"), min_size=1))
 def test_the_usual_value_is_the_most_frequent_one(values):
-    usual, others = odd_ones(values)
+    usual, others = minority_values(values)
     counts = {value: list(values.values()).count(value) for value in values.values()}
     assert counts[usual] == max(counts.values())
     assert sorted(rank for ranks in others.values() for rank in ranks) == sorted(
@@ -40,7 +49,7 @@ def test_the_usual_value_is_the_most_frequent_one(values):
 
 
 def test_of_two_values_the_lowest_rank_has_the_usual_one():
-    assert odd_ones({3: "b", 1: "a", 2: "b", 0: "a"}) == ("a", {"b": [2, 3]})
+    assert minority_values({3: "b", 1: "a", 2: "b", 0: "a"}) == ("a", {"b": [2, 3]})
 
 
 @given(st.lists(st.floats(0.8, 1.2), min_size=3, max_size=3000), st.data())

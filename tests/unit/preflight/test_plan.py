@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.config import load
-from deepspeed.memory.states import Spread, model_states
-from deepspeed.preflight.checks.offload import Offload, OffloadFact
-from deepspeed.preflight.finding import Level
-from deepspeed.preflight.host_memory import available_memory, container_room
-from deepspeed.preflight.plan import needs_of, widths_of
+from deepspeed.memory.budget import Spread, model_states
+from deepspeed.preflight.check import Level
+from deepspeed.preflight.checks.machine import available_memory, container_room
+from deepspeed.preflight.checks.offload import OffloadCheck, OffloadFact, needs_of, widths_of
 from tests.unit.preflight.jobs import good, job, only
 
 GB = 10**9
@@ -38,7 +37,7 @@ def test_without_offload_it_is_what_the_exact_arithmetic_says(stage, world, bf16
     exact = model_states([[MODEL]], Spread(stage, world), widths=widths_of(made))
     found = needs_of(made, world)
     assert found.device * MODEL == pytest.approx(exact.total, rel=1e-4)
-    assert not found.leaves
+    assert found.host == found.disk == 0
 
 
 @pytest.mark.parametrize(
@@ -82,14 +81,14 @@ def fact(rank, **changed):
 
 
 def test_without_a_model_the_most_parameters_are_told():
-    finding = only(Offload().judge(job(fact, 16)))
+    finding = only(OffloadCheck().judge(job(fact, 16)))
     assert finding.level is Level.OK
     assert "0.5 B on its device, 1.75 B of its host's memory; at most 71.4B parameters fit" in finding.what
 
 
 @pytest.mark.parametrize(("params", "level"), [(10 * GB, Level.OK), (60 * GB, Level.WARNING), (80 * GB, Level.PROBLEM)])
 def test_a_model_against_the_memory_of_a_host(params, level):
-    found = Offload().judge(job(lambda rank: fact(rank, params=params), 16))
+    found = OffloadCheck().judge(job(lambda rank: fact(rank, params=params), 16))
     assert {finding.level for finding in found} == {level}
     if level is not Level.OK:
         assert found[0].ranks == tuple(range(8))
@@ -98,19 +97,19 @@ def test_a_model_against_the_memory_of_a_host(params, level):
 
 
 def test_a_model_against_a_device_and_a_disk():
-    finding = only(Offload().judge(job(lambda rank: fact(rank, host=0.0, device=16.0, params=7 * GB), 8)))
+    finding = only(OffloadCheck().judge(job(lambda rank: fact(rank, host=0.0, device=16.0, params=7 * GB), 8)))
     assert (finding.level, finding.ranks) == (Level.PROBLEM, tuple(range(8)))
     assert "model states take 112.00 GB of a device that has 80.00 GB free" in finding.what
     finding = only(
-        Offload().judge(job(lambda rank: fact(rank, host=0.0, disk=2.0, disk_free=100 * GB, params=7 * GB), 8))
+        OffloadCheck().judge(job(lambda rank: fact(rank, host=0.0, disk=2.0, disk_free=100 * GB, params=7 * GB), 8))
     )
     assert "into its disk, of which 100.00 GB are free" in finding.what
 
 
 def test_a_swap_folder_that_cannot_be_used_and_no_config():
-    finding = only(Offload().judge(job(fact, 8, {0: fact(0, disk_path="/nvme", disk_error="read-only")})))
+    finding = only(OffloadCheck().judge(job(fact, 8, {0: fact(0, disk_path="/nvme", disk_error="read-only")})))
     assert (finding.level, finding.ranks) == (Level.PROBLEM, (0,))
-    assert good(Offload().judge(job(lambda rank: OffloadFact(), 8)))
+    assert good(OffloadCheck().judge(job(lambda rank: OffloadFact(), 8)))
 
 
 def test_the_limit_of_a_container_counts(tmp_path):

@@ -10,15 +10,13 @@ from rich.console import Console
 from torch._C._distributed_c10d import HashStore
 
 from deepspeed.comm.discover import RankFacts
-from deepspeed.preflight import meeting
-from deepspeed.preflight.arguments import Options, parse
+from deepspeed.preflight import rank_store
+from deepspeed.preflight.arguments import Options, Program, code_of, digest_of, option_of, parse
+from deepspeed.preflight.check import CheckFinding, Level
 from deepspeed.preflight.checks import CHECKS
-from deepspeed.preflight.checks.versions import VersionFact, Versions
-from deepspeed.preflight.finding import Finding, Level
-from deepspeed.preflight.meeting import absent_words
-from deepspeed.preflight.program import Program, code_of, digest_of, option_of
-from deepspeed.preflight.run import judge_all
-from deepspeed.preflight.verdict import Verdict
+from deepspeed.preflight.checks.software import VersionFact, VersionsCheck
+from deepspeed.preflight.rank_store import absent_words
+from deepspeed.preflight.run import PreflightResult, judge_all
 
 NAMES = [check.name for check in CHECKS]
 
@@ -105,21 +103,21 @@ def drawn(verdict):
 
 
 def test_the_table_ends_with_the_verdict():
-    good = Verdict(4, ("a",), {"ranks": [Finding(Level.OK, "4 ranks")]}, 1.0)
+    good = PreflightResult(4, ("a",), {"ranks": [CheckFinding(Level.OK, "4 ranks")]}, 1.0)
     assert good.status == 0
     assert drawn(good).splitlines()[-1] == "READY (1 check on 4 ranks in 1.0 s)"
     assert "What to do" not in drawn(good)
-    warned = Verdict(1, ("a",), {"x": [Finding(Level.WARNING, "hm", advice="rest")]}, 1.0)
+    warned = PreflightResult(1, ("a",), {"x": [CheckFinding(Level.WARNING, "hm", advice="rest")]}, 1.0)
     assert warned.status == 0
     assert drawn(warned).splitlines()[-1] == "READY, 1 warning (1 check on 1 rank in 1.0 s)"
 
 
 def test_problems_come_first_and_advice_is_given_once():
     findings = {
-        "config": [Finding(Level.WARNING, "an [odd] \x1b[31m key", advice="remove it")],
-        "code": [Finding(Level.PROBLEM, f"rank {rank}", (rank,), "copy it") for rank in range(30)],
+        "config": [CheckFinding(Level.WARNING, "an [odd] \x1b[31m key", advice="remove it")],
+        "code": [CheckFinding(Level.PROBLEM, f"rank {rank}", (rank,), "copy it") for rank in range(30)],
     }
-    bad = Verdict(30, ("a", "b"), findings, 2.0)
+    bad = PreflightResult(30, ("a", "b"), findings, 2.0)
     text = drawn(bad)
     assert bad.status == 1
     assert text.splitlines()[-1] == "NOT READY: 30 problems, 1 warning (2 checks on 30 ranks in 2.0 s)"
@@ -137,18 +135,18 @@ def test_problems_come_first_and_advice_is_given_once():
 def test_a_rank_without_facts_is_told_with_the_reason():
     fact = {"fact": {"versions": {"torch": "2"}}}
     gathered = {0: {"versions": fact}, 1: {"versions": {"error": "OSError: no"}}, 2: {}}
-    found = judge_all([Versions()], gathered, {0: "a", 1: "a", 2: "b"})["versions"]
+    found = judge_all([VersionsCheck()], gathered, {0: "a", 1: "a", 2: "b"})["versions"]
     assert [(finding.level, finding.ranks) for finding in found] == [(Level.PROBLEM, (1,)), (Level.PROBLEM, (2,))]
     assert found[0].what == "rank 1: OSError: no"
-    assert judge_all([Versions()], {0: {"versions": fact}}, {0: "a"})["versions"][0].level is Level.OK
+    assert judge_all([VersionsCheck()], {0: {"versions": fact}}, {0: "a"})["versions"][0].level is Level.OK
     assert VersionFact(**fact["fact"])
 
 
 def test_who_did_not_come_is_waited_for_once(monkeypatch):
     """Those who came are heard as soon as the last of them has spoken, whoever else comes late."""
     store = HashStore()
-    monkeypatch.setattr(meeting, "_open", lambda facts, timeout: store)
-    said = [meeting.Meeting(RankFacts(rank, 4, rank, 4, None, None, "a test"), 3600.0) for rank in range(4)]
+    monkeypatch.setattr(rank_store, "_open", lambda facts, timeout: store)
+    said = [rank_store.RankStore(RankFacts(rank, 4, rank, 4, None, None, "a test"), 3600.0) for rank in range(4)]
     for rank in (0, 1, 2):
         said[rank].say("alone", rank)
     waits = []
@@ -157,7 +155,7 @@ def test_who_did_not_come_is_waited_for_once(monkeypatch):
         waits.append(seconds)
         said[3].say("alone", 3)
 
-    monkeypatch.setattr(meeting.time, "sleep", sleep)
+    monkeypatch.setattr(rank_store.time, "sleep", sleep)
     assert said[0].hear_all("alone", [0, 1, 3]) == {0: 0, 1: 1, 3: 3}
     assert len(waits) == 1, "three words were there, and one of them was not asked for"
     assert said[0].hear_all("alone", [0, 2]) == {0: 0, 2: 2}

@@ -10,7 +10,7 @@ from deepspeed.accelerator.peaks import peak_flops
 from deepspeed.errors import UsageError
 from deepspeed.ops.model.linear_loss import linear_loss
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
-from deepspeed.profiling.flops_profiler.costs import work_of
+from deepspeed.profiling.flops_profiler.count import work_of
 from deepspeed.profiling.flops_profiler.profiler import (
     duration_to_string,
     flops_to_string,

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from deepspeed.errors import UsageError
-from deepspeed.fusion.lazy_logits import put_off
+from deepspeed.fusion.head import put_off
 from deepspeed.profiling.memory_profiler import MemoryProfiler
 
 

@@ -9,9 +9,9 @@ from deepspeed.accelerator import clock
 from deepspeed.accelerator.cuda import CUDA_Accelerator
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished
 from deepspeed.monitor import subscriber
-from deepspeed.monitor.base import Monitor
+from deepspeed.monitor.monitor import Monitor
 from deepspeed.profiling.throughput import Throughput
-from deepspeed.profiling.wall_clock import WallClock
+from deepspeed.profiling.timers import WallClock
 
 pytestmark = [
     pytest.mark.gpu,

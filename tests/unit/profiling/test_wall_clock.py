@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.events import EventStream, Phase, PhaseBegan, PhaseFinished, StepFinished
-from deepspeed.profiling.wall_clock import WallClock
+from deepspeed.profiling.timers import WallClock
 
 BACKWARD = (("backward_inner", 20.0), ("backward_allreduce", 5.0))
 

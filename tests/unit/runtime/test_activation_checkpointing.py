@@ -16,7 +16,7 @@ from deepspeed.accelerator.cpu import CPU_Accelerator
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.runtime import rng
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.activation_checkpointing.state import CONFIGURATION
+from deepspeed.runtime.activation_checkpointing.configuration import CONFIGURATION
 
 VARIANTS = {"reentrant": checkpointing.checkpoint, "non_reentrant": checkpointing.non_reentrant_checkpoint}
 KEPT = {

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from deepspeed.config import DeepSpeedConfig, load
-from deepspeed.config.activation import ActivationCheckpointingConfig
+from deepspeed.config.memory import ActivationCheckpointingConfig
 from deepspeed.errors import DeepSpeedConfigError, LayoutError
 from deepspeed.parallel import ParallelLayout
 from deepspeed.runtime import rng
 from deepspeed.runtime.activation_checkpointing import checkpointing
-from deepspeed.runtime.activation_checkpointing.settings import ARGUMENTS, Settings
-from deepspeed.runtime.activation_checkpointing.state import CONFIGURATION
+from deepspeed.runtime.activation_checkpointing.configuration import ARGUMENTS, CONFIGURATION, CheckpointingSettings
 
 
 @pytest.fixture(autouse=True)
@@ -42,13 +41,16 @@ def settings():
 
 def test_every_key_of_the_section_is_a_setting():
     # one of them has no argument, and one is for layers that the engine finds
-    assert {*ARGUMENTS, "keep_last_count"} == set(Settings.__dataclass_fields__)
-    assert set(ActivationCheckpointingConfig.model_fields) == {*Settings.__dataclass_fields__, "layers_per_checkpoint"}
+    assert {*ARGUMENTS, "keep_last_count"} == set(CheckpointingSettings.__dataclass_fields__)
+    assert set(ActivationCheckpointingConfig.model_fields) == {
+        *CheckpointingSettings.__dataclass_fields__,
+        "layers_per_checkpoint",
+    }
 
 
 def test_defaults():
     assert not checkpointing.is_configured()
-    assert settings() == Settings()
+    assert settings() == CheckpointingSettings()
 
 
 def test_arguments():
@@ -62,7 +64,7 @@ def test_arguments():
         profile=True,
     )
     assert checkpointing.is_configured()
-    assert settings() == Settings(True, True, True, 3, True, True)
+    assert settings() == CheckpointingSettings(True, True, True, 3, True, True)
 
 
 @pytest.mark.parametrize("form", ["dict", "file", "config", "schema"])
@@ -76,7 +78,7 @@ def test_a_config_in_any_form(form, tmp_path):
         "schema": lambda: load(config).schema,
     }
     checkpointing.configure(None, deepspeed_config=forms[form](), profile=False)
-    assert settings() == Settings(cpu_checkpointing=True)
+    assert settings() == CheckpointingSettings(cpu_checkpointing=True)
 
 
 def test_none_is_not_given():
@@ -84,21 +86,21 @@ def test_none_is_not_given():
     checkpointing.configure(
         mpu_=None, partition_activations=None, contiguous_checkpointing=None, checkpoint_in_cpu=None, profile=None
     )
-    assert settings() == Settings(cpu_checkpointing=True)
+    assert settings() == CheckpointingSettings(cpu_checkpointing=True)
 
 
 def test_the_section_of_an_engine_applies_and_arguments_come_first():
     checkpointing.configure_from(section(cpu_checkpointing=True, synchronize_checkpoint_boundary=True))
-    assert settings() == Settings(cpu_checkpointing=True, synchronize_checkpoint_boundary=True)
+    assert settings() == CheckpointingSettings(cpu_checkpointing=True, synchronize_checkpoint_boundary=True)
     assert not checkpointing.is_configured()
     checkpointing.configure(None, checkpoint_in_cpu=False)
-    assert settings() == Settings(synchronize_checkpoint_boundary=True)
+    assert settings() == CheckpointingSettings(synchronize_checkpoint_boundary=True)
 
 
 def test_arguments_given_before_the_engine_exists_come_first_too():
     checkpointing.configure(Mpu(size=2), partition_activations=True)
     checkpointing.configure_from(section(partition_activations=False, profile=True), Mpu(size=4))
-    assert settings() == Settings(partition_activations=True, profile=True)
+    assert settings() == CheckpointingSettings(partition_activations=True, profile=True)
     assert CONFIGURATION.plan.axis.size == 2
 
 
@@ -106,25 +108,25 @@ def test_an_engine_takes_back_what_it_said():
     first = checkpointing.configure_from(section(cpu_checkpointing=True))
     second = checkpointing.configure_from(section(cpu_checkpointing=False, profile=True))
     third = checkpointing.configure_from(section())
-    assert settings() == Settings(profile=True)
-    first.close()
-    assert settings() == Settings(profile=True)
-    second.close()
-    second.close()
-    third.close()
-    assert settings() == Settings()
+    assert settings() == CheckpointingSettings(profile=True)
+    first()
+    assert settings() == CheckpointingSettings(profile=True)
+    second()
+    second()
+    third()
+    assert settings() == CheckpointingSettings()
 
 
 def test_an_engine_that_says_nothing_disturbs_no_other():
     checkpointing.configure_from(section(cpu_checkpointing=True))
     checkpointing.configure_from(section())
-    assert settings() == Settings(cpu_checkpointing=True)
+    assert settings() == CheckpointingSettings(cpu_checkpointing=True)
 
 
 def test_each_call_of_configure_replaces_the_last():
     checkpointing.configure(Mpu(), checkpoint_in_cpu=True)
     checkpointing.configure(None, profile=True)
-    assert settings() == Settings(profile=True)
+    assert settings() == CheckpointingSettings(profile=True)
     assert CONFIGURATION.plan.axis.size == 1
 
 
@@ -141,10 +143,10 @@ def test_contiguous_needs_two_others(values, missing):
     with pytest.raises(DeepSpeedConfigError, match=rf"needs {missing} \({ARGUMENTS[missing]}=\)") as caught:
         checkpointing.configure_from(section(contiguous_memory_optimization=True, **values))
     assert caught.value.path == "activation_checkpointing.contiguous_memory_optimization"
-    assert settings() == Settings(profile=True)
+    assert settings() == CheckpointingSettings(profile=True)
     with pytest.raises(DeepSpeedConfigError):
         checkpointing.configure(None, contiguous_checkpointing=True)
-    assert settings() == Settings(profile=True)
+    assert settings() == CheckpointingSettings(profile=True)
     assert CONFIGURATION.plan.axis.size == 4
 
 
@@ -187,9 +189,9 @@ def test_set_num_layers_serves_until_configure_gives_a_number():
 def test_partition_activations_in_checkpoint():
     checkpointing.configure(Mpu(), profile=True)
     checkpointing.partition_activations_in_checkpoint(True)
-    assert settings() == Settings(partition_activations=True, profile=True)
+    assert settings() == CheckpointingSettings(partition_activations=True, profile=True)
     checkpointing.partition_activations_in_checkpoint(False)
-    assert settings() == Settings(profile=True)
+    assert settings() == CheckpointingSettings(profile=True)
 
 
 def test_reset_frees_the_buffers_and_keeps_the_configuration():
@@ -204,9 +206,7 @@ def test_reset_frees_the_buffers_and_keeps_the_configuration():
 @pytest.mark.parametrize("spelling", ["tensor_model", "slice", "model"])
 def test_spellings_of_an_mpu(spelling):
     checkpointing.configure(Mpu(size=3, rank=2, spelling=spelling))
-    item = torch.empty(10)
-    assert checkpointing.get_partition_size(item) == 4
-    assert checkpointing.get_partition_start(item) == 8
+    assert (CONFIGURATION.plan.axis.size, CONFIGURATION.plan.axis.rank) == (3, 2)
 
 
 def test_a_grid_says_its_slices_not_its_stages():

@@ -10,12 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.runtime.activation_checkpointing.arena import Arena
-from deepspeed.runtime.activation_checkpointing.axis import ALONE
-from deepspeed.runtime.activation_checkpointing.keeping import SMALLEST, Keeper, is_activation, shard_numel
-from deepspeed.runtime.activation_checkpointing.offload import Turn
-from deepspeed.runtime.activation_checkpointing.settings import Settings
-from deepspeed.runtime.activation_checkpointing.structure import CheckpointingError
+from deepspeed.runtime.activation_checkpointing.configuration import (
+    ALONE,
+    SMALLEST,
+    CheckpointingSettings,
+    InputKeeper,
+    is_activation,
+    shard_numel,
+)
+from deepspeed.runtime.activation_checkpointing.offload import CallGroup, CheckpointBuffers, CheckpointingError
 
 CPU = torch.device("cpu")
 
@@ -25,8 +28,10 @@ def empty(numel, dtype, device):
 
 
 def contiguous(number=2):
-    settings = Settings(partition_activations=True, contiguous_memory_optimization=True, number_checkpoints=number)
-    return Keeper(settings, ALONE)
+    settings = CheckpointingSettings(
+        partition_activations=True, contiguous_memory_optimization=True, number_checkpoints=number
+    )
+    return InputKeeper(settings, ALONE)
 
 
 @given(st.integers(0, 10**9), st.integers(1, 4096))
@@ -46,16 +51,16 @@ def test_what_is_an_activation():
 
 
 def test_without_settings_nothing_is_active():
-    keeper = Keeper(Settings(), ALONE)
+    keeper = InputKeeper(CheckpointingSettings(), ALONE)
     assert not keeper.active
-    assert not Keeper(Settings(partition_activations=True), ALONE).active
+    assert not InputKeeper(CheckpointingSettings(partition_activations=True), ALONE).active
 
 
 @pytest.mark.parametrize("dims", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
 def test_values_and_strides_come_back(dims):
     keeper = contiguous()
     tensor = torch.randn(8, 16, 24).permute(dims)
-    back = keeper.give_back(keeper.keep(0, tensor, Turn()))
+    back = keeper.give_back(keeper.keep(0, tensor, CallGroup()))
     assert torch.equal(back, tensor)
     assert back.stride() == tensor.stride()
     assert back.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
@@ -64,13 +69,13 @@ def test_values_and_strides_come_back(dims):
 def test_a_slice_comes_back_by_value():
     keeper = contiguous()
     tensor = torch.randn(64, 64)[:, 3:40]
-    assert torch.equal(keeper.give_back(keeper.keep(0, tensor, Turn())), tensor)
+    assert torch.equal(keeper.give_back(keeper.keep(0, tensor, CallGroup())), tensor)
 
 
 def test_a_change_in_place_is_found():
     keeper = contiguous()
     small = torch.ones(3)
-    kept = keeper.keep(0, small, Turn())
+    kept = keeper.keep(0, small, CallGroup())
     assert keeper.give_back(kept) is small
     small.add_(1)
     with pytest.raises(CheckpointingError, match=r"shape \[3\], is at version 1 but was given at version 0"):
@@ -78,7 +83,7 @@ def test_a_change_in_place_is_found():
 
 
 def test_a_slot_is_free_when_its_holder_is_gone():
-    arena = Arena(2, empty)
+    arena = CheckpointBuffers(2, empty)
     first, second = (arena.take(0, 100, torch.float32, CPU) for _ in range(2))
     with pytest.raises(DeepSpeedConfigError, match="number_checkpoints") as caught:
         arena.take(0, 100, torch.float32, CPU)
@@ -91,14 +96,14 @@ def test_a_slot_is_free_when_its_holder_is_gone():
 
 
 def test_each_position_and_dtype_has_its_own_buffer():
-    arena = Arena(1, empty)
+    arena = CheckpointBuffers(1, empty)
     held = [arena.take(0, 128, torch.float32, CPU), arena.take(1, 128, torch.float32, CPU)]
     held.append(arena.take(0, 128, torch.bfloat16, CPU))
     assert arena.buffer_elements == 3 * 128
 
 
 def test_a_larger_input_gets_a_larger_buffer_and_the_small_one_goes():
-    arena = Arena(2, empty)
+    arena = CheckpointBuffers(2, empty)
     small = arena.take(0, 128, torch.float32, CPU)
     small.tensor.fill_(7)
     large = arena.take(0, 1000, torch.float32, CPU)
@@ -117,7 +122,7 @@ def test_a_larger_input_gets_a_larger_buffer_and_the_small_one_goes():
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.booleans()), max_size=30))
 def test_slots_that_live_together_never_overlap(requests):
-    arena = Arena(8, empty)
+    arena = CheckpointBuffers(8, empty)
     held = []
     for value, (numel, drop) in enumerate(requests):
         if (drop or len(held) == 8) and held:

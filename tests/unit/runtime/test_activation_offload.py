@@ -14,11 +14,16 @@ from hypothesis import strategies as st
 
 from deepspeed.accelerator import get_accelerator, reset_accelerator, set_accelerator
 from deepspeed.accelerator.cpu import CPU_Accelerator
-from deepspeed.memory import lane
-from deepspeed.memory.lane import DeviceLane, Direct, lane_for
-from deepspeed.runtime.activation_checkpointing.host_pool import HostPool, size_class
-from deepspeed.runtime.activation_checkpointing.offload import Offload, OffloadLimits, Turn
-from deepspeed.runtime.activation_checkpointing.structure import CheckpointingError
+from deepspeed.memory import copy_stream
+from deepspeed.memory.copy_stream import DeviceCopyStream, DirectCopies, copy_stream_for
+from deepspeed.runtime.activation_checkpointing.offload import (
+    ActivationOffload,
+    CallGroup,
+    CheckpointingError,
+    HostPool,
+    OffloadLimits,
+    size_class,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +71,7 @@ class LateTicket:
 def late(**limits):
     """(offload, its lane)."""
     made = LateLane()
-    return Offload(OffloadLimits(**limits), lane=lambda device: made), made
+    return ActivationOffload(OffloadLimits(**limits), lane=lambda device: made), made
 
 
 def forget(memory):
@@ -79,7 +84,7 @@ def saved(offload, value, numel=8, turn=None):
     memory = torch.full((numel,), float(value))
     tensor = torch.from_numpy(memory.numpy())  # the same memory, other versions
     weakref.finalize(tensor, forget, memory)
-    return offload.park(tensor, tensor.shape, turn or Turn())
+    return offload.park(tensor, tensor.shape, turn or CallGroup())
 
 
 @pytest.fixture
@@ -100,7 +105,7 @@ def test_values_come_back_whenever_copies_happen(sizes, calls, per_call, data):
     for step in range(2):  # the second one uses the host buffers of the first
         graph = []
         for call in range(calls):
-            turn = Turn()
+            turn = CallGroup()
             graph.append([saved(offload, 100 * step + 10 * call + each, turn=turn) for each in range(per_call)])
             assert offload.on_device <= sizes["stash"] + sizes["keep_last"]
             lane.advance(data.draw(st.integers(0, 3)))
@@ -127,7 +132,7 @@ def test_the_last_ones_stay_and_the_others_go(sizes, calls):
 
 def test_backward_finds_the_turn_before_on_its_way():
     offload, lane = late(stash=0, keep_last=0)
-    turns = [Turn() for _ in range(3)]
+    turns = [CallGroup() for _ in range(3)]
     graph = [[saved(offload, 10 * at + each, turn=turn) for each in range(2)] for at, turn in enumerate(turns)]
     assert (lane.copies, len(lane.queue)) == (6, 0)
     offload.give_back(graph[2][0])
@@ -170,7 +175,7 @@ def test_a_graph_that_is_dropped_gives_everything_back():
 def test_a_change_in_place_is_noticed_where_the_copy_may_have_seen_it(sizes):
     offload, _ = late(**sizes)
     tensor = torch.zeros(2, 3)
-    parked = offload.park(tensor.view(-1), tensor.shape, Turn())
+    parked = offload.park(tensor.view(-1), tensor.shape, CallGroup())
     tensor.add_(1)
     later = [saved(offload, 1) for _ in range(3)]
     with pytest.raises(CheckpointingError, match=r"shape \[2, 3\], is at version 1 but was given at version 0"):
@@ -181,7 +186,7 @@ def test_a_change_in_place_is_noticed_where_the_copy_may_have_seen_it(sizes):
 def test_a_change_after_the_copy_changes_nothing():
     offload, _ = late(stash=0, keep_last=0)
     tensor = torch.zeros(4)
-    parked = offload.park(tensor.view(-1), tensor.shape, Turn())
+    parked = offload.park(tensor.view(-1), tensor.shape, CallGroup())
     tensor.add_(1)
     assert offload.give_back(parked).eq(0).all()
 
@@ -197,8 +202,8 @@ def test_drain_waits_and_frees_but_loses_nothing():
 
 
 def test_where_there_are_no_streams_copies_are_made_at_once():
-    assert isinstance(lane_for(torch.device("cpu")), Direct)
-    offload = Offload(OffloadLimits(keep_last=0))
+    assert isinstance(copy_stream_for(torch.device("cpu")), DirectCopies)
+    offload = ActivationOffload(OffloadLimits(keep_last=0))
     parked = saved(offload, 3)
     assert offload.on_device == 0
     assert offload.give_back(parked).eq(3).all()
@@ -258,9 +263,9 @@ class Event:
 def test_a_device_copies_on_its_second_stream(monkeypatch):
     accelerator = Streams()
     set_accelerator(accelerator)
-    monkeypatch.setattr(lane, "Beside", Beside)
-    made = lane_for(torch.device("cpu", 0))
-    assert isinstance(made, DeviceLane)
+    monkeypatch.setattr(copy_stream, "SideStream", Beside)
+    made = copy_stream_for(torch.device("cpu", 0))
+    assert isinstance(made, DeviceCopyStream)
     made.synchronize()  # nothing was copied yet
     into = torch.zeros(2)
     ticket = made.copy(into, torch.ones(2))

@@ -9,13 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.runtime.activation_checkpointing.structure import (
+from deepspeed.runtime.activation_checkpointing.call import join_tensors, split_tensors
+from deepspeed.runtime.activation_checkpointing.checkpointing import (
     CheckpointingError,
     detach_variable,
-    extract_tensors,
-    merge_tensors,
-    rebuild,
-    take_apart,
 )
 
 Pair = namedtuple("Pair", "left right")
@@ -46,9 +43,9 @@ def same(left, right):
 
 @given(TREES)
 def test_a_tree_comes_back(tree):
-    tensors, rest = take_apart(tree)
+    tensors, rest = split_tensors(tree)
     assert not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(rest))
-    assert same(rebuild(rest, tensors), tree)
+    assert same(join_tensors(rest, tensors), tree)
 
 
 def _leaves(tree):
@@ -61,8 +58,8 @@ def _leaves(tree):
 
 def test_what_holds_no_tensor_stays_the_same_object():
     seen, options = [], {"a": [1, 2]}
-    tensors, rest = take_apart((torch.ones(1), seen, options))
-    rebuilt = rebuild(rest, tensors)
+    tensors, rest = split_tensors((torch.ones(1), seen, options))
+    rebuilt = join_tensors(rest, tensors)
     assert rebuilt[1] is seen
     assert rebuilt[2] is options
 
@@ -73,9 +70,9 @@ def test_subclasses_of_dict_keep_what_they_know():
 
     output = Output(loss=torch.ones(2))
     output.note = "kept"
-    tensors, rest = take_apart(output)
+    tensors, rest = split_tensors(output)
     assert output["loss"] is tensors[0]
-    back = rebuild(rest, [torch.zeros(2)])
+    back = join_tensors(rest, [torch.zeros(2)])
     assert type(back) is Output
     assert back.note == "kept"
     assert back["loss"].sum() == 0
@@ -91,18 +88,3 @@ def test_detach_variable():
     assert detach_variable((x,), device="meta")[0].device.type == "meta"
     with pytest.raises(CheckpointingError, match="list"):
         detach_variable([x])
-
-
-@given(st.lists(LEAVES))
-def test_extract_and_merge_are_inverse(objects):
-    tensors, others, flags = extract_tensors(tuple(objects))
-    assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)
-    merged = merge_tensors(tensors, others, flags)
-    assert len(merged) == len(objects)
-    assert all(new is old for new, old in zip(merged, objects, strict=True))
-    assert isinstance(extract_tensors(objects)[0], list)
-
-
-def test_merging_what_does_not_fit():
-    with pytest.raises(CheckpointingError, match="1 tensors and 0 others, but the flags tell of 0 and 1"):
-        merge_tensors([torch.ones(1)], [], [False])

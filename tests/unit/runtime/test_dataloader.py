@@ -15,8 +15,13 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import FeatureUnavailable, LayoutError
 from deepspeed.runtime import dataloader
-from deepspeed.runtime.dataloader import DeepSpeedDataLoader, RepeatingLoader, build_dataloader, default_workers
-from deepspeed.runtime.sampling import RankOrder
+from deepspeed.runtime.dataloader import (
+    DeepSpeedDataLoader,
+    RankOrder,
+    RepeatingLoader,
+    build_dataloader,
+    default_workers,
+)
 
 totals = st.integers(0, 40)
 few = st.integers(1, 5)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepspeed.runtime.activation_checkpointing import offload_activations
-from deepspeed.runtime.activation_checkpointing.layer_marker import MARKER
 from deepspeed.runtime.activation_checkpointing.offload_activations import (
+    MARKER,
     CheckpointHiddenStatesOffload,
     patch_gradient_checkpointing_layer_marker,
 )

@@ -16,8 +16,8 @@ from deepspeed.runtime.lr_schedules import (
     WarmupCosineLR,
     WarmupDecayLR,
     WarmupLR,
+    update_lr,
 )
-from deepspeed.runtime.schedules.base import update_lr
 from tests.unit.runtime.scheduled import adam, lrs_of
 
 rates = st.floats(0, 1, allow_nan=False)

@@ -19,17 +19,19 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from deepspeed.accelerator import reset_accelerator, set_accelerator
 from deepspeed.accelerator.cpu import CPU_Accelerator
 from deepspeed.errors import UsageError
-from deepspeed.runtime.activation_checkpointing import checkpointing, keeping, offload_activations
-from deepspeed.runtime.activation_checkpointing.axis import ALONE
-from deepspeed.runtime.activation_checkpointing.keeping import Keeper
+from deepspeed.runtime.activation_checkpointing import checkpointing, configuration, offload_activations
+from deepspeed.runtime.activation_checkpointing.configuration import (
+    ALONE,
+    CONFIGURATION,
+    CheckpointingSettings,
+    InputKeeper,
+)
+from deepspeed.runtime.activation_checkpointing.offload import CheckpointingError
 from deepspeed.runtime.activation_checkpointing.offload_activations import (
     CheckpointActivationOffloadStats,
     CheckpointHiddenStatesOffload,
     get_checkpoint_hidden_states_offloading_ctx_manager,
 )
-from deepspeed.runtime.activation_checkpointing.settings import Settings
-from deepspeed.runtime.activation_checkpointing.state import CONFIGURATION
-from deepspeed.runtime.activation_checkpointing.structure import CheckpointingError
 
 LAYERS = 6
 BYTES = 32 * 64 * 4
@@ -39,7 +41,7 @@ BYTES = 32 * 64 * 4
 def host(monkeypatch):
     set_accelerator(CPU_Accelerator())
     monkeypatch.setattr(offload_activations, "on_device", lambda tensor: True)
-    monkeypatch.setattr(keeping, "on_device", lambda tensor: True)
+    monkeypatch.setattr(configuration, "on_device", lambda tensor: True)
     CONFIGURATION.clear()
     yield
     CONFIGURATION.clear()
@@ -324,13 +326,13 @@ def test_tensors_in_host_memory_stay(monkeypatch):
 @pytest.fixture
 def to_host(monkeypatch):
     """As on a device, where the settings make the keeper move inputs."""
-    made = Keeper.__init__
+    made = InputKeeper.__init__
 
     def init(self, settings, axis):
         made(self, settings, axis)
         self._to_host = settings.cpu_checkpointing
 
-    monkeypatch.setattr(Keeper, "__init__", init)
+    monkeypatch.setattr(InputKeeper, "__init__", init)
 
 
 @pytest.mark.usefixtures("to_host")
@@ -355,7 +357,7 @@ def test_inputs_of_checkpointed_calls_leave_by_the_same_mechanism(call, contiguo
 
 @pytest.mark.usefixtures("to_host")
 def test_several_inputs_of_one_call_come_together():
-    keeper = Keeper(Settings(cpu_checkpointing=True), ALONE)
+    keeper = InputKeeper(CheckpointingSettings(cpu_checkpointing=True), ALONE)
     with keeper.hooks():
         first, second = torch.randn(2, 64, 64, requires_grad=True).unbind()
         out = first * second

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deepspeed.precision.scale import DynamicScale, NoScale, StaticScale
-from deepspeed.runtime.step.scale_names import attributes_of, continue_scale
+from deepspeed.runtime.saving.training_state import attributes_of, continue_scale
 
 
 @pytest.mark.parametrize("overflows", [[], [0], [1, 2, 5], [0, 1, 2, 3]])

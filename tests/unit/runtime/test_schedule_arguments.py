@@ -20,8 +20,8 @@ from deepspeed.runtime.lr_schedules import (
     WarmupDecayLR,
     WarmupLR,
     build_scheduler,
+    get_torch_optimizer,
 )
-from deepspeed.runtime.schedules.base import get_torch_optimizer
 from tests.unit.runtime.scheduled import adam, lrs_of
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.errors import LayoutError
-from deepspeed.sequence.heads import head_plan, shares
+from deepspeed.sequence.exchange import head_plan, shares
 
 
 @given(keys=st.integers(1, 12), group=st.integers(1, 8), size=st.integers(1, 16))

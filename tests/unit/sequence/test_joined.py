@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from deepspeed.sequence.joined import joined
+from deepspeed.sequence.fpdt_layer import joined
 
 
 def test_values_and_gradients_are_those_of_cat():

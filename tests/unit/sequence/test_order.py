@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from deepspeed.errors import DeepSpeedConfigError, LayoutError, UsageError
 from deepspeed.sequence.build import choose_order
-from deepspeed.sequence.order import TokenOrder
+from deepspeed.sequence.inputs import TokenOrder
 
 
 @given(ulysses=st.integers(1, 4), ring=st.integers(1, 4), times=st.integers(1, 5))

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from deepspeed.errors import UsageError
-from deepspeed.sequence.inputs import Inputs
-from deepspeed.sequence.order import TokenOrder
+from deepspeed.sequence.inputs import SequenceInputs, TokenOrder
 
 transformers = pytest.importorskip("transformers")
 
@@ -15,7 +14,7 @@ IDS = torch.full((1, 4), 3)
 
 def inputs(kind, **numbers):
     config = getattr(transformers, f"{kind}Config")(**SMALL, **numbers)
-    return Inputs(transformers.AutoModelForMaskedLM.from_config(config) if kind == "Roberta" else
+    return SequenceInputs(transformers.AutoModelForMaskedLM.from_config(config) if kind == "Roberta" else
                   transformers.AutoModelForCausalLM.from_config(config), TokenOrder(2, 1), 1)  # fmt: skip
 
 

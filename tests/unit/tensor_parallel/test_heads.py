@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.tensor_parallel.heads import Heads
+from deepspeed.tensor_parallel.attention import Heads
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 8))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from deepspeed.fragments import Split
-from deepspeed.tensor_parallel.marks import marked_splits
+from deepspeed.fragments import DimSplit
+from deepspeed.tensor_parallel.apply import marked_splits
 
 
 def marked(dim=None, stride=None):
@@ -21,8 +21,8 @@ def marked(dim=None, stride=None):
 def test_marks_tell():
     model = nn.Sequential(marked(0), marked(1, 1), nn.Linear(2, 2))
     assert marked_splits(model, 2, ()) == {
-        "0.weight": Split(0, (((0, 4),), ((4, 8),))),
-        "1.weight": Split(1, (((0, 3),), ((3, 6),))),
+        "0.weight": DimSplit(0, (((0, 4),), ((4, 8),))),
+        "1.weight": DimSplit(1, (((0, 3),), ((3, 6),))),
     }
     assert set(marked_splits(model, 2, {"0.weight"})) == {"1.weight"}
     assert marked_splits(nn.Linear(2, 2), 2, ()) == {}

@@ -12,9 +12,9 @@ from torch import nn
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.errors import UsageError
 from deepspeed.tensor_parallel import plan_model
-from deepspeed.tensor_parallel.experts import check_products
+from deepspeed.tensor_parallel.layer_splits import check_products
 from deepspeed.tensor_parallel.plan import require_split
-from deepspeed.tensor_parallel.rules import Kind
+from deepspeed.tensor_parallel.rules import SplitKind
 
 
 class Attention(nn.Module):
@@ -51,8 +51,8 @@ def test_names_tell_what_is_split():
     attention = "layers.0.self_attn."
     kinds = {path: change.kind for path, change in changes.items()}
     assert [kinds[f"{attention}{name}"] for name in ("q_proj", "k_proj", "v_proj", "o_proj")] == [
-        *[Kind.COLUMN] * 3,
-        Kind.ROW,
+        *[SplitKind.COLUMN] * 3,
+        SplitKind.ROW,
     ]
     fused = changes["layers.0.mlp.gate_up_proj"].splits
     assert fused["weight"].parts == (((0, 12), (24, 36)), ((12, 24), (36, 48)))
@@ -101,10 +101,10 @@ def test_own_rules_come_first_and_the_first_wins():
         {"patterns": [r".*[qkv]_proj\.weight"], "partition_type": "column"},
     ]
     changes = planned(Model(), partition_config={"layer_specs": own})
-    assert changes["layers.0.self_attn.q_proj"].kind is Kind.WHOLE
+    assert changes["layers.0.self_attn.q_proj"].kind is SplitKind.WHOLE
     assert "layers.0.mlp.down_proj" not in changes, "rules that are there are all there are"
     both = planned(Model(), partition_config={"layer_specs": own}, preset_model="phi3")
-    assert both["layers.0.mlp.down_proj"].kind is Kind.ROW
+    assert both["layers.0.mlp.down_proj"].kind is SplitKind.ROW
     alone = planned(Model(), partition_config={"layer_specs": own, "use_default_specs": False}, preset_model="phi3")
     assert alone.keys() < both.keys()
 
@@ -131,7 +131,7 @@ def test_vocabulary():
     tied = Model()
     tied.lm_head.weight = tied.embed.weight
     changes = planned(tied, vocab_parallel_lm_head=True)
-    assert changes["embed"].kind is Kind.VOCABULARY
+    assert changes["embed"].kind is SplitKind.VOCABULARY
     assert changes["embed"].splits["weight"] == changes["lm_head"].splits["weight"]
     del tied.lm_head
     with pytest.raises(UsageError, match="vocab_parallel_lm_head is true, but the model has no Linear"):
@@ -146,13 +146,15 @@ def test_an_embedding_that_is_tied_to_nothing():
         planned(model, vocab_parallel_embedding=True)
     model.get_input_embeddings = lambda: model.embed
     changes = planned(model, vocab_parallel_embedding=True)
-    assert changes["embed"].kind is Kind.VOCABULARY
+    assert changes["embed"].kind is SplitKind.VOCABULARY
     assert changes["embed"].splits["weight"].parts == (((0, 5),), ((5, 10),))
     model.lm_head.weight = model.embed.weight
     for head in (False, None):
         with pytest.raises(UsageError, match=r"embed is tied to lm_head, which stays whole. Set .*lm_head to true"):
             planned(model, vocab_parallel_embedding=True, vocab_parallel_lm_head=head)
-    assert planned(model, vocab_parallel_embedding=True, vocab_parallel_lm_head=True)["embed"].kind is Kind.VOCABULARY
+    assert (
+        planned(model, vocab_parallel_embedding=True, vocab_parallel_lm_head=True)["embed"].kind is SplitKind.VOCABULARY
+    )
 
 
 def test_a_layer_of_another_kind():
@@ -191,13 +193,13 @@ def test_the_plan_of_a_plain_module(where, around, monkeypatch):
     else:
         inner._tp_plan = PLAN
     kinds = {path.rsplit(".", 1)[-1]: change.kind for path, change in planned(model).items()}
-    assert kinds == {"alpha": Kind.COLUMN, "beta": Kind.ROW}
+    assert kinds == {"alpha": SplitKind.COLUMN, "beta": SplitKind.ROW}
 
 
 def test_a_plan_that_fits_no_block_leaves_the_names():
     model = Model()
     model.config = SimpleNamespace(base_model_tp_plan={"blocks.*.alpha": "colwise"})
-    assert planned(model)["layers.0.mlp.down_proj"].kind is Kind.ROW
+    assert planned(model)["layers.0.mlp.down_proj"].kind is SplitKind.ROW
 
 
 def rules(**kinds):
@@ -207,7 +209,7 @@ def rules(**kinds):
 def test_rules_by_which_nothing_is_split():
     section = {"layer_specs": [{"patterns": [".*"], "partition_type": "skip"}], "strict_mode": True}
     made = plan_model(TPTrainingConfig(autotp_size=2, partition_config=section), Model(), 2)
-    assert {change.kind for change in made.changes} == {Kind.WHOLE}
+    assert {change.kind for change in made.changes} == {SplitKind.WHOLE}
     require_split(made, "Model")
     section = {"layer_specs": rules(nothing="column")}
     made = plan_model(TPTrainingConfig(autotp_size=2, partition_config=section), Model(), 2)
@@ -219,7 +221,7 @@ def test_a_rule_that_skips_the_rest_is_enough_for_strict_mode():
     rest = {"patterns": [".*"], "partition_type": "skip"}
     given = [{"patterns": [r".*\.gate_up_proj"], "shape": [2, -1]}, *rules(down_proj="row")]
     changes = planned(Model(), partition_config={"layer_specs": [*given, rest], "strict_mode": True})
-    assert changes["layers.0.mlp.down_proj"].kind is Kind.ROW
+    assert changes["layers.0.mlp.down_proj"].kind is SplitKind.ROW
     with pytest.raises(UsageError, match="strict_mode: no rule matches 6 layers"):
         planned(Model(), partition_config={"layer_specs": given, "strict_mode": True})
 

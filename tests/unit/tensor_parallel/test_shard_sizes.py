@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from deepspeed.tensor_parallel.shard_sizes import AutoTPMeta, get_shard_size_list
+from deepspeed.tensor_parallel.linear_modules import AutoTPMeta, get_shard_size_list
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from torch import nn
 
-from deepspeed.zero.birth.construct import Births
+from deepspeed.zero.birth.construct import ParameterConstruction
 
 
 class Log:
@@ -54,7 +54,7 @@ class Stubborn(nn.Module):
 
 def test_outermost_constructors_and_their_parts():
     log = Log()
-    with Births(log.around).watch():
+    with ParameterConstruction(log.around).watch():
         Derived()
     assert log.lines == ["+Derived", "+Linear", "-Linear", "+LayerNorm", "-LayerNorm", "-Derived"]
 
@@ -62,7 +62,7 @@ def test_outermost_constructors_and_their_parts():
 def test_classes_are_as_before():
     before = [kind.__dict__.get("__init__") for kind in (nn.Linear, Base, Mixed)]
     signature = inspect.signature(Base.__init__)
-    with pytest.raises(KeyError), Births(Log().around).watch():
+    with pytest.raises(KeyError), ParameterConstruction(Log().around).watch():
         assert inspect.signature(Base.__init__) == signature
         raise KeyError
     assert [kind.__dict__.get("__init__") for kind in (nn.Linear, Base, Mixed)] == before
@@ -71,7 +71,7 @@ def test_classes_are_as_before():
 
 def test_classes_that_are_defined_meanwhile():
     log = Log()
-    with Births(log.around).watch():
+    with ParameterConstruction(log.around).watch():
 
         class Late(Base):
             def __init__(self):
@@ -84,7 +84,7 @@ def test_classes_that_are_defined_meanwhile():
 
 def test_a_constructor_from_elsewhere():
     log = Log()
-    with Births(log.around).watch():
+    with ParameterConstruction(log.around).watch():
         assert Mixed().made
     assert log.lines == ["+Mixed", "-Mixed"]
     assert "__init__" not in Mixed.__dict__
@@ -92,7 +92,7 @@ def test_a_constructor_from_elsewhere():
 
 def test_a_constructor_that_cannot_be_followed_is_not_taken_for_a_finished_one():
     log = Log()
-    with Births(log.around).watch():
+    with ParameterConstruction(log.around).watch():
 
         class Hidden(Stubborn):
             def __init__(self):
@@ -105,8 +105,8 @@ def test_a_constructor_that_cannot_be_followed_is_not_taken_for_a_finished_one()
 
 def test_the_innermost_watcher_is_told():
     outer, inner = Log(), Log()
-    with Births(outer.around).watch():
-        with Births(inner.around).watch():
+    with ParameterConstruction(outer.around).watch():
+        with ParameterConstruction(inner.around).watch():
             Base()
         nn.Identity()
     assert inner.lines == ["+Base", "+Linear", "-Linear", "-Base"]
@@ -114,7 +114,7 @@ def test_the_innermost_watcher_is_told():
 
 
 def test_a_failed_constructor_is_forgotten():
-    births = Births(Log().around)
+    births = ParameterConstruction(Log().around)
     with births.watch():
         with pytest.raises(TypeError):
             nn.Linear("two", "three")
@@ -127,7 +127,7 @@ def test_somebody_elses_patch_survives():
     def patched(self, *args):
         original(self, *args)
 
-    with Births(Log().around).watch():
+    with ParameterConstruction(Log().around).watch():
         Base.__init__ = patched
     try:
         assert Base.__init__ is patched

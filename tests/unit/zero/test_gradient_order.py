@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed.zero.gradients.order import Departures, pack_buckets
+from deepspeed.zero.gradients.bucket_order import BucketOrder, pack_buckets
 
 
 class Rank:
@@ -16,7 +16,7 @@ class Rank:
         self.waiting = {}
         self.sent = []
         self.most = 0
-        self.departures = Departures(buckets, sizes, self._go, budget=budget)
+        self.departures = BucketOrder(buckets, sizes, self._go, budget=budget)
 
     def _go(self, place):
         self.sent.append(
@@ -146,7 +146,7 @@ def test_buckets_that_are_packed_anew_inside_a_backward_lose_nothing(model, data
     left = data.draw(st.sampled_from([0, 1, len(rank.buckets)]))
     old.depart(left)
     rank.buckets = pack_buckets(order[::-1], sizes, kinds, limit, unused=unused)
-    new = Departures(rank.buckets, sizes, rank._go, budget=0)
+    new = BucketOrder(rank.buckets, sizes, rank._go, budget=0)
     new.take_over(old, running=True)
     rank.sent, sent = [], rank.sent
     new.rest()
@@ -154,3 +154,8 @@ def test_buckets_that_are_packed_anew_inside_a_backward_lose_nothing(model, data
     assert not new.waiting
     assert {each for _, values in (*sent, *rank.sent) for each in values} == set(wanted)
     assert len(rank.sent) == (0 if len(sent) == len(old._buckets) else len(rank.buckets)), "all again, or nothing"
+
+
+def test_the_last_parameters_leave_first_in_a_small_bucket():
+    buckets = pack_buckets([3, 2, 1, 0], [10] * 4, "aaaa", limit=100, first=10)
+    assert buckets == [[3], [2, 1, 0]]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed.log import logger
-from deepspeed.zero.public.granularity import granularity, units_by_granularity
+from deepspeed.zero.public.leaf import granularity, units_by_granularity
 
 
 class Listed(nn.Module):

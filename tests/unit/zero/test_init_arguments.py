@@ -11,7 +11,7 @@ from deepspeed import zero
 from deepspeed.config.load import load
 from deepspeed.errors import FeatureUnavailable, UsageError
 from deepspeed.zero.birth import init
-from deepspeed.zero.birth.site import DeepSpeedTensorOverride, Placement
+from deepspeed.zero.birth.placement import ConstructionSite, DeepSpeedTensorOverride
 
 CPU = torch.device("cpu")
 ALL = set(DeepSpeedTensorOverride)
@@ -97,7 +97,7 @@ def test_a_placement_keeps_objects_buffers_and_what_has_no_values():
     module.register_parameter("count", torch.nn.Parameter(torch.arange(3), requires_grad=False))
     module.register_parameter("later", torch.nn.Parameter(torch.empty(2, device="meta")))
     known = dict(module.named_parameters())
-    fresh = dict(Placement(CPU, torch.bfloat16).put(module))
+    fresh = dict(ConstructionSite(CPU, torch.bfloat16).put(module))
     assert set(known) - set(fresh) == {"2.weight", "2.bias", "later"}
     assert all(param is known[name] for name, param in fresh.items())
     dtypes = {name: param.dtype for name, param in fresh.items()}
@@ -125,7 +125,7 @@ def test_a_client_that_keeps_the_dtype_of_arange_finds_what_it_replaces():
 
     old.zero_wrapper_for_fp_tensor_constructor = refused
     try:
-        with Placement(CPU, torch.bfloat16).factories():
+        with ConstructionSite(CPU, torch.bfloat16).factories():
             assert torch.arange(3.0).dtype == torch.float32
     finally:
         old.zero_wrapper_for_fp_tensor_constructor = original

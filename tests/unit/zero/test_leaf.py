@@ -7,7 +7,7 @@ import logging
 import pytest
 from torch import nn
 
-from deepspeed.config.leaf_module import DEFAULT_LEAF_MODULE_CLASSES, DeepSpeedZeroLeafModuleConfig
+from deepspeed.config.zero import DEFAULT_LEAF_MODULE_CLASSES, DeepSpeedZeroLeafModuleConfig
 from deepspeed.errors import UsageError
 from deepspeed.log import logger
 from deepspeed.zero.public.leaf import (

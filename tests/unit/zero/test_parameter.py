@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from deepspeed.errors import UsageError
-from deepspeed.zero.birth.touch import Touch
+from deepspeed.zero.birth.touched import TouchedParameters
 from deepspeed.zero.parameters.parameter import ZeroParameter, shard_parameter
 from deepspeed.zero.parameters.shard import ZeroParamStatus, shard_of
 
@@ -102,7 +102,7 @@ def test_replaced_data_of_another_shape():
 
 
 def test_touch_in_a_frame():
-    param, touch = sharded(), Touch()
+    param, touch = sharded(), TouchedParameters()
     with touch:
         with touch.frame():
             assert (param.shape, param.dim(), param.size(0), param.numel(), len(param)) == ((3,), 1, 3, 3, 3)
@@ -128,7 +128,7 @@ def test_touch_in_a_frame():
 
 
 def test_touch_lets_go_after_an_exception():
-    param, touch = sharded(), Touch()
+    param, touch = sharded(), TouchedParameters()
     with touch:
         with pytest.raises(KeyError), touch.frame():
             param.data.zero_()
@@ -138,7 +138,7 @@ def test_touch_lets_go_after_an_exception():
 
 
 def test_a_parameter_of_a_sharded_one():
-    param, touch = sharded(), Touch()
+    param, touch = sharded(), TouchedParameters()
     before = nn.Parameter.__new__
     with touch, touch.in_parameters(), touch.frame():
         assert torch.equal(nn.Parameter(param), torch.tensor([1.0, 2.0, 3.0]))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.config.zenflow import ZenFlowConfig
+from deepspeed.config.zero import ZenFlowConfig
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.zero.states.rhythm import Rhythm
+from deepspeed.zero.states.zenflow import UpdateSchedule
 
 
 @given(st.integers(0, 5), st.integers(1, 6), st.integers(0, 10), st.integers(1, 60))
@@ -16,7 +16,7 @@ def test_every_step_is_applied_once(warm_up, every, more, steps):
     section = ZenFlowConfig(
         full_warm_up_rounds=warm_up, update_interval=every, select_strategy="step", select_interval=every + more
     )
-    rhythm = Rhythm(section)
+    rhythm = UpdateSchedule(section)
     beats = [rhythm.beat() for _ in range(steps)]
     assert [beat.defers for beat in beats] == [False] * min(warm_up, steps) + [True] * max(steps - warm_up, 0)
     applied = [beat for beat in beats if beat.share is not None]
@@ -32,7 +32,7 @@ def test_every_step_is_applied_once(warm_up, every, more, steps):
 
 @given(st.lists(st.booleans(), max_size=40))
 def test_whoever_asks_gets_the_mean_of_all_steps_until_then(asked):
-    rhythm, waiting = Rhythm(ZenFlowConfig()), 0
+    rhythm, waiting = UpdateSchedule(ZenFlowConfig()), 0
     assert not rhythm.by_itself
     for each in asked:
         waiting += 1
@@ -44,11 +44,11 @@ def test_whoever_asks_gets_the_mean_of_all_steps_until_then(asked):
 
 
 def test_epochs_become_steps_once_they_are_known():
-    rhythm = Rhythm(ZenFlowConfig(select_strategy="epoch", select_interval=2, update_interval=3))
+    rhythm = UpdateSchedule(ZenFlowConfig(select_strategy="epoch", select_interval=2, update_interval=3))
     rhythm.know_epoch(3)
     assert [rhythm.beat().parts for _ in range(12)] == [at % 6 == 5 for at in range(12)]
-    told = Rhythm(ZenFlowConfig(update_interval=1, steps_per_epoch=2))
+    told = UpdateSchedule(ZenFlowConfig(update_interval=1, steps_per_epoch=2))
     told.know_epoch(9)  # the config has said it
     assert [told.beat().parts for _ in range(4)] == [False, True, False, True]
     with pytest.raises(DeepSpeedConfigError, match=r"update_interval: 4 steps are more than the 3 .* 3 steps\)"):
-        Rhythm(ZenFlowConfig(update_interval=4)).know_epoch(3)
+        UpdateSchedule(ZenFlowConfig(update_interval=4)).know_epoch(3)

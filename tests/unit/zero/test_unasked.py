@@ -13,7 +13,7 @@ import torch
 from deepspeed.comm import Pending
 from deepspeed.errors import CommError
 from deepspeed.log import logger
-from deepspeed.zero.states.unasked import Unasked
+from deepspeed.zero.states.norm import PendingNorm
 
 
 class Work:
@@ -32,7 +32,7 @@ class Work:
 
 
 def begun(work):
-    norms = Unasked()
+    norms = PendingNorm()
     norms.begun(Pending(torch.tensor(3.0), work))
     return norms
 

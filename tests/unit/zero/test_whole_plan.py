@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from deepspeed.fragments import Block, Striped
+from deepspeed.fragments import ContiguousLayout, StripedLayout
+from deepspeed.zero.piece import StatePiece
 from deepspeed.zero.placement import Placement
-from deepspeed.zero.states.group import Dtypes, ShardGroup
+from deepspeed.zero.states.groups import Dtypes, ShardGroup
 from deepspeed.zero.states.matrices import ShardedMatrices, plan, stretches
-from deepspeed.zero.states.piece import Piece
 
 
 @given(
     st.lists(st.integers(0, 3000), max_size=30),
     st.integers(1, 9),
-    st.sampled_from([Block, Striped]),
+    st.sampled_from([ContiguousLayout, StripedLayout]),
     st.integers(1, 500),
 )
 def test_every_parameter_once_by_a_holder(numels, world, kind, limit):
@@ -46,21 +46,23 @@ def test_every_parameter_once_by_a_holder(numels, world, kind, limit):
 
 @pytest.mark.parametrize("world", [2, 8, 512])
 def test_equal_matrices_are_divided_equally(world):
-    planned = plan(Striped((4096,) * (3 * world), world), limit=4096)
+    planned = plan(StripedLayout((4096,) * (3 * world), world), limit=4096)
     for each in planned.rounds:
         assert {rank: len(params) for rank, params in each.owned.items()} == dict.fromkeys(range(world), 1)
     assert len(planned.rounds) == 3
 
 
 def test_matrices_within_a_block_do_not_travel():
-    planned = plan(Block((100, 100, 100, 100), 2))
+    planned = plan(ContiguousLayout((100, 100, 100, 100), 2))
     assert (planned.settled, planned.rounds) == ({0: 0, 1: 0, 2: 1, 3: 1}, [])
-    planned = plan(Block((100, 200, 100), 2))
+    planned = plan(ContiguousLayout((100, 200, 100), 2))
     assert planned.settled == {0: 0, 2: 1}
     assert [each.owned for each in planned.rounds] == [{0: (1,)}]
 
 
-@given(st.lists(st.integers(0, 3000), max_size=30), st.integers(1, 9), st.sampled_from([Block, Striped]))
+@given(
+    st.lists(st.integers(0, 3000), max_size=30), st.integers(1, 9), st.sampled_from([ContiguousLayout, StripedLayout])
+)
 def test_the_least_busy_holder_computes(numels, world, kind):
     """Against a search through all ranks."""
     layout = kind(tuple(numels), world)
@@ -74,7 +76,12 @@ def test_the_least_busy_holder_computes(numels, world, kind):
         load[owners[param]] += numels[param] ** 1.5
 
 
-@given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 20), st.sampled_from([Block, Striped]), st.data())
+@given(
+    st.lists(st.integers(0, 300), max_size=6),
+    st.integers(1, 20),
+    st.sampled_from([ContiguousLayout, StripedLayout]),
+    st.data(),
+)
 def test_stretches_say_what_every_rank_holds(numels, world, kind, data):
     layout = kind(tuple(numels), world)
     params = data.draw(st.permutations(range(len(numels)))) if numels else []
@@ -107,7 +114,7 @@ def steps_of(function):
     return count
 
 
-@pytest.mark.parametrize("kind", [Block, Striped])
+@pytest.mark.parametrize("kind", [ContiguousLayout, StripedLayout])
 def test_many_ranks_cost_no_more_than_few(kind):
     matrices = (2048 * 2048,) * 400
     layouts = {world: kind(matrices, world) for world in (64, 16384)}
@@ -121,10 +128,10 @@ def round_of(world):
     axis = SimpleNamespace(rank=0, size=world, group=None)
     wide = Dtypes(torch.float32, torch.float32, torch.float32)
     group = ShardGroup([(str(at), param) for at, param in enumerate(params)], Placement(axis), wide, {})
-    group.layout = Striped((128 * 128,) * len(params), world)
+    group.layout = StripedLayout((128 * 128,) * len(params), world)
     for param in params:
         stop = group.layout.interval(0, 0)[1]
-        group.pieces.append(Piece("", param, param.shape, (0, stop), torch.zeros(stop)))
+        group.pieces.append(StatePiece("", param, param.shape, (0, stop), torch.zeros(stop)))
     masters = [piece.master for piece in group.pieces]
     matrices = ShardedMatrices([group])
     return list(matrices.apply(group.options, masters, [m.detach() for m in masters], lambda _, wholes: wholes))

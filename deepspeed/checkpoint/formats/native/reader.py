@@ -11,27 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.formats.bounds import dtype_called, rank_count, shape_of
+from deepspeed.checkpoint.formats.adapters import slices_in, splits_in
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
-from deepspeed.checkpoint.formats.client_values import decode
-from deepspeed.checkpoint.formats.expert_slices import slices_in
-from deepspeed.checkpoint.formats.guard import guarded
+from deepspeed.checkpoint.formats.guard import dtype_called, guarded, rank_count, shape_of
 from deepspeed.checkpoint.formats.native.writer import VERSIONS, fragment_file, index_file, rank_file, small_file
-from deepspeed.checkpoint.formats.resliced import splits_in
-from deepspeed.checkpoint.formats.safetensors import Content
-from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
+from deepspeed.checkpoint.formats.safetensors import TensorFile
+from deepspeed.checkpoint.formats.source import IndexedSource, IntervalIndex, Small, StoredInterval
 from deepspeed.checkpoint.formats.training_state import Counters
-from deepspeed.checkpoint.formats.zero_files.expert_files import ExpertLayers, renumbered
+from deepspeed.checkpoint.formats.values import decode
+from deepspeed.checkpoint.formats.zero_files.experts import ExpertLayers, renumbered
 from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
-from deepspeed.fragments import Block, FlatLayout, Split, Striped
+from deepspeed.fragments import ContiguousLayout, DimSplit, FlatLayout, StripedLayout
 from deepspeed.trust import flaw_of_name
-
-__all__ = ["NativeSource"]
 
 
 @guarded
-class NativeSource:
+class NativeSource(IndexedSource):
     """What one model-parallel rank wrote: an index, and one safetensors file per data-parallel rank."""
 
     def __init__(self, directory: Path, mp_rank: int = 0, *, opener: Opener | None = None) -> None:
@@ -39,7 +35,7 @@ class NativeSource:
         self._opener = opener or Opener(directory)
         self._path = directory / index_file(mp_rank)
         self._index = _read_index(self._path, self._opener.text(self._path.name))
-        self._pieces = Pieces({}, dict(self._index["aliases"]), str(directory))
+        self._pieces = IntervalIndex({}, dict(self._index["aliases"]), str(directory))
         self._dtypes: dict[str, str | None] = {}
         self._holder: dict[str, int] = {}
         self._scalars: dict[int, dict[str, dict[str, Any]]] = {}
@@ -76,7 +72,7 @@ class NativeSource:
         return stages, ranks // stages
 
     @functools.cached_property
-    def splits(self) -> Mapping[str, Split] | None:
+    def splits(self) -> Mapping[str, DimSplit] | None:
         """How tensors are cut over the slices; None where the index does not tell."""
         if "splits" not in self._index:
             return None
@@ -104,11 +100,6 @@ class NativeSource:
     def buffers(self) -> Mapping[str, Tensor]:
         """The buffers, whole."""
         return {name: self.read(name, "param").view(self._pieces.shapes[name]) for name in self._index["buffers"]}
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied name → the name in `shapes`."""
-        return self._pieces.aliases
 
     @property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
@@ -154,14 +145,6 @@ class NativeSource:
         """What the model computed with."""
         return dtype_called(self._dtypes.get(self._pieces.owner(name)))
 
-    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
-        """Where the flat elements [start, stop) of a tensor are."""
-        return self._pieces.find(name, kind, start, stop)
-
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The flat elements [start, stop) of a tensor."""
-        return join(self.find(name, kind, start, stop))
-
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own."""
         owner = self._pieces.owner(name)
@@ -205,8 +188,8 @@ class NativeSource:
         ep = group.get("ep", 0)
         world = self._spread(ep).grid(ep).edp if ep else self.world
         if group["split"] == "each":
-            return Striped(numels, world)
-        return Block(numels, world, align=group["align"], gap=group["gap"])
+            return StripedLayout(numels, world)
+        return ContiguousLayout(numels, world, align=group["align"], gap=group["gap"])
 
     def _spread(self, ep: Any) -> ExpertLayers:
         if self._experts is None or rank_count(ep, self._path) > self.world:
@@ -244,7 +227,7 @@ class NativeSource:
         self._holder.setdefault(name, rank)
         for kind in kinds:
             load = functools.partial(self._load, rank, kind, name, interval)
-            self._pieces.add(name, kind, Piece(interval, load, 0, self._index["files"][rank]))
+            self._pieces.add(name, kind, StoredInterval(interval, load, 0, self._index["files"][rank]))
 
     def _load(self, rank: int, kind: str, name: str, interval: tuple[int, int]) -> tuple[Tensor, Opened]:
         opened = self._open(rank)
@@ -263,7 +246,7 @@ class NativeSource:
         return self._opener.tensors(self._index["files"][rank])
 
 
-def _scalars(content: Content) -> dict[str, dict[str, Any]]:
+def _scalars(content: TensorFile) -> dict[str, dict[str, Any]]:
     """By parameter: the numbers of the header and the tensors that stand for one."""
     found: dict[str, dict[str, Any]] = json.loads(content.metadata.get("scalars", "{}"))
     for key, tensor in content.tensors.items():

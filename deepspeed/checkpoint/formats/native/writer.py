@@ -9,18 +9,14 @@ from typing import Any
 
 from torch import Tensor
 
-from deepspeed._version import __version__
-from deepspeed.checkpoint.formats.client_values import encode
-from deepspeed.checkpoint.formats.expert_slices import with_slices
-from deepspeed.checkpoint.formats.plain_values import plain
+from deepspeed._package import __version__
+from deepspeed.checkpoint.formats.adapters import plain_splits, with_slices
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
-from deepspeed.checkpoint.formats.resliced import plain_splits
-from deepspeed.checkpoint.formats.safetensors import Content
+from deepspeed.checkpoint.formats.safetensors import TensorFile
 from deepspeed.checkpoint.formats.training_state import GroupState, TrainingState
-from deepspeed.checkpoint.formats.zero_files.expert_files import ExpertLayers, layer_of
-from deepspeed.fragments import Block, FlatLayout, Striped
-
-__all__ = ["INDEX", "VERSIONS", "files", "fragment_file", "index_file", "rank_file", "small_file"]
+from deepspeed.checkpoint.formats.values import encode, plain
+from deepspeed.checkpoint.formats.zero_files.experts import ExpertLayers, layer_of
+from deepspeed.fragments import ContiguousLayout, FlatLayout, StripedLayout
 
 INDEX = "index.json"
 VERSIONS = (1, 2)
@@ -50,7 +46,7 @@ def rank_file(dp_rank: int, mp_rank: int = 0) -> str:
 def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
     """What this rank writes; the first of a model-parallel rank also the index and what its ranks share."""
     state = with_slices(state)
-    host, result, content = Host(allocate), Files(), Content()
+    host, result, content = Host(allocate), Files(), TensorFile()
     scalars: dict[str, Any] = {}
     for group in state.groups:
         for index, name in enumerate(group.names):
@@ -76,9 +72,9 @@ def files(state: TrainingState, *, allocate: Allocate | None = None) -> Files:
     return result
 
 
-def _spread(numels: tuple[int, ...], world: int) -> Block:
+def _spread(numels: tuple[int, ...], world: int) -> ContiguousLayout:
     """Who writes what of tensors that every rank holds whole."""
-    return Block(numels, world, align=1)
+    return ContiguousLayout(numels, world, align=1)
 
 
 def _place(state: TrainingState, ep: int) -> tuple[int, int]:
@@ -100,7 +96,7 @@ def _trained(group: GroupState, index: int, state: TrainingState) -> Iterator[tu
             yield kind, flat[start:stop] if group.layout is None else flat[: stop - start]
 
 
-def _numbers(scalars: Any, name: str, content: Content, host: Host) -> dict[str, Any]:
+def _numbers(scalars: Any, name: str, content: TensorFile, host: Host) -> dict[str, Any]:
     """Numbers go into the header; a tensor of one element stays a tensor."""
     numbers = {}
     for key, value in plain(scalars, f"the optimizer's state of {name}").items():
@@ -140,7 +136,7 @@ def _parts(fixed: _Fixed, state: TrainingState) -> Iterator[tuple[str, Tensor]]:
     world, rank = _place(state, fixed.ep)
     if fixed.striped:
         for name in fixed.names:
-            start, stop = Striped((state.frozen[name].numel(),), world).interval(0, rank)
+            start, stop = StripedLayout((state.frozen[name].numel(),), world).interval(0, rank)
             yield name, state.module[name].detach().reshape(-1)[: stop - start]
         return
     layout = _spread(tuple(state.module[name].numel() for name in fixed.names), world)
@@ -157,9 +153,9 @@ def _shared_buffers(state: TrainingState) -> list[str]:
 
 
 def _layout(group: GroupState) -> dict[str, Any]:
-    if isinstance(group.layout, Striped):
+    if isinstance(group.layout, StripedLayout):
         return {"split": "each"}
-    if isinstance(group.layout, Block):
+    if isinstance(group.layout, ContiguousLayout):
         return {"split": "all", "align": group.layout.align, "gap": group.layout.gap}
     return {"split": "all", "align": 1, "gap": 1}
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from deepspeed.errors import CheckpointError
 
-__all__ = ["matches"]
-
 _LONGEST = 1000  # characters of a pattern, and of a name
 _MOST_STATES = 20_000
 _parser: Any = importlib.import_module("re._parser" if sys.version_info >= (3, 11) else "sre_parse")

@@ -13,24 +13,22 @@ from torch import Tensor
 
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.guard import guarded
-from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
+from deepspeed.checkpoint.formats.source import IndexedSource, IntervalIndex, Small, StoredInterval, StoredPart
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
 from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource
 from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
 
-__all__ = ["UniversalSource"]
-
 
 @guarded
-class UniversalSource:
+class UniversalSource(IndexedSource):
     """A directory with `zero/<name>/<kind>.pt` and the model files of the run, which hold buffers and counters."""
 
     def __init__(self, directory: Path, mp_rank: int = 0, *, opener: Opener | None = None) -> None:
         self._directory = directory
         self._opener = opener or Opener(directory)
         self._base = DeepSpeedSource(directory, mp_rank, opener=self._opener)
-        self._pieces = Pieces(dict(self._base.shapes), dict(self._base.aliases), str(directory))
+        self._pieces = IntervalIndex(dict(self._base.shapes), dict(self._base.aliases), str(directory))
         self._steps: dict[str, Path] = {}
         for folder in sorted(path for path in (directory / "zero").iterdir() if path.is_dir()):
             if folder.name not in self._base.buffers and folder.name not in self._pieces.aliases:
@@ -58,19 +56,9 @@ class UniversalSource:
         return (*self._base.files, *inside)
 
     @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Every parameter and buffer by name, without tied names."""
-        return self._pieces.shapes
-
-    @property
     def buffers(self) -> Mapping[str, Tensor]:
         """The buffers, whole, in the dtype they had."""
         return self._base.buffers
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied name → the name in `shapes`."""
-        return self._pieces.aliases
 
     @property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
@@ -103,15 +91,11 @@ class UniversalSource:
         """What the model computed with."""
         return self._base.dtype(name)
 
-    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
         """Where the flat elements [start, stop) of a tensor are."""
         if self._pieces.owner(name) not in self._pieces.index:
             return self._base.find(name, kind, start, stop)
         return self._pieces.find(name, kind, start, stop)
-
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The flat elements [start, stop) of a tensor."""
-        return join(self.find(name, kind, start, stop))
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own."""
@@ -144,7 +128,7 @@ class UniversalSource:
                 self._pieces.shapes[name] = self._tensor(path)[0].shape
             numel = self._pieces.shapes[name].numel()
             load = functools.partial(self._tensor, path)
-            self._pieces.add(name, kind, Piece((0, numel), load, 0, str(path)))
+            self._pieces.add(name, kind, StoredInterval((0, numel), load, 0, str(path)))
 
     def _object(self, path: Path) -> Opened:
         """A small file, checked as a whole."""

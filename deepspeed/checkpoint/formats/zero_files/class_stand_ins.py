@@ -23,8 +23,6 @@ import torch
 
 from deepspeed.precision.loss_scaler import DynamicLossScaler, LossScaler, LossScalerBase
 
-__all__ = ["address", "scaler_attributes", "scaler_stand_in", "with_classes"]
-
 _HOME = "deepspeed.runtime.fp16.loss_scaler"
 
 

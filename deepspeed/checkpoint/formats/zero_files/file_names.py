@@ -7,17 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "Found",
-    "expert_file",
-    "experts_optimizer_file",
-    "layer_file",
-    "model_file",
-    "optimizer_file",
-    "rank_file",
-    "sort_files",
-]
-
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _SHARDED_MODEL = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -61,7 +50,7 @@ def experts_optimizer_file(part: int, mp_rank: int) -> str:
 
 
 @dataclass(slots=True)
-class Found:
+class CheckpointFiles:
     """The files of a checkpoint directory by what they are; keys are (data-parallel rank, model-parallel rank)."""
 
     models: dict[int, str] = field(default_factory=dict)
@@ -93,9 +82,9 @@ class Found:
         return (*(kind[key] for kind in kinds for key in sorted(kind)), *self.layers)
 
 
-def sort_files(names: Iterable[str]) -> Found:
+def sort_files(names: Iterable[str]) -> CheckpointFiles:
     """Recognise files by their names; others are left out."""
-    found = Found()
+    found = CheckpointFiles()
     for name in sorted(names):
         if match := _MODEL.fullmatch(name):
             found.models[int(match[1])] = name

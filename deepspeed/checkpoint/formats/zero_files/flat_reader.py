@@ -11,14 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.formats.bounds import rank_count, shapes_of
 from deepspeed.checkpoint.formats.checked_files import Opened
-from deepspeed.checkpoint.formats.source import Piece, Pieces
-from deepspeed.checkpoint.formats.zero_files.expert_files import ExpertLayers, sizes_of
+from deepspeed.checkpoint.formats.guard import rank_count, shapes_of
+from deepspeed.checkpoint.formats.source import IntervalIndex, StoredInterval
+from deepspeed.checkpoint.formats.zero_files.experts import ExpertLayers, ExpertSpread
 from deepspeed.errors import CheckpointError
-from deepspeed.fragments import Block, Striped
-
-__all__ = ["Sharding", "Spread", "by_group", "by_parameter"]
+from deepspeed.fragments import ContiguousLayout, StripedLayout
 
 Open = Callable[[int], Opened]
 """A rank's optimizer file.
@@ -35,7 +33,7 @@ class Sharding:
     world: int
     shapes: list[dict[str, torch.Size]]
     """Per flat tensor: its parameters in order."""
-    layouts: Sequence[Block | Striped]
+    layouts: Sequence[ContiguousLayout | StripedLayout]
     open: Open
     files: Mapping[int, str]
     near: int
@@ -55,7 +53,7 @@ class Sharding:
     slot: int = 0
     """The tensor-parallel rank of which these files are, where these are numbered, too."""
 
-    def fill(self, pieces: Pieces) -> None:
+    def fill(self, pieces: IntervalIndex) -> None:
         """Enter every piece; no file but the near one is opened for it."""
         for flat, shapes in enumerate(self.shapes):
             state = self.states(self.open(self.near).state, flat)
@@ -91,14 +89,14 @@ class Sharding:
             return rank
         return self.experts.grid(self.sizes[flat]).copy_of(rank) if self.sizes[flat] else rank // self.experts.tensor
 
-    def _enter(self, pieces: Pieces, name: str, kinds: Sequence[str], copy: int) -> None:
+    def _enter(self, pieces: IntervalIndex, name: str, kinds: Sequence[str], copy: int) -> None:
         flat, number, part = self.place[name]
         layout, rank = self.layouts[flat], self._rank(flat, part, copy)
         file = self.files.get(rank, f"the optimizer file of rank {rank}")
         for kind in kinds:
             load = functools.partial(self._load, rank, flat, kind, name)
             position = layout.position(number, copy)
-            pieces.add(name, kind, Piece(layout.interval(number, copy), load, position, file))
+            pieces.add(name, kind, StoredInterval(layout.interval(number, copy), load, position, file))
 
     def _load(self, rank: int, flat: int, kind: str, name: str) -> tuple[Tensor, Opened]:
         opened = self.open(rank)
@@ -158,7 +156,7 @@ def _size(interval: tuple[int, int]) -> int:
     return interval[1] - interval[0]
 
 
-def by_group(
+def sharding_of(
     param_shapes: Sequence[Mapping[str, Any]],
     open_: Open,
     files: Mapping[int, str],
@@ -166,62 +164,43 @@ def by_group(
     *,
     near: int,
     partial: bool = False,
-    spread: Spread | None = None,
+    spread: ExpertSpread | None = None,
 ) -> Sharding:
-    """Stages 1 and 2, and the files of BF16_Optimizer, which name no stage."""
+    """Stages 1 and 2, the files of BF16_Optimizer, which name no stage, and stage 3, which cuts by parameter."""
     first = open_(near).state["optimizer_state_dict"]
+    by_parameter = "fp32_flat_groups" in first
     shapes = shapes_of(param_shapes, where)
-    base = first["base_optimizer_state"]
-    groups = base["param_groups"] if isinstance(base, Mapping) else first.get("param_groups") or [{} for _ in shapes]
-    count = first.get("partition_count", len(files)) if spread is None else spread.layers.world
+    count = first.get("partition_count", len(files))
+    if by_parameter:
+        groups = first["optimizer_state_dict"]["param_groups"]
+        members = [list(group["params"]) for group in groups]
+        flats = [flat for group in members for flat in group]
+        if len(set(flats)) != len(flats) or not set(flats) <= set(range(len(shapes))):
+            raise CheckpointError(f"{where}: the optimizer's groups do not name {len(shapes)} flat tensors once each")
+    else:
+        base = first["base_optimizer_state"]
+        groups = (
+            base["param_groups"] if isinstance(base, Mapping) else first.get("param_groups") or [{} for _ in shapes]
+        )
+        members = [[place] for place in range(len(shapes))]
+        count = count if spread is None else spread.layers.world
     world = _world(count, files, where, partial, spread)
-    sizes = [] if spread is None else spread.of(groups)
-    worlds = [world if spread is None else spread.layers.copies(sizes[flat]) for flat in range(len(shapes))]
-    gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
-    layouts = [_block(*each, where) for each in zip(shapes, gaps, worlds, strict=True)]
-    members = [[place] for place in range(len(shapes))]
-    stage = int(first.get("zero_stage", 1))
-    sharding = Sharding(
-        stage, world, shapes, layouts, open_, files, near, _take_by_group, _state_by_group, list(groups), members
-    )
-    if spread is not None:
-        sharding.experts, sharding.sizes, sharding.slot = spread.layers, sizes, near % spread.layers.tensor
-    _check_masters(sharding, near)
-    return sharding
-
-
-def by_parameter(
-    param_shapes: Sequence[Mapping[str, Any]],
-    open_: Open,
-    files: Mapping[int, str],
-    where: Path,
-    *,
-    near: int,
-    partial: bool = False,
-    spread: Spread | None = None,
-) -> Sharding:
-    """Stage 3."""
-    first = open_(near).state["optimizer_state_dict"]
-    world = _world(first.get("partition_count", len(files)), files, where, partial, spread)
-    shapes = shapes_of(param_shapes, where)
-    groups = first["optimizer_state_dict"]["param_groups"]
-    members = [list(group["params"]) for group in groups]
-    flats = [flat for group in members for flat in group]
-    if len(set(flats)) != len(flats) or not set(flats) <= set(range(len(shapes))):
-        raise CheckpointError(f"{where}: the optimizer's groups do not name {len(shapes)} flat tensors once each")
     sizes = [0] * len(shapes)
     if spread is not None:
         for size, own in zip(spread.of(groups), members, strict=True):
             for flat in own:
                 sizes[flat] = size
     worlds = [world if spread is None else spread.layers.copies(size) for size in sizes]
-    layouts = [
-        Striped(tuple(shape.numel() for shape in group.values()), ranks)
-        for group, ranks in zip(shapes, worlds, strict=True)
-    ]
-    sharding = Sharding(
-        3, world, shapes, layouts, open_, files, near, _take_by_parameter, _state_by_parameter, groups, members
-    )
+    layouts: Sequence[ContiguousLayout | StripedLayout]
+    if by_parameter:
+        numels = [tuple(shape.numel() for shape in group.values()) for group in shapes]
+        layouts = [StripedLayout(*each) for each in zip(numels, worlds, strict=True)]
+        take, state, stage = _take_by_parameter, _state_by_parameter, 3
+    else:
+        gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
+        layouts = [_block(*each, where) for each in zip(shapes, gaps, worlds, strict=True)]
+        take, state, stage = _take_by_group, _state_by_group, int(first.get("zero_stage", 1))
+    sharding = Sharding(stage, world, shapes, layouts, open_, files, near, take, state, list(groups), members)
     if spread is not None:
         sharding.experts, sharding.sizes, sharding.slot = spread.layers, sizes, near % spread.layers.tensor
     _check_masters(sharding, near)
@@ -234,7 +213,7 @@ def _check_masters(sharding: Sharding, rank: int) -> None:
     for flat, layout in enumerate(sharding.layouts):
         tensor = sharding.take(entries, flat, "master")
         least = layout.shard_numel
-        if isinstance(layout, Block):
+        if isinstance(layout, ContiguousLayout):
             least = min(max(layout.filled - sharding.copy_of(flat, rank) * least, 0), least)
         held = tensor.numel() if isinstance(tensor, Tensor) else 0
         if not least <= held <= layout.shard_numel:
@@ -245,25 +224,7 @@ def _check_masters(sharding: Sharding, rank: int) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How experts were spread."""
-
-    layers: ExpertLayers
-    sizes: Sequence[int] | None = None
-    """Over how many ranks those of each of the optimizer's groups were; None: its names tell."""
-
-    def of(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
-        """`sizes`, with its None resolved."""
-        found = sizes_of(groups) if self.sizes is None else list(self.sizes)
-        if len(found) != len(groups):
-            raise CheckpointError(
-                f"the model file tells of {len(found)} parameter groups, the optimizer's of {len(groups)}"
-            )
-        return found
-
-
-def _world(count: Any, files: Mapping[int, str], where: Path, partial: bool, spread: Spread | None) -> int:
+def _world(count: Any, files: Mapping[int, str], where: Path, partial: bool, spread: ExpertSpread | None) -> int:
     counts = {rank_count(each, where) for each in (count if isinstance(count, (list, tuple)) else [count])}
     if len(counts) != 1:
         raise CheckpointError(f"{where}: groups are cut over {sorted(counts)} ranks; expert groups cannot be read")
@@ -278,11 +239,11 @@ def _world(count: Any, files: Mapping[int, str], where: Path, partial: bool, spr
     return world
 
 
-def _block(shapes: Mapping[str, torch.Size], gaps: Sequence[int], world: int, where: Path) -> Block:
+def _block(shapes: Mapping[str, torch.Size], gaps: Sequence[int], world: int, where: Path) -> ContiguousLayout:
     """The layout whose paddings between parameters are those recorded."""
     numels = tuple(shape.numel() for shape in shapes.values())
     for gap in (1, 2, 4, 8, 16):
-        layout = Block(numels, world, gap=gap)
+        layout = ContiguousLayout(numels, world, gap=gap)
         ends = [start + numel for start, numel in zip(layout.starts, numels, strict=True)]
         found = [start - end for start, end in zip(layout.starts[1:], ends, strict=False)]
         if found == list(gaps[:-1]) and not any(gaps[-1:]):

@@ -9,15 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._version import __version__
-from deepspeed.checkpoint.formats.plain_values import plain
+from deepspeed._package import __version__
 from deepspeed.checkpoint.formats.rank_files import Host
 from deepspeed.checkpoint.formats.training_state import GroupState, TrainingState
+from deepspeed.checkpoint.formats.values import plain
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import address
 from deepspeed.errors import UsageError
-from deepspeed.fragments import Block, Striped
-
-__all__ = ["sharded_by_group", "sharded_by_parameter", "sub_groups", "whole"]
+from deepspeed.fragments import ContiguousLayout, StripedLayout
 
 
 def whole(state: TrainingState, host: Host) -> dict[str, Any]:
@@ -41,7 +39,7 @@ def whole(state: TrainingState, host: Host) -> dict[str, Any]:
             for group in state.groups
         ]
         return entries
-    layouts = [Block(_numels(group, range(len(group.names))), 1, align=1) for group in state.groups]
+    layouts = [ContiguousLayout(_numels(group, range(len(group.names))), 1, align=1) for group in state.groups]
     entries["fp32_groups_flat"] = [
         _flat(group, "master", layout, host) for group, layout in zip(state.groups, layouts, strict=True)
     ]
@@ -89,7 +87,7 @@ def sharded_by_parameter(state: TrainingState, host: Host) -> dict[str, Any]:
         members = [index for index, shape in enumerate(group.shapes) if shape.numel()]
         places = []
         for part in sub_groups(group, members, state):
-            layout = Striped(_numels(group, part), _ranks(group, state))
+            layout = StripedLayout(_numels(group, part), _ranks(group, state))
             place = len(masters)
             places.append(place)
             masters.append(_flat(group, "master", layout, host, part))
@@ -144,7 +142,7 @@ def _torch_state(groups: Sequence[GroupState], host: Host) -> dict[str, Any]:
     return {"state": states, "param_groups": param_groups}
 
 
-def _flat_state(groups: Sequence[GroupState], layouts: Sequence[Block], host: Host) -> dict[str, Any]:
+def _flat_state(groups: Sequence[GroupState], layouts: Sequence[ContiguousLayout], host: Host) -> dict[str, Any]:
     """A torch optimizer's state dict in which every group has one flat parameter."""
     entries = {place: _flat_entry(group, layouts[place], host) for place, group in enumerate(groups)}
     param_groups = [
@@ -154,7 +152,7 @@ def _flat_state(groups: Sequence[GroupState], layouts: Sequence[Block], host: Ho
 
 
 def _flat_entry(
-    group: GroupState, layout: Block | Striped, host: Host, members: Sequence[int] | None = None
+    group: GroupState, layout: ContiguousLayout | StripedLayout, host: Host, members: Sequence[int] | None = None
 ) -> dict[str, Any]:
     entry: dict[str, Any] = _common_scalars(group)
     for kind in group.kinds:
@@ -174,7 +172,11 @@ def _common_scalars(group: GroupState) -> dict[str, Any]:
 
 
 def _flat(
-    group: GroupState, kind: str, layout: Block | Striped, host: Host, members: Sequence[int] | None = None
+    group: GroupState,
+    kind: str,
+    layout: ContiguousLayout | StripedLayout,
+    host: Host,
+    members: Sequence[int] | None = None,
 ) -> Tensor:
     """The rank's shard of a kind, padding included; `layout` is of the members only."""
     members = range(len(group.names)) if members is None else members
@@ -210,11 +212,11 @@ def _of(group: GroupState, kind: str, index: int) -> Tensor:
     return torch.empty(0) if tensor is None else tensor
 
 
-def _block(group: GroupState, state: TrainingState) -> Block:
-    if isinstance(group.layout, Block):
+def _block(group: GroupState, state: TrainingState) -> ContiguousLayout:
+    if isinstance(group.layout, ContiguousLayout):
         return group.layout
     if group.layout is None and state.dp_size == 1:
-        return Block(_numels(group, range(len(group.names))), 1)
+        return ContiguousLayout(_numels(group, range(len(group.names))), 1)
     raise UsageError(f"stage {state.stage} needs a Block layout over {state.dp_size} ranks, found {group.layout!r}")
 
 
@@ -222,7 +224,7 @@ def _numels(group: GroupState, members: Sequence[int]) -> tuple[int, ...]:
     return tuple(group.shapes[index].numel() for index in members)
 
 
-def _gaps(group: GroupState, layout: Block) -> list[int]:
+def _gaps(group: GroupState, layout: ContiguousLayout) -> list[int]:
     """The padding after each parameter, none after the last."""
     kept = [index for index, numel in enumerate(layout.numels) if numel]
     ends = [layout.starts[index] + layout.numels[index] for index in kept]
@@ -230,7 +232,7 @@ def _gaps(group: GroupState, layout: Block) -> list[int]:
     return [follows - end for follows, end in zip(nexts, ends, strict=True)]
 
 
-def _mapping(group: GroupState, layout: Block) -> OrderedDict[str, Mapping[str, int]]:
+def _mapping(group: GroupState, layout: ContiguousLayout) -> OrderedDict[str, Mapping[str, int]]:
     result: OrderedDict[str, Mapping[str, int]] = OrderedDict()
     for index, name in enumerate(group.names):
         start, stop = layout.interval(index, group.rank)

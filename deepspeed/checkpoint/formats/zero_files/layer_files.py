@@ -12,11 +12,9 @@ from torch import Tensor
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.rank_files import Host
 from deepspeed.checkpoint.formats.training_state import TrainingState
-from deepspeed.checkpoint.formats.zero_files.expert_files import layer_of
+from deepspeed.checkpoint.formats.zero_files.experts import layer_of
 from deepspeed.checkpoint.formats.zero_files.file_names import layer_file
 from deepspeed.errors import CheckpointError
-
-__all__ = ["layer_files", "read_layers"]
 
 _NUMBER = re.compile(r"layer_(\d+)-(?:model_(\d+)-)?model_states\.pt")
 

@@ -10,29 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed.checkpoint.formats.bounds import rank_count, shapes_of
+from deepspeed.checkpoint.formats.adapters import splits_in
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
-from deepspeed.checkpoint.formats.client_values import decode
-from deepspeed.checkpoint.formats.guard import guarded
-from deepspeed.checkpoint.formats.resliced import splits_in
-from deepspeed.checkpoint.formats.source import Part, Piece, Pieces, Small, join
+from deepspeed.checkpoint.formats.guard import guarded, rank_count, shapes_of
+from deepspeed.checkpoint.formats.source import IndexedSource, IntervalIndex, Small, StoredInterval
 from deepspeed.checkpoint.formats.training_state import Counters
+from deepspeed.checkpoint.formats.values import decode
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
-from deepspeed.checkpoint.formats.zero_files.expert_reader import ExpertReader
-from deepspeed.checkpoint.formats.zero_files.file_names import Found, sort_files
-from deepspeed.checkpoint.formats.zero_files.flat_reader import Sharding, by_group, by_parameter
+from deepspeed.checkpoint.formats.zero_files.experts import ExpertReader
+from deepspeed.checkpoint.formats.zero_files.file_names import CheckpointFiles, sort_files
+from deepspeed.checkpoint.formats.zero_files.flat_reader import Sharding, sharding_of
 from deepspeed.checkpoint.formats.zero_files.layer_files import read_layers
 from deepspeed.checkpoint.formats.zero_files.whole_optimizer import WholeOptimizer
 from deepspeed.checkpoint.formats.zero_files.writer import EXTRA, RESERVED
 from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
-from deepspeed.fragments import Split
-
-__all__ = ["DeepSpeedSource"]
+from deepspeed.fragments import DimSplit
 
 
 @guarded
-class DeepSpeedSource:
+class DeepSpeedSource(IndexedSource):
     """A directory with DeepSpeed's files, of stage 0 to 3, whoever wrote them.
 
     `order` is needed for the optimizer's state of stage 0 alone, which DeepSpeed stores without names: the names that
@@ -52,7 +49,7 @@ class DeepSpeedSource:
         layers: Mapping[int, str] | None = None,
     ) -> None:
         """`layers`: with what names of a pipeline's layers begin in the model that reads; else as was recorded."""
-        self._directory = directory
+        self.directory = directory
         self._opener = opener or Opener(directory)
         self._mp_rank = mp_rank
         self._partial = partial
@@ -68,7 +65,7 @@ class DeepSpeedSource:
         self._layered = self._read_layers(layers)
         names = self._model.get("buffer_names") or ()
         self._buffers = {name: self._opened(name).require(self._module[name]) for name in names}
-        self._pieces = Pieces({}, self._find_aliases(), str(directory))
+        self._pieces = IntervalIndex({}, self._find_aliases(), str(directory))
         self._fill(order)
 
     @property
@@ -86,7 +83,7 @@ class DeepSpeedSource:
         """Ranks over which ZeRO sharded."""
         if self._sharding is not None:
             return self._sharding.world
-        return rank_count(self._model.get("dp_world_size", 1), self._directory)
+        return rank_count(self._model.get("dp_world_size", 1), self.directory)
 
     @property
     def files(self) -> Sequence[str]:
@@ -94,19 +91,9 @@ class DeepSpeedSource:
         return self._found.files
 
     @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Every parameter and buffer by name, without tied names."""
-        return self._pieces.shapes
-
-    @property
     def buffers(self) -> Mapping[str, Tensor]:
         """The buffers, whole."""
         return self._buffers
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied name → the name in `shapes`."""
-        return self._pieces.aliases
 
     @property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
@@ -116,19 +103,29 @@ class DeepSpeedSource:
         return [group for each in self._wholes for group in each.groups]
 
     @functools.cached_property
-    def splits(self) -> Mapping[str, Split] | None:
+    def splits(self) -> Mapping[str, DimSplit] | None:
         """How tensors are cut over model-parallel ranks; None where the file does not tell."""
         told = self._extra.get("splits")
         if told is None:
             return None
         spread = self._experts.spread
-        found = splits_in(told, self._directory)
+        found = splits_in(told, self.directory)
         return found if spread is None else spread.layers.everywhere(found)
 
     @property
     def slices(self) -> Mapping[str, int]:
         """Parameters of experts that lie in slices → in how many."""
         return self._experts.slices
+
+    @property
+    def model_ranks(self) -> Sequence[int]:
+        """The model-parallel ranks that wrote model files."""
+        return self._found.model_ranks
+
+    @property
+    def unnamed_layers(self) -> bool:
+        """Whether weights lie in files of layers, and no file tells what they are called in the model."""
+        return self._model["module"] is None and self._extra.get("layers") is None
 
     @property
     def model_entries(self) -> Mapping[str, Any]:
@@ -175,14 +172,6 @@ class DeepSpeedSource:
             tensor = self._experts.tensors[name][0]
         return None if tensor is None else tensor.dtype
 
-    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[Part]:
-        """Where the flat elements [start, stop) of a tensor are."""
-        return self._pieces.find(name, kind, start, stop)
-
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The flat elements [start, stop) of a tensor."""
-        return join(self.find(name, kind, start, stop))
-
     def scalars(self, name: str) -> Mapping[str, Any]:
         """The optimizer's state of a parameter that has no elements of its own."""
         owner = self._pieces.owner(name)
@@ -221,13 +210,13 @@ class DeepSpeedSource:
         sharded = [name for (_, mp), name in sorted(found.sharded_models.items()) if mp == self._mp_rank]
         name = found.models.get(self._mp_rank) or next(iter(sharded), None)
         if name is None:
-            raise CheckpointError(f"{self._directory} has no model file of model-parallel rank {self._mp_rank}")
+            raise CheckpointError(f"{self.directory} has no model file of model-parallel rank {self._mp_rank}")
         opened = self._opener.torch(name, shared=True)
         layered = bool(found.layers) and isinstance(opened.state, Mapping) and opened.state.get("module", "") is None
         if not layered and (
             not isinstance(opened.state, Mapping) or not isinstance(opened.state.get("module"), Mapping)
         ):
-            raise CheckpointError(f"{self._directory / name} has no 'module': it is no model file of DeepSpeed")
+            raise CheckpointError(f"{self.directory / name} has no 'module': it is no model file of DeepSpeed")
         return opened
 
     def _whole_of(self, opened: Opened, key: str | None) -> Mapping[str, Any]:
@@ -257,18 +246,17 @@ class DeepSpeedSource:
             if name not in pieces.aliases and (not sharded or name in self._buffers):
                 pieces.shapes[name] = tensor.shape
                 load = functools.partial(self._same, tensor, name)
-                pieces.add(name, "param", Piece((0, tensor.numel()), load, 0, "the model file"))
+                pieces.add(name, "param", StoredInterval((0, tensor.numel()), load, 0, "the model file"))
         self._experts.add(pieces)
         if sharded:
             self._add_frozen()
         if self._model.get("param_shapes") and self._optimizers:
-            cut = by_parameter if sharded else by_group
             shapes, experts = self._model["param_shapes"], self._experts
-            self._sharding = cut(
+            self._sharding = sharding_of(
                 shapes,
                 lambda number: self._open(self._found.optimizers, *experts.place(number), "optimizer"),
                 experts.optimizers(),
-                self._directory,
+                self.directory,
                 near=experts.number(self._near),
                 partial=self._partial,
                 spread=self._experts.spread,
@@ -276,7 +264,7 @@ class DeepSpeedSource:
             self._sharding.fill(pieces)
         elif self._model.get("param_shapes"):
             for group in self._model["param_shapes"]:
-                pieces.shapes.update(*shapes_of([group], self._directory))
+                pieces.shapes.update(*shapes_of([group], self.directory))
         elif self._found.expert_optimizers:
             self._wholes = self._experts.whole_optimizers(order, pieces)
         elif isinstance(self._model.get("optimizer"), Mapping):
@@ -289,15 +277,15 @@ class DeepSpeedSource:
 
     def _add_frozen(self) -> None:
         """Stage 3: every rank's part of the parameters that are not trained."""
-        world = rank_count(self._model["dp_world_size"], self._directory)
+        world = rank_count(self._model["dp_world_size"], self.directory)
         held = {dp for dp, mp in self._found.sharded_models if mp == self._mp_rank}
         missing = [rank for rank in range(world) if rank not in held]
         if (missing and not self._partial) or len(held) > world:
             raise CheckpointError(
-                f"{self._directory} was written by {world} ranks, but there are model files of ranks {sorted(held)}"
+                f"{self.directory} was written by {world} ranks, but there are model files of ranks {sorted(held)}"
                 + (f": rank {missing[0]}'s is missing" if missing else "")
             )
-        for name, shape in shapes_of([self._model.get("frozen_param_shapes") or {}], self._directory)[0].items():
+        for name, shape in shapes_of([self._model.get("frozen_param_shapes") or {}], self.directory)[0].items():
             self._stripe(name, shape, [(rank, self._mp_rank) for rank in range(world)])
         for name, shape, holders in self._experts.frozen():
             self._stripe(name, shape, holders)
@@ -311,13 +299,13 @@ class DeepSpeedSource:
             interval = min(place * chunk, numel), min((place + 1) * chunk, numel)
             load = functools.partial(self._frozen_part, rank, mp_rank, name)
             file = self._found.sharded_models.get((rank, mp_rank), f"the model file of rank {rank}")
-            self._pieces.add(name, "param", Piece(interval, load, 0, file))
+            self._pieces.add(name, "param", StoredInterval(interval, load, 0, file))
 
     def _frozen_part(self, rank: int, mp_rank: int, name: str) -> tuple[Tensor, Opened]:
         opened = self._open(self._found.sharded_models, rank, mp_rank, "model")
         fragments = opened.state.get("frozen_param_fragments") or {}
         if name not in fragments:
-            raise CheckpointError(f"{self._directory}: the model file of rank {rank} has no part of frozen {name}")
+            raise CheckpointError(f"{self.directory}: the model file of rank {rank} has no part of frozen {name}")
         return fragments[name], opened
 
     def _same(self, tensor: Tensor, name: str) -> tuple[Tensor, Opened]:
@@ -330,15 +318,15 @@ class DeepSpeedSource:
         name = names.get((rank, mp_rank))
         if name is None:
             raise CheckpointError(
-                f"{self._directory} has no {what} file of rank {rank}; there are files of ranks "
+                f"{self.directory} has no {what} file of rank {rank}; there are files of ranks "
                 f"{sorted(dp for dp, mp in names if mp == mp_rank)}. The checkpoint is not whole"
             )
         opened = self._opener.torch(name)
         if what == "optimizer" and not isinstance(opened.state.get("optimizer_state_dict"), Mapping):
-            raise CheckpointError(f"{self._directory / name} has no 'optimizer_state_dict': it is not of DeepSpeed")
+            raise CheckpointError(f"{self.directory / name} has no 'optimizer_state_dict': it is not of DeepSpeed")
         return opened
 
 
-def is_deepspeed(found: Found) -> bool:
+def is_deepspeed(found: CheckpointFiles) -> bool:
     """Whether a directory's files are DeepSpeed's."""
     return bool(found.models or found.sharded_models or found.layers or found.experts)

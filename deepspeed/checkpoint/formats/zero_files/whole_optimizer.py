@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.formats.checked_files import Opened
-from deepspeed.checkpoint.formats.source import Piece, Pieces
+from deepspeed.checkpoint.formats.source import IntervalIndex, StoredInterval
 from deepspeed.errors import CheckpointError
-from deepspeed.fragments import Block
-
-__all__ = ["WholeOptimizer"]
+from deepspeed.fragments import ContiguousLayout
 
 _FILE = "the 'optimizer' entry of the model file"
 
@@ -27,7 +25,7 @@ class WholeOptimizer:
     """
 
     def __init__(
-        self, model: Opened, order: Sequence[Sequence[str] | None] | None, pieces: Pieces, *, ours: bool
+        self, model: Opened, order: Sequence[Sequence[str] | None] | None, pieces: IntervalIndex, *, ours: bool
     ) -> None:
         entries, self._model = model.state["optimizer"], model
         inner = entries.get("optimizer_state_dict", entries)
@@ -62,7 +60,7 @@ class WholeOptimizer:
             found["step"] = max(self._states[other]["step"] for other in self._groups[group]["params"])
         return self._model.checked(found)
 
-    def _fill(self, pieces: Pieces) -> None:
+    def _fill(self, pieces: IntervalIndex) -> None:
         if len(self._order) != len(self._groups):
             raise CheckpointError(
                 f"{pieces.directory}: the optimizer has {len(self._groups)} parameter groups in the file, "
@@ -98,8 +96,8 @@ class WholeOptimizer:
         """Whether a state has one element per element; in files of ours, whose names are known, the shape tells."""
         return _has_elements(key, value, shape) and not (self._ours and value.shape != shape)
 
-    def _fill_flat(self, place: int, names: Sequence[str], master: Tensor, pieces: Pieces) -> None:
-        layout = Block(tuple(pieces.shapes[name].numel() for name in names), 1, align=1)
+    def _fill_flat(self, place: int, names: Sequence[str], master: Tensor, pieces: IntervalIndex) -> None:
+        layout = ContiguousLayout(tuple(pieces.shapes[name].numel() for name in names), 1, align=1)
         if layout.filled != master.numel():
             raise CheckpointError(
                 f"{pieces.directory}: group {place} has {master.numel()} elements in the file, the parameters "
@@ -114,14 +112,14 @@ class WholeOptimizer:
             for kind, tensor in {"master": master, **own}.items():
                 self._add(pieces, name, kind, tensor, layout.starts[index], whole=False)
 
-    def _add(self, pieces: Pieces, name: str, kind: str, tensor: Tensor, offset: int, *, whole: bool) -> None:
+    def _add(self, pieces: IntervalIndex, name: str, kind: str, tensor: Tensor, offset: int, *, whole: bool) -> None:
         numel = pieces.shapes[name].numel()
         if whole and tensor.numel() != numel:
             raise CheckpointError(
                 f"{pieces.directory}: {kind} has {tensor.numel()} elements where {name} has {numel} "
                 f"({tuple(pieces.shapes[name])}): the optimizer's groups are not those of the file"
             )
-        pieces.add(name, kind, Piece((0, numel), functools.partial(_same, tensor, self._model), offset, _FILE))
+        pieces.add(name, kind, StoredInterval((0, numel), functools.partial(_same, tensor, self._model), offset, _FILE))
 
 
 def _same(tensor: Tensor, model: Opened) -> tuple[Tensor, Opened]:

@@ -10,16 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deepspeed._version import __version__
-from deepspeed.checkpoint.formats.client_values import decode, encode
-from deepspeed.checkpoint.formats.expert_slices import with_slices
-from deepspeed.checkpoint.formats.plain_values import plain
+from deepspeed._package import __version__
+from deepspeed.checkpoint.formats.adapters import plain_splits, with_slices
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
-from deepspeed.checkpoint.formats.resliced import plain_splits
 from deepspeed.checkpoint.formats.stand_ins import StandIns
-from deepspeed.checkpoint.formats.training_state import Experts, GroupState, TrainingState
+from deepspeed.checkpoint.formats.training_state import ExpertState, GroupState, TrainingState
+from deepspeed.checkpoint.formats.values import decode, encode, plain
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_stand_in
-from deepspeed.checkpoint.formats.zero_files.expert_files import expert_entries, layer_of
+from deepspeed.checkpoint.formats.zero_files.experts import expert_entries, layer_of
 from deepspeed.checkpoint.formats.zero_files.file_names import (
     expert_file,
     experts_optimizer_file,
@@ -34,8 +32,6 @@ from deepspeed.checkpoint.formats.zero_files.flat_writer import (
     whole,
 )
 from deepspeed.checkpoint.formats.zero_files.layer_files import layer_files
-
-__all__ = ["EXTRA", "RESERVED", "files"]
 
 EXTRA = "ds_extra"
 """The one entry of the model's file that DeepSpeed does not have: what its layout has no place for."""
@@ -97,7 +93,7 @@ def files(state: TrainingState, *, allocate: Allocate | None = None, stand_ins: 
     return result
 
 
-def _expert_files(state: TrainingState, experts: Experts, host: Host) -> dict[str, Any]:
+def _expert_files(state: TrainingState, experts: ExpertState, host: Host) -> dict[str, Any]:
     """A file for each expert of which this rank is the first holder, and at stage 0 one for the optimizer."""
     layers = list(experts.layers)
     found: dict[str, Any] = {}
@@ -256,7 +252,7 @@ def _frozen_fragments(state: TrainingState, host: Host) -> OrderedDict[str, Tens
 def _sharded_entries(state: TrainingState, host: Host) -> dict[str, Any]:
     by_parameter = state.stage == 3
     entries: dict[str, Any] = (sharded_by_parameter if by_parameter else sharded_by_group)(state, host)
-    # [Note: objects without classes] in classes.py
+    # [Note: objects without classes] in class_stand_ins.py
     scaler = scaler_stand_in(state.loss_scale) if by_parameter else None
     if scaler is not None:
         entries["loss_scaler"] = scaler

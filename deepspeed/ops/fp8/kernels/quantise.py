@@ -10,22 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.highest import raise_to
-from deepspeed.ops.model.kernels.tuning import cdiv, row_block, warps
-from deepspeed.ops.rehearsal import launch
-
-__all__ = [
-    "FEW",
-    "SPAN",
-    "SPAN_WARPS",
-    "TILE",
-    "TILE_WARPS",
-    "batched",
-    "largest",
-    "round_columns",
-    "round_joined",
-    "round_rows",
-]
+from deepspeed.ops.model.kernels.common import cdiv, raise_to, row_block, warps
+from deepspeed.ops.precompile import launch
 
 SPAN, SPAN_WARPS = 16384, 8
 """Elements of a program that looks for the largest magnitude, and its warps."""

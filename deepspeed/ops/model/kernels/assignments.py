@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.tuning import row_block, warps
-from deepspeed.ops.rehearsal import launch
-
-__all__ = ["combine", "slopes", "spread"]
+from deepspeed.ops.model.kernels.common import row_block, warps
+from deepspeed.ops.precompile import launch
 
 
 @triton.jit
@@ -67,18 +65,9 @@ def spread(tokens: Tensor, places: Tensor, out: Tensor) -> Tensor:
     if count:
         block = row_block(columns)
         launch(
-            _spread,
-            (count,),
-            tokens,
-            places,
-            out,
-            count,
-            columns,
-            len(out),
-            choices,
-            BLOCK=block,
-            num_warps=warps(block),
-        )
+            _spread, (count,),
+            tokens, places, out, count, columns, len(out), choices, BLOCK=block, num_warps=warps(block),
+        )  # fmt: skip
     return out
 
 

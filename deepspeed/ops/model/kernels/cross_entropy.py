@@ -7,10 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.tuning import next_power
-from deepspeed.ops.rehearsal import launch
-
-__all__ = ["softmax_loss_"]
+from deepspeed.ops.model.kernels.common import next_power
+from deepspeed.ops.precompile import launch
 
 _BLOCK = 8192
 

@@ -6,10 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.model.kernels.tuning import next_power, warps
-from deepspeed.ops.rehearsal import launch
-
-__all__ = ["rotate"]
+from deepspeed.ops.model.kernels.common import next_power, warps
+from deepspeed.ops.precompile import launch
 
 
 @triton.jit

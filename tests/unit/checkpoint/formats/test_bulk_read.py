@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from deepspeed.checkpoint.formats import bulk_read as module
 from deepspeed.checkpoint.formats.bulk_read import BulkRead, fetch
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
-from deepspeed.checkpoint.formats.source import Part
+from deepspeed.checkpoint.formats.source import StoredPart
 from deepspeed.checkpoint.storage.durable import write_tensorfile
 from deepspeed.checkpoint.storage.manifest import Manifest, write
 from deepspeed.errors import CheckpointError
@@ -37,8 +37,8 @@ def test_any_parts_in_any_memory(folder, monkeypatch, wanted, step):
     opener, reads, results = Opener(folder), BulkRead(), []
     for (a, b), (c, d), dtype in wanted:
         parts = [
-            Part(opener.torch("known.pt").state["x"][a:b], opener.torch("known.pt")),
-            Part(opener.torch("foreign.pt").state["x"][c:d], opener.torch("foreign.pt")),
+            StoredPart(opener.torch("known.pt").state["x"][a:b], opener.torch("known.pt")),
+            StoredPart(opener.torch("foreign.pt").state["x"][c:d], opener.torch("foreign.pt")),
         ]
         expected = torch.cat([torch.arange(3000.0)[a:b], torch.arange(3000.0, 6000.0)[c:d]])
         assert torch.equal(fetch(parts), expected)
@@ -52,7 +52,7 @@ def test_any_parts_in_any_memory(folder, monkeypatch, wanted, step):
 
 def test_what_lies_in_no_map_is_copied():
     values = torch.arange(5.0)
-    part = Part(values, Opened(None, lambda tensor: tensor, lambda tensor: None))
+    part = StoredPart(values, Opened(None, lambda tensor: tensor, lambda tensor: None))
     assert torch.equal(fetch([part, part]), torch.cat([values, values]))
 
 
@@ -65,7 +65,7 @@ def test_damage_is_an_error(folder, tmp_path):
     (tmp_path / "known.pt").write_bytes(known)
     with pytest.raises(CheckpointError, match=r"known\.pt: damaged between bytes 0"):
         file = Opener(tmp_path).torch("known.pt")
-        fetch([Part(file.state["x"], file)])
+        fetch([StoredPart(file.state["x"], file)])
     (tmp_path / "foreign.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"foreign\.pt: truncated: 0 bytes"):
-        fetch([Part(opened.state["x"], opened)])
+        fetch([StoredPart(opened.state["x"], opened)])

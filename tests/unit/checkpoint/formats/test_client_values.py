@@ -21,9 +21,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.formats.client_values import MARK, decode, encode
 from deepspeed.checkpoint.formats.detect import open_checkpoint
 from deepspeed.checkpoint.formats.safe_load import safe_load
+from deepspeed.checkpoint.formats.values import MARK, decode, encode
 from deepspeed.errors import CheckpointError, DeepSpeedError, UsageError
 from tests.checkpoint_states import SMALL, WRITERS
 

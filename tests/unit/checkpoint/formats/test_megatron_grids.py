@@ -7,7 +7,7 @@ import torch
 
 import deepspeed.checkpoint
 from deepspeed.checkpoint import DeepSpeedCheckpoint
-from deepspeed.checkpoint.formats.megatron.grid import ZeROCheckpoint, get_model_3d_descriptor, model_3d_desc
+from deepspeed.checkpoint.formats.megatron import ZeROCheckpoint, get_model_3d_descriptor, model_3d_desc
 from deepspeed.errors import CheckpointError
 from tests.checkpoint_states import SMALL, fixture
 

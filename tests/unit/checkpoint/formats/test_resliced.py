@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from deepspeed.checkpoint.formats.resliced import plain_splits, splits_in
+from deepspeed.checkpoint.formats.adapters import plain_splits, splits_in
 from deepspeed.errors import CheckpointError
-from deepspeed.fragments import Split, even
+from deepspeed.fragments import DimSplit, even
 
 
 def test_read_back_as_written():
     splits = {
-        "a": Split.of(1, [even(7, 3)]),
-        "b": Split.of(0, [even(4, 2), [(4, 5), (5, 6)]]),
-        "copies": Split.of(0, [[(0, 2), (0, 2), (2, 4)]]),
+        "a": DimSplit.of(1, [even(7, 3)]),
+        "b": DimSplit.of(0, [even(4, 2), [(4, 5), (5, 6)]]),
+        "copies": DimSplit.of(0, [[(0, 2), (0, 2), (2, 4)]]),
     }
     assert splits_in(plain_splits(splits), "here") == splits
     assert splits_in(None, "here") == {}

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from deepspeed.checkpoint.formats.safe_load import safe_load
 from deepspeed.checkpoint.storage import commit, manifest
-from deepspeed.checkpoint.storage.manager import CheckpointManager, Content, Request, SavePolicy
-from deepspeed.checkpoint.storage.rank_meeting import Alone, StoreExchange
+from deepspeed.checkpoint.storage.manager import CheckpointManager, FileContent, SavePolicy, SaveRequest
+from deepspeed.checkpoint.storage.rank_meeting import SingleRank, StoreExchange
 from deepspeed.errors import CheckpointError
 from tests.kills import count, killed_at
 
@@ -25,11 +25,11 @@ def request(folder, step, values):
     """Every second save goes to the same tag, the others to three in turn."""
     tag = "same" if step % 2 else f"turn{step // 2 % 3}"
     values.fill_(step)
-    return Request(folder, tag, {"model.pt": {"step": step, "values": values}, "optim.pt": {"step": step}})
+    return SaveRequest(folder, tag, {"model.pt": {"step": step, "values": values}, "optim.pt": {"step": step}})
 
 
 def save_for_ever(folder, step, shared):
-    manager = CheckpointManager(Alone(), SavePolicy(keep_last=2))
+    manager = CheckpointManager(SingleRank(), SavePolicy(keep_last=2))
     values = torch.zeros(1000)
     while True:
         shared[: WORDS.size] = WORDS.pack(step, step - 1)
@@ -40,7 +40,7 @@ def save_for_ever(folder, step, shared):
 
 def load(folder):
     """The step of the checkpoint that would be loaded, every byte of which is compared."""
-    found = CheckpointManager(Alone()).locate(folder)
+    found = CheckpointManager(SingleRank()).locate(folder)
     if found.tag is None:
         return 0
     assert manifest.verify(found.path) == []
@@ -59,7 +59,7 @@ def test_a_good_checkpoint_always_loads(tmp_path, monkeypatch, how):
 
     def trial():
         for step in range(4):
-            CheckpointManager(Alone()).save(request(tmp_path / "trial", step, values))
+            CheckpointManager(SingleRank()).save(request(tmp_path / "trial", step, values))
 
     trial()  # what is imported at the first save need not be imported in every child
     most, chance, torn, step = count(trial), random.Random(how), 0, 0
@@ -77,8 +77,8 @@ def test_a_good_checkpoint_always_loads(tmp_path, monkeypatch, how):
 
 def one_save(folder, step, number):
     values = torch.zeros(1000)
-    asked = Request(folder, "same", request(folder, step, values).files)
-    return killed_at(number, lambda: CheckpointManager(Alone(), SavePolicy(keep_last=1)).save(asked))
+    asked = SaveRequest(folder, "same", request(folder, step, values).files)
+    return killed_at(number, lambda: CheckpointManager(SingleRank(), SavePolicy(keep_last=1)).save(asked))
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_killed_before_every_act_of_a_save(tmp_path, monkeypatch, how):
 def test_a_rank_that_is_killed_while_it_writes(tmp_path, victim):
     """The others raise an error that names it, and the checkpoint of before is what loads."""
     world, folder = 3, tmp_path / "runs"
-    CheckpointManager(Alone()).save(Request(folder, "a", {"old": "old"}))
+    CheckpointManager(SingleRank()).save(SaveRequest(folder, "a", {"old": "old"}))
 
     def die(value, stream):
         stream.write(b"half a file")
@@ -111,9 +111,9 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path, victim):
 
     def work(rank, pipe):
         exchange = StoreExchange(dist.FileStore(str(tmp_path / "store"), world), rank, world, wait=2.0)
-        files = {f"rank{rank}": Content(0, die) if rank == victim else "new"}
+        files = {f"rank{rank}": FileContent(0, die) if rank == victim else "new"}
         try:
-            CheckpointManager(exchange).save(Request(folder, "a", files))
+            CheckpointManager(exchange).save(SaveRequest(folder, "a", files))
         except CheckpointError as error:
             os.write(pipe, str(error).encode())
 
@@ -136,7 +136,7 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path, victim):
     assert told.pop(victim) == ""
     for text in told.values():
         assert f"no sign of life from rank {victim} of 3" in text
-    found = CheckpointManager(Alone()).locate(folder)
+    found = CheckpointManager(SingleRank()).locate(folder)
     assert (found.path / "old").read_text() == "old"
-    CheckpointManager(Alone()).save(Request(folder, "b", {"new": "new"}))
+    CheckpointManager(SingleRank()).save(SaveRequest(folder, "b", {"new": "new"}))
     assert sorted(os.listdir(folder)) == ["a", "b", "latest"], "the next save clears up"

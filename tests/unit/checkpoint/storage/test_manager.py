@@ -10,14 +10,21 @@ import torch.distributed as dist
 from deepspeed.checkpoint.formats.safe_load import CheckedFile, safe_load
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.block_writer import WriterOptions
-from deepspeed.checkpoint.storage.manager import CheckpointManager, Content, Place, Request, SavePolicy, default_tag
-from deepspeed.checkpoint.storage.rank_meeting import Alone, StoreExchange
+from deepspeed.checkpoint.storage.manager import (
+    CheckpointManager,
+    FileContent,
+    NodePlace,
+    SavePolicy,
+    SaveRequest,
+    default_tag,
+)
+from deepspeed.checkpoint.storage.rank_meeting import SingleRank, StoreExchange
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.log import logger
 
 
 def alone(**policy):
-    return CheckpointManager(Alone(), SavePolicy(**policy))
+    return CheckpointManager(SingleRank(), SavePolicy(**policy))
 
 
 def names(folder):
@@ -26,14 +33,14 @@ def names(folder):
 
 def test_a_checkpoint_of_one_rank(tmp_path):
     weights = torch.arange(10.0)
-    request = Request(
+    request = SaveRequest(
         tmp_path / "runs",
         default_tag(7),
         {
             "model.pt": {"w": weights},
             "later.pt": lambda: {"made": "late"},
             "index.json": "{}",
-            "zero/w/raw.bin": Content(b"abc", lambda value, stream: stream.write(value * 2)),
+            "zero/w/raw.bin": FileContent(b"abc", lambda value, stream: stream.write(value * 2)),
         },
         format="test",
         facts={"stage": 3},
@@ -55,10 +62,10 @@ def test_a_checkpoint_of_one_rank(tmp_path):
 
 def test_latest_is_left_alone_where_asked(tmp_path):
     manager = alone()
-    manager.save(Request(tmp_path, "a", {"x": "1"}))
-    manager.save(Request(tmp_path, "b", {"x": "2"}, latest=None))
+    manager.save(SaveRequest(tmp_path, "a", {"x": "1"}))
+    manager.save(SaveRequest(tmp_path, "b", {"x": "2"}, latest=None))
     assert manager.locate(tmp_path).tag == "a"
-    manager.save(Request(tmp_path, "c", {"x": "3"}, latest="latest_universal"))
+    manager.save(SaveRequest(tmp_path, "c", {"x": "3"}, latest="latest_universal"))
     assert manager.locate(tmp_path).tag == "a"
     assert manager.locate(tmp_path, latest="latest_universal").tag == "c"
 
@@ -66,7 +73,7 @@ def test_latest_is_left_alone_where_asked(tmp_path):
 def test_locate_tells_what_it_passed_over(tmp_path, caplog):
     manager = alone()
     for tag in ("a", "b", "c"):
-        manager.save(Request(tmp_path, tag, {"x.pt": {"tag": tag}}))
+        manager.save(SaveRequest(tmp_path, tag, {"x.pt": {"tag": tag}}))
     os.truncate(tmp_path / "c" / "x.pt", 5)
     logger.propagate = True
     try:
@@ -90,26 +97,26 @@ def test_locate_tells_what_it_passed_over(tmp_path, caplog):
 @pytest.mark.parametrize("tag", ["", ".hidden", "../up", "/absolute", "a/.b"])
 def test_tags_that_cannot_be(tmp_path, tag):
     with pytest.raises(UsageError, match="tag"):
-        alone().save(Request(tmp_path, tag, {}))
+        alone().save(SaveRequest(tmp_path, tag, {}))
 
 
 def test_arguments_that_cannot_be(tmp_path):
     with pytest.raises(ValueError, match="save_dir is empty"):
-        alone().save(Request("", "a", {}))
+        alone().save(SaveRequest("", "a", {}))
     with pytest.raises(UsageError, match="its manifest"):
-        alone().save(Request(tmp_path, "a", {"manifest.json": "{}"}))
+        alone().save(SaveRequest(tmp_path, "a", {"manifest.json": "{}"}))
 
 
 def test_retention(tmp_path):
     manager = alone(keep_last=2)
     for step in range(4):
-        manager.save(Request(tmp_path, default_tag(step), {"x": "1"}))
+        manager.save(SaveRequest(tmp_path, default_tag(step), {"x": "1"}))
     assert names(tmp_path) == ["global_step2", "global_step3", "latest"]
 
 
 def test_a_failed_save_changes_nothing(tmp_path):
     manager = alone()
-    manager.save(Request(tmp_path, "a", {"x": "old"}))
+    manager.save(SaveRequest(tmp_path, "a", {"x": "old"}))
 
     def fail(value, stream):
         stream.write(b"half")
@@ -117,13 +124,13 @@ def test_a_failed_save_changes_nothing(tmp_path):
 
     for tag in ("a", "b"):
         with pytest.raises(CheckpointError, match=r"rank 0: .*x: No space left on device.*"):
-            manager.save(Request(tmp_path, tag, {"x": Content(None, fail)}))
+            manager.save(SaveRequest(tmp_path, tag, {"x": FileContent(None, fail)}))
     assert names(tmp_path) == ["a", "latest"]
     assert (tmp_path / "a" / "x").read_text() == "old"
 
 
 def test_the_mock_writer_keeps_nothing(tmp_path):
-    alone(writer=WriterOptions(discard=True)).save(Request(tmp_path, "a", {"x.pt": {"a": torch.ones(10)}}))
+    alone(writer=WriterOptions(discard=True)).save(SaveRequest(tmp_path, "a", {"x.pt": {"a": torch.ones(10)}}))
     assert names(tmp_path) == []
 
 
@@ -132,12 +139,12 @@ def test_background_saves_what_was(tmp_path, monkeypatch):
     original = CheckpointManager._write
     monkeypatch.setattr(CheckpointManager, "_write", lambda *arguments: (go.wait(60), original(*arguments))[1])
     weights = torch.zeros(1000)
-    manager.save(Request(tmp_path, "a", {"model.pt": {"w": weights}}))
+    manager.save(SaveRequest(tmp_path, "a", {"model.pt": {"w": weights}}))
     weights.fill_(1)
     assert not (tmp_path / "a").exists()
     assert not manager.progress.done
     go.set()
-    manager.save(Request(tmp_path, "b", {"model.pt": {"w": weights}}))
+    manager.save(SaveRequest(tmp_path, "b", {"model.pt": {"w": weights}}))
     weights.fill_(2)
     manager.close()
     assert manager.progress.done
@@ -151,7 +158,7 @@ def test_copies_made_by_the_caller_are_not_copied_again(tmp_path, monkeypatch):
     weights, allocate = torch.ones(5), manager.allocator()
     copy = allocate(5, torch.float32).copy_(weights)
     monkeypatch.setattr(manager._snapshot, "take", lambda state: pytest.fail("copied twice"))
-    manager.save(Request(tmp_path, "a", {"model.pt": {"w": copy}}, settled=True))
+    manager.save(SaveRequest(tmp_path, "a", {"model.pt": {"w": copy}}, settled=True))
     weights.zero_()
     assert manager.locate(tmp_path).tag == "a", "finding waits for the save"
     assert safe_load(tmp_path / "a" / "model.pt")["w"].sum() == 5
@@ -164,11 +171,11 @@ def test_background_errors_come_with_the_next_call(tmp_path):
     def fail(value, stream):
         raise OSError(28, "No space left on device")
 
-    manager.save(Request(tmp_path, "a", {"x": Content(None, fail)}))
+    manager.save(SaveRequest(tmp_path, "a", {"x": FileContent(None, fail)}))
     with pytest.raises(CheckpointError, match=r"background, failed.*No space left"):
-        manager.save(Request(tmp_path, "b", {"x": "1"}))
+        manager.save(SaveRequest(tmp_path, "b", {"x": "1"}))
     assert names(tmp_path) == []
-    manager.save(Request(tmp_path, "b", {"x": "1"}))
+    manager.save(SaveRequest(tmp_path, "b", {"x": "1"}))
     manager.close()
     assert names(tmp_path) == ["b", "latest"]
 
@@ -179,7 +186,7 @@ def test_a_program_that_ends_lets_its_save_finish(tmp_path):
     pid = os.fork()
     if pid == 0:
         try:
-            alone(background=True).save(Request(tmp_path, "a", {"model.pt": state}, settled=True))
+            alone(background=True).save(SaveRequest(tmp_path, "a", {"model.pt": state}, settled=True))
             threading._shutdown()
         finally:
             os._exit(0)
@@ -217,7 +224,7 @@ class Job:
 
 def test_every_rank_writes_its_files(tmp_path):
     job = Job(3)
-    job.run(lambda rank, manager: manager.save(Request(tmp_path, "a", {f"rank{rank}.pt": {"rank": rank}})))
+    job.run(lambda rank, manager: manager.save(SaveRequest(tmp_path, "a", {f"rank{rank}.pt": {"rank": rank}})))
     found = job.run(lambda rank, manager: manager.locate(tmp_path))
     assert [result.tag for result in found] == ["a"] * 3
     assert sorted(found[1].checkpoint.manifest.files) == ["rank0.pt", "rank1.pt", "rank2.pt"]
@@ -227,13 +234,13 @@ def test_every_rank_writes_its_files(tmp_path):
 
 def test_one_failing_rank_fails_all(tmp_path):
     job = Job(3)
-    job.run(lambda rank, manager: manager.save(Request(tmp_path, "a", {f"{rank}.txt": "old"})))
+    job.run(lambda rank, manager: manager.save(SaveRequest(tmp_path, "a", {f"{rank}.txt": "old"})))
 
     def fail(value, stream):
         raise OSError(13, "Permission denied")
 
     def act(rank, manager):
-        return manager.save(Request(tmp_path, "a", {f"{rank}.txt": Content(0, fail) if rank == 2 else "new"}))
+        return manager.save(SaveRequest(tmp_path, "a", {f"{rank}.txt": FileContent(0, fail) if rank == 2 else "new"}))
 
     for result in job.run(act):
         assert isinstance(result, CheckpointError)
@@ -248,7 +255,7 @@ def test_tags_that_differ(tmp_path, caplog, mode):
     logger.propagate = True
     try:
         results = Job(2, tag_validation=mode).run(
-            lambda rank, manager: manager.save(Request(tmp_path, f"tag{rank}", {f"{rank}": "x"}))
+            lambda rank, manager: manager.save(SaveRequest(tmp_path, f"tag{rank}", {f"{rank}": "x"}))
         )
     finally:
         logger.propagate = False
@@ -262,19 +269,19 @@ def test_tags_that_differ(tmp_path, caplog, mode):
 
 
 def test_two_ranks_with_one_file(tmp_path):
-    results = Job(2).run(lambda rank, manager: manager.save(Request(tmp_path, "a", {"same": str(rank)})))
+    results = Job(2).run(lambda rank, manager: manager.save(SaveRequest(tmp_path, "a", {"same": str(rank)})))
     assert all("same is to be written by ranks 0 and 1" in str(result) for result in results)
     assert names(tmp_path) == []
 
 
 def test_nodes_with_their_own_directories(tmp_path):
-    places = [Place(f"node{rank // 2}", leader=rank % 2 == 0) for rank in range(4)]
+    places = [NodePlace(f"node{rank // 2}", leader=rank % 2 == 0) for rank in range(4)]
     job = Job(4, places)
 
     def save(tag, text):
         def act(rank, manager):
             files = {f"rank{rank}": text, **({"model": text} if manager.place.leader else {})}
-            return manager.save(Request(tmp_path / manager.place.node, tag, files))
+            return manager.save(SaveRequest(tmp_path / manager.place.node, tag, files))
 
         return job.run(act)
 
@@ -289,13 +296,15 @@ def test_nodes_with_their_own_directories(tmp_path):
     assert [found.tag for found in locate()] == ["a"] * 4
     assert all("rank2: truncated" in str(result) for result in locate("b"))
     # One node has another save under the same name: the two do not belong together.
-    Job(1, [Place("node1")]).run(lambda rank, manager: manager.save(Request(tmp_path / "node1", "a", {"x": "y"})))
+    Job(1, [NodePlace("node1")]).run(
+        lambda rank, manager: manager.save(SaveRequest(tmp_path / "node1", "a", {"x": "y"}))
+    )
     assert all("different saves" in str(result) or "truncated" in str(result) for result in locate("a"))
 
 
 def test_a_directory_that_a_rank_does_not_see(tmp_path):
     job = Job(2)
-    job.run(lambda rank, manager: manager.save(Request(tmp_path / "a", "t", {f"{rank}": "x"})))
+    job.run(lambda rank, manager: manager.save(SaveRequest(tmp_path / "a", "t", {f"{rank}": "x"})))
     for result in job.run(lambda rank, manager: manager.locate(tmp_path / "ab"[rank])):
         assert "rank 1: " in str(result)
         assert "use_node_local_storage" in str(result)
@@ -307,7 +316,7 @@ def test_background_saves_of_several_ranks(tmp_path):
     def act(rank, manager):
         weights = torch.full((100,), float(rank))
         for step in range(3):
-            manager.save(Request(tmp_path, default_tag(step), {f"rank{rank}.pt": {"w": weights}}))
+            manager.save(SaveRequest(tmp_path, default_tag(step), {f"rank{rank}.pt": {"w": weights}}))
             weights.add_(10)
         manager.close()
 

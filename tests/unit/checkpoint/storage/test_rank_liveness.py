@@ -11,8 +11,8 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from deepspeed.checkpoint.storage import rank_liveness
-from deepspeed.checkpoint.storage.rank_liveness import Answer, Answering, ask, is_ahead
+from deepspeed.checkpoint.storage import rank_meeting
+from deepspeed.checkpoint.storage.rank_meeting import Answer, Answering, ask, is_ahead
 
 PATIENCE = 60.0  # an answer comes at once, and a machine under load may take its time
 
@@ -133,7 +133,7 @@ def test_what_is_no_answer_counts_as_none(store, text):
 
 def test_on_the_host_of_the_store_its_name_is_told():
     server = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    assert rank_liveness._address(dist.PrefixStore("a", dist.PrefixStore("b", server))) == "localhost"
+    assert rank_meeting._address(dist.PrefixStore("a", dist.PrefixStore("b", server))) == "localhost"
 
 
 def test_who_is_ahead():

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from deepspeed.checkpoint.storage import rank_meeting
-from deepspeed.checkpoint.storage.rank_meeting import Alone, StoreExchange, default_exchange, together
+from deepspeed.checkpoint.storage.rank_meeting import SingleRank, StoreExchange, default_exchange, on_all_ranks
 from deepspeed.errors import CheckpointError
 from deepspeed.log import logger
 
@@ -221,7 +221,7 @@ def test_a_failure_reaches_all():
             return rank
 
         with exchange.meeting("saving") as meeting:
-            return together(meeting, "saving checkpoint 'a'", work)
+            return on_all_ranks(meeting, "saving checkpoint 'a'", work)
 
     for result in ranks.run(act):
         assert isinstance(result, CheckpointError)
@@ -233,7 +233,7 @@ def test_a_mistake_keeps_its_type_where_it_was_made():
 
     def act(rank, exchange):
         with exchange.meeting("saving") as meeting:
-            return together(meeting, "saving", lambda: {}["gone"] if rank == 0 else None)
+            return on_all_ranks(meeting, "saving", lambda: {}["gone"] if rank == 0 else None)
 
     mine, other = ranks.run(act)
     assert isinstance(mine, KeyError)
@@ -243,17 +243,17 @@ def test_a_mistake_keeps_its_type_where_it_was_made():
 def test_results_of_all():
     def act(rank, exchange):
         with exchange.meeting("saving") as meeting:
-            return together(meeting, "saving", lambda: rank * 10)
+            return on_all_ranks(meeting, "saving", lambda: rank * 10)
 
     assert Ranks(2).run(act) == [(0, [0, 10]), (10, [0, 10])]
 
 
 def test_alone():
-    assert isinstance(default_exchange(), Alone)
-    with Alone().meeting("saving") as meeting:
+    assert isinstance(default_exchange(), SingleRank)
+    with SingleRank().meeting("saving") as meeting:
         assert meeting.say((1, "a")) == [[1, "a"]]
         with pytest.raises(CheckpointError, match=r"saving failed\. rank 0: full"):
-            together(meeting, "saving", fail)
+            on_all_ranks(meeting, "saving", fail)
 
 
 def fail():

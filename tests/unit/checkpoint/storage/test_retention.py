@@ -7,16 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.checkpoint.storage.block_reader import Problem
+from deepspeed.checkpoint.storage.block_reader import FileProblem
 from deepspeed.checkpoint.storage.durable import write_tensorfile
-from deepspeed.checkpoint.storage.locate import Checkpoint, find_loadable
+from deepspeed.checkpoint.storage.locate import Checkpoint, expired, find_loadable, retain
 from deepspeed.checkpoint.storage.manifest import Manifest, write
-from deepspeed.checkpoint.storage.retention import expired, retain
 
 
 def made(place, good=True, ours=True):
     manifest = Manifest(str(place), "test", 1, {}) if ours else None
-    return Checkpoint(str(place), Path(str(place)), manifest, () if good else (Problem("x", "bad"),), 100.0 - place)
+    return Checkpoint(str(place), Path(str(place)), manifest, () if good else (FileProblem("x", "bad"),), 100.0 - place)
 
 
 @given(

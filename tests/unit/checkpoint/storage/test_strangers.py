@@ -11,18 +11,18 @@ from deepspeed.checkpoint.storage import manifest as manifests
 from deepspeed.checkpoint.storage.block_writer import FileFacts
 from deepspeed.checkpoint.storage.durable import write_text
 from deepspeed.checkpoint.storage.locate import find_loadable, read_latest, scan
-from deepspeed.checkpoint.storage.manager import CheckpointManager, Request, SavePolicy
+from deepspeed.checkpoint.storage.manager import CheckpointManager, SavePolicy, SaveRequest
 from deepspeed.checkpoint.storage.manifest import Manifest
-from deepspeed.checkpoint.storage.rank_meeting import Alone
+from deepspeed.checkpoint.storage.rank_meeting import SingleRank
 from deepspeed.errors import CheckpointError
 
 
 def manager(**policy):
-    return CheckpointManager(Alone(), SavePolicy(**policy))
+    return CheckpointManager(SingleRank(), SavePolicy(**policy))
 
 
 def save(folder, tag, text="1", **policy):
-    return manager(**policy).save(Request(folder, tag, {"x": text}, scripts={"zero_to_fp32.py": "# script"}))
+    return manager(**policy).save(SaveRequest(folder, tag, {"x": text}, scripts={"zero_to_fp32.py": "# script"}))
 
 
 def forge(folder, change):

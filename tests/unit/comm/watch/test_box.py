@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.comm.operations import OPERATIONS
-from deepspeed.comm.records import GroupState
-from deepspeed.comm.watch import box
-from deepspeed.comm.watch.box import SIZE, SLOTS, Box, members, opened, read_calls, read_last_words
+from deepspeed.comm.records import GroupRecord
+from deepspeed.comm.watch import call_log
+from deepspeed.comm.watch.call_log import SIZE, SLOTS, CallLog, members, opened, read_calls, read_last_words
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files")
-WORLD = GroupState("world", (0, 1), 0, "gloo", {})
+WORLD = GroupRecord("world", (0, 1), 0, "gloo", {})
 
 
 def an_entry(sequence, op="all_reduce", shape=(2, 3), label=None, group=WORLD):
@@ -34,7 +34,7 @@ def an_entry(sequence, op="all_reduce", shape=(2, 3), label=None, group=WORLD):
     )
 )
 def test_the_last_calls_are_read_in_order(calls):
-    mine = Box()
+    mine = CallLog()
     for number, (op, shape, label) in enumerate(calls, 1):
         mine.note(an_entry(number, op, shape, label))
     theirs = opened(f"/proc/self/fd/{mine.fd}")
@@ -47,7 +47,7 @@ def test_the_last_calls_are_read_in_order(calls):
 
 
 def test_descriptions_that_do_not_fit_are_left_out():
-    mine = Box()
+    mine = CallLog()
     for number in range(1, SIZE // 100):
         mine.note(an_entry(number, label=f"a label of its own, number {number}"))
     theirs = opened(f"/proc/self/fd/{mine.fd}")
@@ -59,7 +59,7 @@ def test_descriptions_that_do_not_fit_are_left_out():
 
 
 def test_it_outlives_its_owner():
-    mine = Box()
+    mine = CallLog()
     theirs = opened(f"/proc/self/fd/{mine.fd}")
     mine.note(an_entry(7))
     mine.say("ended with ValueError: größe")
@@ -69,7 +69,7 @@ def test_it_outlives_its_owner():
 
 
 def test_last_words_may_be_long():
-    mine = Box()
+    mine = CallLog()
     mine.say("x" * SIZE)
     theirs = opened(f"/proc/self/fd/{mine.fd}")
     assert set(read_last_words(theirs)) == {"x"}
@@ -85,12 +85,12 @@ def test_what_is_no_box_is_refused():
 
 
 def test_how_far_a_rank_was_in_each_group():
-    group = GroupState("3", (0, 1), 0, "gloo", {}, "dp")
-    mine = Box()
+    group = GroupRecord("3", (0, 1), 0, "gloo", {}, "dp")
+    mine = CallLog()
     for sequence in (1, 2):
         mine.note(an_entry(sequence))
         mine.note(an_entry(sequence + 5, group=group))
     found = members(read_calls(opened(f"/proc/self/fd/{mine.fd}")))
     assert {name: member.entered for name, member in found.items()} == {"world": 2, "3": 7}
     assert [call.title for call in found["3"].calls] == ["dp", "dp"]
-    assert box.SLOTS == 64
+    assert call_log.SLOTS == 64

@@ -6,14 +6,16 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from deepspeed.comm.watch.report import Call, Member, Report, Wait, as_text, from_text
+from deepspeed.comm.watch.report import CollectiveCall, GroupProgress, RankReport, WaitingCall, as_text, from_text
 from deepspeed.comm.watch.verdict import judge
 
 OPS = ["all_reduce", "broadcast", "all_gather_into_tensor", "barrier", "reduce_scatter_tensor"]
 
 
 def a_call(sequence, op="all_reduce", **more):
-    return Call("world", "world", sequence, op, **{"dtype": "float32", "numel": 8, "shape": "float32[8]", **more})
+    return CollectiveCall(
+        "world", "world", sequence, op, **{"dtype": "float32", "numel": 8, "shape": "float32[8]", **more}
+    )
 
 
 def history(upto, ops):
@@ -23,8 +25,8 @@ def history(upto, ops):
 def healthy(rank, ranks, sequence, ops):
     """A rank that waits in the newest call."""
     calls = history(sequence, ops)
-    wait = Wait(calls[-1], ranks, 3.0, "train.py:40 `step()`")
-    return Report(rank, "host", waits=(wait,), groups={"world": Member(sequence, sequence, calls)})
+    wait = WaitingCall(calls[-1], ranks, 3.0, "train.py:40 `step()`")
+    return RankReport(rank, "host", waits=(wait,), groups={"world": GroupProgress(sequence, sequence, calls)})
 
 
 @st.composite
@@ -48,7 +50,7 @@ def test_a_late_rank_is_named_with_its_place(job, behind):
     old = reports[culprit].groups["world"].calls
     calls = tuple(call for call in old if call.sequence <= last)
     place = "train.py:88 `next(loader)`"
-    reports[culprit] = Report(culprit, "host", main=place, groups={"world": Member(last, last, calls)})
+    reports[culprit] = RankReport(culprit, "host", main=place, groups={"world": GroupProgress(last, last, calls)})
     found = judge(wait, reports)
     assert found.ranks == (culprit,)
     assert found.text == f"rank {culprit} never entered {wait.call}; its main thread is in {place}"
@@ -73,7 +75,7 @@ def test_a_rank_that_entered_while_it_was_asked_is_late(job):
     assert found.text == f"rank {culprit} entered {wait.call} 3 s later than others, at train.py:40 `step()`"
     # Where another rank never came, one that came late does not matter.
     worse = next(rank for rank in reports if rank != culprit)
-    reports[worse] = Report(worse, condition="is dead")
+    reports[worse] = RankReport(worse, condition="is dead")
     assert judge(wait, reports).ranks == (worse,)
 
 
@@ -103,7 +105,7 @@ def test_a_rank_that_cannot_answer(job, condition, told):
 @given(jobs())
 def test_a_rank_that_ended(job):
     reports, wait, culprit = job
-    reports[culprit] = Report(culprit, ended="ended with ValueError: no, raised at train.py:9")
+    reports[culprit] = RankReport(culprit, ended="ended with ValueError: no, raised at train.py:9")
     assert judge(wait, reports).text == f"rank {culprit} ended with ValueError: no, raised at train.py:9"
 
 
@@ -125,9 +127,9 @@ def test_the_first_difference_is_told(job, kind, back, data):
     }
     for later in range(index, len(calls)):  # what follows differs as well, and is not what is told
         calls[later] = replace(calls[later], **changes[kind] if later == index else {"op": "scatter"})
-    waiting = Wait(calls[-1], wait.ranks, 3.0, calls[-1].place)
+    waiting = WaitingCall(calls[-1], wait.ranks, 3.0, calls[-1].place)
     reports[culprit] = replace(
-        reports[culprit], waits=(waiting,), groups={"world": Member(wait.call.sequence, None, tuple(calls))}
+        reports[culprit], waits=(waiting,), groups={"world": GroupProgress(wait.call.sequence, None, tuple(calls))}
     )
     found = judge(wait, reports)
     words = {"op": "", "dtype": "the dtype of ", "shape": "the shape of ", "root": "the root of "}
@@ -141,13 +143,15 @@ def test_a_chain_of_waits_ends_at_its_root(length, extra):
     ranks = length + 1 + extra
     reports = {}
     for rank in range(length):
-        call = Call(f"g{rank}", f"g{rank}", 5, "all_reduce")
-        wait = Wait(call, (rank, rank + 1), 2.0, f"train.py:{rank}")
-        before = {f"g{rank - 1}": Member(4, 4)} if rank else {}
-        reports[rank] = Report(rank, waits=(wait,), groups={**before, f"g{rank}": Member(5, 5, (call,))})
-    reports[length] = Report(length, main="train.py:88 `next(loader)`", groups={f"g{length - 1}": Member(4, 4)})
+        call = CollectiveCall(f"g{rank}", f"g{rank}", 5, "all_reduce")
+        wait = WaitingCall(call, (rank, rank + 1), 2.0, f"train.py:{rank}")
+        before = {f"g{rank - 1}": GroupProgress(4, 4)} if rank else {}
+        reports[rank] = RankReport(rank, waits=(wait,), groups={**before, f"g{rank}": GroupProgress(5, 5, (call,))})
+    reports[length] = RankReport(
+        length, main="train.py:88 `next(loader)`", groups={f"g{length - 1}": GroupProgress(4, 4)}
+    )
     for rank in range(length + 1, ranks):
-        reports[rank] = Report(rank, main="elsewhere")
+        reports[rank] = RankReport(rank, main="elsewhere")
     found = judge(reports[0].waits[0], reports)
     assert found.ranks[0] == length
     assert found.text.startswith(f"rank {length} never entered all_reduce 5 on group g{length - 1}; its main thread")
@@ -155,10 +159,18 @@ def test_a_chain_of_waits_ends_at_its_root(length, extra):
 
 
 def test_ranks_that_wait_for_each_other():
-    one, other = Call("a", "a", 3, "all_reduce"), Call("b", "b", 8, "barrier")
+    one, other = CollectiveCall("a", "a", 3, "all_reduce"), CollectiveCall("b", "b", 8, "barrier")
     reports = {
-        0: Report(0, waits=(Wait(one, (0, 1), 2.0, "train.py:1"),), groups={"a": Member(3, 3), "b": Member(7, 7)}),
-        1: Report(1, waits=(Wait(other, (0, 1), 2.0, "train.py:2"),), groups={"a": Member(2, 2), "b": Member(8, 8)}),
+        0: RankReport(
+            0,
+            waits=(WaitingCall(one, (0, 1), 2.0, "train.py:1"),),
+            groups={"a": GroupProgress(3, 3), "b": GroupProgress(7, 7)},
+        ),
+        1: RankReport(
+            1,
+            waits=(WaitingCall(other, (0, 1), 2.0, "train.py:2"),),
+            groups={"a": GroupProgress(2, 2), "b": GroupProgress(8, 8)},
+        ),
     }
     found = judge(reports[0].waits[0], reports)
     assert "wait for each other: they make these calls in different orders" in found.text
@@ -167,9 +179,11 @@ def test_ranks_that_wait_for_each_other():
 
 def test_many_culprits_are_counted():
     call = a_call(3)
-    reports = {rank: Report(rank, main="train.py:88", groups={"world": Member(2, 2)}) for rank in range(1, 1000)}
-    wait = Wait(call, tuple(range(1000)), 2.0, "train.py:1")
-    reports[0] = Report(0, waits=(wait,), groups={"world": Member(3, 3, (call,))})
+    reports = {
+        rank: RankReport(rank, main="train.py:88", groups={"world": GroupProgress(2, 2)}) for rank in range(1, 1000)
+    }
+    wait = WaitingCall(call, tuple(range(1000)), 2.0, "train.py:1")
+    reports[0] = RankReport(0, waits=(wait,), groups={"world": GroupProgress(3, 3, (call,))})
     found = judge(wait, reports)
     assert len(found.ranks) == 999
     assert "and 991 more" in found.text
@@ -177,10 +191,10 @@ def test_many_culprits_are_counted():
 
 
 def test_messages_ask_for_the_peer():
-    call = Call("world", "world", 4, "recv", p2p=True, peer=2)
-    wait = Wait(call, (0, 1, 2), 2.0, "train.py:1")
-    reports = {rank: Report(rank, main=f"train.py:{rank}") for rank in (0, 1, 2)}
-    found = judge(wait, {**reports, 0: Report(0, waits=(wait,))})
+    call = CollectiveCall("world", "world", 4, "recv", p2p=True, peer=2)
+    wait = WaitingCall(call, (0, 1, 2), 2.0, "train.py:1")
+    reports = {rank: RankReport(rank, main=f"train.py:{rank}") for rank in (0, 1, 2)}
+    found = judge(wait, {**reports, 0: RankReport(0, waits=(wait,))})
     assert found.ranks == (2,)
     assert found.text == "rank 2 did not do its part of recv 4 on group world; its main thread is in train.py:2"
 
@@ -188,10 +202,10 @@ def test_messages_ask_for_the_peer():
 @pytest.mark.parametrize(("entered", "blamed"), [(4, (1,)), (5, ()), (6, ())])
 def test_who_did_its_part_of_a_launched_call_may_go(entered, blamed):
     call = a_call(5, launched=True)
-    wait = Wait(call, (0, 1), 2.0, "")
+    wait = WaitingCall(call, (0, 1), 2.0, "")
     reports = {
-        0: Report(0, groups={"world": Member(5, 5, (call,))}),
-        1: Report(1, ended="has finished its program", groups={"world": Member(entered, entered)}),
+        0: RankReport(0, groups={"world": GroupProgress(5, 5, (call,))}),
+        1: RankReport(1, ended="has finished its program", groups={"world": GroupProgress(entered, entered)}),
     }
     assert judge(wait, reports).ranks == blamed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from deepspeed.comm.watch.witness import write_stacks
+from deepspeed.comm.watch.inquiry import write_stacks
 
 
 def name(number):

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from deepspeed.errors import FileError, UsageError
 from deepspeed.ops.aio import FileEngine
-from deepspeed.ops.aio.engine import Ticket
+from deepspeed.ops.aio.engine import FileTicket
 from deepspeed.ops.aio.plan import ALIGNMENT
 
 PATIENCE = 600  # seconds: a busy machine is slow, not wrong
@@ -279,7 +279,7 @@ def interrupted(call, at):
 def test_an_interrupt_of_who_waits_stops_no_worker():
     """Wherever it comes; a worker that waits for a lock that is never given back would be joined forever."""
     for at in range(1, 1000):
-        ticket, go = Ticket(), threading.Event()
+        ticket, go = FileTicket(), threading.Event()
 
         def work(ticket=ticket, go=go):
             go.wait(0.1)  # for the interrupt, if that comes before the wait has to

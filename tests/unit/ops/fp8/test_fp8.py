@@ -8,15 +8,15 @@ import torch
 from tests.unit.ops.model.interpreted import DEVICE, numbers
 
 from deepspeed.ops.fp8.quantise import (  # isort: skip
-    Rounded,
+    Quantized,
     round_columns_triton,
     round_rows_reference,
     round_rows_triton,
     round_tensor_reference,
     round_tensor_triton,
 )
-from deepspeed.fusion import products
-from deepspeed.fusion.find import find_products, put
+from deepspeed.fusion import fp8_linear
+from deepspeed.fusion.build import find_products, put
 from deepspeed.ops.fp8.linear import product_reference
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -60,7 +60,7 @@ def test_a_scale_for_each_column(shape):
     x = numbers(*shape) * torch.logspace(-6, 3, shape[1], device=DEVICE)
     found, expected = round_columns_triton(x, E4), round_rows_reference(x.t().contiguous(), E4)
     assert found.rows is None
-    same(Rounded(found.columns, None, found.scale), expected, E4)
+    same(Quantized(found.columns, None, found.scale), expected, E4)
 
 
 @pytest.mark.parametrize("only", ["rows", "columns"])
@@ -132,13 +132,13 @@ def test_frozen_weights_get_no_gradient_and_excluded_layers_stay():
 
 def test_layers_that_read_one_input_round_it_once(monkeypatch):
     counted = []
-    real = products.round_tensor
+    real = fp8_linear.round_tensor
 
     def count(*args, **kwargs):
         counted.append(args[0].shape)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(products, "round_tensor", count)
+    monkeypatch.setattr(fp8_linear, "round_tensor", count)
 
     class Two(torch.nn.Module):
         def __init__(self):

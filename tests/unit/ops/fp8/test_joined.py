@@ -5,7 +5,7 @@ import torch
 
 from tests.unit.ops.model.interpreted import DEVICE, numbers
 
-from deepspeed.ops.fp8.feed_forward import Fp8FeedForward  # isort: skip
+from deepspeed.ops.fp8.linear import Fp8FeedForward  # isort: skip
 from deepspeed.ops.fp8.linear import Fp8Linear
 from deepspeed.ops.fp8.quantise import round_tensor, round_tensor_reference, round_tensor_triton
 from deepspeed.ops.model.gated import (

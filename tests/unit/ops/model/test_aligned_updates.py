@@ -7,11 +7,11 @@ import torch
 
 from .interpreted import numbers
 
-from deepspeed.ops.adam.one_pass import ONE_PASS  # isort: skip
+from deepspeed.ops.adam.rule import ONE_PASS  # isort: skip
 from deepspeed.ops.adam.rule import AdamRule
 from deepspeed.ops.kernels import many
-from deepspeed.ops.optimizer import Batch
-from deepspeed.ops.rehearsal import launch
+from deepspeed.ops.optimizer import ParameterBatch
+from deepspeed.ops.precompile import launch
 
 
 @pytest.mark.parametrize(("sizes", "expected"), [((64, 528), True), ((64, 530), False), ((16, 1), False)])
@@ -28,7 +28,9 @@ def test_sizes_decide(monkeypatch, sizes, expected):
     params, grads, first, second = made
     second = [each.abs_() for each in second]
     batch, other = (
-        Batch(3, tuple([each.clone() for each in row] for row in (first, second)), [p.clone() for p in params], grads)
+        ParameterBatch(
+            3, tuple([each.clone() for each in row] for row in (first, second)), [p.clone() for p in params], grads
+        )
         for _ in range(2)
     )
     ONE_PASS.triton(batch, AdamRule(1e-2))

@@ -6,7 +6,7 @@ import torch
 from .interpreted import DEVICE, close, numbers
 
 from deepspeed.ops.model.assignments import (  # isort: skip
-    Places,
+    RowAssignment,
     combine_reference,
     combine_triton,
     slopes_reference,
@@ -14,7 +14,7 @@ from deepspeed.ops.model.assignments import (  # isort: skip
     spread_reference,
     spread_triton,
 )
-from deepspeed.ops.model.wide_linear import in_two_parts, wide_linear_reference
+from deepspeed.ops.model.linear import in_two_parts, wide_linear_reference
 
 TOKENS = 6
 
@@ -23,9 +23,9 @@ def places(choices, *, full):
     """Every assignment has a row of its own; without `full` some have none, and some rows are empty."""
     order = torch.randperm(choices * TOKENS, generator=torch.Generator().manual_seed(choices)).to(DEVICE)
     if full:
-        return Places(order.view(choices, TOKENS), choices * TOKENS, full=True)
+        return RowAssignment(order.view(choices, TOKENS), choices * TOKENS, full=True)
     count = choices * TOKENS + 3
-    return Places(torch.where(order % 4 == 1, count, order).view(choices, TOKENS), count, full=False)
+    return RowAssignment(torch.where(order % 4 == 1, count, order).view(choices, TOKENS), count, full=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -66,12 +66,12 @@ def test_slopes_are_those_of_autograd():
 
 
 def test_nothing_and_what_the_kernels_do_not_take():
-    none = Places(torch.zeros(2, 0, dtype=torch.int64, device=DEVICE), 0, full=True)
+    none = RowAssignment(torch.zeros(2, 0, dtype=torch.int64, device=DEVICE), 0, full=True)
     assert spread_triton(numbers(0, 4), none).shape == (0, 4)
     assert combine_triton(numbers(0, 4), numbers(2, 0), none).shape == (0, 4)
     where, wide = places(2, full=True), numbers(TOKENS, 4).double()
     assert spread_triton(wide, where).dtype == torch.float64
-    empty = Places(torch.full((1, TOKENS), 0, device=DEVICE), 0, full=False)  # all were dropped
+    empty = RowAssignment(torch.full((1, TOKENS), 0, device=DEVICE), 0, full=False)  # all were dropped
     assert combine_reference(numbers(0, 4), None, empty).eq(0).all()
 
 

@@ -7,7 +7,7 @@ import torch
 
 from .interpreted import DEVICE, close, gradients, numbers
 
-from deepspeed.ops.model.bias_gelu import FORMS, bias_gelu_reference, bias_gelu_triton  # isort: skip
+from deepspeed.ops.model.gated import FORMS, bias_gelu_reference, bias_gelu_triton  # isort: skip
 from deepspeed.ops.model.gated import (  # isort: skip
     ACTIVATIONS,
     gated_reference,

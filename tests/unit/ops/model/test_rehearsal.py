@@ -13,18 +13,17 @@ from torch import nn
 
 from .interpreted import DEVICE, numbers
 
-from deepspeed.fusion.find import KINDS, find, find_feed_forwards8, find_products  # isort: skip
-from deepspeed.fusion.swap import Swap
-from deepspeed.ops import rehearsal
+from deepspeed.fusion.build import KINDS, find, find_feed_forwards8, find_products  # isort: skip
+from deepspeed.ops import precompile
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import FusedLion
+from deepspeed.ops.precompile import KernelCall, KernelPrecompiler, is_placeholder, kernel_calls_of, launch
 from deepspeed.ops.registry import operations
-from deepspeed.ops.rehearsal import Call, Rehearsal, calls_of, launch, on_stage
+from deepspeed.transformers.replacement import Swap
 
 HOMES = [
-    *(f"deepspeed.ops.model.kernels.{name}" for name in ("rms_norm", "layer_norm", "gated", "rotary", "cross_entropy")),
-    "deepspeed.ops.model.kernels.bias_gelu",
+    *(f"deepspeed.ops.model.kernels.{name}" for name in ("norm", "gated", "rotary", "cross_entropy")),
     "deepspeed.ops.fp8.kernels.quantise",
 ]
 
@@ -35,8 +34,8 @@ def launched(monkeypatch):
     found = []
 
     def noted(kernel, grid, *args, **options):
-        if not on_stage(torch.device("meta")):
-            found.append(Call(kernel, args, options))
+        if not is_placeholder(torch.device("meta")):
+            found.append(KernelCall(kernel, args, options))
         launch(kernel, grid, *args, **options)
 
     for home in HOMES:
@@ -81,7 +80,7 @@ def test_what_is_rehearsed_is_what_a_model_launches(launched, scaling):
     findings += put_in_place(find(model, ["inputs"]))
     tokens = torch.randint(128, (2, 16), device=DEVICE)
     model(input_ids=tokens, labels=tokens).loss.backward()
-    rehearsed = [call for scene in scenes(findings, torch.bfloat16) for call in calls_of(scene)]
+    rehearsed = [call for scene in scenes(findings, torch.bfloat16) for call in kernel_calls_of(scene)]
     assert keys(launched), "the model runs on kernels"
     missing = {call.kernel for call in launched if call.key not in keys(rehearsed)}
     assert not missing, f"launched and not rehearsed: {missing}"
@@ -94,7 +93,7 @@ def test_norms_and_gelu_of_plain_modules(launched):
     for each in findings:
         each.result.put()
     model(numbers(16, 32)).sum().backward()
-    rehearsed = [call for scene in scenes(findings, torch.float32) for call in calls_of(scene)]
+    rehearsed = [call for scene in scenes(findings, torch.float32) for call in kernel_calls_of(scene)]
     assert keys(launched) == keys(rehearsed)
 
 
@@ -114,7 +113,7 @@ def test_equal_scenes_are_played_once():
     ]
     scenes += [partial(scene, 0, (4, 8), dtype=torch.float32, norm=inner(1e-5))]
     scenes += [partial(scene, [1], dtype=None), partial(scene, [1], dtype=None)]  # lists have no hash
-    Rehearsal(torch.device("cpu"))._noted(scenes)
+    KernelPrecompiler(torch.device("cpu"))._noted(scenes)
     assert len(played) == 4 + 1 + 2
 
 
@@ -123,12 +122,12 @@ def test_a_rehearsal_launches_nothing_and_ends():
         def __getitem__(self, grid):
             raise AssertionError("launched in a rehearsal")
 
-    (call,) = calls_of(lambda: launch(Kernel(), (1,), 3, BLOCK=4))
+    (call,) = kernel_calls_of(lambda: launch(Kernel(), (1,), 3, BLOCK=4))
     assert (call.args, call.options) == ((3,), {"BLOCK": 4})
-    assert not on_stage(torch.device("meta")), "the rehearsal is over"
+    assert not is_placeholder(torch.device("meta")), "the rehearsal is over"
     with pytest.raises(ValueError, match="scene"):
-        calls_of(partial(_fail, "scene"))
-    assert not on_stage(torch.device("meta")), "also of a scene that failed"
+        kernel_calls_of(partial(_fail, "scene"))
+    assert not is_placeholder(torch.device("meta")), "also of a scene that failed"
 
 
 def _fail(text):
@@ -155,8 +154,8 @@ class Slow:
 def threads(monkeypatch):
     loaded = Future()
     loaded.set_result(None)
-    monkeypatch.setattr(rehearsal, "load_triton", lambda: loaded)
-    made = Rehearsal(torch.device("cpu"))
+    monkeypatch.setattr(precompile, "load_triton", lambda: loaded)
+    made = KernelPrecompiler(torch.device("cpu"))
     yield made
     made.close()
 
@@ -170,13 +169,13 @@ def test_a_launch_waits_for_its_kernel_and_for_no_other(threads):
     threading.Timer(0.05, slow.go.set).start()
     launch(slow, (1,), 1)
     assert slow.order == ["compiled", "launched"]
-    assert not rehearsal._BOARD.open, "nothing is waited for any more"
+    assert not precompile.PENDING.open, "nothing is waited for any more"
 
 
 def test_a_launch_waits_for_its_own_constants_unless_nobody_foresaw_it():
     kernel = object()
-    small, large, unforeseen = (Call(kernel, (1,), {"BLOCK": block}) for block in (1, 2, 4))
-    board = rehearsal._Board()
+    small, large, unforeseen = (KernelCall(kernel, (1,), {"BLOCK": block}) for block in (1, 2, 4))
+    board = precompile._Pending()
     done, under_way = Future(), Future()
     done.set_result(None)
     board.put(done, small)
@@ -191,7 +190,7 @@ def test_a_launch_waits_for_its_own_constants_unless_nobody_foresaw_it():
 @pytest.mark.parametrize("where", ["scene", "compiler"])
 def test_what_fails_in_a_thread_is_told_and_left_to_its_first_use(threads, where, monkeypatch):
     told = []
-    monkeypatch.setattr(rehearsal.logger, "warning", lambda text, *given: told.append(text % given))
+    monkeypatch.setattr(precompile.logger, "warning", lambda text, *given: told.append(text % given))
     broken = Slow(RuntimeError("no such register"))
     broken.go.set()
     threads.add([partial(_fail, "no such register") if where == "scene" else lambda: launch(broken, (1,), 1)])
@@ -220,24 +219,23 @@ def test_first_launches_of_all_scenes_come_before_the_others(threads):
 
 
 def test_where_triton_compiles_nothing_there_is_no_rehearsal(monkeypatch):
-    assert Rehearsal.on(torch.device("cpu")) is None
+    assert KernelPrecompiler.on(torch.device("cpu")) is None
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert Rehearsal.on(torch.device("cuda")) is None
+    assert KernelPrecompiler.on(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize("bits", [32, 8])
 @pytest.mark.parametrize("make", [FusedAdam, FusedLion, FusedLamb])
 def test_the_step_of_an_optimizer_is_rehearsed_as_it_is_taken(make, bits, monkeypatch):
     """The same call for masters of float32 with gradients and weights of bfloat16, in memory and without."""
-    from deepspeed.ops.conditions import Conditions
     from deepspeed.ops.kernels import many
-    from deepspeed.ops.one_pass import OnePass
-    from deepspeed.runtime.step import rehearse
+    from deepspeed.ops.one_pass import Conditions, OnePass
+    from deepspeed.runtime.step import stepper
 
     found = []
 
     def noted(kernel, grid, *args, **options):
-        found.append(Call(kernel, args, options))
+        found.append(KernelCall(kernel, args, options))
         launch(kernel, grid, *args, **options)
 
     monkeypatch.setattr(many, "launch_kernel", noted)
@@ -254,7 +252,7 @@ def test_the_step_of_an_optimizer_is_rehearsed_as_it_is_taken(make, bits, monkey
 
     piece = Like()
     piece.master, piece.param, piece.source, piece.separate = master, master, master.bfloat16(), True
-    rehearsed = calls_of(lambda: rehearse._step(optimizer, 0, piece, torch.bfloat16))
+    rehearsed = kernel_calls_of(lambda: stepper._compile_step(optimizer, 0, piece, torch.bfloat16))
     assert not optimizer.state, "the optimizer itself has not stepped"
     found.clear()
     grads, outs = {master: numbers(64, dtype=torch.bfloat16)}, {master: numbers(64, dtype=torch.bfloat16)}

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deepspeed.ops.model.shared_input import linears
+from deepspeed.ops.model.linear import linears
 
 OUTS = (5, 3, 3)
 

@@ -9,15 +9,15 @@ import torch
 from .interpreted import DEVICE, close, numbers
 
 from deepspeed.ops import blockwise  # isort: skip
-from deepspeed.ops.adam.one_pass import ONE_PASS as ADAM
+from deepspeed.ops.adam.rule import ONE_PASS as ADAM
 from deepspeed.ops.adam.rule import AdamRule
-from deepspeed.ops.conditions import Conditions
-from deepspeed.ops.lamb.one_pass import ONE_PASS as LAMB
+from deepspeed.ops.lamb.rule import ONE_PASS as LAMB
 from deepspeed.ops.lamb.rule import LambRule
-from deepspeed.ops.lion.one_pass import ONE_PASS as LION
+from deepspeed.ops.lion.rule import ONE_PASS as LION
 from deepspeed.ops.lion.rule import LionRule
 from deepspeed.ops.muon import momentum
-from deepspeed.ops.optimizer import Batch
+from deepspeed.ops.one_pass import Conditions
+from deepspeed.ops.optimizer import ParameterBatch
 
 SIZES = [(3, 5), (130,), (1,), (70, 130)]  # the last one is more than one program updates
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -37,7 +37,7 @@ def batch(update, param, grad, moment, out, *, factor=1.0):
         for seed, _ in enumerate(update.rule.signed, 5)
     )
     outs = [] if out is None else [torch.full(size, 7.0, dtype=out, device=DEVICE) for size in SIZES]
-    return Batch(3, moments, made[0], made[1], factor=factor, outs=outs)
+    return ParameterBatch(3, moments, made[0], made[1], factor=factor, outs=outs)
 
 
 def coded(of, signed):

@@ -1,0 +1,211 @@
+"""What watches an engine: timers, throughput, progress lines, monitors. Nothing here is seen by what works."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import weakref
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.peaks import peak_flops
+from deepspeed.config.explain import batch_values, rows
+from deepspeed.config.monitor import HangsConfig
+from deepspeed.events import OverflowFound, PhaseFailed
+from deepspeed.log import log_dist, logger, print_dist
+from deepspeed.moe.statistics import RouterStatistics
+from deepspeed.monitor.monitor import MonitorMaster
+from deepspeed.monitor.subscriber import MonitorSubscriber
+from deepspeed.pipe.layers import is_fake_world
+from deepspeed.pipe.module import PipelineModule
+from deepspeed.profiling.common import StageGroup
+from deepspeed.profiling.memory import MemoryBreakdown
+from deepspeed.profiling.progress import StepLine
+from deepspeed.profiling.throughput import Throughput
+from deepspeed.profiling.timers import NoopTimer, WallClock
+from deepspeed.runtime.out_of_memory import OutOfMemory, held_tensors
+
+if TYPE_CHECKING:
+    from deepspeed.config.schema import Schema
+    from deepspeed.profiling.flops_profiler.report import Facts
+    from deepspeed.profiling.memory_profiler import StepMemory
+    from deepspeed.runtime.parts import Parts
+
+
+def watch_hangs(schema: Schema) -> None:
+    """Watch collectives as the config says; the watch is the process's, so one that says nothing changes nothing."""
+    if schema.hangs != HangsConfig():
+        comm.watch_hangs(schema.hangs)
+
+
+def watch(parts: Parts, stack: ExitStack) -> None:
+    """Subscribe what the config asks for; it is closed with the stack."""
+    schema, events = parts.config.schema, parts.events
+    comm.comms_logger.join(parts.config)  # the logger is the process's: other engines and the script use it, too
+    times = None
+    parts.timers = NoopTimer()
+    if schema.wall_clock_breakdown or schema.flops_profiler.enabled:
+        times = WallClock().attach(events)
+        parts.timers = times.timers
+        stack.callback(times.close)
+    stages = _stages(parts)
+    profiles = comm.get_rank() == 0 or stages is not None
+    if schema.flops_profiler.enabled and times is not None and profiles:
+        from deepspeed.profiling.flops_profiler.subscriber import StepProfile  # torch's formulas are slow to import
+
+        profile = StepProfile(parts.module, schema.flops_profiler, lambda: _facts(parts), stages)
+        profile.attach(events, times)
+        parts.flops_profiler = profile.profiler
+        stack.callback(profile.close)
+    if schema.memory_profiler.enabled and profiles:
+        parts.memory_profiler = _profile_memory(parts, stack, stages)
+    if schema.memory_breakdown:
+        stack.callback(MemoryBreakdown().attach(events).close)
+    shown = schema.steps_per_print is not None and math.isfinite(schema.steps_per_print)
+    if schema.timers.throughput.enabled and shown:
+        parts.tput_timer = Throughput(
+            lambda: parts.batch.train if parts.batch else 0,
+            synchronized=schema.timers.throughput.synchronized,
+            devices=comm.get_world_size(),
+        ).attach(events)
+        stack.callback(parts.tput_timer.close)
+    if shown:
+        stack.callback(StepLine(schema.steps_per_print, throughput=parts.tput_timer).attach(events).close)
+    parts.monitor = MonitorMaster(schema.monitor_config)
+    stack.callback(parts.monitor.close)
+    if parts.monitor.enabled:
+        stack.callback(MonitorSubscriber(parts.monitor, times=times).attach(events).close)
+        if parts.experts is not None:
+            stack.callback(RouterStatistics(parts.module, parts.layout["dp", "sp"]).attach(events).close)
+    stack.callback(events.subscribe(PhaseFailed, OutOfMemory(parts)).close)
+    if comm.get_rank() == 0:
+        stack.callback(events.subscribe(OverflowFound, _tell_overflow).close)
+    if schema.vocabulary_size is not None and schema.vocabulary_size % 8:
+        above = -(-schema.vocabulary_size // 8) * 8
+        log_dist(
+            f"vocabulary_size {schema.vocabulary_size} is no multiple of 8, which matrix units of GPUs are fast with; "
+            f"padding the vocabulary to {above} would help",
+            level=logging.WARNING,
+        )
+    if schema.dump_state:
+        print_dist(_state(parts))
+    if schema.disable_python_gc:
+        stack.callback(_PYTHON_GC.release)
+        _PYTHON_GC.hold()
+
+
+def _stages(parts: Parts) -> StageGroup | None:
+    """Of a pipeline, on the first replica of each stage, what profiles need to tell of all of them; None elsewhere."""
+    module, axis, layout = parts.module, parts.layout["pp"], parts.layout
+    if not isinstance(module, PipelineModule) or layout["dp", "sp"].rank or layout["tp"].rank:
+        return None
+
+    def gather(mine: Any) -> list[Any]:
+        if axis.size == 1 or is_fake_world():
+            return [mine]
+        told: list[Any] = [None] * axis.size
+        with comm.labelled("profiles of the stages"):
+            comm.all_gather_object(told, mine, group=axis.group)
+        return told
+
+    def counted_elsewhere() -> int:
+        known = module.ties.counted_elsewhere()
+        return sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters() if id(p) in known)
+
+    stages = " and ".join(map(str, module.stages))
+    name = f"pipeline rank {axis.rank} (stage {stages}, rank {comm.get_rank()})"
+    return StageGroup(name, axis.rank == 0 or is_fake_world(), len(module.stages), gather, counted_elsewhere)
+
+
+def _profile_memory(parts: Parts, stack: ExitStack, stages: StageGroup | None) -> StepMemory:
+    """Waits for the step whose peak is asked for; it must not keep an engine alive."""
+    from deepspeed.profiling.memory_profiler import MemoryProfiler, StepMemory
+
+    engine = weakref.ref(parts)
+    profiler = MemoryProfiler(
+        parts.module, lambda: {} if (alive := engine()) is None else held_tensors(alive), parts.device
+    )
+    step = StepMemory(profiler, parts.config.schema.memory_profiler, stages).attach(parts.events)
+    stack.callback(step.close)
+    return step
+
+
+def _facts(parts: Parts) -> Facts:
+    """What a profile tells of the job."""
+    from deepspeed.profiling.flops_profiler.report import Facts
+
+    batch, layout, accelerator = parts.batch, parts.layout, get_accelerator()
+    narrow = parts.precision.param in (torch.float16, torch.bfloat16)
+    named = narrow and accelerator.device_name() == "cuda"
+    return Facts(
+        world=comm.get_world_size(),
+        data_parallel=layout["dp"].size,
+        model_parallel=layout["tp"].size if isinstance(parts.module, PipelineModule) else layout["pp", "tp"].size,
+        batch=None if batch is None else batch.micro,
+        samples=None if batch is None else batch.train,
+        micro_steps=parts.accumulation.steps,
+        peak=peak_flops(torch.cuda.get_device_name()) if named else None,
+    )
+
+
+def _state(parts: Parts) -> str:
+    """What the engine is made of and every effective value of its config, a line each."""
+    config = parts.config
+    batch = {} if config.batch is None else batch_values(config.loaded, config.world_size)
+    facts = {
+        "module": type(parts.module).__name__,
+        "parameters": sum(param.numel() for param in parts.module.parameters()),
+        "device": parts.device,
+        "layout": parts.layout,
+        "precision": parts.precision.describe(),
+        "optimizer": type(parts.basic_optimizer).__name__,
+        "lr_scheduler": type(parts.lr_scheduler).__name__,
+    }
+    values = {row.path: row.value for row in rows(config.loaded, batch)}
+    return "engine state\n" + "\n".join(f"  {name} = {value}" for name, value in {**facts, **values}.items())
+
+
+def _tell_overflow(event: OverflowFound) -> None:
+    if not event.scaled:
+        row = f", {event.in_a_row} steps in a row by now" if event.in_a_row > 1 else ""
+        logger.warning(
+            "step %d skipped%s: a gradient is inf or NaN on some rank. Weights and optimizer states are as they were; "
+            "look at the loss and the data of this step. nonfinite_gradients: 'stop' makes it an error.",
+            event.step,
+            row,
+        )
+        return
+    change = (
+        f"the loss scale falls from {event.scale_before:g} to {event.scale_after:g}"
+        if event.scale_after != event.scale_before
+        else f"the loss scale stays at {event.scale_before:g}"
+    )
+    logger.warning("step %d skipped: a gradient is inf or NaN on some rank; %s", event.step, change)
+
+
+class _PythonGc:
+    """Python's cyclic collector, off while somebody holds it; it belongs to the process, so holders are counted."""
+
+    def __init__(self) -> None:
+        self._holders = 0
+        self._was_on = False
+
+    def hold(self) -> None:
+        if self._holders == 0:
+            self._was_on = gc.isenabled()
+            gc.collect()
+            gc.disable()
+        self._holders += 1
+
+    def release(self) -> None:
+        self._holders -= 1
+        if self._holders == 0 and self._was_on:
+            gc.enable()
+
+
+_PYTHON_GC = _PythonGc()

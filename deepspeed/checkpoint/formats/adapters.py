@@ -1,0 +1,415 @@
+"""Checkpoints seen in another way: stages and slices put together and cut anew, or a part of what is there.
+
+A parameter `experts.down_proj` of which n ranks have a slice each is `experts.deepspeed_experts.<0 … n − 1>.down_proj`
+in DeepSpeed's files, so that these have a place for it at every stage: a slice is called as if it were an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.checkpoint.formats.checked_files import Opened
+from deepspeed.checkpoint.formats.source import Small, Source, StoredPart, join
+from deepspeed.checkpoint.formats.training_state import TrainingState
+from deepspeed.errors import CheckpointError
+from deepspeed.fragments import DimSplit
+
+_MOST = 2**20  # slices, and intervals
+_MARK = "deepspeed_experts"
+
+
+class SourceAdapter:
+    """A `Source` over others: what it does not change, one of them says."""
+
+    def __init__(self, sources: Sequence[Source], near: int = 0) -> None:
+        """`near`: which of them is asked for what all of them say."""
+        self.sources = sources
+        self._near = sources[near] if near < len(sources) else sources[0]
+
+    @property
+    def format(self) -> str:
+        """A few words on what this is."""
+        return self._near.format
+
+    @property
+    def stage(self) -> int:
+        """ZeRO's stage when it was written."""
+        return self._near.stage
+
+    @property
+    def world(self) -> int:
+        """Ranks over which ZeRO sharded."""
+        return self._near.world
+
+    @property
+    def files(self) -> Sequence[str]:
+        """Every file that belongs to it."""
+        return self._near.files
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Every parameter and buffer by name."""
+        return self._near.shapes
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers, whole."""
+        return self._near.buffers
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied name → the name in `shapes`."""
+        return self._near.aliases
+
+    @property
+    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
+        """The optimizer's groups."""
+        return self._near.groups
+
+    @property
+    def small(self) -> Small:
+        """What is not a tensor."""
+        return self._near.small
+
+    def _at(self, name: str) -> tuple[Source, str]:
+        """The source that has what belongs to a parameter, and its name there."""
+        return self._near, name
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """What can be read of a parameter."""
+        source, there = self._at(name)
+        return source.kinds(there)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """What the model computed with."""
+        source, there = self._at(name)
+        return source.dtype(there)
+
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
+        """Where the flat elements [start, stop) of a tensor are."""
+        source, there = self._at(name)
+        return source.find(there, kind, start, stop)
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """The flat elements [start, stop) of a tensor."""
+        return join(self.find(name, kind, start, stop))
+
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        """The optimizer's state of a parameter that has no elements of its own; slices have it alike."""
+        source, there = self._at(name)
+        return source.scalars(there)
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """`rng` and `data` of a rank that wrote it."""
+        return self._near.rank_state(rank)
+
+
+def files_of(source: Source) -> Iterator[Source]:
+    """The sources that read files, below all adapters."""
+    if isinstance(source, SourceAdapter):
+        for each in source.sources:
+            yield from files_of(each)
+    else:
+        yield source
+
+
+class Stages(SourceAdapter):
+    """The stages of a pipeline, each with files of its own; of what several have, tied weights, the first one's counts.
+
+    What all stages say alike is asked of the stage of the rank that reads.
+    """
+
+    def __init__(self, sources: Sequence[Source], near: int = 0) -> None:
+        super().__init__(sources, near)
+        self._home: dict[str, Source] = {}
+        for source in sources:
+            for name in source.shapes:
+                known = self._home.get(name)
+                if known is None or (len(source.kinds(name)) > len(known.kinds(name))):
+                    self._home[name] = source
+
+    @property
+    def count(self) -> int:
+        """Stages."""
+        return len(self.sources)
+
+    @property
+    def format(self) -> str:
+        """A few words on what this is."""
+        return f"{self._near.format}, {len(self.sources)} pipeline stages"
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Every parameter and buffer by name."""
+        return {name: source.shapes[name] for name, source in self._home.items()}
+
+    @property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers, whole."""
+        return {name: tensor for source in self.sources for name, tensor in source.buffers.items()}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied name → the name in `shapes`."""
+        return {alias: name for source in self.sources for alias, name in source.aliases.items()}
+
+    @property
+    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
+        """The optimizer's groups, of every stage."""
+        return [group for source in self.sources for group in source.groups]
+
+    def _at(self, name: str) -> tuple[Source, str]:
+        return self._home.get(name) or self._home.get(self.aliases.get(name, name)) or self._near, name
+
+
+class Selection(SourceAdapter):
+    """A source of which a rank of a pipeline sees what its own layers need."""
+
+    def __init__(self, source: Source, holds: Callable[[str], bool]) -> None:
+        super().__init__([source])
+        self._holds = holds
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Every parameter and buffer by name that lies here."""
+        return {name: shape for name, shape in self._near.shapes.items() if self._holds(name)}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied name → the name in `shapes`."""
+        return {alias: name for alias, name in self._near.aliases.items() if self._holds(alias)}
+
+    @property
+    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
+        """The optimizer's groups, with what of them lies here."""
+        kept = [([name for name in names if self._holds(name)], settings) for names, settings in self._near.groups]
+        return [(names, settings) for names, settings in kept if names]
+
+
+# ---- slices of stacked experts
+
+
+def slice_name(name: str, number: int) -> str:
+    """What a slice of a parameter is called."""
+    before, _, last = name.rpartition(".")
+    return f"{before}.{_MARK}.{number}.{last}"
+
+
+def with_slices(state: TrainingState) -> TrainingState:
+    """The same state with its slices called by their numbers."""
+    slices = {} if state.experts is None else state.experts.slices
+    if not slices:
+        return state
+    names = {name: slice_name(name, number) for name, (number, _) in slices.items()}
+
+    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {names.get(name, name): value for name, value in values.items()}
+
+    return replace(
+        state,
+        module=renamed(state.module),
+        groups=[replace(group, names=[names.get(name, name) for name in group.names]) for group in state.groups],
+        frozen=renamed(state.frozen),
+        aliases={names.get(alias, alias): names.get(name, name) for alias, name in state.aliases.items()},
+    )
+
+
+def slices_in(value: Any, where: object) -> dict[str, int]:
+    """Of a file: parameter → into how many slices it is cut; anything else is a CheckpointError about `where`."""
+    found = value or {}
+    for name, count in found.items():
+        if not isinstance(name, str) or "." not in name or type(count) is not int or not 1 <= count < _MOST:
+            raise CheckpointError(f"{where}: {name!r:.100} is said to lie in {count!r:.100} slices")
+    return dict(found)
+
+
+class JoinedSlices(SourceAdapter):
+    """A source in which parameters that lie in slices are whole."""
+
+    def __init__(self, source: Source, slices: Mapping[str, int]) -> None:
+        """`slices`: parameter → into how many it is cut."""
+        super().__init__([source])
+        self._slices = slices
+        self._wholes = {slice_name(name, part): name for name, count in slices.items() for part in range(count)}
+        for name, count in slices.items():
+            shapes = {source.shapes.get(slice_name(name, part)) for part in range(count)}
+            if len(shapes) != 1 or not all(shapes):
+                raise CheckpointError(f"{name} lies in {count} slices, of which the checkpoint has {shapes}: not whole")
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Every parameter and buffer by name."""
+        found: dict[str, torch.Size] = {}
+        for name, shape in self._near.shapes.items():
+            whole = self._wholes.get(name)
+            if whole is None:
+                found[name] = shape
+            else:
+                found[whole] = torch.Size((shape[0] * self._slices[whole], *shape[1:]))
+        return found
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied name → the name in `shapes`."""
+        return {self._wholes.get(a, a): self._wholes.get(name, name) for a, name in self._near.aliases.items()}
+
+    @property
+    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
+        """The optimizer's groups."""
+        whole = self._wholes
+        return [
+            (list(dict.fromkeys(whole.get(name, name) for name in names)), settings)
+            for names, settings in self._near.groups
+        ]
+
+    def _at(self, name: str) -> tuple[Source, str]:
+        name = self.aliases.get(name, name)
+        return self._near, slice_name(name, 0) if name in self._slices else name
+
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
+        """Where the flat elements [start, stop) of a tensor are."""
+        name = self.aliases.get(name, name)
+        if name not in self._slices:
+            return self._near.find(name, kind, start, stop)
+        numel = self._near.shapes[slice_name(name, 0)].numel()
+        stop = numel * self._slices[name] if stop is None else stop
+        parts: list[StoredPart] = []
+        for part in range(start // max(numel, 1), -(-stop // max(numel, 1))):
+            low, high = max(start - part * numel, 0), min(stop - part * numel, numel)
+            parts += self._near.find(slice_name(name, part), kind, low, high)
+        return parts
+
+
+# ---- tensor-parallel slices
+
+
+def plain_splits(splits: Mapping[str, DimSplit]) -> dict[str, Any]:
+    """For a file: name → [dim, intervals by rank]."""
+    return {
+        name: [split.dim, [[list(part) for part in parts] for parts in split.parts]] for name, split in splits.items()
+    }
+
+
+def splits_in(value: Any, where: object) -> dict[str, DimSplit]:
+    """What `plain_splits` wrote; gaps, and overlaps that are no copies, are a CheckpointError about `where`."""
+    found = {}
+    for name, entry in (value or {}).items():
+        try:
+            dim, parts = entry
+            split = DimSplit(dim, tuple(tuple((start, stop) for start, stop in part) for part in parts))
+            pieces = sorted({piece for part in split.parts for piece in part})
+            numbers = [dim, *(number for piece in pieces for number in piece)]
+            fine = all(type(number) is int and 0 <= number < 2**40 for number in numbers) and len(pieces) < _MOST
+            ends = [0, *(stop for _, stop in pieces)]
+            fine = fine and dim < 64 and [start for start, _ in pieces] == ends[:-1] and bool(pieces)
+            fine = fine and all(len(set(part)) == len(part) for part in split.parts)
+        except (TypeError, ValueError):
+            fine = False
+        if not fine or not isinstance(name, str):
+            raise CheckpointError(f"{where}: how {name!r:.100} is cut over ranks is not readable: {entry!r:.100}")
+        found[name] = split
+    return found
+
+
+class Resliced(SourceAdapter):
+    """Slices for rank `rank` of other slices; `wanted` is empty for whole tensors.
+
+    What is cut in either of them is read as a whole part of each file that holds some of it; the rest is found as in
+    the first source.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        saved: Mapping[str, DimSplit],
+        wanted: Mapping[str, DimSplit],
+        rank: int = 0,
+        *,
+        same_ranks: bool = False,
+    ) -> None:
+        """`same_ranks`: a rank is the one that wrote what it reads, so that random states are its own."""
+        super().__init__(sources)
+        self._same_ranks = same_ranks
+        self._saved, self._wanted, self._rank = saved, wanted, rank
+        for name, split in saved.items():
+            if split.ranks != len(sources):
+                raise CheckpointError(
+                    f"{name} was cut over {split.ranks} tensor-parallel ranks, but there are files of {len(sources)}: "
+                    "the checkpoint is not whole"
+                )
+        self._shapes = {name: self._local_shape(name, shape) for name, shape in self._near.shapes.items()}
+
+    def _local_shape(self, name: str, shape: torch.Size) -> torch.Size:
+        whole = self._saved[name].whole_shape(shape) if name in self._saved else tuple(shape)
+        wanted = self._wanted.get(name)
+        if wanted is None or wanted.dim >= len(whole) or wanted.total != whole[wanted.dim]:
+            return torch.Size(whole)  # of another size than the model's: the comparison of shapes finds it
+        return torch.Size(wanted.shape(whole, self._rank))
+
+    @property
+    def format(self) -> str:
+        """A few words on what this is."""
+        count = len(self.sources)
+        return f"{self._near.format}{f', of {count} tensor-parallel ranks' if count > 1 else ''}"
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Every parameter and buffer as the wanted rank has it."""
+        return self._shapes
+
+    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
+        """Where the flat elements [start, stop) of the wanted rank's part are; of a cut tensor a copy."""
+        owner = self.aliases.get(name, name)
+        if owner not in self._saved and owner not in self._wanted:
+            return self._near.find(name, kind, start, stop)
+        if owner not in self._saved and (run := self._run(owner)) is not None:
+            last = run[1] if stop is None else run[0] + stop
+            return self._near.find(name, kind, run[0] + start, last)
+        flat = self._part(owner, kind).reshape(-1)
+        return [StoredPart(flat[start:stop].clone(), _IN_MEMORY)]
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """The place in the data; random states belong to the ranks that wrote them."""
+        found = self._near.rank_state(rank)
+        if self._same_ranks:
+            return found
+        return {"data": found["data"]} if found.get("data") else {}
+
+    def _run(self, name: str) -> tuple[int, int] | None:
+        """The elements of a whole tensor that the wanted rank has, if they lie one behind the other."""
+        wanted, shape = self._wanted[name], self._near.shapes[name]
+        if wanted.dim or self._shapes[name] == shape or len(wanted.parts[self._rank]) != 1:
+            return None
+        ((start, stop),) = wanted.parts[self._rank]
+        row = shape[1:].numel()
+        return start * row, stop * row
+
+    def _part(self, name: str, kind: str) -> Tensor:
+        saved, wanted = self._saved.get(name), self._wanted.get(name)
+        if saved is None:
+            whole = self._near.read(name, kind).view(self._near.shapes[name])
+        else:
+            parts = [source.read(name, kind).view(source.shapes[name]) for source in self.sources]
+            self._check(name, saved, parts)
+            whole = saved.join(parts)
+        if wanted is None or self._shapes[name] == whole.shape:
+            return whole
+        return wanted.cut(whole, self._rank)
+
+    def _check(self, name: str, saved: DimSplit, parts: Sequence[Tensor]) -> None:
+        whole = saved.whole_shape(parts[0].shape) if saved.dim < parts[0].dim() else ()
+        for rank, part in enumerate(parts):
+            if not whole or tuple(part.shape) != saved.shape(whole, rank):
+                raise CheckpointError(
+                    f"{name}: the part of tensor-parallel rank {rank} has the shape {tuple(part.shape)}, which does "
+                    "not fit how it was cut: the file is damaged or belongs to another checkpoint"
+                )
+
+
+_IN_MEMORY = Opened(None, require=lambda tensor: tensor, place=lambda tensor: None)
+"""Parts that are put together from several files, each checked when it was read."""

@@ -1,0 +1,126 @@
+"""The last operations of a rank in memory that outlives it: what other ranks of its host read when it cannot answer.
+
+[Note: the box] A rank that is killed, aborted by its backend, stopped, or held in native code tells nothing any more.
+So each rank writes what it enters into an anonymous memory file, which the other ranks of its host have mapped since
+they came: the memory stays as long as one of them has it, and no file has to be removed by anybody. An operation is two
+words: its slot (sequence number and the number of its description) and the count of slots. Descriptions, of which
+training has few, are text that is written once.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from dataclasses import asdict, replace
+from typing import Any
+
+from deepspeed.comm.records import Entry
+from deepspeed.comm.watch.report import CollectiveCall, GroupProgress, call_of
+
+SLOTS = 64
+SIZE = 256 << 10
+_WORDS = 2 << 10  # bytes at the end for the last words
+_MAGIC = 0x64732D626F780001
+_COUNT, _TEXT_END, _WORDS_LENGTH, _FIRST = 1, 2, 3, 4  # indices of 8-byte words
+_TEXT = 1024  # where descriptions begin, in bytes
+_ID_BITS = 20
+
+
+class CallLog:
+    """This rank's box; `fd` is what others open. Made only where there are memory files (Linux)."""
+
+    __slots__ = ("_count", "_known", "_map", "_text", "_words", "fd")
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("deepspeed-calls")
+        os.ftruncate(self.fd, SIZE)
+        self._map = mmap.mmap(self.fd, SIZE)
+        self._words = memoryview(self._map).cast("Q")
+        self._words[_TEXT_END] = _TEXT
+        self._words[0] = _MAGIC
+        self._known: dict[tuple[Any, ...], tuple[int, Any]] = {}
+        self._text = _TEXT
+        self._count = 0
+
+    def note(self, entry: Entry) -> None:
+        """Write down that this operation was entered; on the path of every collective."""
+        sequence, operation, group, shape, dtype, label, code, instruction, peer = entry
+        # A code object's own hash walks its constants; its address is as good while the table holds it.
+        key = (operation, group, shape, dtype, label, id(code), instruction, peer)
+        found = self._known.get(key)
+        if found is None:
+            found = self._describe(key, entry)
+        count = self._count
+        self._count = count + 1
+        words = self._words
+        words[_FIRST + count % SLOTS] = (sequence << _ID_BITS) | found[0]
+        words[_COUNT] = count + 1
+
+    def say(self, text: str) -> None:
+        """Leave last words."""
+        raw = text.encode()[:_WORDS]
+        self._map[SIZE - _WORDS : SIZE - _WORDS + len(raw)] = raw
+        self._words[_WORDS_LENGTH] = len(raw)
+
+    def close(self) -> None:
+        """Let go of the memory; those who have mapped it keep it."""
+        self._words.release()
+        self._map.close()
+        os.close(self.fd)
+
+    def _describe(self, key: tuple[Any, ...], entry: Entry) -> tuple[int, Any]:
+        number = len(self._known) + 1
+        line = json.dumps(asdict(replace(call_of(entry), sequence=0))).encode() + b"\n"
+        if self._text + len(line) > SIZE - _WORDS or number >= 1 << _ID_BITS:
+            return 0, None  # no room: that it was entered is told, not what it was
+        self._map[self._text : self._text + len(line)] = line
+        self._text += len(line)
+        self._words[_TEXT_END] = self._text
+        self._known[key] = found = (number, entry[6])
+        return found
+
+
+def opened(path: str) -> mmap.mmap:
+    """Another rank's box, by the path of its descriptor; OSError or ValueError where there is none."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        found = mmap.mmap(fd, SIZE, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
+    if int.from_bytes(found[:8], "little") != _MAGIC:
+        found.close()
+        raise ValueError(f"{path} is not a box")
+    return found
+
+
+def _word(box: mmap.mmap, index: int) -> int:
+    return int.from_bytes(box[8 * index : 8 * index + 8], "little")
+
+
+def read_calls(box: mmap.mmap) -> list[CollectiveCall]:
+    """The operations in a box, oldest first; those whose description had no room are left out."""
+    lines = box[_TEXT : _word(box, _TEXT_END)].splitlines()
+    count = _word(box, _COUNT)
+    found = []
+    for number in range(max(0, count - SLOTS), count):
+        slot = _word(box, _FIRST + number % SLOTS)
+        description = slot & ((1 << _ID_BITS) - 1)
+        if 0 < description <= len(lines):
+            found.append(replace(CollectiveCall(**json.loads(lines[description - 1])), sequence=slot >> _ID_BITS))
+    return found
+
+
+def read_last_words(box: mmap.mmap) -> str:
+    """What the rank said at its end; empty if it did not come to that."""
+    return box[SIZE - _WORDS : SIZE - _WORDS + _word(box, _WORDS_LENGTH)].decode(errors="replace")
+
+
+def members(calls: list[CollectiveCall]) -> dict[str, GroupProgress]:
+    """How far a rank was in each group, by its last calls."""
+    found: dict[str, GroupProgress] = {}
+    for call in calls:
+        before = found.get(call.group, GroupProgress())
+        entered = before.entered if call.p2p else max(call.sequence, before.entered or 0)
+        found[call.group] = GroupProgress(entered, None, (*before.calls, call))
+    return found

@@ -1,0 +1,106 @@
+"""A device's way to and from host memory: copies that run beside what computes, in the order they were asked for.
+
+[Note: one lane]
+Copies of both directions share a stream. A host buffer is only touched by copies, so the order of the stream makes it
+safe to use one again at once: what is written into it waits for what was read from it. Device memory is allocated and
+freed in the order of the stream that computes; `copy` therefore waits for what computes now, and `join` makes what
+computes later wait for a copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.accelerator.side_stream import SideStream
+
+
+def on_device(tensor: torch.Tensor) -> bool:
+    """True if the tensor is not in host memory already."""
+    return tensor.device.type != "cpu"
+
+
+class PendingCopy(Protocol):
+    """A copy that was asked for."""
+
+    def done(self) -> bool:
+        """True once the values are there and the source is no longer read."""
+
+    def join(self) -> None:
+        """What is queued from now on runs after the copy."""
+
+
+class CopyStream(Protocol):
+    """Runs copies, first come first served."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> PendingCopy:
+        """Copy once all that is queued so far is done."""
+
+    def synchronize(self) -> None:
+        """Wait until all copies are done."""
+
+
+class _Done:
+    def done(self) -> bool:
+        return True
+
+    def join(self) -> None:
+        """Whatever comes later comes after it anyway."""
+
+
+class DirectCopies:
+    """Copies among the work that computes: in its order, and it waits for them."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> PendingCopy:
+        """See `CopyStream`."""
+        into.copy_(source, non_blocking=True)
+        return _Done()
+
+    def synchronize(self) -> None:
+        """Every copy is in order already."""
+
+
+class _Behind:
+    def __init__(self, event: Any, index: int | None) -> None:
+        self._event = event
+        self._index = index
+
+    def done(self) -> bool:
+        return bool(self._event.query())
+
+    def join(self) -> None:
+        accelerator = get_accelerator()
+        with accelerator.device(self._index):
+            self._event.wait(accelerator.current_stream())
+
+
+class DeviceCopyStream:
+    """Copies on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index
+        with get_accelerator().device(self._index):
+            self._beside = SideStream(device)
+        self._last: Any = None
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> PendingCopy:
+        """See `CopyStream`."""
+        with get_accelerator().device(self._index):
+            with self._beside:
+                into.copy_(source, non_blocking=True)
+            self._last = self._beside.record()
+        return _Behind(self._last, self._index)
+
+    def synchronize(self) -> None:
+        """See `CopyStream`."""
+        if self._last is not None:
+            self._last.synchronize()
+
+
+def copy_stream_for(device: torch.device) -> CopyStream:
+    """A stream of the device's own where it has streams."""
+    accelerator = get_accelerator()
+    has_streams = accelerator.Stream is not None and device.type == accelerator.device_name()
+    return DeviceCopyStream(device) if has_streams else DirectCopies()

@@ -1,1 +1,0 @@
-"""Gradient reduction where nothing is sharded."""

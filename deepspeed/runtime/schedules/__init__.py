@@ -1,1 +1,0 @@
-"""Parts of the learning-rate schedules: arguments, base class, curves."""

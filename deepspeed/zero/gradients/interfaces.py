@@ -1,0 +1,122 @@
+"""What the reducer of gradients and the owners of gradients know of each other: entries of buckets, and protocols.
+
+[Note: gradients that are used up] Who updates parameters while backward runs must not do so before their gradients are
+whole: a rank may send a gradient in two rounds, or have none. So each bucket is followed by one flag per gradient,
+which travels between hosts: on this rank nothing more comes. Where all ranks say so the gradient is handed over when it
+has landed. All others, absent ones among them, add up as ever and wait for what ranks agree upon before the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.zero.gradients.reduction import Reduction
+from deepspeed.zero.piece import StatePiece
+from deepspeed.zero.placement import Placement
+
+ReductionOf = Callable[[Placement], Reduction]
+"""How the gradients of a placement are reduced; the same object for the same placement."""
+
+
+@dataclass(eq=False, slots=True)
+class BucketEntry:
+    """The gradient of one parameter, as the way to its owners sees it."""
+
+    name: str
+    param: nn.Parameter
+    numel: int
+    reduction: Reduction
+    dtype: torch.dtype
+    """In which it travels."""
+    accumulate: torch.dtype
+    """In which the owner adds gradients up."""
+    device: torch.device
+    take: Callable[[], Tensor | None] | None = None
+    """Fetches the whole gradient, which is forgotten where it was; None: it is reduced where it lies."""
+    piece: StatePiece | None = None
+    """What this rank owns of the parameter."""
+    chunk: int = 0
+    """Where every rank owns so many elements, in the order of the ranks; else the next two tell."""
+    rows: int = 0
+    """How long its first dimension is, where there is a chunk."""
+    owners: range = range(0)
+    interval: Callable[[int], tuple[int, int]] | None = None
+    """The elements that an owner has."""
+    holder: nn.Parameter | None = None
+    """The tensor on whose `.grad` it is reduced where it lies: the parameter or its master."""
+    by_rows: Callable[[], None] | None = None
+    """Reduces one of which ranks touch few rows, after all buckets."""
+    again: float = 1.0
+    """What reducing multiplies a gradient by that is the same on all ranks."""
+
+    @property
+    def kind(self) -> Hashable:
+        """Entries of one kind may share a bucket."""
+        return id(self.reduction), self.dtype, self.accumulate, self.device, bool(self.chunk)
+
+
+class GradientGroup(Protocol):
+    """Parameters, and who owns what becomes of their gradients."""
+
+    @property
+    def params(self) -> Sequence[nn.Parameter]:
+        """The parameters."""
+
+    @property
+    def pieces(self) -> Sequence[StatePiece]:
+        """What this rank owns of them, where gradients are taken."""
+
+    def entries(self, reduction_of: ReductionOf) -> list[BucketEntry]:
+        """Their gradients."""
+
+    def whole_gradients(self) -> Iterator[Tensor]:
+        """Gradients that were not reduced yet, or are reduced where they lie."""
+
+    def on_arrival(self, param: nn.Parameter) -> Callable[[], None] | None:
+        """What to do at once when a gradient arrives; None if nothing."""
+
+
+class GradientConsumer(Protocol):
+    """What uses gradients up as they land, so that they never exist all at once."""
+
+    def arrived(self, param: nn.Parameter) -> None:
+        """A gradient came on this rank; it has not left yet."""
+
+    def leaves_whole(self, param: nn.Parameter) -> bool:
+        """True if what leaves now is all that this rank has of a gradient; asked once for each time that it leaves."""
+
+    def landed(self, params: Sequence[nn.Parameter]) -> None:
+        """The gradients of these are whole, of all ranks, and lie with their owners."""
+
+
+class ParameterFetcher(Protocol):
+    """What gathers parameters for a backward, as the reducer sees it."""
+
+    notice: Callable[[], None] | None
+
+    def begin_backward(self) -> None:
+        """A backward begins."""
+
+    def end_backward(self) -> None:
+        """A backward is over."""
+
+    def first_uses(self) -> Iterable[nn.Parameter]:
+        """Parameters in the order in which the forward first used them, the same on all ranks."""
+
+    def abandon(self) -> None:
+        """A backward failed."""
+
+    def forget_graphs(self) -> None:
+        """Parameters are about to change: no graph that was made with them is differentiated any more."""
+
+    def retrace(self) -> None:
+        """Gradients came late: look again at when they come."""
+
+    @property
+    def position(self) -> int:
+        """Where the backward is that runs, at places that all ranks come to."""

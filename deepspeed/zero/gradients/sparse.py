@@ -1,0 +1,88 @@
+"""Sparse gradients between ranks: only the rows that some rank touched travel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed import comm
+
+
+def embedding_parameters(module: nn.Module, *, all_rows: bool) -> tuple[frozenset[int], frozenset[int]]:
+    """(ids of parameters with sparse gradients, ids of dense ones whose touched rows are to travel).
+
+    The first are those of embeddings built with `sparse=True`; the second, asked for with `all_rows`, of the others.
+    """
+    sparse, rows = set(), set()
+    for part in module.modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)):
+            if part.sparse:
+                sparse.add(id(part.weight))
+            elif all_rows:
+                rows.add(id(part.weight))
+    return frozenset(sparse), frozenset(rows - sparse)
+
+
+@torch.no_grad()
+def reduce_sparse(param: nn.Parameter, group: Any, size: int, factor: float) -> Tensor | None:
+    """The sum over ranks of a sparse gradient times `factor`; None if no rank has one."""
+    grad = param.grad
+    if grad is not None and not grad.is_sparse:
+        grad = _touched(grad)
+    found = _gather(grad, param, group, size, factor)
+    if found is None:
+        return None
+    indices, values = found
+    return torch.sparse_coo_tensor(indices.unsqueeze(0), values, param.shape, check_invariants=False).coalesce()
+
+
+@torch.no_grad()
+def reduce_rows(param: nn.Parameter, group: Any, size: int, factor: float) -> Tensor | None:
+    """The sum over ranks of a dense gradient times `factor`, of which only the touched rows travel."""
+    grad = param.grad
+    found = _gather(None if grad is None else _touched(grad), param, group, size, factor)
+    if found is None:
+        return None
+    indices, values = found
+    return torch.zeros_like(param).index_add_(0, indices, values)
+
+
+def _touched(grad: Tensor) -> Tensor:
+    """A dense gradient as a sparse one of its rows that are not zero."""
+    rows = grad.reshape(grad.shape[0], -1).any(dim=1).nonzero().squeeze(1)
+    return torch.sparse_coo_tensor(rows.unsqueeze(0), grad[rows], grad.shape, check_invariants=False, is_coalesced=True)
+
+
+def _gather(
+    grad: Tensor | None, param: nn.Parameter, group: Any, size: int, factor: float
+) -> tuple[Tensor, Tensor] | None:
+    """Every rank's (rows, values), one after the other in rank order; None if no rank has a gradient."""
+    if grad is None:
+        indices = torch.zeros(0, dtype=torch.long, device=param.device)
+        values = torch.zeros(0, *param.shape[1:], dtype=param.dtype, device=param.device)
+    else:
+        grad = grad.coalesce()
+        indices, values = grad.indices()[0], grad.values() * factor
+    mine = torch.tensor([indices.numel(), grad is not None], dtype=torch.long, device=param.device)
+    counts = torch.empty(size * 2, dtype=torch.long, device=param.device)
+    comm.all_gather_into_tensor(counts, mine, group=group)
+    table = counts.view(size, 2).tolist()
+    if not any(present for _, present in table):
+        return None
+    longest = max(count for count, _ in table)
+    if longest == 0:
+        return indices, values
+    all_indices = _padded_gather(indices, longest, size, group)
+    all_values = _padded_gather(values, longest, size, group)
+    kept = [slice(rank * longest, rank * longest + count) for rank, (count, _) in enumerate(table)]
+    return torch.cat([all_indices[part] for part in kept]), torch.cat([all_values[part] for part in kept])
+
+
+def _padded_gather(tensor: Tensor, length: int, size: int, group: Any) -> Tensor:
+    padded = tensor.new_zeros(length, *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    out = tensor.new_empty(size * length, *tensor.shape[1:])
+    comm.all_gather_into_tensor(out, padded, group=group)
+    return out

@@ -1,0 +1,31 @@
+"""All that engines use of ZeRO: what trains above this package imports from here, or the public names."""
+
+from deepspeed.zero.agreement import RankAgreement as RankAgreement
+from deepspeed.zero.build import ZeroModel as ZeroModel
+from deepspeed.zero.gradients.reducer import GradientReducer as GradientReducer
+from deepspeed.zero.parameters import gather as gather
+from deepspeed.zero.parameters.data import plain_data as plain_data
+from deepspeed.zero.parameters.nested_tensors import tensors_in as tensors_in
+from deepspeed.zero.parameters.shard import Shard as Shard
+from deepspeed.zero.parameters.shard import shard_of as shard_of
+from deepspeed.zero.parameters.shard import shards_of as shards_of
+from deepspeed.zero.parameters.shard import used_while_empty as used_while_empty
+from deepspeed.zero.parameters.sharding import convert_shards as convert_shards
+from deepspeed.zero.parameters.sharding import numel_of as numel_of
+from deepspeed.zero.parameters.sharding import put_away as put_away
+from deepspeed.zero.piece import StatePiece as StatePiece
+from deepspeed.zero.placement import LiesOn as LiesOn
+from deepspeed.zero.placement import Placement as Placement
+from deepspeed.zero.public.gathered import GatheredParameters as GatheredParameters
+from deepspeed.zero.public.rehook import ParameterOffload as ParameterOffload
+from deepspeed.zero.states.groups import ShardGroup as ShardGroup
+from deepspeed.zero.states.groups import WholeGroup as WholeGroup
+from deepspeed.zero.states.host_step import in_one_pass as in_one_pass
+from deepspeed.zero.states.norm import clip_coefficient as clip_coefficient
+from deepspeed.zero.states.parameter_state import StateOwner as StateOwner
+from deepspeed.zero.states.parameter_state import attach as attach
+from deepspeed.zero.states.parameter_state import detach as detach
+from deepspeed.zero.states.states import OptimizerStates as OptimizerStates
+from deepspeed.zero.states.states import update_some as update_some
+from deepspeed.zero.states.tiles import tiles_well as tiles_well
+from deepspeed.zero.states.tiles import twin as twin

@@ -1,0 +1,376 @@
+"""`FetchSchedule`: gathers by a plan that all ranks share, or by asking, where ranks may take different branches.
+
+[Note: passes] A pass is one forward (from the outermost module's begin to its end) or one backward. Its first run
+asks: every module that needs parameters tells the other ranks, and all gather what any of them needs. That gives a
+trace, the same on all ranks, from which a plan is made. Later runs follow the plan without asking: gathers are issued
+ahead of their use.
+
+[Note: branches] A rank that skips a use takes part in its gathers all the same, and goes on. A rank that needs
+something which the plan does not have first takes part in the rest of the plan, so that nobody waits for it, and then
+asks. Whoever is through with the pass serves those who are not. So ranks may take different branches; it costs time
+only in the passes where they do. What remains impossible, ranks that do different numbers of passes or steps, is told
+to all of them at once.
+
+[Note: gradients leave by the plan] A rank that waits for its gradients to arrive at their owners would keep others
+waiting for its parameters, who may not be able to send theirs. So at stage 3 buckets leave at places of the pass that
+all ranks come to: at steps of the plan, or, while ranks ask, as many as they agree upon in every exchange. Whoever
+waits for a bucket then waits for ranks that can come to that place with the gathers issued so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from deepspeed.log import logger, warn_once
+from deepspeed.zero.agreement import DONE, STEP, RankAgreement, begin_code, digest
+from deepspeed.zero.gradients.bucket_order import EVERYTHING
+from deepspeed.zero.parameters.fetch_plan import FetchLimits, FetchPlan, UseEvent, plan
+from deepspeed.zero.parameters.gather import GatherFor, finish, start
+from deepspeed.zero.parameters.shard import Shard
+from deepspeed.zero.parameters.uses import ModuleUse
+
+_PATIENCE = 3  # plans that did not fit, after which a kind of pass is asked for every time
+
+
+class LeavingBuckets(Protocol):
+    """The gradients that leave while a backward runs, as a pass sees them."""
+
+    def ready(self) -> tuple[int, int]:
+        """How many buckets may have left by now, and how many must have because too much waits."""
+
+    def depart(self, until: int) -> None:
+        """Let buckets leave until so many have."""
+
+    def learn(self, hosts: RankAgreement) -> Any:
+        """After a backward in which ranks asked: the first rank's order, from now on; returns when buckets leave."""
+
+    def until(self, learned: Any, step: int) -> int:
+        """How many buckets leave before a step of a plan, by what `learn` returned."""
+
+
+@dataclass
+class _Pass:
+    """Where a running pass is."""
+
+    key: tuple[object, ...]
+    plan: FetchPlan | None
+    learned: Any = None
+    next: int = 0
+    strayed: bool = False
+    """This rank has left the plan."""
+    events: list[UseEvent] = field(default_factory=list)
+    served: list[int] = field(default_factory=list)
+    """The uses that all ranks gathered, in order, while asking."""
+
+
+@dataclass
+class _Known:
+    """What is known about one kind of pass."""
+
+    plan: FetchPlan | None = None
+    learned: Any = None
+    """When gradients leave in it."""
+    misfits: int = 0
+
+
+class FetchSchedule:
+    """Makes the parameters of uses whole, and lets go of them afterwards."""
+
+    def __init__(
+        self, hosts: RankAgreement, limits: FetchLimits, *, between_passes: bool, log_traces: bool = False
+    ) -> None:
+        self._hosts = hosts
+        self._limits = limits
+        self._between = between_passes  # whether parameters may stay whole from forward to backward
+        self._log_traces = log_traces
+        self._known: dict[tuple[object, ...], _Known] = {}
+        self._uses: dict[int, ModuleUse] = {}
+        self._shards: dict[int, Shard] = {}
+        self._live: dict[int, Shard] = {}
+        self._pass: _Pass | None = None
+        self._keep: dict[int, frozenset[int]] = {}
+        self._kept: frozenset[int] = frozenset()
+        self.first: list[int] = []
+        """The uses of the last forward that was asked for, in order."""
+        self.departing: LeavingBuckets | None = None
+        self.gathers = 0
+        """Parameters gathered so far."""
+
+    # ---- what is used
+
+    def add(self, use: ModuleUse) -> None:
+        """Know about a use; all ranks add the same ones in the same order."""
+        self._uses[use.number] = use
+        for shard in use.shards:
+            self._shards[shard.number] = shard
+
+    def extend(self, use: ModuleUse, shard: Shard) -> None:
+        """A use needs one more parameter whenever it runs: plans do not fit any more."""
+        use.add(shard)
+        self._shards[shard.number] = shard
+        self._known.clear()
+
+    def clear(self) -> None:
+        """Forget every use and every plan."""
+        self._known.clear()
+        self._uses.clear()
+        self._pass = None
+
+    def invalidate(self) -> None:
+        """Forget the plans."""
+        self._known.clear()
+
+    @property
+    def live(self) -> int:
+        """Elements that are whole now, without those that always are."""
+        return sum(s.numel for s in self._shards.values() if (s.whole or s.pending) and not s.persistent)
+
+    @property
+    def running(self) -> bool:
+        """True inside a pass."""
+        return self._pass is not None
+
+    @property
+    def grad(self) -> bool:
+        """True if the pass that runs is a forward with gradients."""
+        return self._pass is not None and self._pass.key[-1] is True
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What kind of pass runs."""
+        return () if self._pass is None else self._pass.key
+
+    @property
+    def position(self) -> int:
+        """How many uses all ranks have come to in the pass that runs."""
+        now = self._pass
+        return 0 if now is None else len(now.served) if now.plan is None else now.next
+
+    @property
+    def kept(self) -> frozenset[int]:
+        """What stays whole for the next pass."""
+        return self._kept
+
+    # ---- begin and end
+
+    def open(self, key: tuple[object, ...], use: ModuleUse | None = None) -> None:
+        """A pass begins, on all ranks; an error on all of them if one does something else."""
+        known = self._known.setdefault(key, _Known())
+        usable = known.plan if known.misfits < _PATIENCE else None
+        self._pass = _Pass(key, usable, known.learned)
+        mine = begin_code((key, usable is not None), backward=key[0] == "backward")
+        codes = self._say(mine, f"begin of a {key[0]} pass")[:, 0]
+        if bool((codes == mine).all()):
+            return
+        if bool((codes >= STEP).any()) or bool(((codes - mine) % 2 != 0).any()):
+            self._pass = None
+            raise self._hosts.refuse(f"begins a {key[0]} pass{_where(use)}")
+        self._pass.plan = None  # passes of different kinds meet: ask for everything
+
+    def close(self) -> None:
+        """The pass is over on this rank; returns when it is on all."""
+        now, self._pass = self._pass, None
+        if now is None:
+            return
+        planned = now.plan is not None
+        if now.plan is not None and not now.strayed:
+            self._play(now, len(now.plan.steps))
+            self._depart(now, EVERYTHING)
+        alone = not self._serve(now)
+        known = self._known.setdefault(now.key, _Known())
+        whole, self._kept = self._kept, frozenset()
+        if now.plan is not None and alone:
+            self._kept = now.plan.kept
+        if not planned:
+            self._depart(now, EVERYTHING)
+            known.plan = self._planned(now, whole)
+            if now.key[0] == "backward" and self.departing is not None:
+                known.learned = self.departing.learn(self._hosts)
+            elif now.key[-1] is True:
+                self.first = list(now.served)
+        elif not alone:
+            known.plan = None
+            known.misfits += 1
+            self._explain(now)
+        self._keep.clear()
+        self.let_go(list(self._live.values()), self._kept)
+
+    def abandon(self) -> None:
+        """The pass failed; whatever is whole and not held is let go."""
+        if self._pass is not None:
+            self._pass = None
+            self._keep.clear()
+            self._kept = frozenset()
+            self.let_go(list(self._live.values()))
+
+    def retrace(self) -> None:
+        """Gradients came late: let the next backward passes be traced anew, if that may help."""
+        for key, known in self._known.items():
+            if key[0] == "backward" and known.plan is not None:
+                known.plan = None
+                known.misfits += 1
+
+    # ---- a use
+
+    def need(self, use: ModuleUse) -> None:
+        """Make the parameters of a use whole, by the plan or by asking."""
+        if self._pass is None:
+            self.open(("use", use.number, torch.is_grad_enabled()), use)
+        now = self._pass
+        assert now is not None, "just opened"
+        if now.plan is None or now.strayed:
+            self._ask(now, use)
+        else:
+            self._follow(now, now.plan, use)
+        if now.plan is None:
+            now.events.append(use.event(True))
+
+    def left(self, use: ModuleUse, shards: Sequence[Shard]) -> None:
+        """A use is over."""
+        now = self._pass
+        if now is not None and now.plan is None:
+            now.events.append(use.event(False))
+        self.let_go(shards, self._keep.get(use.number, frozenset()))
+
+    def loosened(self, use: ModuleUse, shards: Sequence[Shard]) -> None:
+        """A use does not need some of its parameters any more."""
+        self.let_go(shards, self._keep.get(use.number, frozenset()))
+
+    def let_go(self, shards: Iterable[Shard], keep: frozenset[int] = frozenset()) -> None:
+        """Release what nobody holds and nothing keeps."""
+        for shard in shards:
+            if shard.holds or shard.persistent or shard.number in keep:
+                continue
+            if shard.whole or shard.pending is not None:
+                shard.release()
+                self._live.pop(shard.number, None)
+
+    # ---- by asking
+
+    def _say(self, code: int, what: str) -> Tensor:
+        ready, forced = (0, 0) if self.departing is None else self.departing.ready()
+        return self._hosts.exchange([code, ready, forced, 0], what)
+
+    def _serve(self, now: _Pass) -> bool:
+        """Take part in what other ranks still need; True if anybody needed anything."""
+        asked = False
+        while True:
+            said = self._say(DONE, f"end of a {now.key[0]} pass")
+            if not bool(said[:, 0].any()):
+                return asked or now.strayed
+            asked = True
+            self._answer(now, said, None)
+
+    def _ask(self, now: _Pass, use: ModuleUse) -> None:
+        self._answer(now, self._say(use.number + 1, f"request for {use.name}"), use)
+
+    def _answer(self, now: _Pass, said: Tensor, mine: ModuleUse | None) -> None:
+        """Gather what any rank asked for; keep only what this rank asked for."""
+        codes = said[:, 0]
+        if bool((codes < 0).any()):
+            self._pass = None
+            raise self._hosts.refuse(f"is in a {now.key[0]} pass{_where(mine)}")
+        if now.plan is None:
+            self._depart(now, max(int(said[:, 1].min()), int(said[:, 2].max())))
+        wanted = [mine.number + 1] if mine is not None and bool((codes == mine.number + 1).all()) else None
+        for number in wanted or sorted({int(code) for code in codes.tolist() if code > 0}):
+            use = self._uses[number - 1]
+            now.served.append(use.number)
+            self._gather(now, use.shards)
+            if use is not mine:
+                self.let_go(use.shards)
+
+    def _gather(self, now: _Pass, shards: Sequence[Shard]) -> None:
+        wanted = [shard for shard in shards if not shard.persistent]
+        self._start(now, wanted)
+        finish(wanted)
+
+    # ---- by the plan
+
+    def _follow(self, now: _Pass, steps: FetchPlan, use: ModuleUse) -> None:
+        place: int | None = now.next
+        if now.next >= len(steps.steps) or steps.steps[now.next].use != use.number:
+            place = steps.find(use.number, now.next)
+        if place is not None:
+            self._play(now, place)
+            self._do(now, place)
+        absent = [s for s in use.shards if not s.whole and not s.persistent]
+        if not absent:
+            return
+        if any(s.pending is None and not s.alone for s in absent):  # what this rank alone holds comes from nobody
+            self._play(now, len(steps.steps))
+            self._depart(now, EVERYTHING)
+            now.strayed = True
+            self._ask(now, use)
+            return
+        finish(absent)
+
+    def _play(self, now: _Pass, until: int) -> None:
+        """Take part in planned gathers that this rank does not need."""
+        while now.plan is not None and now.next < until:
+            step = now.plan.steps[now.next]
+            self._do(now, now.next)
+            skipped = self._uses.get(step.use)
+            self.let_go(skipped.shards if skipped else (), step.keep)
+
+    def _do(self, now: _Pass, place: int) -> None:
+        assert now.plan is not None, "this pass follows one"
+        step = now.plan.steps[place]
+        if self.departing is not None and now.learned is not None:
+            self._depart(now, self.departing.until(now.learned, place))
+        now.next = place + 1
+        if step.drop:
+            self.let_go([self._shards[number] for number in step.drop])
+        for batch in step.start:
+            self._start(now, [self._shards[number] for number in batch])
+        self._keep[step.use] = step.keep
+
+    def _start(self, now: _Pass, shards: list[Shard]) -> None:
+        self.gathers += len(shards)
+        start(shards, GatherFor.BACKWARD if now.key[0] == "backward" else GatherFor.FORWARD)
+        for shard in shards:
+            self._live[shard.number] = shard
+
+    def _depart(self, now: _Pass, until: int) -> None:
+        if self.departing is not None and now.key[0] == "backward":
+            self.departing.depart(until)
+
+    # ---- making plans
+
+    def _planned(self, now: _Pass, whole: frozenset[int]) -> FetchPlan:
+        """A plan from what this pass used; without gathering ahead where ranks used different things."""
+        served = tuple(now.served)
+        agreed = self._agree(tuple(event.use for event in now.events if event.enter), served)
+        numel = {number: shard.numel for number, shard in self._shards.items()}
+        if agreed:
+            returns = self._between and now.key[-1] is True
+            return plan(now.events, numel, self._limits, whole=whole, returns=returns)
+        events = [self._uses[use].event(enter) for use in served for enter in (True, False)]
+        return plan(events, numel, FetchLimits(0, self._limits.live, 0))
+
+    def _agree(self, mine: tuple[int, ...], served: tuple[int, ...]) -> bool:
+        code = digest(mine) + 1 if mine == served else DONE
+        codes = self._hosts.exchange([code, 0, 0, 0], "comparison of traces")[:, 0]
+        return code != DONE and bool((codes == code).all())
+
+    def _explain(self, now: _Pass) -> None:
+        if now.strayed and self._log_traces:
+            logger.info("the %s pass left its plan; it is traced anew", now.key[0])
+        if self._known[now.key].misfits == _PATIENCE:
+            warn_once(
+                "stage 3: what modules a pass uses keeps changing, so parameters are gathered without prefetching. "
+                "Where only a few modules choose by the data (experts), deepspeed.utils.set_z3_leaf_modules on them "
+                "is faster."
+            )
+
+
+def _where(use: ModuleUse | None) -> str:
+    if use is None:
+        return ""
+    names = ", ".join(shard.name for shard in use.shards[:3])
+    return f" in module {use.name!r}" + (f", which uses {names}" if names else "")

@@ -1,0 +1,291 @@
+"""Hooks on unmodified modules: parameters become whole before a module runs and before its backward does.
+
+[Note: not torch.compiler.disable] That would load the compiler, which takes seconds, in runs that compile nothing, and
+adds a call. What it does is small: it marks the function, and its code as not to be compiled, with all it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import UsageError
+from deepspeed.zero.parameters import gather as fetch
+from deepspeed.zero.parameters.coordinator import FetchCoordinator
+from deepspeed.zero.parameters.nested_tensors import tensors_in
+from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
+from deepspeed.zero.parameters.uses import ModuleUse, blocks_of
+from deepspeed.zero.public.leaf import set_z3_leaf_module, z3_leaf_module
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def hidden(function: F) -> F:
+    """The function, invisible to torch.compile."""
+    frames: Any = torch._C._dynamo.eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+_KEY = "_external_params"
+
+
+class _Fetches(Protocol):
+    @property
+    def current(self) -> Any: ...
+
+    def also(self, shard: Shard) -> None: ...
+
+
+class WatchedParameters(dict[str, Any]):
+    """A module's own parameters; reading one that is not whole while the model runs makes it whole.
+
+    The module that is running then uses it from now on: it is gathered with that module's own parameters.
+    """
+
+    def __init__(self, parameters: Mapping[str, Any], coordinator: _Fetches) -> None:
+        super().__init__(parameters)
+        self._coordinator = coordinator
+
+    def __getitem__(self, name: str) -> Any:
+        param = super().__getitem__(name)
+        if param is not None and param.numel() == 0 and self._coordinator.current is not None:
+            shard = shard_of(param)
+            if shard is not None and not shard.whole and shard.numel:
+                self._coordinator.also(shard)
+        return param
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def external_parameters(module: nn.Module) -> dict[int, nn.Parameter]:
+    """The parameters that the module uses and does not own, by number."""
+    found: dict[int, nn.Parameter] = module.__dict__.get(_KEY, {})
+    return found
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Gather a parameter of another module whenever this module runs, forward and backward."""
+    if not isinstance(parameter, nn.Parameter):
+        raise UsageError(f"register_external_parameter takes a parameter, found {type(parameter).__name__}")
+    module.__dict__.setdefault(_KEY, {})[id(parameter)] = parameter
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Undo `register_external_parameter`."""
+    if id(parameter) not in external_parameters(module):
+        raise UsageError("unregister_external_parameter: this parameter is not registered with this module")
+    del module.__dict__[_KEY][id(parameter)]
+
+
+class _Call:
+    """One call of a module, of which backward reports the inputs' gradients."""
+
+    __slots__ = ("_done", "left")
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done = done
+        self.left = 0
+
+    def fired(self, _: Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            self._done()
+
+
+class ModuleHooks:
+    """Connects the modules of a model to a coordinator; can be taken off and put on again."""
+
+    def __init__(self, root: nn.Module, coordinator: FetchCoordinator) -> None:
+        self._root = root
+        self._coordinator = coordinator
+        self._uses = 0
+        self._blocks: dict[int, int] = {}
+        self._watched: list[nn.Module] = []
+        self._known: set[int] = set()
+        self._made = Shard.made
+        self._returning: list[Any] = []
+        """Hooks that bring back, once, parameters that stay whole and were let go."""
+        self.handles: list[Any] = []
+        self.watches_inputs = False
+        """Tell when the gradients of a module's inputs are known, also where it trains all of its parameters."""
+
+    def install(self) -> None:
+        """Hook every module that owns parameters which are not always whole, and the root."""
+        self._expect_return()
+        if not any(not shard.persistent for shard in shards_of(self._root.parameters())):
+            return
+        self._blocks, _ = blocks_of(self._root)
+        for name, module, shards in self._units():
+            self._hook(name, module, shards)
+
+    def look_again(self) -> None:
+        """Hook modules that were added to the model since, if any parameter was sharded since."""
+        if self._made == Shard.made:
+            return
+        self._made = Shard.made
+        self._blocks, _ = blocks_of(self._root)
+        if self.handles and any(id(module) not in self._known for module in self._root.modules()):
+            for name, module, shards in self._units():
+                if id(module) not in self._known:
+                    self._hook(name, module, shards)
+            self._coordinator.invalidate()
+
+    def forget_plans(self) -> None:
+        """Let the next passes be traced anew."""
+        self._coordinator.invalidate()
+
+    def as_units(self, modules: Iterable[nn.Module]) -> None:
+        """Gather each of these modules with all that is below it: nothing of ours runs inside them any more."""
+        for module in modules:
+            set_z3_leaf_module(module, True)
+        if self.handles:
+            self.remove()
+            self.install()
+
+    def remove(self) -> None:
+        """Take every hook off; parameters that are whole stay so."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        self._forget_return()
+        for module in self._watched:
+            module._parameters = dict(module._parameters)
+        self._watched.clear()
+        self._known.clear()
+        self._coordinator.clear()
+
+    def let_go(self) -> None:
+        """Free every whole parameter that is not in use; those that stay whole return before the model is used again.
+
+        All ranks call it together. On an axis of one rank there is nothing to free.
+        """
+        whole = [s for s in shards_of(self._root.parameters()) if s.whole or s.pending is not None]
+        idle = [shard for shard in whole if not shard.holds and shard.numel and not shard.alone]
+        for shard in idle:
+            if shard.persistent and shard.edited:
+                shard.store()
+            shard.release()
+        if idle:
+            self._coordinator.invalidate()  # plans may count on what is whole between passes
+        self._expect_return()
+
+    def _absent(self) -> list[Shard]:
+        """Parameters that stay whole, and were let go all the same."""
+        return [s for s in shards_of(self._root.parameters()) if s.persistent and not s.whole and s.numel]
+
+    def _expect_return(self) -> None:
+        absent = {id(shard.param) for shard in self._absent()}
+        if not absent or self._returning:
+            return
+        self._coordinator.bring = self._bring
+        for module in self._root.modules():
+            if module is self._root or any(id(param) in absent for param in module.parameters(recurse=False)):
+                self._returning.append(module.register_forward_pre_hook(self._bring_before(module), prepend=True))
+
+    def _bring_before(self, owner: nn.Module) -> Callable[..., None]:
+        def bring(module: nn.Module, _: Any) -> None:
+            if module is owner:  # no copy of it
+                self._bring()
+
+        return hidden(bring)
+
+    def _bring(self) -> None:
+        self._forget_return()
+        fetch.gather(self._absent())
+
+    def _forget_return(self) -> None:
+        self._coordinator.bring = None
+        for handle in self._returning:
+            handle.remove()
+        self._returning.clear()
+
+    def _units(self) -> Iterator[tuple[str, nn.Module, list[Shard]]]:
+        """Modules that are gathered as one: leaves with all below them, others with their own parameters."""
+        below: set[int] = set()
+        for name, module in self._root.named_modules():
+            if id(module) in below:
+                self._known.add(id(module))
+                continue
+            leaf = z3_leaf_module(module)
+            if leaf:
+                below.update(id(child) for child in module.modules() if child is not module)
+            shards = [s for s in shards_of(module.parameters(recurse=leaf)) if s.numel]
+            shards += [s for s in shards_of(external_parameters(module).values()) if s not in shards]
+            if any(not shard.persistent for shard in shards) or module is self._root:
+                yield name or type(module).__name__, module, shards
+            else:
+                self._known.add(id(module))
+
+    def _hook(self, name: str, module: nn.Module, shards: list[Shard]) -> None:
+        use = ModuleUse(self._uses, name, module, shards, self._blocks.get(id(module), -1))
+        self._uses += 1
+        self._known.add(id(module))
+        self._coordinator.add(use)
+        pre, post = self._make(use)
+        self.handles.append(module.register_forward_pre_hook(pre, prepend=True, with_kwargs=True))
+        self.handles.append(module.register_forward_hook(post, always_call=True))
+        for owner in module.modules() if z3_leaf_module(module) else (module,):
+            if owner._parameters and not isinstance(owner._parameters, WatchedParameters):
+                owner._parameters = WatchedParameters(owner._parameters, self._coordinator)
+                self._watched.append(owner)
+
+    def _make(self, use: ModuleUse) -> tuple[Callable[..., None], Callable[..., None]]:
+        coordinator = self._coordinator
+
+        def pre(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if module is not use.module:
+                return  # a copy of the module, which got the hook with everything else
+            coordinator.enter(use)
+            if torch.is_grad_enabled() and (
+                (self.watches_inputs and use.shards) or any(not shard.param.requires_grad for shard in use.shards)
+            ):
+                self._watch_inputs(use, (args, kwargs))
+
+        def post(module: nn.Module, args: Any, output: Any) -> None:
+            if module is not use.module:
+                return
+            tensors = (output,) if type(output) is Tensor else tuple(tensors_in(output))
+            if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+                self._keep_returned(use, tensors)
+            coordinator.leave(use)
+            if torch.is_grad_enabled() and use.shards:
+                for tensor in tensors:
+                    if tensor.requires_grad and shard_of(tensor) is None:
+                        tensor.register_hook(before)
+                        _hook_base(tensor, before)
+
+        def before(_: Tensor) -> None:
+            coordinator.before_backward(use, recorded=torch.is_grad_enabled())  # as create_graph says
+
+        return hidden(pre), hidden(post)
+
+    def _watch_inputs(self, use: ModuleUse, inputs: Any) -> None:
+        call = _Call(lambda: self._coordinator.inputs_done(use))
+        for tensor in tensors_in(inputs):
+            if tensor.requires_grad:
+                call.left += 1
+                tensor.register_hook(call.fired)
+
+    def _keep_returned(self, use: ModuleUse, tensors: Iterable[Tensor]) -> None:
+        """A module that returns a parameter hands it to whoever called it, who uses it then."""
+        for shard in map(shard_of, tensors):
+            if shard is not None:
+                self._coordinator.hand_over(use, shard)
+
+
+def _hook_base(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Hook what an output is a view of: writing into a view in place cuts the view's own hooks off the graph.
+
+    The output of a linear layer with an input of three dims is one, and an activation in place writes into it.
+    """
+    base = tensor._base
+    if base is not None and base.grad_fn is not None:
+        base.register_hook(hook)

@@ -1,0 +1,241 @@
+"""What this rank's optimizer holds of one parameter, and how a parameter finds the states that belong to it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deepspeed import comm
+from deepspeed.errors import UsageError
+from deepspeed.parallel import AxisGroup
+from deepspeed.zero.parameters.data import plain_data
+
+if TYPE_CHECKING:
+    from deepspeed.zero.gradients.reducer import GradientReducer
+    from deepspeed.zero.piece import StatePiece
+    from deepspeed.zero.states.groups import ShardGroup
+
+_KEY = "_states"
+
+
+class ParameterState(Protocol):
+    """One parameter that an optimizer trains, as this rank sees it."""
+
+    name: str
+    shape: torch.Size
+    """Of the whole parameter."""
+    interval: tuple[int, int]
+    """The elements that lie here; all of them where nothing is sharded."""
+    axis: AxisGroup | None
+    """The ranks over which the parameter is spread; None if it is whole here."""
+    chunk: int
+    """Elements of a rank's part, padding included."""
+    dtype: torch.dtype
+    """Of the master."""
+    device: torch.device
+    master: nn.Parameter | None
+    """What the optimizer updates; None if no element lies here."""
+
+    def gradient(self) -> Tensor | None:
+        """The reduced gradient of the elements that lie here, not yet multiplied by its unit."""
+
+    def has_gradient(self) -> bool:
+        """True if this rank had a gradient for the parameter."""
+
+    def put_gradient(self, values: Tensor) -> None:
+        """Replace the gradient of the elements that lie here; one-dimensional."""
+
+    def publish(self) -> None:
+        """Bring the master into the model's parameter; on all ranks of the axis."""
+
+
+@dataclass(eq=False)
+class StateOwner:
+    """The states of one engine's parameters."""
+
+    find: Callable[[nn.Parameter], ParameterState | None]
+    adopt: Callable[[], None]
+    """Let masters follow parameters that somebody wrote."""
+    optimizer: Optimizer
+    unit: Callable[[], float | None]
+    """What gradients that are held have to be multiplied by; None if there are none. Reduces them first."""
+    spread: Callable[[Sequence[nn.Parameter], int], None]
+    """Give what one rank wrote into parameters that are whole on every rank to all of them."""
+    sharded: bool
+    """Parameters themselves are spread over ranks, also if there is one rank only."""
+    rivals: weakref.WeakKeyDictionary[StateOwner, str] = field(default_factory=weakref.WeakKeyDictionary)
+    """Owners that came later and train parameters of this one, with one of those."""
+    elders: list[weakref.ref[StateOwner]] = field(default_factory=list)
+    """Those of which this one is a rival."""
+
+    slots: list[tuple[str, nn.Module, str, nn.Parameter]] = field(default_factory=list)
+    """The name of each trained parameter, the module that holds it, under which key, and itself."""
+
+    def require_own(self) -> None:
+        """Refuse a step after a module was given another parameter in place of a trained one: it would not learn."""
+        for at, (name, module, key, param) in enumerate(self.slots):
+            found = module._parameters.get(key)
+            if found is param or found is None or not found.requires_grad:
+                continue
+            if self.find(found) is None:
+                raise UsageError(
+                    f"the module's {name} is not the parameter that the engine trains: another one was put in its "
+                    "place, by load_state_dict(assign=True) or an assignment, and no optimizer group has it. Leave "
+                    "assign=True out, which copies the values, or write them in place; a parameter that is really new "
+                    "goes to engine.optimizer.add_param_group"
+                )
+            self.slots[at] = name, module, key, found
+
+    def require_sole(self) -> None:
+        """Refuse a step while another engine trains the same parameters: each would undo what the other did."""
+        for name in self.rivals.values() if self.rivals else ():
+            raise UsageError(
+                f"another engine was made later that trains {name} and others of this engine's parameters. A step of "
+                "this one would bring them back to what they were before the other's steps. Step the newer engine, or "
+                "call its destroy() first."
+            )
+
+
+class _Handle:
+    """On a parameter: leads to the owner as long as that lives. A copy of the parameter, pickled or not, has none."""
+
+    __slots__ = ("_owner",)
+
+    def __init__(self, owner: StateOwner | None = None) -> None:
+        self._owner = None if owner is None else weakref.ref(owner)
+
+    def owner(self) -> StateOwner | None:
+        return None if self._owner is None else self._owner()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Handle, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Handle:
+        return _Handle()
+
+
+def attach(params: Iterable[nn.Parameter], owner: StateOwner) -> None:
+    """Let parameters find their states; an engine that trained one of them before is told of its rival."""
+    for param in params:
+        before = owner_of(param)
+        if before is not None and before is not owner and owner not in before.rivals:
+            held = owner.find(param)
+            if held is not None and before.find(param) is not None:
+                before.rivals[owner] = held.name
+                owner.elders.append(weakref.ref(before))
+        setattr(param, _KEY, _Handle(owner))
+
+
+def detach(params: Iterable[nn.Parameter], owner: StateOwner) -> None:
+    """Undo `attach`, except where another engine took over meanwhile."""
+    elders = [elder for elder in (ref() for ref in owner.elders) if elder is not None]
+    for elder in elders:
+        elder.rivals.pop(owner, None)
+    for param in params:
+        handle = getattr(param, _KEY, None)
+        if isinstance(handle, _Handle) and handle.owner() is owner:
+            delattr(param, _KEY)
+            for elder in elders:
+                if elder.find(param) is not None:
+                    setattr(param, _KEY, _Handle(elder))
+
+
+def owner_of(param: Tensor) -> StateOwner | None:
+    """The states that a parameter belongs to; None if no engine trains it."""
+    handle = getattr(param, _KEY, None)
+    return handle.owner() if isinstance(handle, _Handle) else None
+
+
+@torch.no_grad()
+def join(held: ParameterState, part: Tensor | None, dtype: torch.dtype, present: bool) -> Tensor | None:
+    """The whole tensor of which every rank has a part; None if it is present on no rank."""
+    if held.axis is None:
+        return (
+            part.detach().to(held.device, dtype, copy=True).view(held.shape) if part is not None and present else None
+        )
+    flat = torch.zeros(held.shape.numel() + 1, dtype=dtype, device=held.device)  # the last one counts who has it
+    if part is not None:
+        flat[held.interval[0] : held.interval[1]].copy_(part)
+    flat[-1] = float(present)
+    with comm.labelled(f"state of {held.name}"):
+        comm.all_reduce(flat, group=held.axis.group)
+    return flat[:-1].view(held.shape) if flat[-1].item() else None
+
+
+class ShardState:
+    """`ParameterState` for a parameter that is spread over ranks."""
+
+    def __init__(self, group: ShardGroup, place: int, reducer: GradientReducer | None) -> None:
+        self._group, self._place, self._reducer = group, place, reducer
+        self._param = group.params[place]
+        self._piece: StatePiece | None = next((piece for piece in group.pieces if piece.param is self._param), None)
+        self.name = group.names[place]
+        self.shape = torch.Size(getattr(self._param, "ds_shape", self._param.shape))
+        self.axis = group.axis if group.axis.size > 1 else None
+        self.interval = group.layout.interval(place, group.axis.rank)
+        self.chunk = -(-self.shape.numel() // group.axis.size)
+        self.dtype = group.dtypes.master
+        self.device = self._param.device
+        self.master = None if self._piece is None else self._piece.master
+
+    def gradient(self) -> Tensor | None:
+        """See `ParameterState`."""
+        return None if self._piece is None else self._piece.gradient
+
+    def has_gradient(self) -> bool:
+        """See `ParameterState`."""
+        return self._reducer is not None and self._reducer.had_gradient(self._param)
+
+    def put_gradient(self, values: Tensor) -> None:
+        """See `ParameterState`."""
+        if self._piece is not None:
+            self._piece.put_gradient(values, self._group.dtypes.accumulate)
+        if self._reducer is not None:
+            self._reducer.note_gradient(self._param)
+
+    def publish(self) -> None:
+        """See `ParameterState`."""
+        self._group.publish_one(self._place)
+
+
+class WholeState:
+    """`ParameterState` for a parameter that is whole on this rank."""
+
+    axis: AxisGroup | None = None
+
+    def __init__(self, piece: StatePiece) -> None:
+        self._piece, self._param = piece, piece.param
+        self._master = piece.master
+        self.master: nn.Parameter | None = piece.master
+        self.name = piece.name
+        self.shape = piece.shape
+        self.interval = piece.interval
+        self.chunk = piece.shape.numel()
+        self.dtype = piece.master.dtype
+        self.device = piece.param.device
+
+    def gradient(self) -> Tensor | None:
+        """See `ParameterState`; where gradients are accumulated in the master's dtype they lie there already."""
+        grad = self._param.grad if self._param.grad is not None else self._master.grad
+        return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
+
+    def has_gradient(self) -> bool:
+        """See `ParameterState`."""
+        return self.gradient() is not None
+
+    def put_gradient(self, values: Tensor) -> None:
+        """See `ParameterState`."""
+        holder = self._param if self._param.grad is not None else self._master
+        holder.grad = values.to(holder.dtype).view(self.shape)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """See `ParameterState`."""
+        if self._piece.separate:
+            plain_data(self._param).copy_(self._master)

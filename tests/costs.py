@@ -1,0 +1,88 @@
+"""What tests cost: core-seconds by folder at the end of a run; with `--budget` a folder that costs too much fails.
+
+A test's core-seconds are those of its own process, of the programs it started and waited for, and of the ranks that
+the fork servers ran for it. They hardly depend on what else the machine does, but on the machine: `budget.toml` has
+half as much again as a machine of two cores needed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tomllib
+
+from tests.harness import Server
+
+BUDGET = Path(__file__).parent / "budget.toml"
+PROPERTY = "core-seconds"
+TICKS = os.sysconf("SC_CLK_TCK")
+SPENT: Counter[str] = Counter()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--budget", action="store_true", help="fail if a folder costs more than tests/budget.toml allows")
+
+
+def spent() -> float:
+    """Core-seconds of this process, of what it waited for, and of the fork servers with their ranks."""
+    servers = [server.process.pid for server in Server.started if server.process is not None]
+    return sum(os.times()[:4]) + sum(map(_of_process, servers))
+
+
+def _of_process(pid: int) -> float:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:  # it has ended, or the system has no such files
+        return 0.0
+    return sum(map(int, fields[11:15])) / TICKS
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    before = spent()
+    item.user_properties.append((PROPERTY, before))
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report = yield
+    if call.when == "teardown":
+        before = dict(item.user_properties)[PROPERTY]
+        report.user_properties = [(PROPERTY, spent() - before)]
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Of every process of the run, in the one that reports."""
+    if report.when == "teardown":
+        folder = "/".join(report.nodeid.partition("::")[0].split("/")[:-1][:3])
+        SPENT[folder] += dict(report.user_properties).get(PROPERTY, 0.0)
+
+
+def over(allowed: dict[str, float]) -> dict[str, float]:
+    """Folders that cost more than they are allowed."""
+    return {folder: cost for folder, cost in SPENT.items() if cost > allowed.get(folder, 5.0)}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if len(SPENT) < 2:
+        return
+    terminalreporter.section("core-seconds by folder")
+    for folder, cost in SPENT.most_common():
+        terminalreporter.write_line(f"{cost:8.1f}  {folder}")
+    terminalreporter.write_line(f"{sum(SPENT.values()):8.1f}  in all")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if not session.config.getoption("--budget") or hasattr(session.config, "workerinput"):
+        return
+    if found := over(tomllib.loads(BUDGET.read_text(encoding="utf-8"))["core-seconds"]):
+        text = ", ".join(f"{folder} {cost:.0f}" for folder, cost in found.items())
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        session.config.get_terminal_writer().line(f"tests/budget.toml allows fewer core-seconds: {text}", red=True)

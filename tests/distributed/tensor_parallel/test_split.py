@@ -1,0 +1,47 @@
+"""A model split without an engine, as inference needs it: over any group, and sums in place where no gradient is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from deepspeed.config.parallel import TPTrainingConfig
+from deepspeed.errors import UsageError
+from deepspeed.tensor_parallel import GroupMembers, split
+from deepspeed.tensor_parallel.layers import RowParallel
+from tests.distributed.tensor_parallel.families import make, tokens
+from tests.harness import ranks
+
+
+@ranks(2)
+def test_the_group_of_a_script():
+    model, plain = make("llama")
+    made = split(model, GroupMembers(dist.group.WORLD), TPTrainingConfig(autotp_size=2))
+    assert (made.ranks, made.divides) == (2, True)
+    batch = tokens()
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            torch.testing.assert_close(model(batch).logits, plain(batch).logits, atol=1e-5, rtol=1e-5)
+    with pytest.raises(UsageError, match="no layer of Linear can be split"):
+        split(nn.Linear(2, 2), GroupMembers(dist.group.WORLD), TPTrainingConfig(autotp_size=2))
+
+
+@ranks(2)
+def test_sums_in_place():
+    """Without gradients the product's own memory becomes the sum; with them nothing is overwritten."""
+    model, _ = make("llama")
+    split(model, GroupMembers(dist.group.WORLD), TPTrainingConfig(autotp_size=2))
+    layer = next(each for each in model.modules() if isinstance(each, RowParallel))
+    assert layer.bias is None
+    x = torch.randn(2, 3, layer.in_features, generator=torch.Generator().manual_seed(dist.get_rank()))
+    products = []
+    product = layer.product
+    layer.product = lambda *args, **options: products.append(product(*args, **options)) or products[-1]
+    outs = []
+    for mode, in_place in ((torch.inference_mode, True), (torch.no_grad, True), (torch.enable_grad, False)):
+        with mode():
+            outs.append(layer(x))
+        assert (outs[-1].data_ptr() == products[-1].data_ptr()) is in_place
+    assert all(torch.equal(out, outs[0]) for out in outs)
