@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import WithJsonSchema
 
-from deepspeed.config.features import UNBUILT
-from deepspeed.config.idle import IDLE, unused_by_model
-from deepspeed.config.json_schema import json_schema
+from deepspeed.config.explain import json_schema
+from deepspeed.config.features import IDLE, UNBUILT, unused_by_model
 from deepspeed.config.model import DeepSpeedConfigModel
 from deepspeed.config.renamed import REMOVED, RENAMED
 from deepspeed.config.schema import Schema
-from deepspeed.config.shape import Key, keys_of
+from deepspeed.config.schema_walk import Key, keys_of
 
 _JSON_TYPES = {"integer": "integer", "string": "text"}
 HERE = Path(__file__).resolve().parent
@@ -33,12 +32,12 @@ def main() -> None:
 def config_page() -> Iterator[str]:
     """The config reference: a table for the top level and one for each section."""
     yield "# Config reference\n"
-    yield "Every key of the JSON config, made from the schema that the loader validates with."
-    yield "`python -m deepspeed.config explain FILE` shows the effective value of each for a config of yours, and"
+    yield "Every key of the JSON config, generated from the schema that validates it."
+    yield "`python -m deepspeed.config explain FILE` shows the effective value of each key for your config, and"
     yield "[`deepspeed.schema.json`](deepspeed.schema.json) gives editors completion and checks.\n"
     unbuilt = {feature.path for feature in UNBUILT}
-    yield "Keys marked † belong to features that are not part of this version yet; turning one on is an error."
-    yield "Those under [keys without effect](#keys-without-effect) are told at start.\n"
+    yield "Keys marked † belong to features that this version lacks; turning one on is an error."
+    yield "Those under [keys without effect](#keys-without-effect) log a warning at start.\n"
     top = [keys_of(Schema)[name] for name in Schema.model_fields]
     yield "## Top level\n"
     yield from table([("", key) for key in top if key.section is None], unbuilt)
