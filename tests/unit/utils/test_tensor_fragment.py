@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import torch
-from deepspeed.utils.tensor_fragment import fragment_address, get_hp_fragment_mapping, map_to_flat_opt_states
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from deepspeed.errors import UsageError
 from deepspeed.utils import tensor_fragment as home
+from deepspeed.utils.tensor_fragment import fragment_address, get_hp_fragment_mapping, map_to_flat_opt_states
 
 
 def mapping(param, start, flat, partition_start, gradients=None):
