@@ -97,15 +97,15 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
     layout = _layout(request, stack)
     split = _split(request, layout)
     local_rank, device = rank_device()
-    precision = Precision.from_config(schema, sequence_size=layout["sp"].size)
+    precision = Precision.from_config(schema, sequence_size=layout.sequence.size)
     precision.require_device()
     rehearsal = _rehearsal(device, precision, stack)
     fuse(schema, module, stack, rehearsal, precision.param, whole=not isinstance(module, PipelineModule))
-    spills = parameters_leave(schema, module, precision, layout["dp", "sp"])
+    spills = parameters_leave(schema, module, precision, layout.samples)
     remote = schema.zero_optimization.offloads_parameters or spills
     place(module, device, precision, schema.zero_optimization, remote=remote)
     experts = _experts(request, layout, stack)
-    lies_on = (lambda _: layout["dp", "sp"]) if experts is None else experts.lies_on
+    lies_on = (lambda _: layout.samples) if experts is None else experts.lies_on
     replicate(module, lies_on, remote=remote)
 
     events, scale = EventStream(), make_scale(schema, precision)
@@ -134,8 +134,8 @@ def _build(request: Request, stack: ExitStack) -> DeepSpeedEngine:
         forward=_around(request, layout, stack, forward, split),
         make_loader=partial(
             build_dataloader,
-            data_parallel_rank=layout["dp"].rank,
-            data_parallel_size=layout["dp"].size,
+            data_parallel_rank=layout.data.rank,
+            data_parallel_size=layout.data.size,
             drop_last=schema.dataloader_drop_last,
         ),
         resources=stack,
@@ -154,7 +154,7 @@ def _experts(request: Request, layout: ParallelLayout, stack: ExitStack) -> Spre
     """The experts of the model, each where it lies; None if it has none. What the model has no use for is told."""
     first, staged = request.config.schema.use_data_before_expert_parallelism, isinstance(request.module, PipelineModule)
     experts = spread_experts(request.module, layout, stack, data_first=first)
-    shared = layout["sp"].size > 1
+    shared = layout.sequence.size > 1
     request.config.tell_unused(unused_by_model(staged=staged, experts=experts is not None, shared_sequences=shared))
     if not staged:  # a stage is no model
         export_whole(request.module, experts, stack)
@@ -243,13 +243,13 @@ def _layout(request: Request, stack: ExitStack) -> ParallelLayout:
     if request.mpu is not None or request.mesh is not None or max(sizes.values()) > 1:
         current_layout.set(layout)
         stack.callback(current_layout.forget, layout)
-    layout.create_groups("dp", "sp", ("dp", "sp"), "tp", ("pp", "tp"))
+    layout.create_groups()
     return layout
 
 
 def _split(request: Request, layout: ParallelLayout) -> SplitModel:
     """Split the layers and blocks of experts that ranks share, of the whole model or of a stage."""
-    schema, module, opened = request.config.schema, request.module, Reshard(layout["dp", "sp"])
+    schema, module, opened = request.config.schema, request.module, Reshard(layout.samples)
     empty = take_place(module)
     if isinstance(module, PipelineModule):
         spread_stage(schema, module, layout, opened)
@@ -257,8 +257,8 @@ def _split(request: Request, layout: ParallelLayout) -> SplitModel:
         split = split_stage(schema, module, layout, opened)
     else:
         spread_blocks(schema, module, layout, opened)
-        split = split_model(schema, module, layout["tp"], opened, request.mpu)
-    fill(module, empty, cuts_of_experts(module), cuts_of(module, layout["tp"].rank))
+        split = split_model(schema, module, layout.tensor, opened, request.mpu)
+    fill(module, empty, cuts_of_experts(module), cuts_of(module, layout.tensor.rank))
     return split
 
 
@@ -278,7 +278,7 @@ def _states(
     split: SplitModel,
 ) -> ZeroModel:
     """What the optimizer updates and what reduces gradients, whole or spread over ranks."""
-    model, axis = layout["pp", "tp"], layout["dp", "sp"]
+    model, axis = layout.model, layout.samples
     schema, module = request.config.schema, request.module
     zero = schema.zero_optimization
     model_group = model.group if model.size > 1 else None
@@ -294,7 +294,7 @@ def _states(
     )
     if isinstance(module, PipelineModule):
         measure = over_stages(measure, module, layout)
-    hosts = RankAgreement(layout["dp", "sp", "tp"] if experts is not None and experts.wide else axis)
+    hosts = RankAgreement(layout.stage if experts is not None and experts.wide else axis)
     if experts is not None and zero.shards_states:
         _require_alike(experts, module, hosts)
     quarters = state_placement(schema, budget(schema, module, precision, basic, axis, hosts), hosts, stack)

@@ -81,7 +81,7 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     if parts.monitor.enabled:
         stack.callback(MonitorSubscriber(parts.monitor, times=times).attach(events).close)
         if parts.experts is not None:
-            stack.callback(RouterStatistics(parts.module, parts.layout["dp", "sp"]).attach(events).close)
+            stack.callback(RouterStatistics(parts.module, parts.layout.samples).attach(events).close)
     stack.callback(events.subscribe(PhaseFailed, OutOfMemory(parts)).close)
     if comm.get_rank() == 0:
         stack.callback(events.subscribe(OverflowFound, _tell_overflow).close)
@@ -101,8 +101,8 @@ def watch(parts: Parts, stack: ExitStack) -> None:
 
 def _stages(parts: Parts) -> StageGroup | None:
     """Of a pipeline, on the first replica of each stage, what profiles need to tell of all of them; None elsewhere."""
-    module, axis, layout = parts.module, parts.layout["pp"], parts.layout
-    if not isinstance(module, PipelineModule) or layout["dp", "sp"].rank or layout["tp"].rank:
+    module, axis, layout = parts.module, parts.layout.pipeline, parts.layout
+    if not isinstance(module, PipelineModule) or layout.stage.rank:
         return None
 
     def gather(mine: Any) -> list[Any]:
@@ -144,8 +144,8 @@ def _facts(parts: Parts) -> Facts:
     named = narrow and accelerator.device_name() == "cuda"
     return Facts(
         world=comm.get_world_size(),
-        data_parallel=layout["dp"].size,
-        model_parallel=layout["tp"].size if isinstance(parts.module, PipelineModule) else layout["pp", "tp"].size,
+        data_parallel=layout.data.size,
+        model_parallel=layout.tensor.size if isinstance(parts.module, PipelineModule) else layout.model.size,
         batch=None if batch is None else batch.micro,
         samples=None if batch is None else batch.train,
         micro_steps=parts.accumulation.steps,

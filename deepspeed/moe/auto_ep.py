@@ -48,7 +48,7 @@ def spread_blocks(schema: Schema, model: nn.Module, layout: ParallelLayout, open
     section = schema.expert_parallel
     if not section.enabled:
         return
-    tensor, share = layout["tp"], _sharing(section, layout)
+    tensor, share = layout.tensor, _sharing(section, layout)
     found = find_experts(model, section)
     folds = tensor.size > 1 and share is None
     groups = layout.experts(section.autoep_size, data_first=schema.use_data_before_expert_parallelism, fold_tp=folds)
@@ -74,7 +74,7 @@ def spread_blocks(schema: Schema, model: nn.Module, layout: ParallelLayout, open
 
 def _sharing(section: ExpertParallelConfig, layout: ParallelLayout) -> AxisGroup | None:
     """The ranks that share every expert; None if each expert is one rank's."""
-    size, tensor = section.expert_tensor_parallel_size, layout["tp"]
+    size, tensor = section.expert_tensor_parallel_size, layout.tensor
     if size not in (1, tensor.size):
         raise DeepSpeedConfigError(
             f"{KEY} is {size}, but there are {tensor.size} tensor-parallel ranks (tensor_parallel.autotp_size). Either "

@@ -85,7 +85,7 @@ class MoE(nn.Module):
 
     def join(self, layout: ParallelLayout, *, data_first: bool = False) -> ExpertGroups:
         """Take the ranks of the experts from a layout; all ranks call this for all layers, in the same order."""
-        tensor = layout["tp"]
+        tensor = layout.tensor
         folds = tensor.size > 1 and not self.enable_expert_tensor_parallelism
         experts = layout.experts(self.ep_size, data_first=data_first, fold_tp=folds)
         meet(experts, self.expert_group_name)

@@ -40,5 +40,5 @@ def whole_of(values: Tensor, dim: int, axis: AxisGroup) -> Tensor:
 
 
 def _tensor_axis() -> AxisGroup | None:
-    axis = current_layout.get()["tp"] if current_layout.is_known else None
+    axis = current_layout.get().tensor if current_layout.is_known else None
     return axis if axis is not None and axis.size > 1 else None

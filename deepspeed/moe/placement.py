@@ -183,7 +183,7 @@ def spread_experts(
         layers.append(made)
     if not layers:
         return None
-    spread = SpreadExperts(layers, layout["dp", "sp"], data_first=data_first)
+    spread = SpreadExperts(layers, layout.samples, data_first=data_first)
     spread.note_buffers(module)
     return spread
 
@@ -252,7 +252,7 @@ class StateDictExport:
         """The state dict with the experts of all ranks, as the whole model has them; all ranks call this."""
         try:
             with self._exchange.meeting("the state dict of a model with spread experts") as meeting:
-                meeting.say(sorted(state)[:1])
+                meeting.gather(sorted(state)[:1])
         except CheckpointError as error:
             raise UsageError(
                 f"this state dict has the experts of rank {self._exchange.rank} alone, and those of other ranks can be "

@@ -19,14 +19,91 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from deepspeed.errors import LayoutError
 
 Ranks = tuple[int, ...]
 
-GRID_AXES = ("pp", "dp", "sp", "tp")
-_WORDS = {"pp": "pipeline", "dp": "data", "sp": "sequence", "tp": "tensor"}
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class AxisKind:
+    """What ranks along one axis of the grid do, and what others call the axis."""
+
+    word: str
+    splits_model: bool
+    """Its ranks hold different parts of one model; ranks of other axes see different samples."""
+    mesh: tuple[str, ...]
+    """Names of the dim of a DeviceMesh."""
+    mpu: tuple[str, ...]
+    """The X of an mpu's get_X_parallel_{rank,group,world_size}, in the order they are tried."""
+
+
+# slowest first
+AXES: dict[str, AxisKind] = {
+    "pp": AxisKind(
+        "pipeline",
+        splits_model=True,
+        mesh=("pp", "pipe", "pipeline", "pipeline_parallel"),
+        mpu=("pipeline_model", "pipe", "pipeline"),
+    ),
+    "dp": AxisKind("data", splits_model=False, mesh=("dp", "data", "data_parallel"), mpu=("data",)),
+    "sp": AxisKind("sequence", splits_model=False, mesh=("sp", "sequence", "sequence_parallel"), mpu=("sequence",)),
+    "tp": AxisKind(
+        "tensor",
+        splits_model=True,
+        mesh=("tp", "tensor", "tensor_parallel", "model", "model_parallel"),
+        mpu=("tensor_model", "slice"),
+    ),
+}
+GRID_AXES = tuple(AXES)
+SAMPLE_AXES = tuple(name for name, kind in AXES.items() if not kind.splits_model)
+MODEL_AXES = tuple(name for name, kind in AXES.items() if kind.splits_model)
+STAGE_AXES = tuple(name for name in AXES if name != "pp")
+
+
+class AxisRoles(Generic[A]):
+    """The axes of a layout by their roles; `layout[...]` takes the short names of any combination."""
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> A:
+        raise NotImplementedError
+
+    @property
+    def samples(self) -> A:
+        """Ranks that see different samples or parts of them: gradients are averaged over these."""
+        return self[SAMPLE_AXES]
+
+    @property
+    def model(self) -> A:
+        """Ranks that together hold one copy of the model: stages × tensor slices."""
+        return self[MODEL_AXES]
+
+    @property
+    def stage(self) -> A:
+        """All ranks that work on one pipeline stage."""
+        return self[STAGE_AXES]
+
+    @property
+    def data(self) -> A:
+        """Ranks that load different samples."""
+        return self["dp"]
+
+    @property
+    def sequence(self) -> A:
+        """Ranks that share the sequences of one sample."""
+        return self["sp"]
+
+    @property
+    def tensor(self) -> A:
+        """Ranks that share the layers of one stage."""
+        return self["tp"]
+
+    @property
+    def pipeline(self) -> A:
+        """Ranks that hold the stages of one model."""
+        return self["pp"]
 
 
 class GridGroups(Sequence[Ranks]):
@@ -225,27 +302,34 @@ class RankGrid:
 
 
 @dataclass(frozen=True)
-class LayoutPlan:
+class LayoutPlan(AxisRoles[Axis]):
     """The rank lists of a layout, made without any process: `plan["dp"].groups`, `plan.experts(ep=8).edp`."""
 
     grid: RankGrid
 
     @classmethod
-    def fit(cls, world: int, *, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1) -> LayoutPlan:
-        """The plan for `world` ranks; dp follows from the other sizes, and must agree with them where given."""
+    def fit(cls, world: int, *, dp: int | None = None, **sizes: int) -> LayoutPlan:
+        """The plan for `world` ranks; dp follows from the other sizes, and must agree with them where given.
+
+        `sizes` are those of other axes, by their short names; axes that are not named have size 1.
+        """
         _positive("world size", world)
-        sizes = {"pp": _positive("pp", pp), "sp": _positive("sp", sp), "tp": _positive("tp", tp)}
-        product = math.prod(sizes.values())
+        for name, size in sizes.items():
+            if name not in AXES:
+                raise LayoutError(f"there is no axis {name!r}; the axes are {list(AXES)}.")
+            _positive(name, size)
+        given = {name: sizes.get(name, 1) for name in AXES if name != "dp"}
+        product = math.prod(given.values())
         if world % product:
-            raise LayoutError(_indivisible(world, sizes, product))
+            raise LayoutError(_indivisible(world, given, product))
         found = world // product
+        planned = {name: given.get(name, dp or found) for name in AXES}
         if dp is not None and _positive("dp", dp) != found:
-            sizes = {"pp": pp, "dp": dp, "sp": sp, "tp": tp}
             raise LayoutError(
-                f"{_equation(sizes)} processes are planned, but the world size is {world}. "
-                f"Use {math.prod(sizes.values())} processes, or dp {found}, or leave dp out."
+                f"{_equation(planned)} processes are planned, but the world size is {world}. "
+                f"Use {math.prod(planned.values())} processes, or dp {found}, or leave dp out."
             )
-        return cls(RankGrid(GRID_AXES, (pp, found, sp, tp)))
+        return cls(RankGrid(GRID_AXES, tuple(planned.values())))
 
     @property
     def world(self) -> int:
@@ -272,7 +356,7 @@ class LayoutPlan:
         Neighbouring ranks share the experts and replicas are strided; `data_first` swaps the two. With `fold_tp`
         the experts are not tensor-parallel: a stage's tp ranks count as further data-parallel ranks.
         """
-        over = ("dp", "sp", "tp") if fold_tp else ("dp", "sp")
+        over = STAGE_AXES if fold_tp else SAMPLE_AXES
         data = self[over]
         _positive("ep", ep)
         if data.size % ep:
@@ -341,7 +425,7 @@ def _equation(sizes: Mapping[str, int]) -> str:
 
 
 def _indivisible(world: int, sizes: Mapping[str, int], product: int) -> str:
-    words = "/".join(_WORDS[name] for name, size in sizes.items() if size > 1)
+    words = "/".join(AXES[name].word for name, size in sizes.items() if size > 1)
     below = world // product * product
     counts = [count for count in (below, below + product) if count]
     plural = "s" if "/" in words else ""

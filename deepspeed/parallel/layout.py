@@ -11,18 +11,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from deepspeed import comm
 from deepspeed.errors import LayoutError
 from deepspeed.parallel import hierarchy
-from deepspeed.parallel.axes import GRID_AXES, Axis, ExpertAxes, LayoutPlan, RankGrid, Ranks
+from deepspeed.parallel.axes import (
+    AXES,
+    GRID_AXES,
+    MODEL_AXES,
+    SAMPLE_AXES,
+    STAGE_AXES,
+    Axis,
+    AxisRoles,
+    ExpertAxes,
+    LayoutPlan,
+    RankGrid,
+    Ranks,
+)
 from deepspeed.parallel.process_groups import GroupTable, rank_and_world
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_MESH_NAMES = {
-    **dict.fromkeys(("pp", "pipe", "pipeline", "pipeline_parallel"), "pp"),
-    **dict.fromkeys(("dp", "data", "data_parallel"), "dp"),
-    **dict.fromkeys(("sp", "sequence", "sequence_parallel"), "sp"),
-    **dict.fromkeys(("tp", "tensor", "tensor_parallel", "model", "model_parallel"), "tp"),
-}
+_MESH_NAMES = {name: axis for axis, kind in AXES.items() for name in kind.mesh}
 
 
 class AxisGroup:
@@ -133,8 +140,8 @@ class ExpertGroups:
         return self.ep if name == "ep" else self.edp
 
 
-class ParallelLayout:
-    """How the ranks of a job work together: `layout["dp"]`, `layout["dp", "sp"]`, `layout.experts(ep=4)["edp"]`.
+class ParallelLayout(AxisRoles[AxisGroup]):
+    """How the ranks of a job work together: `layout.data`, `layout["dp", "tp"]`, `layout.experts(ep=4)["edp"]`.
 
     Nothing is created until a group is asked for; see [Note: agreed order] in process_groups.py.
     """
@@ -154,14 +161,12 @@ class ParallelLayout:
         cls,
         *,
         world: int | None = None,
-        pp: int = 1,
         dp: int | None = None,
-        sp: int = 1,
-        tp: int = 1,
         rank: int | None = None,
         ranks_per_node: int | None = None,
+        **sizes: int,
     ) -> ParallelLayout:
-        """The layout of this job; `world` and `rank` come from torch.distributed unless given."""
+        """The layout of this job with these sizes of axes; `world` and `rank` come from torch.distributed."""
         if world is None or (rank is None and world != 1) or comm.is_initialized():
             found_rank, found_world = rank_and_world()
             if (world or found_world) != found_world or (found_rank if rank is None else rank) != found_rank:
@@ -170,13 +175,13 @@ class ParallelLayout:
                     f"{found_world}. Leave world and rank out, or use ParallelLayout.plan(world={world})."
                 )
             world, rank = found_world, found_rank
-        plan = LayoutPlan.fit(world, pp=pp, dp=dp, sp=sp, tp=tp)
+        plan = LayoutPlan.fit(world, dp=dp, **sizes)
         return cls(plan, rank=rank or 0, per_node=ranks_per_node)
 
     @staticmethod
-    def plan(*, world: int, pp: int = 1, dp: int | None = None, sp: int = 1, tp: int = 1) -> LayoutPlan:
+    def plan(*, world: int, dp: int | None = None, **sizes: int) -> LayoutPlan:
         """The rank lists of all groups, without processes and without creating anything."""
-        return LayoutPlan.fit(world, pp=pp, dp=dp, sp=sp, tp=tp)
+        return LayoutPlan.fit(world, dp=dp, **sizes)
 
     @classmethod
     def from_mesh(cls, mesh: DeviceMesh, *, ranks_per_node: int | None = None) -> ParallelLayout:
@@ -258,8 +263,11 @@ class ParallelLayout:
         return AxisGroup(self, axis)
 
     def create_groups(self, *axes: str | tuple[str, ...]) -> None:
-        """Make the groups of these axes now, so that later some ranks may use them without the others."""
-        for axis in axes:
+        """Make the groups of these axes now, so that later some ranks may use them without the others.
+
+        Without arguments, those of each axis and of the combinations that training uses.
+        """
+        for axis in axes or (*STAGE_AXES, SAMPLE_AXES, MODEL_AXES):
             if self[axis].size > 1:
                 _ = self[axis].group
 

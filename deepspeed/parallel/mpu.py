@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import distributed as dist
 
 from deepspeed import comm
 from deepspeed.errors import LayoutError
-from deepspeed.parallel.axes import GRID_AXES, LayoutPlan, RankGrid
+from deepspeed.parallel.axes import AXES, GRID_AXES, MODEL_AXES, SAMPLE_AXES, LayoutPlan, RankGrid
 from deepspeed.parallel.layout import AxisGroup, ExpertGroups, ParallelLayout
 from deepspeed.parallel.process_groups import create_group, destroy_group, rank_and_world, ranks_of
 from deepspeed.parallel.topology import PipelineParallelGrid
@@ -19,13 +20,9 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-# axis -> the X of get_X_parallel_{rank,group,world_size}, in the order they are tried
-_SPELLINGS: dict[str, tuple[str, ...]] = {
-    "pp": ("pipeline_model", "pipe", "pipeline"),
-    "dp": ("data",),
-    "sp": ("sequence",),
-    "tp": ("tensor_model", "slice"),
-}
+# axes -> the X of get_X_parallel_{rank,group,world_size}, in the order they are tried
+_COMBINED: dict[tuple[str, ...], tuple[str, ...]] = {SAMPLE_AXES: ("sequence_data",), MODEL_AXES: ("model",)}
+_SPELLINGS = {**{(name,): kind.mpu for name, kind in AXES.items()}, **_COMBINED}
 
 
 def layout_from_mpu(mpu: Any, *, ranks_per_node: int | None = None) -> ParallelLayout:
@@ -48,89 +45,33 @@ def layout_from_mpu(mpu: Any, *, ranks_per_node: int | None = None) -> ParallelL
 
 
 class LayoutMpu:
-    """A layout in the shape of an mpu, for code that expects one."""
+    """A layout in the shape of an mpu, for code that expects one.
+
+    It has `get_X_parallel_group()`, `…_rank()`, `…_world_size()` and `…_src_rank()` for every X that an mpu may use.
+    """
 
     def __init__(self, layout: ParallelLayout) -> None:
         self.layout = layout
 
-    def get_model_parallel_group(self) -> ProcessGroup:
-        """All ranks that together hold one copy of the model: stages × tensor slices."""
-        return self._model.group
+    def __getattr__(self, name: str) -> Callable[[], Any]:
+        spelling, _, what = name.removeprefix("get_").partition("_parallel_")
+        axes = next((axes for axes, spellings in _SPELLINGS.items() if spelling in spellings), None)
+        if axes is None or what not in _FACTS or not name.startswith("get_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return lambda: _FACTS[what](self.layout[axes])
 
-    def get_model_parallel_rank(self) -> int:
-        return self._model.rank
 
-    def get_model_parallel_world_size(self) -> int:
-        return self._model.size
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        return self.layout["dp"].group
-
-    def get_data_parallel_rank(self) -> int:
-        return self.layout["dp"].rank
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.layout["dp"].size
-
-    def get_tensor_model_parallel_group(self) -> ProcessGroup:
-        return self.layout["tp"].group
-
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self.layout["tp"].rank
-
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self.layout["tp"].size
-
-    def get_tensor_model_parallel_src_rank(self) -> int:
-        """The global rank of the first rank of this tensor-parallel group."""
-        return self.layout["tp"].ranks[0]
-
-    def get_pipe_parallel_group(self) -> ProcessGroup:
-        return self.layout["pp"].group
-
-    def get_pipe_parallel_rank(self) -> int:
-        return self.layout["pp"].rank
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.layout["pp"].size
-
-    def get_sequence_parallel_group(self) -> ProcessGroup:
-        return self.layout["sp"].group
-
-    def get_sequence_parallel_rank(self) -> int:
-        return self.layout["sp"].rank
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self.layout["sp"].size
-
-    def get_sequence_data_parallel_group(self) -> ProcessGroup:
-        """All ranks whose gradients are averaged: data × sequence."""
-        return self.layout["dp", "sp"].group
-
-    def get_sequence_data_parallel_rank(self) -> int:
-        return self.layout["dp", "sp"].rank
-
-    def get_sequence_data_parallel_world_size(self) -> int:
-        return self.layout["dp", "sp"].size
-
-    get_slice_parallel_group = get_tensor_model_parallel_group
-    get_slice_parallel_rank = get_tensor_model_parallel_rank
-    get_slice_parallel_world_size = get_tensor_model_parallel_world_size
-    get_pipeline_model_parallel_group = get_pipe_parallel_group
-    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
-    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
-    get_pipeline_parallel_group = get_pipe_parallel_group
-    get_pipeline_parallel_rank = get_pipe_parallel_rank
-    get_pipeline_parallel_world_size = get_pipe_parallel_world_size
-
-    @property
-    def _model(self) -> AxisGroup:
-        return self.layout["pp", "tp"]
+_FACTS: dict[str, Callable[[AxisGroup], Any]] = {
+    "group": lambda axis: axis.group,
+    "rank": lambda axis: axis.rank,
+    "world_size": lambda axis: axis.size,
+    "src_rank": lambda axis: axis.ranks[0],
+}
 
 
 def tensor_group(mpu: Any) -> ProcessGroup:
     """The ranks that share layers, of an mpu of any age."""
-    found = _ask(mpu, (*_SPELLINGS["tp"], "model"), "group")
+    found = _ask(mpu, (*AXES["tp"].mpu, "model"), "group")
     if not isinstance(found, dist.ProcessGroup):
         raise LayoutError(
             f"{type(mpu).__name__} is no mpu with tensor-parallel ranks: its get_tensor_model_parallel_group gives "
@@ -141,8 +82,8 @@ def tensor_group(mpu: Any) -> ProcessGroup:
 
 def stage_of(mpu: Any) -> tuple[int, int]:
     """(the pipeline stage of this rank, how many there are); (0, 1) where the mpu does not know stages."""
-    size = _ask(mpu, _SPELLINGS["pp"], "world_size")
-    return (0, 1) if size is None else (int(_ask(mpu, _SPELLINGS["pp"], "rank") or 0), int(size))
+    size = _ask(mpu, AXES["pp"].mpu, "world_size")
+    return (0, 1) if size is None else (int(_ask(mpu, AXES["pp"].mpu, "rank") or 0), int(size))
 
 
 def _ask(mpu: Any, spellings: tuple[str, ...], what: str) -> Any:
@@ -155,7 +96,7 @@ def _ask(mpu: Any, spellings: tuple[str, ...], what: str) -> Any:
 
 
 def _sizes(mpu: Any, world: int) -> dict[str, int]:
-    told = {name: _ask(mpu, _SPELLINGS[name], "world_size") for name in GRID_AXES}
+    told = {name: _ask(mpu, AXES[name].mpu, "world_size") for name in GRID_AXES}
     pp, sp = int(told["pp"] or 1), int(told["sp"] or 1)
     model = _ask(mpu, ("model",), "world_size")
     tp, dp = told["tp"], told["dp"]
@@ -181,8 +122,8 @@ def _sizes(mpu: Any, world: int) -> dict[str, int]:
 
 def _group(mpu: Any, name: str, size: int, world: int) -> ProcessGroup | None:
     """The mpu's own group for an axis; an axis of one rank, or of all ranks, may do without."""
-    model_is_tensor = name == "tp" and _ask(mpu, _SPELLINGS["pp"], "world_size") in (None, 1)
-    spellings = (*_SPELLINGS[name], "model") if model_is_tensor else _SPELLINGS[name]
+    model_is_tensor = name == "tp" and _ask(mpu, AXES["pp"].mpu, "world_size") in (None, 1)
+    spellings = (*AXES[name].mpu, "model") if model_is_tensor else AXES[name].mpu
     # A grid would make the group of one rank now, and every group of gloo has a thread that wakes up all the time.
     if size == 1 and (name != "dp" or isinstance(mpu, PipelineParallelGrid)):
         return None
@@ -223,7 +164,7 @@ def _grid(sizes: dict[str, int], groups: dict[str, ProcessGroup | None], world: 
 
 
 def _adopt_combined(layout: ParallelLayout, mpu: Any, world: int) -> None:
-    for axes, spelling in ((("dp", "sp"), "sequence_data"), (("pp", "tp"), "model")):
+    for axes, (spelling,) in _COMBINED.items():
         axis = layout.grid.axis(*axes)
         told = _ask(mpu, (spelling,), "world_size")
         if told is not None and told != axis.size:
@@ -238,9 +179,7 @@ def _adopt_combined(layout: ParallelLayout, mpu: Any, world: int) -> None:
 
 
 def _compare_ranks(layout: ParallelLayout, mpu: Any) -> None:
-    asked: list[tuple[tuple[str, ...], tuple[str, ...]]] = [((name,), _SPELLINGS[name]) for name in GRID_AXES]
-    asked += [(("dp", "sp"), ("sequence_data",)), (("pp", "tp"), ("model",))]
-    for axes, spellings in asked:
+    for axes, spellings in _SPELLINGS.items():
         told = _ask(mpu, spellings, "rank")
         if told is not None and told != layout[axes].rank:
             raise LayoutError(

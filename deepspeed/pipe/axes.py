@@ -96,7 +96,7 @@ def split_stage(schema: Schema, module: PipelineModule, layout: ParallelLayout, 
     split = SplitModel()
     chosen = schema.model_copy(update={"tensor_parallel": kept})
     try:
-        split = split_model(chosen, module, layout["tp"], opened, module.mpu(), piece=_piece(module))
+        split = split_model(chosen, module, layout.tensor, opened, module.mpu(), piece=_piece(module))
         _require_no_split_ties(module)
     except UsageError as caught:
         error = caught
@@ -248,7 +248,7 @@ def share_stage_sequences(
     schema: Schema, module: PipelineModule, layout: ParallelLayout, stack: ExitStack, heads: tuple[int, int] | None
 ) -> None:
     """Let the stages of a model of Transformers share sequences; a row of layers is left to its own attention."""
-    cut, asked, size = module.cut, schema.sequence_parallel.attention, layout["sp"].size
+    cut, asked, size = module.cut, schema.sequence_parallel.attention, layout.sequence.size
     if cut is None and asked is not None and size > 1:
         raise DeepSpeedConfigError(
             f"sequence_parallel.attention is {asked!r}, and the PipelineModule is made of layers of its own, whose "
@@ -276,7 +276,7 @@ def share_stage_sequences(
 
 def _agreed(heads: tuple[int, int] | None, layout: ParallelLayout) -> tuple[int, int] | None:
     """The heads of a rank on the stages that have attention, for those that have none."""
-    if layout["tp"].size == 1:
+    if layout.tensor.size == 1:
         return heads
     said = RankAgreement(layout.world).exchange(list(heads or (0, 0)), "heads of the stages").tolist()
     return min(((int(queries), int(keys)) for queries, keys in said if queries), default=None)
@@ -284,7 +284,7 @@ def _agreed(heads: tuple[int, int] | None, layout: ParallelLayout) -> tuple[int,
 
 def over_stages(measure: NormRanks, module: PipelineModule, layout: ParallelLayout) -> NormRanks:
     """Sum over stages, each tied weight once; over tensor slices only what is split."""
-    slices, stages = layout["tp"], layout["pp"]
+    slices, stages = layout.tensor, layout.pipeline
     return replace(
         measure,
         model_group=slices.group if slices.size > 1 else None,

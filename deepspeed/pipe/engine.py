@@ -139,7 +139,7 @@ def joined(outputs: list[Any]) -> Any:
 def whole_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any] | None:
     """Host copies of everything in the model's state dict on rank 0; None on other ranks, all of which help."""
     layout, experts = parts.layout, parts.experts
-    leads = layout["dp", "sp"].rank == 0 and layout["tp"].rank == 0
+    leads = layout.stage.rank == 0
     found = collect(parts.module, keep=leads or experts is not None, exclude_frozen=exclude_frozen)
     if experts is not None:
         assert found is not None, "every rank keeps its experts"
@@ -147,7 +147,7 @@ def whole_state(parts: Parts, *, exclude_frozen: bool) -> dict[str, Any] | None:
     if not leads:
         return None
     assert found is not None, "this rank keeps it"
-    return _to_first(found, layout["pp"], parts.device)
+    return _to_first(found, layout.pipeline, parts.device)
 
 
 def _to_first(state: OrderedDict[str, Any], stages: AxisGroup, device: torch.device) -> dict[str, Any] | None:
@@ -227,7 +227,7 @@ class PipelineEngine(DeepSpeedEngine):
         hosts = RankAgreement(parts.layout.world)
         module.ties.require_alike(hosts)
         warn_if_frozen(module, parts.basic_optimizer, hosts)
-        stages = parts.layout["pp"]
+        stages = parts.layout.pipeline
         self._wires = StageLinks(stages, parts.device, dynamic=module.dynamic_shape, foretold=module.foretold)
         self._wires.open()
         self._schedules: dict[tuple[str, int], Schedule] = {}
@@ -337,7 +337,7 @@ class PipelineEngine(DeepSpeedEngine):
         layout, wanted = self._parts.layout, schedule.micro_batches * self._feed.needed
         try:
             # A rank that has its data computes before it asks, if no replica could wait for it inside of layers.
-            if len(batches) < wanted or layout["pp"].size < layout.world.size:
+            if len(batches) < wanted or layout.pipeline.size < layout.world.size:
                 ask()
                 ask = None
             before_last = self._accord.listen_for_end
@@ -376,16 +376,16 @@ class PipelineEngine(DeepSpeedEngine):
         mean = torch.zeros((), device=self._parts.device)
         if module.last:
             mean = torch.stack(results.losses).mean()
-            replicas = layout["dp", "sp"]
+            replicas = layout.samples
             if replicas.size > 1:
                 comm.all_reduce(mean, group=replicas.group)
                 mean /= replicas.size
         elif not tell:
             return None
         work = None
-        if tell and layout["pp"].size > 1:
-            source = layout["pp"].ranks[module.last_owner]
-            work = comm.broadcast(mean, src=source, group=layout["pp"].group, async_op=True)
+        if tell and layout.pipeline.size > 1:
+            source = layout.pipeline.ranks[module.last_owner]
+            work = comm.broadcast(mean, src=source, group=layout.pipeline.group, async_op=True)
         return Pending(mean, work)
 
     def _mean_extra(self, results: Results) -> dict[str, Tensor] | None:

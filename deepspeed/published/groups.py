@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from deepspeed.errors import DeepSpeedError, LayoutError
 from deepspeed.parallel import hierarchy
-from deepspeed.parallel.axes import expert_parallel_ranks
+from deepspeed.parallel.axes import MODEL_AXES, SAMPLE_AXES, expert_parallel_ranks
 from deepspeed.parallel.layout import AxisGroup, ExpertGroups, ParallelLayout
 from deepspeed.parallel.mpu import current_layout, layout_from_mpu
 
@@ -39,9 +39,6 @@ __all__ = [
     "set_tensor_model_parallel_rank",
     "set_tensor_model_parallel_world_size",
 ]
-
-_MODEL = ("pp", "tp")
-_GRADIENTS = ("dp", "sp")
 
 
 class DeprecatedException(DeepSpeedError):
@@ -74,15 +71,15 @@ def get_data_parallel_world_size() -> int:
 
 def get_model_parallel_group() -> ProcessGroup:
     """The ranks that together hold one copy of the model: stages × tensor slices."""
-    return _axis(*_MODEL).group
+    return _axis(*MODEL_AXES).group
 
 
 def get_model_parallel_rank() -> int:
-    return _rank(*_MODEL)
+    return _rank(*MODEL_AXES)
 
 
 def get_model_parallel_world_size() -> int:
-    return _size(*_MODEL)
+    return _size(*MODEL_AXES)
 
 
 def get_tensor_model_parallel_group() -> ProcessGroup:
@@ -131,7 +128,7 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 def _get_broadcast_src_rank() -> int:
     """The rank that the others of this rank's data × sequence group take their parameters from."""
-    return _axis(*_GRADIENTS).ranks[0]
+    return _axis(*SAMPLE_AXES).ranks[0]
 
 
 def _clone_world_group() -> ProcessGroup:
@@ -142,7 +139,7 @@ def _clone_world_group() -> ProcessGroup:
 def _create_model_parallel(model_parallel_size_: int) -> tuple[ProcessGroup, ProcessGroup]:
     """(data-parallel, model-parallel) group for that many neighbouring model-parallel ranks."""
     layout = current_layout.keep(ParallelLayout.build(tp=model_parallel_size_))
-    return layout["dp"].group, layout["tp"].group
+    return layout.data.group, layout.tensor.group
 
 
 # --- sequence parallelism --------------------------------------------------------------------------------------
@@ -162,15 +159,15 @@ def _get_sequence_parallel_world_size() -> int:
 
 def _get_sequence_data_parallel_group() -> ProcessGroup:
     """The ranks over which gradients are averaged."""
-    return _axis(*_GRADIENTS).group
+    return _axis(*SAMPLE_AXES).group
 
 
 def _get_sequence_data_parallel_rank() -> int:
-    return _axis(*_GRADIENTS).rank
+    return _axis(*SAMPLE_AXES).rank
 
 
 def _get_sequence_data_parallel_world_size() -> int:
-    return _axis(*_GRADIENTS).size
+    return _axis(*SAMPLE_AXES).size
 
 
 # --- expert parallelism ----------------------------------------------------------------------------------------
@@ -303,7 +300,7 @@ def _experts(group_name: str) -> ExpertGroups:
 def _create_zero_param_parallel_group(group_size: int) -> None:
     """Make the groups of secondary shards (hpZ): runs of min(group_size, data-parallel ranks) neighbours."""
     layout = current_layout.get()
-    intra = layout.axis_group(hierarchy.hpz_split(layout[_GRADIENTS].axis, group_size).intra)
+    intra = layout.axis_group(hierarchy.hpz_split(layout[SAMPLE_AXES].axis, group_size).intra)
     if intra.size > 1:
         _ = intra.group
     current_layout.secondary = intra

@@ -24,6 +24,7 @@ from deepspeed.config.zero import OffloadDeviceEnum, OffloadStateTypeEnum
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.events import OverflowFound, Phase, StepFinished
 from deepspeed.log import NOTICE, log_dist, logger, warn_once
+from deepspeed.parallel.axes import SAMPLE_AXES
 from deepspeed.runtime import getters
 from deepspeed.runtime.compile_blocks import compile_module
 from deepspeed.runtime.destroyed import Destroyed, close
@@ -474,7 +475,7 @@ def _log_start(parts: Parts) -> None:
     trained = sum(numel_of(param) for param in parameters if param.requires_grad)
     sizes = {name: size for name, size in parts.layout.sizes.items() if size > 1}
     spread = ", ".join(f"{name} {size}" for name, size in sizes.items())
-    whole = parts.experts is None and not sizes.keys() - {"dp", "sp"}
+    whole = parts.experts is None and sizes.keys() <= set(SAMPLE_AXES)
     held = {each.untyped_storage().data_ptr(): each for kind in held_tensors(parts).values() for each in kind}
     size = sum(each.untyped_storage().nbytes() for each in held.values())
     log_dist(

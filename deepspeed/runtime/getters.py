@@ -96,12 +96,12 @@ GETTERS: dict[str, str] = {
 _DERIVED: dict[str, Callable[[Any], Any]] = {
     "checkpoint_writer_enabled": lambda engine: engine._config.schema.checkpoint.writer is not None,
     "dynamic_loss_scale": lambda engine: engine._parts.scale.dynamic,
-    "get_data_parallel_rank": lambda engine: engine._parts.layout["dp"].rank,
+    "get_data_parallel_rank": lambda engine: engine._parts.layout.data.rank,
     "get_data_types": lambda engine: (engine._parts.precision.param, engine._parts.precision.accumulate),
-    "get_model_parallel_rank": lambda engine: engine._parts.layout["pp", "tp"].rank,
-    "get_sequence_parallel_group": lambda engine: engine._parts.layout["sp"].group,
+    "get_model_parallel_rank": lambda engine: engine._parts.layout.model.rank,
+    "get_sequence_parallel_group": lambda engine: engine._parts.layout.sequence.group,
     "get_wall_clock_timers": lambda engine: engine.timers.get_timers(),
-    "get_tensor_parallel_rank": lambda engine: engine._parts.layout["tp"].rank,
+    "get_tensor_parallel_rank": lambda engine: engine._parts.layout.tensor.rank,
     "wall_clock_breakdown": lambda engine: bool(
         engine._config.schema.wall_clock_breakdown or engine._config.schema.flops_profiler.enabled
     ),
@@ -115,16 +115,16 @@ _DERIVED: dict[str, Callable[[Any], Any]] = {
 # plain attributes
 FACTS: dict[str, Callable[[Any], Any]] = {
     "communication_data_type": lambda engine: engine._parts.precision.reduce,
-    "data_parallel_group": lambda engine: engine._parts.layout["dp"].group,
+    "data_parallel_group": lambda engine: engine._parts.layout.data.group,
     "enable_backward_allreduce": lambda engine: not engine._parts.backward.suspended,
     "flops_profiler": lambda engine: engine._parts.flops_profiler,
     "global_rank": lambda engine: comm.get_rank(),
     "memory_profiler": lambda engine: engine._parts.memory_profiler,
     "has_moe_layers": lambda engine: engine._parts.experts is not None,
-    "mp_world_size": lambda engine: engine._parts.layout["pp", "tp"].size,
+    "mp_world_size": lambda engine: engine._parts.layout.model.size,
     "num_experts": lambda engine: [layer.experts for layer in getattr(engine._parts.experts, "layers", ())],
-    "seq_dp_world_size": lambda engine: engine._parts.layout["dp", "sp"].size,
-    "sequence_parallel_size": lambda engine: engine._parts.layout["sp"].size,
+    "seq_dp_world_size": lambda engine: engine._parts.layout.samples.size,
+    "sequence_parallel_size": lambda engine: engine._parts.layout.sequence.size,
     "world_size": lambda engine: comm.get_world_size(),
 }
 

@@ -101,7 +101,7 @@ def changes(parts: Parts, held: dict[str, int], wanted: int) -> list[str]:
 
 def _options(parts: Parts, held: dict[str, int]) -> Iterator[tuple[str, int]]:
     """(change, bytes that it frees by arithmetic), from what costs nothing to what costs time."""
-    schema, module, ranks = parts.config.schema, parts.module, parts.layout["dp", "sp"].size
+    schema, module, ranks = parts.config.schema, parts.module, parts.layout.samples.size
     zero, rest = schema.zero_optimization, held[REST]
     micro = 1 if parts.batch is None else parts.batch.micro
     if micro > 1:  # the parts must be equal for the batch of a step to stay what it is: 6 = 2 * 3, 5 = 5 * 1

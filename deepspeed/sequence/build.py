@@ -57,7 +57,7 @@ def sharing_of(
 
     `heads` are the query and key/value heads that a rank computes at least, where not each computes all of them.
     """
-    axis, size = layout["sp"], schema.sequence_parallel_size or 1
+    axis, size = layout.sequence, schema.sequence_parallel_size or 1
     asked, ulysses = schema.sequence_parallel.attention, schema.sequence_parallel.ulysses_size
     if asked is None or size == 1:
         return None

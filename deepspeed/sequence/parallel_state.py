@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 
 from deepspeed.errors import LayoutError
-from deepspeed.parallel import AxisGroup, ParallelLayout
+from deepspeed.parallel import ParallelLayout
+from deepspeed.parallel.axes import SAMPLE_AXES
 from deepspeed.parallel.mpu import current_layout
 
 __all__ = [
@@ -38,58 +39,58 @@ _slot = _Slot()
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
     """Make groups of that many neighbouring ranks, which share sequences; all ranks call this together."""
     current = _slot.layout
-    if current is not None and current.table.alive and current["sp"].size == sequence_parallel_size:
+    if current is not None and current.table.alive and current.sequence.size == sequence_parallel_size:
         return
     layout = ParallelLayout.build(sp=sequence_parallel_size)
-    layout.create_groups("sp", ("dp", "sp"))
+    layout.create_groups("sp", SAMPLE_AXES)
     _slot.layout = current_layout.keep(layout)
     current_layout.set(layout)
 
 
 def get_sequence_parallel_group() -> ProcessGroup:
     """The ranks that share each sequence with this one."""
-    return _axis("sp").group
+    return _layout().sequence.group
 
 
 def get_sequence_parallel_rank() -> int:
-    return _axis("sp").rank
+    return _layout().sequence.rank
 
 
 def get_sequence_parallel_world_size() -> int:
-    return _axis("sp").size
+    return _layout().sequence.size
 
 
 def get_sequence_data_parallel_group() -> ProcessGroup:
     """The ranks over which gradients are averaged."""
-    return _axis("dp", "sp").group
+    return _layout().samples.group
 
 
 def get_sequence_data_parallel_rank() -> int:
-    return _axis("dp", "sp").rank
+    return _layout().samples.rank
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    return _axis("dp", "sp").size
+    return _layout().samples.size
 
 
 def get_model_parallel_group() -> ProcessGroup:
     """The ranks that hold one copy of the model together: this one alone."""
-    return _axis("pp", "tp").group
+    return _layout().model.group
 
 
 def get_model_parallel_rank() -> int:
-    return _axis("pp", "tp").rank
+    return _layout().model.rank
 
 
 def get_model_parallel_world_size() -> int:
-    return _axis("pp", "tp").size
+    return _layout().model.size
 
 
-def _axis(*names: str) -> AxisGroup:
+def _layout() -> ParallelLayout:
     layout = _slot.layout
     if layout is None or not layout.table.alive:
         raise LayoutError(
             "there are no sequence-parallel groups yet. Call initialize_sequence_parallel(size) or "
             "UlyssesSPAttentionHF.register_with_transformers(...) first."
         )
-    return layout[names]
+    return layout

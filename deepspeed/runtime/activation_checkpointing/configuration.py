@@ -154,7 +154,7 @@ def model_axis(source: Any) -> ModelAxis | AxisGroup:
     """The tensor-parallel axis of a layout or of an mpu; an mpu without one says its whole model-parallel group."""
     if isinstance(source, ParallelLayout):
         source.create_groups("tp")  # by all ranks together now, since later only some may run checkpointed calls
-        return source["tp"]
+        return source.tensor
     for spelling in _SPELLINGS:
         size = getattr(source, f"get_{spelling}_parallel_world_size", None)
         rank = getattr(source, f"get_{spelling}_parallel_rank", None)

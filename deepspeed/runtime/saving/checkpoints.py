@@ -109,7 +109,7 @@ def plain_copy(
         return
     what = f"loading checkpoint {folder / name} with {type(engine).__name__}"
     with exchange.meeting(what) as meeting:
-        token = meeting.say({"token": os.urandom(6).hex()})[0]["token"]
+        token = meeting.gather({"token": os.urandom(6).hex()})[0]["token"]
         copy = folder / f".{name.replace('/', '_')}.{token}.plain"
 
         def read() -> None:
@@ -128,7 +128,7 @@ def plain_copy(
     try:
         yield copy, name
         with exchange.meeting(what) as meeting:
-            meeting.say({})  # nobody reads any more
+            meeting.gather({})  # nobody reads any more
     finally:
         shutil.rmtree(copy, ignore_errors=True)
 
@@ -165,7 +165,7 @@ class Checkpoints:
         self._section = section
         self.plug: CheckpointEngine | None = None
         """What writes the files instead of the manager: an object of the user's own."""
-        exchange = default_exchange(section.rank_wait, answering=True)
+        exchange = default_exchange(section.rank_wait, late=True)
         alone = section.use_node_local_storage
         place = (
             NodePlace(socket.gethostname(), parts.local_rank == 0) if alone else NodePlace(leader=exchange.rank == 0)
@@ -218,7 +218,7 @@ class Checkpoints:
         if not isinstance(run.client_state, Mapping):
             raise UsageError(f"client_state is {type(run.client_state).__name__}, expected a dict of the caller's own")
         self._refuse_experts()
-        experts, model = self._parts.experts, self._parts.layout["pp", "tp"].size
+        experts, model = self._parts.experts, self._parts.layout.model.size
         if self._section.format == "safetensors" and model > 1 and experts is not None and experts.wide:
             raise UsageError(
                 'checkpoint.format is "safetensors", which has no place for experts that are dealt to tensor-parallel '
@@ -227,8 +227,8 @@ class Checkpoints:
             )
         settle_edits(self._parts)
         return {
-            "model": self._parts.layout["pp", "tp"].rank,
-            "data": self._parts.layout["dp", "sp"].rank,
+            "model": self._parts.layout.model.rank,
+            "data": self._parts.layout.samples.rank,
             "kinds": kinds_of(self._parts),
             "buffers": buffer_sum(self._parts.module),
         }
@@ -244,10 +244,10 @@ class Checkpoints:
 
     def _compared(self, run: RunState, heard: list[dict[str, Any]]) -> RunState:
         """With what the ranks of this model-parallel part know of each other."""
-        model, data = self._parts.layout["pp", "tp"].rank, self._parts.layout["dp", "sp"].rank
+        model, data = self._parts.layout.model.rank, self._parts.layout.samples.rank
         said = {answer["data"]: answer for answer in heard if answer["model"] == model}
         wide = self._parts.experts is not None and self._parts.experts.wide
-        slices = self._parts.layout["tp"].size if wide else 1  # experts that are dealt to them lie on all of these
+        slices = self._parts.layout.tensor.size if wide else 1  # experts that are dealt to them lie on all of these
         alike = [answer["kinds"] for answer in heard if answer["model"] // slices == model // slices]
         kinds = [sorted(set().union(*groups)) for groups in zip(*alike, strict=True)]
         first = said.get(0, said[data])  # in a fake world only this rank speaks
@@ -284,8 +284,8 @@ class Checkpoints:
         """The checkpoint in a tag's directory."""
         order = [list(group.names) for group in listed_groups(self._parts)]
         partial = self._section.use_node_local_storage
-        mp_rank = self._parts.layout["pp", "tp"].rank
-        near = self._parts.layout["dp", "sp"].rank
+        mp_rank = self._parts.layout.model.rank
+        near = self._parts.layout.samples.rank
         holds, splits = self._parts.holds, splits_in_files(self._parts)
         layers = None if self._parts.layers is None else self._parts.layers.known
         share = ModelShare(layers, splits)
@@ -329,7 +329,7 @@ class Checkpoints:
 
     def restore_rank(self, source: Source, loader: Any) -> None:
         """This rank's random states and, on any number of ranks, its place in the data."""
-        axis = self._parts.layout["dp", "sp"]
+        axis = self._parts.layout.samples
         own = source.rank_state(axis.rank) if source.world == axis.size else {}
         if own.get("rng"):
             restore_states(own["rng"])

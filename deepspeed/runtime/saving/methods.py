@@ -207,7 +207,7 @@ class CheckpointMethods:
         module = self._parts.module
         experts = self._parts.experts
         sliced = experts is not None and bool(experts.slices)
-        shared = self._parts.layout["tp"].size > 1 or sliced
+        shared = self._parts.layout.tensor.size > 1 or sliced
         if not keep_vars and (shared or (self._parts.reducer.replicated is None and shards_of(module.parameters()))):
             whole = collect(module, exclude_frozen=exclude_frozen_parameters)
             assert whole is not None, "this rank keeps it"
@@ -241,13 +241,13 @@ class CheckpointMethods:
         inner = checkpoint.get("module")
         state = inner if isinstance(inner, Mapping) else checkpoint
         module = self._parts.module
-        if self._parts.layout["tp"].size > 1:
+        if self._parts.layout.tensor.size > 1:
             if fetch_z3_params:
                 raise UsageError(
                     "load_module_state_dict(fetch_z3_params=True) gives rank 0's values to all, but tensor-parallel "
                     "ranks hold different parts. Give every rank the whole state dict and leave the argument out"
                 )
-            state = cut_state(module, state, self._parts.layout["tp"].rank)
+            state = cut_state(module, state, self._parts.layout.tensor.rank)
         experts = self._parts.experts
         if experts is not None and experts.slices:
             if fetch_z3_params:

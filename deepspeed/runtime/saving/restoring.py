@@ -284,7 +284,7 @@ class Restoring:
         """Buffers, and what modules keep besides tensors."""
         module, source = self._parts.module, self._source
         present, parameters = model_values(self._parts), model_names(self._parts)
-        axis = self._parts.layout["dp", "sp"]
+        axis = self._parts.layout.samples
         own = source.rank_state(axis.rank).get("buffers") if source.world == axis.size else None
         for name, tensor in {**source.buffers, **(own or {})}.items():
             target = present.get(name)

@@ -161,7 +161,7 @@ def collect(parts: Parts, run: RunState, *, exclude_frozen: bool = False) -> Tra
     """This rank's part of everything; tensors are those of the engine, not copies."""
     schema = parts.config.schema
     stage = int(schema.zero_optimization.stage)
-    axis, model = parts.layout["dp", "sp"], parts.layout["pp", "tp"]
+    axis, model = parts.layout.samples, parts.layout.model
     groups = [] if parts.basic_optimizer is None else _groups(parts, exclude_frozen)
     states = []
     for place, group in enumerate(groups):
@@ -186,7 +186,7 @@ def collect(parts: Parts, run: RunState, *, exclude_frozen: bool = False) -> Tra
         dp_size=axis.size,
         mp_rank=model.rank,
         mp_size=model.size,
-        pp_size=parts.layout["pp"].size if parts.layers is not None else 1,
+        pp_size=parts.layout.pipeline.size if parts.layers is not None else 1,
         layers=parts.layers,
         splits=splits_in_files(parts),
         counters=run.counters,
@@ -210,7 +210,7 @@ def collect(parts: Parts, run: RunState, *, exclude_frozen: bool = False) -> Tra
 def splits_in_files(parts: Parts) -> dict[str, DimSplit]:
     """How parameters are cut over tensor-parallel ranks, by their names in the whole model; empty where unknown."""
     found = splits_of(parts.module)
-    marked = marked_splits(parts.module, parts.layout["tp"].size, found) if parts.layout["tp"].size > 1 else {}
+    marked = marked_splits(parts.module, parts.layout.tensor.size, found) if parts.layout.tensor.size > 1 else {}
     both = {} if marked is None else {**found, **marked}
     return {parts.name_of(name): split for name, split in both.items()}
 
@@ -220,9 +220,9 @@ def _experts(parts: Parts, module: Mapping[str, Tensor]) -> ExpertState | None:
     experts = parts.experts
     if experts is None:
         return None
-    tensor = parts.layout["tp"].size if experts.wide else 1
+    tensor = parts.layout.tensor.size if experts.wide else 1
     writes = {layer.listed: layer.groups.edp.rank == 0 for layer in experts.layers}
-    first = experts.most.edp.rank == 0 or (tensor > 1 and parts.layout["dp", "sp"].rank == 0)
+    first = experts.most.edp.rank == 0 or (tensor > 1 and parts.layout.samples.rank == 0)
     sizes = {layer.listed: layer.groups.ep.size for layer in experts.layers}
     part = experts.most.ep.rank
     slices = {name: slice_ for name, slice_ in experts.slices.items() if name in module}

@@ -172,7 +172,7 @@ def returned_optimizer(
     if plain and parts.scale.value == 1.0 and not parts.scale.dynamic:
         return basic
     stack.callback(ScheduleFreeModes(basic, stepper.states).close)
-    axis = parts.layout["dp", "sp"]
+    axis = parts.layout.samples
     common: dict[str, Any] = {
         "backward": parts.backward.run,
         "clip_grad": parts.config.schema.gradient_clipping,

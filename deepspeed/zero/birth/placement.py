@@ -152,9 +152,9 @@ def construction_axis(group: Any, mpu: Any, *, on_hosts: bool) -> AxisGroup:
             )
         axis: AxisGroup = GivenAxis(group)
     elif mpu is not None:
-        axis = current_layout.keep(layout_from_mpu(mpu))["dp", "sp"]
+        axis = current_layout.keep(layout_from_mpu(mpu)).samples
     else:
-        axis = ParallelLayout.build()["dp", "sp"]
+        axis = ParallelLayout.build().samples
     if on_hosts and axis.size > 1 and dist.get_backend(axis.group) != dist.Backend.GLOO:
         return GivenAxis(axis.twin("gloo"))
     return axis

@@ -209,3 +209,13 @@ def test_the_arithmetic_does_not_need_torch():
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not any(name.split(".")[0] == "torch" for name in imported)
     assert {name for name in imported if name.startswith("deepspeed")} == {"deepspeed.errors"}
+
+
+def test_roles_are_combinations_of_axes():
+    plan = LayoutPlan.fit(64, pp=2, sp=2, tp=2)
+    names = {"samples": ("dp", "sp"), "model": ("pp", "tp"), "stage": ("dp", "sp", "tp")}
+    names |= {"data": ("dp",), "sequence": ("sp",), "tensor": ("tp",), "pipeline": ("pp",)}
+    for role, names_of_role in names.items():
+        assert getattr(plan, role) == plan[names_of_role]
+    with pytest.raises(LayoutError, match=r"no axis 'cp'.*'pp', 'dp', 'sp', 'tp'"):
+        LayoutPlan.fit(64, cp=2)
