@@ -12,7 +12,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -122,6 +123,8 @@ _FUNCTIONS = {
     functional.relu, functional.gelu, functional.silu, functional.mish, functional.tanh, functional.sigmoid,
     functional.softplus, functional.leaky_relu, functional.elu, functional.relu6, functional.hardswish,
 }  # fmt: skip
+_PLAIN = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
+_TORCHS = frozenset(vars(nn.Module()))  # attributes that every module has
 _METHODS = {"relu", "tanh", "sigmoid", "square", "mul", "add", "sub", "div", "neg", "pow", "clamp"}
 
 
@@ -139,16 +142,49 @@ class GroupedProduct:
         return tuple(str(node.target) for node in self.nodes)
 
 
+Kind = tuple[type[nn.Module], dict[str, Any]]
+"""A class of modules, and attributes of plain values: code that reads one of these leaves its value in the steps."""
+
+
+class _FoundModule(NamedTuple):
+    """A module of an expert as it was when it was looked up."""
+
+    module: nn.Module
+    attributes: dict[str, Any]
+    kind: Kind
+    children: list[nn.Module]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _FoundModule:
+        own = {} if type(module) is nn.Linear else vars(module)
+        plain = {name: value for name, value in own.items() if name not in _TORCHS and isinstance(value, _PLAIN)}
+        return cls(module, vars(module), (type(module), plain), [*module._modules.values()])  # type: ignore[list-item]
+
+    def changed(self) -> bool:
+        """True if it may do something else now, or somebody listens; asked at every call, so without any detour."""
+        now, (kind, plain) = self.attributes, self.kind
+        if type(self.module) is not kind or _watched(now):
+            return True
+        if self.children and [*now["_modules"].values()] != self.children:
+            return True
+        return bool(plain) and any(name not in now or now[name] != value for name, value in plain.items())
+
+
 class ExpertGraph:
     """The steps of one expert, to be run over the rows of many that are built alike."""
 
-    def __init__(self, graph: fx.Graph, products: Sequence[GroupedProduct]) -> None:
+    def __init__(self, graph: fx.Graph, products: Sequence[GroupedProduct], kinds: Mapping[str, Kind]) -> None:
+        """`kinds`: of the modules of the expert that was read, by path."""
         self._graph = graph
         self._products = products
-        self._layers: ExpertLinears | None = None
+        self._kinds = kinds
+        self._experts: list[nn.Module] = []
+        self._found: list[_FoundModule] = []
+        self._layers: dict[str, list[Any]] = {}
+        """The linear layers of all experts by path."""
 
     def __deepcopy__(self, _: Any) -> ExpertGraph:
-        return ExpertGraph(self._graph, self._products)  # the layers are found again, in the copies
+        return ExpertGraph(self._graph, self._products, self._kinds)  # the copies are looked up again
 
     def parameters(self, expert: nn.Module) -> list[nn.Parameter]:
         """Those of an expert's linear layers, in the order in which they are best laid side by side."""
@@ -159,12 +195,27 @@ class ExpertGraph:
             found += [layer.bias for layer in layers if layer.bias is not None]
         return list(dict.fromkeys(found))
 
-    def run(self, experts: Sequence[nn.Module], rows: Tensor, groups: Groups) -> Tensor | None:
-        """[rows, out]; None if the experts are not, or no longer, built as this one was."""
-        if self._layers is None or not self._layers.hold(experts):
-            self._layers = ExpertLinears.of(experts, [name for product in self._products for name in product.names])
-        if self._layers is None:
-            return None
+    def fits(self, experts: Sequence[nn.Module]) -> bool:
+        """True while the experts are built as the one that was read, and nobody listens to a module of theirs."""
+        same = self._experts == experts and not any(each.changed() for each in self._found)
+        return same or self._look_up(experts)
+
+    def _look_up(self, experts: Sequence[nn.Module]) -> bool:
+        found = [{name: _FoundModule.of(each) for name, each in expert.named_modules()} for expert in experts]
+        for modules in found:
+            if {name: each.kind for name, each in modules.items()} != self._kinds:
+                return False
+        names = [name for product in self._products for name in product.names]
+        layers = {name: [modules[name].module for modules in found] for name in names}
+        alike = all(_shape(layer) == _shape(row[0]) for row in layers.values() for layer in row)
+        known = [each for modules in found for each in modules.values()]
+        if not alike or any(each.changed() for each in known):
+            return False
+        self._experts, self._found, self._layers = list(experts), known, layers
+        return True
+
+    def run(self, rows: Tensor, groups: Groups) -> Tensor:
+        """[rows, out] of the experts that it fits."""
         values: dict[fx.Node, Any] = {}
 
         def value(node: fx.Node) -> Any:
@@ -181,7 +232,7 @@ class ExpertGraph:
             elif node in products:
                 values.update(_compute(products[node], self._layers, args[0], groups))
             elif node.op == "call_module":
-                values[node] = experts[0].get_submodule(node.target)(*args, **kwargs)
+                values[node] = self._experts[0].get_submodule(node.target)(*args, **kwargs)
             elif node.op == "call_function":
                 values[node] = node.target(*args, **kwargs)
             elif node.op == "call_method":
@@ -192,46 +243,16 @@ class ExpertGraph:
         raise AssertionError("a graph has an output")
 
 
-class ExpertLinears:
-    """The linear layers of all experts by name, looked up once and looked after at every call."""
-
-    def __init__(self, experts: Sequence[nn.Module], named: Mapping[str, list[tuple[nn.Module, str]]]) -> None:
-        self._experts = list(experts)
-        self._places = [place for places in named.values() for place in places]
-        self._found: list[Any] = [owner._modules[name] for owner, name in self._places]
-        self.named: dict[str, list[Any]] = {
-            name: [owner._modules[last] for owner, last in places] for name, places in named.items()
-        }
-
-    @classmethod
-    def of(cls, experts: Sequence[nn.Module], names: Sequence[str]) -> ExpertLinears | None:
-        """None if these are not plain linear layers of equal shapes."""
-        places = {}
-        for name in names:
-            above, _, last = name.rpartition(".")
-            places[name] = [(expert.get_submodule(above), last) for expert in experts]
-        made = cls(experts, places)
-        if not made.hold(experts):
-            return None
-        alike = all(_shape(layer) == _shape(found[0]) for found in made.named.values() for layer in found)
-        return made if alike else None
-
-    def hold(self, experts: Sequence[nn.Module]) -> bool:
-        """True while they are the layers of these experts, and nobody listens to one."""
-        return self._experts == list(experts) and all(
-            _plain(layer) and owner._modules.get(name) is layer
-            for (owner, name), layer in zip(self._places, self._found, strict=True)
-        )
-
-
-def _compute(product: GroupedProduct, layers: ExpertLinears, rows: Tensor, groups: Groups) -> dict[fx.Node, Any]:
+def _compute(
+    product: GroupedProduct, layers: Mapping[str, list[Any]], rows: Tensor, groups: Groups
+) -> dict[fx.Node, Any]:
     """What the layers of a product make of rows, and what follows of it where that is one step with it."""
-    found = [layers.named[name] for name in product.names]
+    found = [layers[name] for name in product.names]
     weights = [_own(each, "weight") for each in found]
     weight = merged(list(zip(*weights, strict=True))) if len(found) > 1 else None
     if weight is None:
         return {
-            node: grouped_linear(rows, stacked(each), groups, _bias(layers.named[name]))
+            node: grouped_linear(rows, stacked(each), groups, _bias(layers[name]))
             for node, name, each in zip(product.nodes, product.names, weights, strict=True)
         }
     biases = [bias for each in found if (bias := _bias(each)) is not None]
@@ -254,23 +275,40 @@ def _own(layers: Sequence[nn.Linear], name: str) -> list[Any]:
 
 def read(expert: nn.Module) -> ExpertGraph | None:
     """The structure of an expert; None if its steps cannot be told, or do not treat every row alike."""
-    try:
-        graph = _Tracer().trace(expert)
-    except Exception:  # noqa: BLE001 - whatever a module's code raises when it is given a stand-in for a tensor
-        return None
-    if sum(node.op == "placeholder" for node in graph.nodes) != 1:
+    graph = _traced(expert)
+    if graph is None or sum(node.op == "placeholder" for node in graph.nodes) != 1:
         return None
     linears = []
     for node in graph.nodes:
         if node.op == "call_module":
             module = expert.get_submodule(node.target)
-            if _plain(module) and len(node.args) == 1:
+            if type(module) is nn.Linear and len(node.args) == 1:
                 linears.append(node.target)
-            elif type(module) not in _MODULES or _watched(module):
+            elif type(module) not in _MODULES:
                 return None
         elif not _allowed(node):
             return None
-    return ExpertGraph(graph, _products(expert, graph, linears)) if linears else None
+    if not linears or any(_watched(vars(module)) for module in expert.modules()):
+        return None
+    kinds = {name: _FoundModule.of(module).kind for name, module in expert.named_modules()}
+    return ExpertGraph(graph, _products(expert, graph, linears), kinds)
+
+
+def _traced(expert: nn.Module) -> fx.Graph | None:
+    """The steps of an expert; None if it has others in training than in evaluation, or they cannot be told."""
+    modes = {module: module.training for module in expert.modules()}
+    graphs = []
+    try:
+        for training in (False, True):
+            for module in modes:
+                module.training = training
+            graphs.append(_Tracer().trace(expert))
+    except Exception:  # noqa: BLE001 - whatever a module's code raises when it is given a stand-in for a tensor
+        return None
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    return graphs[0] if str(graphs[0]) == str(graphs[1]) else None
 
 
 def _products(expert: nn.Module, graph: fx.Graph, linears: Sequence[str]) -> list[GroupedProduct]:
@@ -334,14 +372,14 @@ class _Tracer(fx.Tracer):
         return not any(True for _ in m.children())
 
 
-def _plain(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and not _watched(module)
-
-
-def _watched(module: nn.Module) -> bool:
-    """True if somebody listens to this module, who would not be told."""
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+def _watched(attributes: Mapping[str, Any]) -> Any:
+    """True for a module with hooks or with a forward of its own, which steps that run past its call would leave out."""
+    return (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
     )
 
 
@@ -394,13 +432,15 @@ class Experts(nn.Module):
 
     def _of_rows(self, rows: Tensor, groups: Groups) -> Tensor:
         """[rows, M]: each expert computes its group."""
+        experts = list(self.deepspeed_experts)
+        if self._structure is not None and not self._structure.fits(experts):
+            self._structure = read(experts[0])  # they were changed
+            if self._structure is not None and not self._structure.fits(experts):
+                self._structure = None  # in different ways: from now on one by one
         if self._structure is not None:
-            found = self._structure.run(list(self.deepspeed_experts), rows, groups)
-            if found is not None:
-                return found
-            self._structure = None  # somebody changed them: from now on one by one
+            return self._structure.run(rows, groups)
         parts = rows.split(groups.sizes())
-        return torch.cat([_first(expert(part)) for expert, part in zip(self.deepspeed_experts, parts, strict=True)])
+        return torch.cat([_first(expert(part)) for expert, part in zip(experts, parts, strict=True)])
 
 
 def _copy_of(expert: nn.Module) -> nn.Module:

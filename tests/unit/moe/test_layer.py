@@ -153,15 +153,57 @@ def test_experts_compute_slices():
     torch.testing.assert_close(experts(given), torch.stack(expected, 1))
 
 
-def test_experts_that_somebody_changed_run_one_by_one():
-    experts = Experts(EXPERTS["gated"][0], 2)
-    seen = []
-    experts.deepspeed_experts[1].up.register_forward_hook(lambda *_: seen.append(1))
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.scale = nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.1), 1.0
+
+    def forward(self, rows):
+        return self.act(self.up(rows)) * self.scale * (2.0 if self.training else 1.0)
+
+
+def patched(module):
+    module.forward = lambda rows: rows * 7
+
+
+CHANGES = {
+    "nothing": lambda one, other: None,
+    "mode": lambda one, other: (one.eval(), other.eval()),
+    "attribute": lambda one, other: [setattr(each, "scale", 3.0) for each in (one, other)],
+    "attribute of one": lambda one, other: setattr(other, "scale", 3.0),
+    "setting": lambda one, other: setattr(other.act, "negative_slope", 0.9),
+    "activation": lambda one, other: setattr(other, "act", nn.ReLU()),
+    "layer": lambda one, other: setattr(other, "up", nn.Linear(WIDTH, WIDTH)),
+    "hook": lambda one, other: other.register_forward_hook(lambda _, args, out: out * 2),
+    "hook of the activation": lambda one, other: other.act.register_forward_hook(lambda _, args, out: out * 2),
+    "hook of the layer": lambda one, other: other.up.register_forward_hook(lambda _, args, out: out * 2),
+    "forward": lambda one, other: patched(other),
+    "forward of the layer": lambda one, other: patched(other.up),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("used", [False, True])
+def test_experts_compute_what_they_are_now(what, used):
+    """Whatever was changed since the steps of an expert were read, also after they have run."""
+    experts = Experts(Scaled(), 2)
     given = torch.randn(4, WIDTH)
+    if used:
+        experts(given, groups=Groups(2, length=2))
+    CHANGES[what](*experts.deepspeed_experts)
     found = experts(given, groups=Groups(2, length=2))
     expected = [expert(given[2 * at : 2 * at + 2]) for at, expert in enumerate(experts.deepspeed_experts)]
     torch.testing.assert_close(found, torch.cat(expected))
-    assert len(seen) == 2
+
+
+def test_experts_that_change_together_still_run_as_one():
+    experts = Experts(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)), 2)
+    for expert in experts.deepspeed_experts:
+        expert[1].p = 0.0
+    given = torch.randn(4, WIDTH)
+    expected = [expert(given[2 * at : 2 * at + 2]) for at, expert in enumerate(experts.deepspeed_experts)]
+    torch.testing.assert_close(experts(given, groups=Groups(2, length=2)), torch.cat(expected))
+    assert experts.as_one
 
 
 def test_a_structure_is_read_only_where_rows_are_alike():
