@@ -111,7 +111,7 @@ class UlyssesSPViTAttention(nn.Module):
         group, images = self.process_group, hidden_states.shape[0]
         if group.size() == 1:
             return self.attn(hidden_states, **kwargs)
-        lengths = lengths_of_ranks(hidden_states, group)
+        lengths = lengths_of_ranks([hidden_states], group)[0]
         own = lengths[group.rank()]
         if images < group.size() or any(isinstance(each, Tensor) for each in kwargs.values()):
             found = self.attn(self._together(of_all_ranks(hidden_states, lengths, group), lengths), **kwargs)
@@ -160,7 +160,8 @@ class _Fusion(nn.Module):
         """
         size, rank = self.process_group.size(), self.process_group.rank()
         part = self.projection(visual_features)
-        whole = of_all_ranks(part, lengths_of_ranks(part, self.process_group), self.process_group)
+        lengths = lengths_of_ranks([part], self.process_group)[0]
+        whole = of_all_ranks(part, lengths, self.process_group)
         fused = self.fuse(whole, text_embeds, input_ids)
         missing = -fused.shape[1] % size
         if missing:

@@ -131,17 +131,18 @@ def of_all_ranks(part: Tensor, lengths: Sequence[int], group: ProcessGroup) -> T
     return unpadded(scatter_heads(copies, (part.shape[0],) * group.size(), group)[0].transpose(0, 1), lengths)
 
 
-def lengths_of_ranks(part: Tensor, group: ProcessGroup) -> list[int]:
-    """How long the parts of all ranks are, in dim 1."""
-    found = torch.empty(group.size(), dtype=torch.int64, device=part.device)
-    comm.all_gather_into_tensor(found, torch.tensor([part.shape[1]], device=part.device), group=group)
-    return list(map(int, found.tolist()))
+def lengths_of_ranks(parts: Sequence[Tensor], group: ProcessGroup) -> list[list[int]]:
+    """For each of some tensors, how long the parts of all ranks are in dim 1; the host waits for it."""
+    mine = torch.tensor([part.shape[1] for part in parts], device=parts[0].device)
+    found = mine.new_empty(group.size() * len(parts))
+    comm.all_gather_into_tensor(found, mine, group=group)
+    return found.view(group.size(), -1).t().tolist()  # type: ignore[no-any-return]
 
 
 def padded(part: Tensor, length: int) -> Tensor:
-    """[rows, …, width] with zeros behind, up to a length: an exchange needs equal parts."""
+    """[rows, part, …] with zeros behind, up to a length: an exchange needs equal parts."""
     missing = length - part.shape[1]
-    return F.pad(part, (0, 0, 0, missing)) if missing else part
+    return F.pad(part, (*(0, 0) * (part.dim() - 2), 0, missing)) if missing else part
 
 
 def unpadded(parts: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -150,6 +151,13 @@ def unpadded(parts: Tensor, lengths: Sequence[int]) -> Tensor:
         return parts
     pieces = parts.chunk(len(lengths), 1)
     return torch.cat([piece[:, :length] for piece, length in zip(pieces, lengths, strict=True)], 1)
+
+
+def padded_parts(whole: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The other way: parts of these lengths, each padded to the longest."""
+    if min(lengths) == max(lengths):
+        return whole
+    return torch.cat([padded(part, max(lengths)) for part in whole.split(list(lengths), 1)], 1)
 
 
 class _Exchange(torch.autograd.Function):

@@ -11,12 +11,16 @@ from torch.distributed import ProcessGroup
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
-from deepspeed.sequence.exchange import HeadPlan, gather_heads, head_plan, scatter_queries_keys_values
-
-__all__ = [
-    "DistributedAttention",
-    "apply_rotary_pos_emb",
-]
+from deepspeed.sequence.exchange import (
+    HeadPlan,
+    gather_heads,
+    head_plan,
+    lengths_of_ranks,
+    padded,
+    padded_parts,
+    scatter_queries_keys_values,
+    unpadded,
+)
 
 
 class DistributedAttention(nn.Module):
@@ -24,6 +28,9 @@ class DistributedAttention(nn.Module):
 
     Inputs and output are this rank's part of the sequence with all heads: [batch, part, heads, width] with
     `batch_dim_idx` 0, [part, batch, heads, width] with 1. Head counts need not be multiples of the number of ranks.
+
+    Ranks compare the lengths of their parts in the first forward, for which the host waits. If these differ, parts are
+    compared and padded in every forward, and the local attention sees no padding. Otherwise they must stay equal.
     """
 
     def __init__(
@@ -49,6 +56,8 @@ class DistributedAttention(nn.Module):
         self.gather_idx = gather_idx
         self.sp_stream = sp_stream
         self.num_kv_heads = num_kv_heads
+        self._equal_parts: bool | None = None
+        """Whether the parts of all ranks were equally long in the first forward."""
 
     def forward(
         self,
@@ -63,12 +72,27 @@ class DistributedAttention(nn.Module):
         """The output of the local attention, for this rank's part; `rotary_pos_emb` is that of the whole sequence."""
         plan = self._plan(query, key, value)
         tensors = tuple(_batch_first(tensor, batch_dim_idx) for tensor in (query, key, value))
-        q, k, v = (_batch_first(tensor, batch_dim_idx) for tensor in self._scatter(tensors, plan))
+        lengths = self._lengths(tensors)
+        given = tuple(padded(tensor, max(each)) for tensor, each in zip(tensors, lengths, strict=True))
+        scattered = self._scatter(given, plan)
+        q, k, v = (_batch_first(unpadded(*pair), batch_dim_idx) for pair in zip(scattered, lengths, strict=True))
         if rotary_pos_emb is not None:
             cos, sin = (part if batch_dim_idx else part.permute(1, 0, 2, 3) for part in rotary_pos_emb)
             q, k = apply_rotary_pos_emb(q, cos, sin), apply_rotary_pos_emb(k, cos, sin)
         context = _batch_first(self.local_attn(q, k, v, *args, **kwargs), batch_dim_idx)
-        return _batch_first(gather_heads(context, plan.queries, self.spg), batch_dim_idx)
+        out = gather_heads(padded_parts(context, lengths[0]), plan.queries, self.spg)
+        own = tensors[0].shape[1]
+        return _batch_first(out if out.shape[1] == own else out[:, :own], batch_dim_idx)
+
+    def _lengths(self, tensors: tuple[Tensor, ...]) -> list[list[int]]:
+        """The lengths of all ranks' parts of each tensor, [batch, part, heads, width]."""
+        size = self.spg.size()
+        if self._equal_parts or size == 1:
+            return [[tensor.shape[1]] * size for tensor in tensors]
+        lengths = lengths_of_ranks(tensors, self.spg)
+        if self._equal_parts is None:
+            self._equal_parts = all(min(each) == max(each) for each in lengths)
+        return lengths
 
     def _plan(self, query: Tensor, key: Tensor, value: Tensor) -> HeadPlan:
         if not query.dim() == key.dim() == value.dim() == 4:

@@ -62,10 +62,31 @@ def test_ulysses():
             close([out, *gradients(out, mine, grad[:, part])], [expected[:, part], *wanted])
 
 
-def of_layout(batch_dim):
+def of_layout(batch_dim, causal=True):
     if batch_dim == 0:
-        return local_attention
-    return lambda *tensors: local_attention(*(each.transpose(0, 1) for each in tensors)).transpose(0, 1)
+        return lambda *tensors: local_attention(*tensors, causal=causal)
+    return lambda *tensors: local_attention(*(each.transpose(0, 1) for each in tensors), causal=causal).transpose(0, 1)
+
+
+@ranks(2)
+def test_parts_of_unequal_lengths():
+    """Padded on the way; queries may be shared out in another way than keys."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    tensors = whole_tensors(4, 2)
+    expected = local_attention(*tensors, causal=False)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(7))
+    wanted = gradients(expected, tensors, grad)
+    for border, border_of_keys, batch_dim in ((9, 9, 0), (8, 5, 1), (1, 15, 0)):
+        borders = [border, border_of_keys, border_of_keys]
+        parts = [(slice(0, each), slice(each, LENGTH))[rank] for each in borders]
+        mine = [t.detach()[:, part].clone().requires_grad_() for t, part in zip(tensors, parts, strict=True)]
+        attention = DistributedAttention(of_layout(batch_dim, causal=False), group)
+        given = [tensor.transpose(0, 1) if batch_dim else tensor for tensor in mine]
+        for _ in range(2):
+            out = attention(*given, batch_dim)
+            out = out.transpose(0, 1) if batch_dim else out
+            of_parts = [each[:, part] for each, part in zip(wanted, parts, strict=True)]
+            close([out, *gradients(out, mine, grad[:, parts[0]])], [expected[:, parts[0]], *of_parts])
 
 
 @ranks(1)
@@ -167,10 +188,14 @@ def test_bytes_on_the_wire():
     part, each = LENGTH // size, 4
     for queries, keys, sent_keys in ((8, 4, 4), (8, 2, 4)):  # two key heads go to two ranks each
         tensors = [t.detach()[:, :part].clone().requires_grad_() for t in whole_tensors(queries, keys)]
+        attention = DistributedAttention(local_attention, group)
+        with Wire() as first:
+            attention(*tensors, 0)
         with Wire() as forward:
-            out = DistributedAttention(local_attention, group)(*tensors, 0)
+            out = attention(*tensors, 0)
         with Wire() as backward:
             out.sum().backward()
+        assert first.bytes.keys() == {"all_gather_into_tensor", "all_to_all_single"}, "lengths are compared once"
         expected = BATCH * part * WIDTH * (2 * queries + 2 * sent_keys) * each
         assert forward.bytes == backward.bytes == {"all_to_all_single": expected}
     layout = ParallelLayout.build(sp=size)
