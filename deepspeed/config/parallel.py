@@ -98,9 +98,15 @@ class LayerSpecConfig(Section):
 
     @model_validator(mode="after")
     def _rules(self) -> LayerSpecConfig:
-        if self.shape is None or self.partition_type == "skip":
+        default = {"column": 0, "row": 1}.get(self.partition_type)
+        if self.shape is None and self.partition_dim not in (None, default):
+            split = "not split" if default is None else f"split along dim {default} of its weight"
+            raise ValueError(
+                f"partition_dim is {self.partition_dim}, but a {self.partition_type} layer without shape is {split}. "
+                "Give the shape of which it is a dim, or leave partition_dim out"
+            )
+        if self.shape is None or default is None:
             return self
-        default = 1 if self.partition_type == "row" else 0
         dim = default if self.partition_dim is None else self.partition_dim
         if dim >= len(self.shape):
             raise ValueError(f"partition_dim {dim} does not index shape {self.shape}, which has {len(self.shape)} dims")
