@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.config.schema import Schema
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.memory.tier import StateTiers
 from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
 from deepspeed.parallel import AxisGroup
@@ -179,6 +180,8 @@ def hold_model_states(
 ) -> ZeroModel:
     """Hold the states of a model as the config's stage says; `alone` is an axis on which this rank has no other."""
     zero, size = schema.zero_optimization, measure.axis.size
+    if zero.stage > 0 and (size > 1 or quarters.remotes is not None):
+        _refuse_torch_muon(optimizer)
     make_planner = partial(_planner, schema, module, precision, quarters.homes)
     if zero.stage == 3 and (size > 1 or quarters.remotes is not None):
         return _shard_parameters(schema, module, optimizer, measure, quarters, make_planner)
@@ -193,6 +196,18 @@ def hold_model_states(
     if optimizer is not None and (quarters.homes.away or zero.offloads_optimizer or in_buckets):
         return _taken(make_planner(placements, OffloadedGroup), module, optimizer, measure, quarters)
     return _in_place(make_planner(placements, None), module, optimizer, measure)
+
+
+def _refuse_torch_muon(optimizer: Optimizer | None) -> None:
+    """It computes with whole matrices, and knows no way to have them gathered."""
+    kind = getattr(torch.optim, "Muon", None)
+    if kind is not None and isinstance(optimizer, kind):
+        raise DeepSpeedConfigError(
+            "zero_optimization.stage: torch.optim.Muon computes with whole matrices, but from stage 1 on an optimizer "
+            "gets this rank's part of each parameter as a 1-D tensor. Use optimizer.type Muon in the config or "
+            "deepspeed.ops.muon.MuonWithAuxAdam, which gather the matrices, or zero_optimization.stage 0.",
+            path="zero_optimization.stage",
+        )
 
 
 def _shard_parameters(

@@ -19,6 +19,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 from deepspeed import comm
 from deepspeed.comm import Pending
+from deepspeed.errors import UsageError
 from deepspeed.zero.gradients.bucket import label
 from deepspeed.zero.gradients.interfaces import BucketEntry, ReductionOf
 from deepspeed.zero.gradients.reduction import WholeShares
@@ -217,8 +218,21 @@ class ReplicatedBucket:
         """Make what was sent the gradients."""
         flat, *alone = (tensor.to(self._everyone.dtype) for tensor in sums)
         *packed, self._present = self._pack.views(flat)
-        for holder, grad in zip(self._holders, (*packed, *alone), strict=True):
-            holder.grad = grad
+        try:
+            for holder, grad in zip(self._holders, (*packed, *alone), strict=True):
+                holder.grad = grad
+        except RuntimeError as error:
+            self._require_dtypes(error)
+            raise
+
+    def _require_dtypes(self, error: RuntimeError) -> None:
+        for entry, holder in zip(self.entries, self._holders, strict=True):
+            if holder.dtype != entry.accumulate:
+                raise UsageError(
+                    f"{entry.name} is {holder.dtype} by now, but the engine trains it as {entry.accumulate}: the "
+                    "module was converted after deepspeed.initialize. Convert it back before the next forward, or "
+                    "choose the dtype by bf16 or fp16 in the config."
+                ) from error
 
 
 class ReplicatedInFlight:

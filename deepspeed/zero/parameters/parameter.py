@@ -219,29 +219,43 @@ class WholeParameter(WatchedData, nn.Parameter):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """An ordinary parameter: clients make new ones of the class of an old one."""
-        return nn.Parameter(*args, **kwargs)
+        return ordinary_class(cls)(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
+        if ordinary_class(type(self)) is nn.Parameter:
+            return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
+        self._drop_given()
+        return super().__reduce_ex__(protocol)
 
 
 class ResidentParameter(_TakenGradient, WholeParameter):
     """One that is whole, while its gradient lies in shards."""
 
 
-def watch(param: nn.Parameter, kind: type[WholeParameter] = WholeParameter) -> None:
-    """Let a parameter that stays whole be of a `kind` that notices things; one of a class of its own is left as it is.
+def watch(name: str, param: nn.Parameter, kind: type[WholeParameter] = WholeParameter) -> None:
+    """Let a parameter that stays whole be of a `kind` that notices things, also if its class is the user's own.
 
     One that an earlier engine has left so stays of the kind that notices more.
     """
-    if type(param) is nn.Parameter or type(param) is WholeParameter:
-        param.__class__ = kind
+    if isinstance(param, (ZeroParameter, kind)):
+        return
+    ordinary = ordinary_class(type(param))
+    try:
+        if "data" in vars(ordinary) or nn.Parameter not in type(param).__mro__:
+            raise TypeError("it has its own idea of data")
+        param.__class__ = _noticing(ordinary, kind)
+    except TypeError:
+        warn_once(
+            f"{name} is a {type(param).__name__}, whose class cannot be extended: what a script writes through its "
+            "`.data` is not noticed, and the next step undoes it. Write into the parameter itself, inside "
+            "torch.no_grad()."
+        )
 
 
 def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "", remote: ChunkTier | None = None) -> Shard:
     """Cut a whole parameter; it stays the same object, and whole until it is released."""
     shard = Shard(param, axis, name, remote)
-    param.__class__ = _sharded(type(param), ZeroParameter if shard.alone else SpreadParameter)
+    param.__class__ = _noticing(ordinary_class(type(param)), ZeroParameter if shard.alone else SpreadParameter)
     param._zero = shard  # type: ignore[attr-defined]
     return shard
 
@@ -249,18 +263,17 @@ def shard_parameter(param: nn.Parameter, axis: AxisGroup, name: str = "", remote
 def spread_class(param: nn.Parameter) -> None:
     """Let a parameter that was whole for good behave as one that is empty between its uses."""
     if isinstance(param, ZeroParameter) and not isinstance(param, SpreadParameter):
-        kind = _sharded(ordinary_class(type(param)), SpreadParameter)
+        kind = _noticing(ordinary_class(type(param)), SpreadParameter)
         param.__class__ = kind  # type: ignore[assignment]
 
 
 def ordinary_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
-    """The class that a sharded parameter had before."""
-    return next(base for base in kind.__mro__ if issubclass(base, nn.Parameter) and not issubclass(base, ZeroParameter))
+    """The class that a parameter had before an engine changed it."""
+    ours = (ZeroParameter, WholeParameter)
+    return next((b for b in kind.__mro__ if issubclass(b, nn.Parameter) and not issubclass(b, ours)), kind)
 
 
 @cache
-def _sharded(kind: type[nn.Parameter], base: type[ZeroParameter]) -> type[nn.Parameter]:
-    """The class of a sharded parameter that was of this kind."""
-    if issubclass(kind, ZeroParameter):
-        return kind
+def _noticing(kind: type[nn.Parameter], base: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class of a parameter of this kind that an engine has made one of `base`."""
     return base if kind is nn.Parameter else type(f"Zero{kind.__name__}", (base, kind), {})

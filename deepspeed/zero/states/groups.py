@@ -229,7 +229,7 @@ class OffloadedGroup(ShardGroup):
             home = plain_data(param)
             self.pieces.append(StatePiece(name, param, param.shape, (0, param.numel()), home))
             self.homes.append(home)
-            watch(param)
+            watch(name, param)
         move_out(self.pieces, dtypes)
 
     def await_update(self, piece: StatePiece, turn: PendingUpdate) -> None:
@@ -286,7 +286,7 @@ class WholeGroup(ShardGroup):
             self.pieces.append(StatePiece(name, param, param.shape, (0, param.numel()), param, wide))
         self._copied = [piece for piece in self.pieces if piece.separate]
         for piece in self._copied:
-            watch(piece.param)
+            watch(piece.name, piece.param)
         self.layout = ContiguousLayout(tuple(param.numel() for param in self.params), 1)
 
     def take_states(self, optimizer: Optimizer) -> None:
@@ -394,11 +394,11 @@ class BlockGroup(ShardGroup):
     def _flatten(self, first: nn.Parameter) -> Tensor:
         """Move the parameters into one buffer; they stay the same objects."""
         whole = torch.zeros(self.layout.padded, dtype=first.dtype, device=first.device)
-        for param, start, numel in zip(self.params, self.layout.starts, self.layout.numels, strict=True):
-            home = whole[start : start + numel].view(param.shape)
+        for name, param, start in zip(self.names, self.params, self.layout.starts, strict=True):
+            home = whole[start : start + param.numel()].view(param.shape)
             home.copy_(param.detach())
             show(param, home)
-            watch(param, ResidentParameter)
+            watch(name, param, ResidentParameter)
             self.homes.append(home)
         return whole
 

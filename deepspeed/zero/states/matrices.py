@@ -21,8 +21,8 @@ from torch import Tensor
 from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.fragments import FlatLayout
+from deepspeed.ops.moments import wide
 from deepspeed.ops.muon.muon import MatrixRule, check_matrix, heads_of
-from deepspeed.ops.optimizer import wide
 from deepspeed.zero.states.groups import ShardGroup
 
 # Elements that a rank has whole at once, unless its share of one round, a single matrix, is larger.

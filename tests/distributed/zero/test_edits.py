@@ -26,16 +26,21 @@ WAYS = {
 }
 
 
+class Own(torch.nn.Parameter):
+    """A script's own class of parameters."""
+
+
 class Partly(Tiny):
-    """With a layer that is not trained and one that is not used."""
+    """With a layer that is not trained, one that is not used, and a parameter of a class of its own."""
 
     def __init__(self):
         super().__init__()
         self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+        self.frozen.own = Own(torch.ones(8))
         self.unused = torch.nn.Linear(8, 3)
 
     def forward(self, tokens, labels):
-        return super().forward(tokens, labels) + self.frozen.weight.square().mean()
+        return super().forward(tokens, labels) + self.frozen.weight.square().mean() + self.frozen.own.square().mean()
 
 
 def ways():

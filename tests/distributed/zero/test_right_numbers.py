@@ -267,3 +267,61 @@ def test_micro_steps_add_up_in_the_dtype_that_was_asked_for(stage):
         if engine.is_gradient_accumulation_boundary():
             assert safe_get_full_grad(next(engine.module.parameters())).tolist() == [[32.125] * 4]
         engine.step()
+
+
+class Odd(nn.Module):
+    """Parameters that are shared, unused, empty, without dims, frozen for a while, or used on one rank only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.second.weight = self.first.weight
+        self.unused = nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.empty = nn.Parameter(torch.zeros(0, WIDTH))
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.rare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, rank):
+        x = torch.tanh(self.first(x)) * self.scale
+        x = torch.tanh(self.second(x) + self.frozen(x))
+        x = self.third(x)
+        x = x + self.rare(x) if rank % 2 else x
+        return x.square().mean() + self.empty.sum()
+
+
+def two_groups(model):
+    """AdamW whose groups differ in rate and weight decay."""
+    groups = [[param for param in model.parameters() if (param.dim() > 1) == wide] for wide in (True, False)]
+    options = ({"lr": 0.02, "weight_decay": 0.1}, {"lr": 0.05, "weight_decay": 0.0})
+    return torch.optim.AdamW([{"params": params, **each} for params, each in zip(groups, options, strict=True)])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks(2)
+def test_odd_parameters_in_two_groups(stage):
+    torch.manual_seed(1)
+    model = Odd()
+    plain = copy.deepcopy(model)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    engine = deepspeed.initialize(model=model, optimizer=two_groups(model), config=config)[0]
+    optimizer = two_groups(plain)
+    trained = {1: {"frozen": True}, 3: {"third": False}, 4: {"third": True}}
+    for step in range(5):
+        for name, flag in trained.get(step, {}).items():
+            for net in (model, plain):
+                getattr(net, name).requires_grad_(flag)
+        for micro in range(2):
+            engine.backward(engine(batch(2 * step + micro, dist.get_rank()), dist.get_rank()))
+            engine.step()
+        losses = [plain(batch(2 * step + micro, rank), rank) for micro in range(2) for rank in range(2)]
+        (sum(losses) / 4).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        compare(engine, plain)

@@ -48,6 +48,36 @@ def test_an_optimizer_that_does_not_work_element_by_element():
             deepspeed.initialize(model=model, optimizer=kind(model.parameters(), lr=0.1), config=config)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@ranks(2)
+def test_torch_muon_has_no_whole_matrices(stage):
+    model = nn.Linear(4, 4, bias=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage},
+    }
+    optimizer = torch.optim.Muon(model.parameters(), lr=0.1)
+    if stage:
+        with pytest.raises(DeepSpeedConfigError, match=r"Muon computes with whole matrices.*MuonWithAuxAdam"):
+            deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        return
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+
+
+@ranks(2)
+def test_a_module_that_is_left_in_another_dtype():
+    """At stage 0 gradients are summed where they lie, so that the module cannot be converted back in between."""
+    engine = build(stage=0, model=nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+    engine.module[0].to(torch.float64)
+    with pytest.raises(
+        UsageError, match=r"0\.\w+ is torch\.float64 by now, but the engine trains it as torch\.float32"
+    ):
+        engine.backward(engine.module[0](torch.ones(2, 6, dtype=torch.float64)).sum())
+
+
 @ranks(2)
 def test_an_edit_that_would_be_lost():
     engine = build()

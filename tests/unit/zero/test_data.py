@@ -17,7 +17,7 @@ from deepspeed.zero.parameters.parameter import ResidentParameter, WholeParamete
 
 def watched(*shape):
     param = nn.Parameter(torch.arange(float(torch.Size(shape).numel())).view(shape))
-    watch(param)
+    watch("it", param)
     assert type(param) is WholeParameter
     return param
 
@@ -84,7 +84,45 @@ def test_copies_are_ordinary():
     param.data.add_(1)
     for other in (copy.deepcopy(param), pickle.loads(pickle.dumps(param)), type(param)(torch.ones(2))):
         assert type(other) is nn.Parameter
-    watch(param, ResidentParameter)
+    watch("it", param, ResidentParameter)
     assert type(param) is ResidentParameter
-    watch(param)
+    watch("it", param)
     assert type(param) is ResidentParameter, "it goes on to notice more"
+
+
+class Own(nn.Parameter):
+    """A script's own class of parameters."""
+
+    tag = "own"
+
+
+class Fixed(nn.Parameter):
+    """One with an idea of its own of what its data is."""
+
+    data = property(lambda self: self.detach())
+
+
+def test_a_class_of_the_users_own_is_watched_too():
+    param = Own(torch.ones(3))
+    watch("it", param)
+    known = writes(param)
+    param.data.add_(1)
+    assert writes(param) > known
+    assert isinstance(param, Own)
+    assert param.tag == "own"
+    watch("it", param, ResidentParameter)
+    assert isinstance(param, ResidentParameter)
+    other = copy.deepcopy(param)
+    assert type(other) is Own
+    assert torch.equal(other, param)
+    assert type(type(param)(torch.ones(2))) is Own
+    assert torch.equal(pickle.loads(pickle.dumps(param)), param)
+
+
+def test_a_class_that_cannot_be_watched_is_named(monkeypatch):
+    said = []
+    monkeypatch.setattr("deepspeed.zero.parameters.parameter.warn_once", said.append)
+    param = Fixed(torch.ones(3))
+    watch("layer.weight", param)
+    assert type(param) is Fixed
+    assert "layer.weight is a Fixed, whose class cannot be extended" in said[0]
