@@ -8,7 +8,7 @@ import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -151,16 +151,11 @@ def _module_file(name: str) -> Path | None:
         spec = importlib.util.find_spec(first)
     except (ImportError, ValueError):
         return None
-    if spec is None:
-        return None
-    if not others and not spec.submodule_search_locations:
-        return Path(spec.origin) if spec.origin and Path(spec.origin).is_file() else None
-    for folder in spec.submodule_search_locations or ():
-        place = Path(folder, *others)
-        for file in (place / "__main__.py", place.with_suffix(".py")):
-            if file.is_file():
-                return file
-    return None
+    places = [] if spec is None else [Path(folder, *others) for folder in spec.submodule_search_locations or ()]
+    files = [file for place in places for file in (place / "__main__.py", place.with_suffix(".py"))]
+    if spec is not None and spec.origin and not others and not spec.submodule_search_locations:
+        files = [Path(spec.origin)]
+    return next((file for file in files if file.is_file()), None)
 
 
 def digest_of(file: Path) -> str | None:
@@ -176,24 +171,9 @@ def digest_of(file: Path) -> str | None:
 def code_of(folder: Path) -> dict[str, str]:
     """Path below the folder → digest, of the Python files in it and in the packages below it."""
     found: dict[str, str] = {}
-    for file in _python_files(folder):
-        digest = digest_of(file)
-        if digest is not None:
-            found[str(file.relative_to(folder))] = digest
-        if len(found) >= _MOST_FILES:
-            break
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in sorted(folders) if name[0] != "." and Path(place, name, "__init__.py").is_file()]
+        for file in (Path(place, name) for name in sorted(files) if name.endswith(".py") and name[0] != "."):
+            if len(found) < _MOST_FILES and (digest := digest_of(file)) is not None:
+                found[str(file.relative_to(folder))] = digest
     return found
-
-
-def _python_files(folder: Path) -> Iterator[Path]:
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    for entry in entries:
-        if entry.name.startswith("."):
-            continue
-        if entry.is_file() and entry.name.endswith(".py"):
-            yield Path(entry.path)
-        elif entry.is_dir(follow_symlinks=False) and Path(entry.path, "__init__.py").is_file():
-            yield from _python_files(Path(entry.path))

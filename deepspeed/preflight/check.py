@@ -7,8 +7,7 @@ facts of all ranks, and is pure: no file, no clock, no process group.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
@@ -18,10 +17,13 @@ import torch
 from torch.distributed import ProcessGroup
 
 from deepspeed.config import Loaded
+from deepspeed.config.schema import Schema
 from deepspeed.launcher.binding import ranges
 from deepspeed.preflight.arguments import Options, Program
 
 F = TypeVar("F")
+K = TypeVar("K")
+V = TypeVar("V")
 _MOST_RANGES = 6
 _MOST_HOSTS = 4
 
@@ -53,6 +55,16 @@ class RankFact(Generic[F]):
     fact: F
 
 
+def finding(level: Level, what: str, told: Sequence[RankFact[Any]] = (), advice: str = "") -> CheckFinding:
+    """A finding about the ranks of these facts."""
+    return CheckFinding(level, what, tuple(each.rank for each in told), advice)
+
+
+def passed(what: str) -> CheckFinding:
+    """A finding that nothing is wrong."""
+    return CheckFinding(Level.OK, what)
+
+
 def few(numbers: Collection[int]) -> str:
     """`0-3, 7`; where there are many runs, the first of them and how many numbers there are."""
     runs = ranges(numbers).split(",")
@@ -60,12 +72,16 @@ def few(numbers: Collection[int]) -> str:
     return ", ".join(runs[:_MOST_RANGES]) + more
 
 
-def name_ranks(told: Sequence[RankFact[F]]) -> str:
+def rank_words(ranks: Collection[int]) -> str:
+    """`rank 3`, `ranks 8-15`."""
+    return f"rank{'s' * (len(ranks) > 1)} {few(ranks)}"
+
+
+def name_ranks(told: Sequence[RankFact[Any]]) -> str:
     """`rank 3 on host b`, `ranks 8-15 on host b`, `ranks 0-31 on 4 hosts`."""
     hosts = list(dict.fromkeys(each.host for each in told))
-    ranks = {each.rank for each in told}
     place = f"{len(hosts)} hosts" if len(hosts) > _MOST_HOSTS else f"host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
-    return f"rank{'s' * (len(ranks) > 1)} {few(ranks)} on {place}"
+    return f"{rank_words({each.rank for each in told})} on {place}"
 
 
 def counted(number: int, noun: str) -> str:
@@ -73,30 +89,33 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def among(told: Sequence[RankFact[F]], ranks: Iterable[int]) -> list[RankFact[F]]:
+def among(told: Sequence[RankFact[F]], ranks: Collection[int]) -> list[RankFact[F]]:
     """The facts of these ranks."""
-    wanted = set(ranks)
-    return [each for each in told if each.rank in wanted]
+    return [each for each in told if each.rank in ranks]
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Key → its values, in the order of the pairs."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def by_host(told: Sequence[RankFact[F]]) -> dict[str, list[RankFact[F]]]:
     """Host → the facts of its ranks."""
-    hosts: dict[str, list[RankFact[F]]] = {}
-    for each in told:
-        hosts.setdefault(each.host, []).append(each)
-    return hosts
+    return grouped((each.host, each) for each in told)
 
 
-def minority_values(values: Mapping[int, F]) -> tuple[F, dict[F, list[int]]]:
-    """The value that most ranks have (of equals, that of the lowest rank), and the others with their ranks."""
-    counts = Counter(values.values())
-    most = max(counts.values())
-    usual = next(value for _, value in sorted(values.items()) if counts[value] == most)
-    others: dict[F, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        if value != usual:
-            others.setdefault(value, []).append(rank)
-    return usual, others
+def unlike_most(told: Sequence[RankFact[F]], values: Iterable[V]) -> Iterator[tuple[V, V, list[RankFact[F]]]]:
+    """Each value that is not the usual one, the usual one, and the ranks that have the former, of one value per rank.
+
+    The usual value is that of most ranks; of equally frequent ones, that of the first rank.
+    """
+    owners = grouped(zip(values, told, strict=True))
+    if owners:
+        usual = max(owners, key=lambda value: len(owners[value]))
+        yield from ((value, usual, some) for value, some in owners.items() if value != usual)
 
 
 @dataclass(frozen=True)
@@ -134,8 +153,19 @@ class ThisRank:
     """The variables that this process was started with: some libraries set others when they are imported."""
     now: Callable[[], int] = field(repr=False)
     """Nanoseconds of the host's clock."""
-    company: AllRanks | None = None
-    """None while ranks look by themselves."""
+    joined: AllRanks | None = None
+    """None while each rank works alone."""
+
+    @property
+    def all_ranks(self) -> AllRanks:
+        """For checks that need all ranks at once."""
+        assert self.joined is not None, "this check needs all ranks"
+        return self.joined
+
+    @property
+    def schema(self) -> Schema | None:
+        """The job's config, if there is one that can be read."""
+        return self.config.schema if isinstance(self.config, Loaded) else None
 
     @property
     def is_first(self) -> bool:
@@ -167,8 +197,6 @@ SLOWER = 0.5
 """Below this part of the median a rank is told."""
 MUCH_SLOWER = 0.1
 """Below this part it is a problem: a job is as fast as its slowest rank."""
-
-K = TypeVar("K")
 
 
 def stragglers(speeds: Mapping[K, float]) -> dict[K, float]:

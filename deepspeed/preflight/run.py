@@ -34,8 +34,10 @@ from deepspeed.preflight.check import (
     RankFact,
     ThisRank,
     counted,
-    few,
+    grouped,
     name_ranks,
+    passed,
+    rank_words,
 )
 from deepspeed.preflight.rank_store import RankStore, absent_words
 
@@ -93,12 +95,8 @@ class PreflightResult:
             if len(ordered) > _MOST:
                 table.add_row("", "", f"… and {len(ordered) - _MOST} more; --json has them")
         console.print(table, highlight=False)
-        acts: dict[str, Level] = {}
-        for name, own in self.findings.items():
-            for finding in own:
-                if finding.advice and finding.level is not Level.OK:
-                    act = f"{name}: {finding.advice}"
-                    acts[act] = Level.PROBLEM if Level.PROBLEM in (acts.get(act), finding.level) else Level.WARNING
+        advised = ((name, each) for name, own in self.findings.items() for each in own if each.advice)
+        acts = grouped((f"{name}: {each.advice}", each.level) for name, each in advised if each.level is not Level.OK)
         if acts:
             console.print()
             console.print(Text("What to do", style="bold cyan"))
@@ -106,7 +104,8 @@ class PreflightResult:
             grid.show_header = False
             grid.add_column()
             grid.add_column(overflow="fold")
-            for act, level in sorted(acts.items(), key=lambda item: item[1] is not Level.PROBLEM):
+            for act, levels in sorted(acts.items(), key=lambda item: Level.PROBLEM not in item[1]):
+                level = Level.PROBLEM if Level.PROBLEM in levels else Level.WARNING
                 grid.add_row(Text("!" if level is Level.PROBLEM else "-", style=_STYLES[level]), printable(act))
             console.print(grid, highlight=False)
         console.print()
@@ -133,7 +132,7 @@ def run(
     environ = dict(os.environ)
     facts = discover(environ, port=DEFAULT_PORT)
     began = time.monotonic()
-    meeting = RankStore(facts, options.timeout)
+    store = RankStore(facts, options.timeout)
     here = ThisRank(
         rank=facts.rank,
         world=facts.world_size,
@@ -147,33 +146,33 @@ def run(
     wanted = [check for check in checks if check.name not in options.skip]
     alone = [check for check in wanted if not check.together]
     together = [check for check in wanted if check.together and facts.world_size > 1]
-    meeting.say("here", {"host": socket.gethostname(), "node": _node()})
-    meeting.say("alone", _gather(alone, here))
+    store.post("here", {"host": socket.gethostname(), "node": _node()})
+    store.post("alone", _gather(alone, here))
     if facts.rank != 0:
-        return _follow(meeting, together, here)
-    verdict = _lead(meeting, alone, together, here)
+        return _follow(store, together, here)
+    verdict = _lead(store, alone, together, here)
     verdict = dataclasses.replace(verdict, seconds=time.monotonic() - began)
     report(verdict)  # before anybody ends: a launcher ends the other ranks as soon as one fails
-    meeting.decide("verdict", verdict.status)
-    meeting.part()
+    store.decide("verdict", verdict.status)
+    store.close()
     return verdict.status
 
 
 def _lead(
-    meeting: RankStore, alone: Sequence[PreflightCheck[Any]], together: Sequence[PreflightCheck[Any]], here: ThisRank
+    store: RankStore, alone: Sequence[PreflightCheck[Any]], together: Sequence[PreflightCheck[Any]], here: ThisRank
 ) -> PreflightResult:
-    """The part of rank 0: hear all, decide whether to go on, judge."""
-    hosts = _host_names(meeting.hear_all("here"))
+    """The part of rank 0: read all messages, decide whether to go on, judge."""
+    hosts = _host_names(store.collect("here"))
     absent = sorted(set(range(here.world)) - set(hosts))
-    gathered: dict[int, Gathered] = meeting.hear_all("alone", hosts)
+    gathered: dict[int, Gathered] = store.collect("alone", hosts)
     findings = {"ranks": [_presence(absent, hosts, here.options.timeout, here.world)]}
     silent = sorted(set(hosts) - set(gathered))
     complete = not absent and not silent
-    meeting.decide("together", list(hosts.values()) if complete and together else None)
+    store.decide("together", list(hosts.values()) if complete and together else None)
     made = [*alone, *(together if complete else ())]
     if complete and together:
-        meeting.say("together", _gather_together(together, here, list(hosts.values()), meeting))
-        answers = meeting.hear_all("together")
+        store.post("together", _gather_together(together, here, list(hosts.values()), store))
+        answers = store.collect("together")
         silent = sorted(set(hosts) - set(answers))
         for rank, own in answers.items():
             gathered[rank] = {**gathered[rank], **own}
@@ -184,13 +183,13 @@ def _lead(
     return PreflightResult(here.world, tuple(dict.fromkeys(hosts.values())), findings)
 
 
-def _follow(meeting: RankStore, together: Sequence[PreflightCheck[Any]], here: ThisRank) -> int:
+def _follow(store: RankStore, together: Sequence[PreflightCheck[Any]], here: ThisRank) -> int:
     """The part of every rank but the first."""
-    hosts = meeting.decided("together")
+    hosts = store.decided("together")
     if hosts is not None:
-        meeting.say("together", _gather_together(together, here, hosts, meeting))
-    status = int(meeting.decided("verdict"))
-    meeting.follow_out(status)
+        store.post("together", _gather_together(together, here, hosts, store))
+    status = int(store.decided("verdict"))
+    store.leave(status)
     return status
 
 
@@ -210,12 +209,10 @@ def _node() -> str:
 
 def _host_names(said: Mapping[int, Mapping[str, Any]]) -> dict[int, str]:
     """Rank → host; hosts of one name are told apart by their number, as those of containers may be."""
-    nodes: dict[str, set[str]] = {}
-    for words in said.values():
-        nodes.setdefault(words["host"], set()).add(words["node"])
+    nodes = grouped((own["host"], own["node"]) for own in said.values())
     return {
-        rank: words["host"] if len(nodes[words["host"]]) == 1 else f"{words['host']} (node {words['node']})"
-        for rank, words in sorted(said.items())
+        rank: own["host"] if len({*nodes[own["host"]]}) == 1 else f"{own['host']} (node {own['node']})"
+        for rank, own in sorted(said.items())
     }
 
 
@@ -230,16 +227,16 @@ def _gather(checks: Sequence[PreflightCheck[Any]], here: ThisRank) -> Gathered:
 
 
 def _gather_together(
-    checks: Sequence[PreflightCheck[Any]], here: ThisRank, hosts: Sequence[str], meeting: RankStore
+    checks: Sequence[PreflightCheck[Any]], here: ThisRank, hosts: Sequence[str], store: RankStore
 ) -> Gathered:
     """Join as the job would, and gather; an error on the way is told for each check that it prevented."""
     try:
-        company = _join(here, hosts, meeting)
+        joined = _join(here, hosts, store)
     except _FAILURES as error:
         return {check.name: {"error": f"no process group: {error}"[:1000]} for check in checks}
     found: Gathered = {}
     for check in checks:
-        found |= _gather([check], dataclasses.replace(here, company=company))
+        found |= _gather([check], dataclasses.replace(here, joined=joined))
         if "error" in found[check.name]:
             # The others wait for this rank, which cannot know how far they are.
             rest = checks[len(found) :]
@@ -247,14 +244,14 @@ def _gather_together(
     return found
 
 
-def _join(here: ThisRank, hosts: Sequence[str], meeting: RankStore) -> AllRanks:
+def _join(here: ThisRank, hosts: Sequence[str], store: RankStore) -> AllRanks:
     accelerator = get_accelerator()
     backend = accelerator.communication_backend_name() or "gloo"
     if accelerator.device_name() != "cpu":
         accelerator.set_device(here.local_rank)
     limit = timedelta(seconds=here.options.timeout)
-    store = PrefixStore("group", meeting.store)
-    td.init_process_group(backend, store=store, rank=here.rank, world_size=here.world, timeout=limit)
+    inner = PrefixStore("group", store.store)
+    td.init_process_group(backend, store=inner, rank=here.rank, world_size=here.world, timeout=limit)
     messages = td.group.WORLD if backend == "gloo" else td.new_group(backend="gloo", timeout=limit)
     assert messages is not None, "the group was just made"
     return AllRanks(comm.group_device(), tuple(hosts), messages)
@@ -263,9 +260,9 @@ def _join(here: ThisRank, hosts: Sequence[str], meeting: RankStore) -> AllRanks:
 def _presence(absent: Sequence[int], hosts: Mapping[int, str], timeout: float, world: int) -> CheckFinding:
     if not absent:
         count = len(set(hosts.values()))
-        return CheckFinding(Level.OK, f"{counted(world, 'rank')} on {counted(count, 'host')}")
+        return passed(f"{counted(world, 'rank')} on {counted(count, 'host')}")
     verb = "has" if len(absent) == 1 else "have"
-    what = f"{_ranks(absent)} {verb} not come within {timeout:.0f} s{absent_words(absent, hosts)}"
+    what = f"{rank_words(absent)} {verb} not come within {timeout:.0f} s{absent_words(absent, hosts)}"
     advice = "look whether they were started, and whether their hosts reach rank 0's; --timeout waits longer"
     return CheckFinding(Level.PROBLEM, what, tuple(absent), advice)
 
@@ -276,28 +273,19 @@ def _silent(silent: Sequence[int], hosts: Mapping[int, str], timeout: float) -> 
     return CheckFinding(Level.PROBLEM, what, tuple(silent), "look at what they wrote last, and at their hosts")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {few(ranks)}"
-
-
 def judge_all(
     checks: Sequence[PreflightCheck[Any]], gathered: Mapping[int, Gathered], hosts: Mapping[int, str]
 ) -> dict[str, list[CheckFinding]]:
     """Check → its findings, from the facts of all ranks; ranks that have none are told with the reason."""
     findings: dict[str, list[CheckFinding]] = {}
     for check in checks:
-        told: list[RankFact[Any]] = []
-        errors: dict[str, list[int]] = {}
-        for rank, own in sorted(gathered.items()):
-            words = own.get(check.name, {"error": "it was not told"})
-            if "error" in words:
-                errors.setdefault(words["error"], []).append(rank)
-            else:
-                told.append(RankFact(rank, hosts[rank], check.fact(**words["fact"])))
+        found = {rank: own.get(check.name, {"error": "it was not told"}) for rank, own in sorted(gathered.items())}
+        errors = grouped((own["error"], rank) for rank, own in found.items() if "error" in own)
         findings[check.name] = [
-            CheckFinding(Level.PROBLEM, f"{_ranks(ranks)}: {error}", tuple(ranks), "mend this first")
+            CheckFinding(Level.PROBLEM, f"{rank_words(ranks)}: {error}", tuple(ranks), "mend this first")
             for error, ranks in errors.items()
         ]
-        if told and not errors:
+        if found and not errors:
+            told = [RankFact(rank, hosts[rank], check.fact(**own["fact"])) for rank, own in found.items()]
             findings[check.name] += check.judge(told)
     return findings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,17 @@ import torch.distributed as td
 from deepspeed.config.memory import size_text
 from deepspeed.io.trial import Trial, speed
 from deepspeed.preflight.arguments import FOLDER_OPTIONS, option_of
-from deepspeed.preflight.check import CheckFinding, Level, PreflightCheck, RankFact, ThisRank, name_ranks
+from deepspeed.preflight.check import (
+    CheckFinding,
+    Level,
+    PreflightCheck,
+    RankFact,
+    ThisRank,
+    finding,
+    grouped,
+    name_ranks,
+    passed,
+)
 
 _WHOLE_STATE = 16  # bytes of a parameter in a checkpoint of 16-bit training with Adam, and some more
 _LITTLE = 10 * 10**9
@@ -58,31 +68,29 @@ class FolderCheck(PreflightCheck[FolderFact]):
     def judge(self, told: Sequence[RankFact[FolderFact]]) -> list[CheckFinding]:
         looked = [each for each in told if each.fact.looked]
         if not looked:
-            return [CheckFinding(Level.WARNING, "no rank is the first of its host, so that nobody looked")]
+            return [finding(Level.WARNING, "no rank is the first of its host, so that nobody looked")]
         found = []
-        errors: dict[tuple[str, str | None], list[RankFact[FolderFact]]] = {}
-        for each in looked:
-            if each.fact.error is not None:
-                errors.setdefault((each.fact.folder, each.fact.error), []).append(each)
+        good = [each for each in looked if each.fact.error is None]
+        errors = grouped(((each.fact.folder, each.fact.error), each) for each in looked if each.fact.error is not None)
         for (folder, error), some in errors.items():
             what = f"{name_ranks(some)} cannot write to {folder}: {error}"
             advice = "give --checkpoint a folder that can be written, or make room there"
-            found.append(CheckFinding(Level.PROBLEM, what, tuple(each.rank for each in some), advice))
-        good = [each for each in looked if each.fact.error is None]
-        found += [finding for each in good for finding in _room(each)]
+            found.append(finding(Level.PROBLEM, what, some, advice))
+        found += [each for one in good for each in _room(one)]
         slow = [each for each in good if each.fact.speed is not None and each.fact.speed < _SLOW]
         if slow:
             worst = min(each.fact.speed or 0.0 for each in slow)
             verb = "writes" if len(slow) == 1 else "write"
             what = f"{name_ranks(slow)} {verb} only {worst / 1e6:.1f} MB/s to {slow[0].fact.folder}"
             advice = "save to a faster disk, or in the background: checkpoint.writer.decoupled in the config"
-            found.append(CheckFinding(Level.WARNING, what, tuple(each.rank for each in slow), advice))
+            found.append(finding(Level.WARNING, what, slow, advice))
         if found:
             return found
         first = good[0].fact
         least = min(each.fact.speed or 0.0 for each in good)
-        what = f"{first.folder} ({first.origin}): {size_text(first.free)} free, {least / 1e9:.2f} GB/s per host"
-        return [CheckFinding(Level.OK, what)]
+        return [
+            passed(f"{first.folder} ({first.origin}): {size_text(first.free)} free, {least / 1e9:.2f} GB/s per host")
+        ]
 
 
 def folder_of(option: str | None, arguments: Sequence[str]) -> tuple[str, str]:
@@ -100,19 +108,15 @@ def nearest(path: Path) -> Path:
     return next((level for level in (path, *path.parents) if level.exists()), path)
 
 
-def _room(each: RankFact[FolderFact]) -> list[CheckFinding]:
-    fact = each.fact
+def _room(one: RankFact[FolderFact]) -> Iterator[CheckFinding]:
+    fact = one.fact
+    place = f"{name_ranks([one])}: {fact.folder} has"
     if fact.needed is not None and fact.free < fact.needed:
-        what = f"{name_ranks([each])}: {fact.folder} has {size_text(fact.free)} free, and a checkpoint takes about "
-        return [
-            CheckFinding(
-                Level.PROBLEM, what + size_text(fact.needed), (each.rank,), "make room, or name another folder"
-            )
-        ]
+        what = f"{place} {size_text(fact.free)} free, and a checkpoint takes about {size_text(fact.needed)}"
+        yield finding(Level.PROBLEM, what, [one], "make room, or name another folder")
     if fact.needed is None and fact.free < _LITTLE:
-        what = f"{name_ranks([each])}: {fact.folder} has only {size_text(fact.free)} free"
-        return [CheckFinding(Level.WARNING, what, (each.rank,), "make room; --params tells whether it is enough")]
-    return []
+        what = f"{place} only {size_text(fact.free)} free"
+        yield finding(Level.WARNING, what, [one], "make room; --params tells whether it is enough")
 
 
 # ---- one folder
@@ -135,20 +139,18 @@ class SharedFolderCheck(PreflightCheck[SharedFolderFact]):
     fact = SharedFolderFact
 
     def gather(self, here: ThisRank) -> SharedFolderFact:
-        assert here.company is not None, "this check needs all ranks"
-        config = here.config
-        local = config is not None and not isinstance(config, str) and config.schema.checkpoint.use_node_local_storage
+        local = here.schema is not None and here.schema.checkpoint.use_node_local_storage
         folder = nearest(Path(folder_of(here.options.checkpoint, here.program.arguments)[0]).absolute())
         made: list[str | None] = [None]
         try:
             if here.rank == 0:
                 made = [_make_file(folder)]
-            td.broadcast_object_list(made, 0, group=here.company.messages)
+            td.broadcast_object_list(made, 0, group=here.all_ranks.messages)
             name = made[0]
             sees = None
-            if name is not None and here.rank in here.company.first_ranks:
+            if name is not None and here.rank in here.all_ranks.first_ranks:
                 sees = (folder / Path(name).name).exists()
-            td.barrier(group=here.company.messages)
+            td.barrier(group=here.all_ranks.messages)
             return SharedFolderFact(sees, local)
         finally:
             if here.rank == 0 and made[0] is not None:
@@ -160,12 +162,10 @@ class SharedFolderCheck(PreflightCheck[SharedFolderFact]):
         if blind and not looked[0].fact.local:
             what = f"{name_ranks(blind)} {'does' if len(blind) == 1 else 'do'} not see what rank 0 writes to the folder"
             advice = "save to a shared file system, or set checkpoint.use_node_local_storage"
-            return [CheckFinding(Level.WARNING, what, tuple(each.rank for each in blind), advice)]
+            return [finding(Level.WARNING, what, blind, advice)]
         if len(looked) < 2:
-            return [CheckFinding(Level.OK, "one host, one folder" if looked else "nobody could look")]
-        return [
-            CheckFinding(Level.OK, "every host keeps its own" if blind else f"{len(looked)} hosts see the same files")
-        ]
+            return [passed("one host, one folder" if looked else "nobody could look")]
+        return [passed("every host keeps its own" if blind else f"{len(looked)} hosts see the same files")]
 
 
 def _make_file(folder: Path) -> str | None:

@@ -1,7 +1,9 @@
-"""Devices, memory and shared memory of the hosts: each rank has one device, and what a job needs is free."""
+"""Devices and memory: each rank has a device, what a job needs is free, and the states of the model fit."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,19 +13,26 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host import HostMemory
 from deepspeed.config.memory import size_text
+from deepspeed.config.schema import Schema
+from deepspeed.config.zero import OffloadDeviceEnum
 from deepspeed.launcher.facts import SHM_WANTED, shared_memory
+from deepspeed.memory.budget import Widths
+from deepspeed.precision.policy import Precision
 from deepspeed.preflight.check import (
     CheckFinding,
     Level,
     PreflightCheck,
     RankFact,
     ThisRank,
-    among,
     by_host,
     counted,
-    minority_values,
+    finding,
+    grouped,
     name_ranks,
+    passed,
+    unlike_most,
 )
+from deepspeed.preflight.checks.folder import nearest
 
 # ---- devices
 
@@ -62,8 +71,8 @@ class DevicesCheck(PreflightCheck[DeviceFact]):
             return found
         first = told[0].fact
         if first.accelerator == "cpu":
-            return [CheckFinding(Level.OK, f"{counted(len(told), 'rank')} on cores of the CPU")]
-        return [CheckFinding(Level.OK, f"{len(told)} × {first.name or first.accelerator}, one rank on each")]
+            return [passed(f"{counted(len(told), 'rank')} on cores of the CPU")]
+        return [passed(f"{len(told)} × {first.name or first.accelerator}, one rank on each")]
 
 
 def _kinds(told: Sequence[RankFact[DeviceFact]]) -> Iterator[CheckFinding]:
@@ -71,11 +80,9 @@ def _kinds(told: Sequence[RankFact[DeviceFact]]) -> Iterator[CheckFinding]:
         ("accelerator", Level.PROBLEM, "ds_report tells there why; or set DS_ACCELERATOR for all"),
         ("name", Level.WARNING, "leave those hosts out, or expect their speed of all"),
     ):
-        usual, others = minority_values({each.rank: getattr(each.fact, field) for each in told})
-        for value, ranks in others.items():
+        for value, usual, some in unlike_most(told, [getattr(each.fact, field) for each in told]):
             if value is not None and usual is not None:
-                place = name_ranks(among(told, ranks))
-                yield CheckFinding(level, f"{place}: {field} {value}, and {usual} elsewhere", tuple(ranks), advice)
+                yield finding(level, f"{name_ranks(some)}: {field} {value}, and {usual} elsewhere", some, advice)
 
 
 def _absent(told: Sequence[RankFact[DeviceFact]]) -> Iterator[CheckFinding]:
@@ -83,24 +90,15 @@ def _absent(told: Sequence[RankFact[DeviceFact]]) -> Iterator[CheckFinding]:
     if none:
         fact = none[0].fact
         what = f"{name_ranks(none)}: no device number {fact.index}, {fact.count} {fact.accelerator} devices are visible"
-        ranks = tuple(each.rank for each in none)
-        yield CheckFinding(Level.PROBLEM, what, ranks, "start fewer ranks there, or let them see more devices")
+        yield finding(Level.PROBLEM, what, none, "start fewer ranks there, or let them see more devices")
 
 
 def _shared(told: Sequence[RankFact[DeviceFact]]) -> Iterator[CheckFinding]:
-    users: dict[tuple[str, str], list[RankFact[DeviceFact]]] = {}
-    for each in told:
-        if each.fact.identity is not None:
-            users.setdefault((each.host, each.fact.identity), []).append(each)
+    users = grouped(((each.host, each.fact.identity), each) for each in told if each.fact.identity is not None)
     for (_, identity), some in users.items():
         if len(some) > 1:
-            ranks = tuple(each.rank for each in some)
-            yield CheckFinding(
-                Level.PROBLEM,
-                f"{name_ranks(some)} share the device {identity}",
-                ranks,
-                "give each its own LOCAL_RANK, or its own visible devices",
-            )
+            what = f"{name_ranks(some)} share the device {identity}"
+            yield finding(Level.PROBLEM, what, some, "give each its own LOCAL_RANK, or its own visible devices")
 
 
 # ---- memory of a host, within the limits of its container
@@ -149,10 +147,9 @@ def _own_group(file: Path, controller: str) -> str:
 
 def _number(file: Path) -> int | None:
     try:
-        text = file.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeError):
+        return int(file.read_text(encoding="ascii"))
+    except (OSError, ValueError):  # "max" is no number
         return None
-    return int(text) if text.isdigit() else None
 
 
 # ---- memory
@@ -192,21 +189,16 @@ class MemoryCheck(PreflightCheck[MemoryFact]):
             worst = min(busy, key=lambda each: _free_part(each.fact)).fact
             free, total = size_text(worst.device_free or 0), size_text(worst.device_total or 0)
             what = f"{name_ranks(busy)}: as little as {free} of {total} of the device are free"
-            ranks = tuple(each.rank for each in busy)
-            advice = "end what else runs there (nvidia-smi shows it)"
-            found.append(CheckFinding(Level.WARNING, what, ranks, advice))
+            found.append(finding(Level.WARNING, what, busy, "end what else runs there (nvidia-smi shows it)"))
         for host, some in by_host(told).items():
             left = min(each.fact.host_free for each in some)
             if left < _HOST_FREE * len(some):
                 what = f"host {host} has {size_text(left)} free for {counted(len(some), 'rank')}"
-                ranks = tuple(each.rank for each in some)
-                found.append(CheckFinding(Level.WARNING, what, ranks, "end what else runs there, or start fewer ranks"))
-        if found:
-            return found
+                found.append(finding(Level.WARNING, what, some, "end what else runs there, or start fewer ranks"))
         least = size_text(min(each.fact.host_free for each in told))
         devices = [each.fact.device_free for each in told if each.fact.device_free is not None]
         device = f"{size_text(min(devices))} on every device, " if devices else ""
-        return [CheckFinding(Level.OK, f"free: at least {device}{least} on every host")]
+        return found or [passed(f"free: at least {device}{least} on every host")]
 
 
 def _free_part(fact: MemoryFact) -> float:
@@ -244,19 +236,210 @@ class SharedMemoryCheck(PreflightCheck[ShmFact]):
     def judge(self, told: Sequence[RankFact[ShmFact]]) -> list[CheckFinding]:
         found = []
         for host, some in by_host(told).items():
-            ranks = tuple(each.rank for each in some)
             total, free = some[0].fact.total, some[0].fact.free
             if total is None or free is None:
-                found.append(CheckFinding(Level.WARNING, f"host {host} has no /dev/shm", ranks, _ADVICE))
+                found.append(finding(Level.WARNING, f"host {host} has no /dev/shm", some, _ADVICE))
                 continue
             needed = _FOR_A_RANK * len(some)
             if len(some) > 1 and some[0].fact.nccl and free < needed:
                 what = f"host {host}: {size_text(free)} free in /dev/shm, and {len(some)} ranks of NCCL need about "
-                found.append(CheckFinding(Level.PROBLEM, what + size_text(needed), ranks, _ADVICE))
+                found.append(finding(Level.PROBLEM, what + size_text(needed), some, _ADVICE))
             elif total < SHM_WANTED:
                 what = f"host {host}: /dev/shm holds only {size_text(total)}; data-loader workers may fail"
-                found.append(CheckFinding(Level.WARNING, what, ranks, _ADVICE))
-        if found:
-            return found
-        least = min(each.fact.free for each in told if each.fact.free is not None)
-        return [CheckFinding(Level.OK, f"at least {size_text(least)} free on every host")]
+                found.append(finding(Level.WARNING, what, some, _ADVICE))
+        least = min((each.fact.free for each in told if each.fact.free is not None), default=0)
+        return found or [passed(f"at least {size_text(least)} free on every host")]
+
+
+# ---- the states of the model against the memory
+#
+# Masters and moments go where `offload_optimizer` says, weights where `offload_param` says. Gradients of offloaded
+# states stay in host memory, in the width of the weights where a step has one micro batch, else in that of their sum.
+
+_MOMENTS = {"lion": 1, "adagrad": 1, "muon": 1, "rmsprop": 1}  # others are taken for Adam's kind, which has two
+
+
+@dataclass(frozen=True, slots=True)
+class BytesPerParameter:
+    """Bytes that one rank holds of each parameter of the model, by the kind of memory; a fraction where ranks share."""
+
+    device: float
+    host: float
+    disk: float
+
+
+def widths_of(schema: Schema) -> Widths:
+    """Bytes of an element in each role."""
+    precision = Precision.from_config(schema)
+    optimizer = schema.optimizer
+    name, params = str(optimizer.type or "").lower(), optimizer.params or {}
+    count = _MOMENTS.get(name.removeprefix("deepspeedcpu").removeprefix("fused"), 2)
+    if name == "sgd":
+        count = 1 if params.get("momentum") else 0
+    bits = params.get("moment_bits")
+    width = bits // 8 if bits in (8, 16) else precision.state.itemsize
+    away = schema.zero_optimization.offloads_optimizer
+    return Widths(
+        param=precision.param.itemsize,
+        grad=precision.accumulate.itemsize,
+        master=precision.master.itemsize if precision.has_master or away else 0,
+        optimizer=count * width,
+    )
+
+
+def needs_of(schema: Schema, world: int) -> BytesPerParameter:
+    """The bytes of a parameter on each of `world` ranks."""
+    zero, widths = schema.zero_optimization, widths_of(schema)
+    stage = int(zero.stage)
+    part = {role: 1 / world if stage >= first else 1.0 for role, first in (("states", 1), ("grads", 2), ("params", 3))}
+    states = (widths.master + widths.optimizer) * part["states"]
+    params, grads = widths.param * part["params"], widths.grad * part["grads"]
+    device, host, disk = 0.0, 0.0, 0.0
+    tier = OffloadDeviceEnum.none if zero.offload_optimizer is None else zero.offload_optimizer.device
+    share = float(zero.offload_optimizer.ratio) if zero.offload_optimizer is not None else 0.0
+    if tier is OffloadDeviceEnum.none:
+        device += states + grads
+    else:
+        once = (schema.gradient_accumulation_steps or 1) == 1
+        device += states * (1 - share) + (0.0 if once else grads)
+        host += share * (widths.param if once else widths.grad) * part["states"]
+        if tier is OffloadDeviceEnum.cpu:
+            host += share * states
+        else:
+            disk += share * states
+    home = OffloadDeviceEnum.none if zero.offload_param is None else zero.offload_param.device
+    if stage < 3 or home is OffloadDeviceEnum.none:
+        device += params
+    elif home is OffloadDeviceEnum.cpu:
+        host += params
+    else:
+        disk += params
+    return BytesPerParameter(device, host, disk)
+
+
+_NEARLY = 0.8  # activations, the data loader and the page cache want some, too
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadFact:
+    """Bytes of a parameter on this rank (`None` without a config), and bytes that are free."""
+
+    device: float | None = None
+    host: float = 0.0
+    disk: float = 0.0
+    device_free: int | None = None
+    host_free: int = 0
+    disk_free: int | None = None
+    disk_path: str = ""
+    disk_error: str | None = None
+    params: int | None = None
+
+
+class OffloadCheck(PreflightCheck[OffloadFact]):
+    """The states of the model fit where the config puts them."""
+
+    name = "offload"
+    fact = OffloadFact
+
+    def gather(self, here: ThisRank) -> OffloadFact:
+        schema = here.schema
+        if schema is None:
+            return OffloadFact()
+        needs = needs_of(schema, here.world)
+        accelerator = get_accelerator()
+        has_device = accelerator.device_name() != "cpu" and here.local_rank < accelerator.device_count()
+        path, free, error = _disk(schema)
+        return OffloadFact(
+            needs.device,
+            needs.host,
+            needs.disk,
+            accelerator.available_memory(here.local_rank) if has_device else None,
+            available_memory(),
+            free,
+            path,
+            error,
+            here.options.params,
+        )
+
+    def judge(self, told: Sequence[RankFact[OffloadFact]]) -> list[CheckFinding]:
+        if any(each.fact.device is None for each in told):
+            return [passed("without a config there is no plan")]
+        found = [*_disks(told), *(each for some in by_host(told).values() for each in _memory(some)), *_devices(told)]
+        return found or [passed(_summary(told))]
+
+
+def _disk(schema: Schema) -> tuple[str, int | None, str | None]:
+    """The folder of a swap file, the bytes that are free there, and why they are not known."""
+    folders = schema.zero_optimization.swap_folders
+    if not folders:
+        return "", None, None
+    path = folders[0]
+    place = nearest(path.absolute())
+    try:
+        room = os.statvfs(place)
+    except OSError as error:
+        return str(path), None, str(error.strerror or error)
+    if not os.access(place, os.W_OK | os.X_OK):
+        return str(path), None, f"{place} cannot be written to"
+    return str(path), room.f_bavail * room.f_frsize, None
+
+
+def _disks(told: Sequence[RankFact[OffloadFact]]) -> Iterator[CheckFinding]:
+    bad = [each for each in told if each.fact.disk_error is not None]
+    if bad:
+        what = f"{name_ranks(bad)}: no swap file in {bad[0].fact.disk_path}: {bad[0].fact.disk_error}"
+        yield finding(Level.PROBLEM, what, bad, "set nvme_path to a folder on a local disk")
+
+
+def _demands(some: Sequence[RankFact[OffloadFact]]) -> Iterator[tuple[str, float, int]]:
+    """What the ranks of a host hold of each parameter in its memory and on its disk, and the bytes that are free."""
+    yield "memory", sum(each.fact.host for each in some), min(each.fact.host_free for each in some)
+    if some[0].fact.disk_free is not None:
+        yield "disk", sum(each.fact.disk for each in some), some[0].fact.disk_free
+
+
+def _memory(some: Sequence[RankFact[OffloadFact]]) -> Iterator[CheckFinding]:
+    """What the ranks of a host want of its memory and its disk."""
+    params = some[0].fact.params
+    if params is None:
+        return
+    for kind, bytes_each, free in _demands(some):
+        needed = math.ceil(bytes_each * params)
+        if needed > _NEARLY * free:
+            level = Level.PROBLEM if needed > free else Level.WARNING
+            what = f"the plan puts {size_text(needed)} into its {kind}, of which {size_text(free)} are free"
+            advice = "use more hosts, fewer bytes (moment_bits, bf16), or offload less"
+            yield finding(level, f"host {some[0].host}: {what}", some, advice)
+
+
+def _devices(told: Sequence[RankFact[OffloadFact]]) -> Iterator[CheckFinding]:
+    short = [
+        each for each in told if each.fact.device_free is not None and _on_device(each.fact) > each.fact.device_free
+    ]
+    if short:
+        fact = short[0].fact
+        needed, free = size_text(math.ceil(_on_device(fact))), size_text(fact.device_free or 0)
+        what = f"{name_ranks(short)}: model states take {needed} of a device that has {free} free"
+        advice = "use a higher ZeRO stage, more ranks, or offload_optimizer and offload_param"
+        yield finding(Level.PROBLEM, what, short, advice)
+
+
+def _on_device(fact: OffloadFact) -> float:
+    """Bytes of the model on the rank's device; 0 where its size is not known."""
+    return (fact.device or 0) * (fact.params or 0)
+
+
+def _summary(told: Sequence[RankFact[OffloadFact]]) -> str:
+    """Bytes of a parameter, and of how many parameters there could be."""
+    first = told[0].fact
+    parts = [f"{first.device or 0:.3g} B on its device"]
+    parts += [
+        f"{value:.3g} B of its host's {kind}" for kind, value in (("memory", first.host), ("disk", first.disk)) if value
+    ]
+    text = f"a rank holds of each parameter {', '.join(parts)}"
+    if first.params is not None:
+        return f"{text}; {first.params / 1e9:.3g}B parameters fit"
+    demands = (each for some in by_host(told).values() for each in _demands(some))
+    limits = [free / bytes_each for _, bytes_each, free in demands if bytes_each]
+    limits += [each.fact.device_free / each.fact.device for each in told if each.fact.device and each.fact.device_free]
+    return f"{text}; at most {min(limits) / 1e9:.3g}B parameters fit" if limits else text

@@ -16,14 +16,17 @@ from deepspeed.ops.registry import State, explain
 from deepspeed.preflight.arguments import code_of, digest_of
 from deepspeed.preflight.check import (
     CheckFinding,
+    F,
     Level,
     PreflightCheck,
     RankFact,
     ThisRank,
-    among,
     counted,
-    minority_values,
+    finding,
+    grouped,
     name_ranks,
+    passed,
+    unlike_most,
 )
 
 # ---- versions
@@ -52,18 +55,13 @@ class VersionsCheck(PreflightCheck[VersionFact]):
     def judge(self, told: Sequence[RankFact[VersionFact]]) -> list[CheckFinding]:
         found = []
         for name in dict.fromkeys(name for each in told for name in each.fact.versions):
-            usual, others = minority_values({each.rank: each.fact.versions.get(name) for each in told})
-            for value, ranks in others.items():
-                place = name_ranks(among(told, ranks))
+            for value, usual, some in unlike_most(told, [each.fact.versions.get(name) for each in told]):
                 level = Level.PROBLEM if name in _MUST_AGREE else Level.WARNING
-                what = f"{name} is {value or 'absent'} for {place}, and {usual or 'absent'} for the others"
+                what = f"{name} is {value or 'absent'} for {name_ranks(some)}, and {usual or 'absent'} for the others"
                 advice = f"install {name} {usual} there" if usual else f"remove {name} there, or install it everywhere"
-                found.append(CheckFinding(level, what, tuple(ranks), advice))
-        if found:
-            return found
+                found.append(finding(level, what, some, advice))
         first = told[0].fact.versions
-        shown = ", ".join(f"{name} {first[name]}" for name in _SHOWN if first.get(name))
-        return [CheckFinding(Level.OK, shown)]
+        return found or [passed(", ".join(f"{name} {first[name]}" for name in _SHOWN if first.get(name)))]
 
 
 def driver_version(file: Path) -> str | None:
@@ -114,60 +112,48 @@ class ConfigCheck(PreflightCheck[ConfigFact]):
 
     def judge(self, told: Sequence[RankFact[ConfigFact]]) -> list[CheckFinding]:
         if all(each.fact.source is None for each in told):
-            return [
-                CheckFinding(
-                    Level.WARNING,
-                    "the arguments of the script name no config",
-                    advice="give --config FILE, or the script's own --deepspeed_config FILE",
-                )
-            ]
-        found = list(_unread(told)) + list(_different(told))
-        problems = {problem: each for each in reversed(told) for problem in each.fact.problems}
-        for problem, each in sorted(problems.items()):
-            found.append(CheckFinding(Level.PROBLEM, f"{each.fact.source}: {problem}", advice="correct the config"))
+            advice = "give --config FILE, or the script's own --deepspeed_config FILE"
+            return [finding(Level.WARNING, "the arguments of the script name no config", advice=advice)]
+        found = [*_unread(told), *_different(told)]
+        problems = {problem: each.fact.source for each in reversed(told) for problem in each.fact.problems}
+        for problem, source in sorted(problems.items()):
+            found.append(finding(Level.PROBLEM, f"{source}: {problem}", advice="correct the config"))
         for note in dict.fromkeys(note for each in told for note in each.fact.notes):
-            found.append(CheckFinding(Level.WARNING, note, advice="remove the key, or give what it needs"))
-        if found:
-            return found
-        first = told[0].fact
-        return [CheckFinding(Level.OK, f"{first.source} is valid on {counted(len(told), 'rank')}")]
+            found.append(finding(Level.WARNING, note, advice="remove the key, or give what it needs"))
+        return found or [passed(f"{told[0].fact.source} is valid on {counted(len(told), 'rank')}")]
 
 
 def _unread(told: Sequence[RankFact[ConfigFact]]) -> Iterator[CheckFinding]:
-    errors: dict[str, list[RankFact[ConfigFact]]] = {}
-    for each in told:
-        if each.fact.error is not None:
-            errors.setdefault(each.fact.error, []).append(each)
-    for error, some in errors.items():
-        yield CheckFinding(
-            Level.PROBLEM,
-            f"{name_ranks(some)}: {error}",
-            tuple(each.rank for each in some),
-            "correct the config" if len(some) == len(told) else "give all hosts the same file",
-        )
+    for error, some in grouped((each.fact.error, each) for each in told if each.fact.error is not None).items():
+        advice = "correct the config" if len(some) == len(told) else "give all hosts the same file"
+        yield finding(Level.PROBLEM, f"{name_ranks(some)}: {error}", some, advice)
 
 
 def _different(told: Sequence[RankFact[ConfigFact]]) -> Iterator[CheckFinding]:
-    read = [each for each in told if each.fact.digest is not None]
-    if not read:
-        return
-    usual, others = minority_values({each.rank: each.fact.digest for each in read})
-    model = next((each.fact.values for each in read if each.fact.digest == usual and each.fact.values), {})
-    for digest, ranks in others.items():
-        some = among(read, ranks)
-        values = next((each.fact.values for each in some if each.fact.digest == digest and each.fact.values), {})
-        keys = sorted(key for key in {*model, *values} if model.get(key) != values.get(key)) if model and values else []
-        shown = "; ".join(
-            f"{key} is {values.get(key, 'absent')}, not {model.get(key, 'absent')}" for key in keys[:_MOST]
-        )
-        more = f" and {len(keys) - _MOST} more" if len(keys) > _MOST else ""
-        what = f"{name_ranks(some)} has another config" if len(some) == 1 else f"{name_ranks(some)} have another config"
-        yield CheckFinding(
-            Level.PROBLEM,
-            f"{what}: {shown}{more}" if keys else what,
-            tuple(ranks),
-            "give all hosts the same file",
-        )
+    for some, values, usual in _unlike_most(told, "digest", "values"):
+        what = f"{name_ranks(some)} {_has(some)} another config"
+        if keys := [key for key in sorted({*usual, *values}) if usual and values and usual.get(key) != values.get(key)]:
+            pairs = (f"{key} is {values.get(key, 'absent')}, not {usual.get(key, 'absent')}" for key in keys[:_MOST])
+            more = f" and {len(keys) - _MOST} more" if len(keys) > _MOST else ""
+            what = f"{what}: {'; '.join(pairs)}{more}"
+        yield finding(Level.PROBLEM, what, some, "give all hosts the same file")
+
+
+def _unlike_most(
+    told: Sequence[RankFact[F]], digest: str, details: str
+) -> Iterator[tuple[list[RankFact[F]], dict[str, str], dict[str, str]]]:
+    """For each digest that few ranks have: those ranks, their details, the usual ones; empty where no rank has them."""
+    known = [each for each in told if getattr(each.fact, digest) is not None]
+    digests = [getattr(each.fact, digest) for each in known]
+    first: dict[str, dict[str, str]] = {}
+    for each, value in zip(known, digests, strict=True):
+        first[value] = first.get(value) or getattr(each.fact, details)
+    for value, usual, some in unlike_most(known, digests):
+        yield some, first[value], first[usual]
+
+
+def _has(some: Sequence[RankFact[Any]]) -> str:
+    return "has" if len(some) == 1 else "have"
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -207,40 +193,25 @@ class CodeCheck(PreflightCheck[CodeFact]):
         if file is None:
             return CodeFact(program.name, program.kind, library=library)
         files = {} if program.kind == "program" else code_of(file.absolute().parent)
-        return CodeFact(
-            program.name,
-            program.kind,
-            str(file),
-            digest_of(file),
-            _together(files),
-            library,
-            files if here.is_first else {},
-        )
+        shown = files if here.is_first else {}
+        return CodeFact(program.name, program.kind, str(file), digest_of(file), _together(files), library, shown)
 
     def judge(self, told: Sequence[RankFact[CodeFact]]) -> list[CheckFinding]:
-        found = list(
-            _other(told, "library", "another copy of the package deepspeed", "install the same one everywhere")
-        )
+        found = [*_other(told, "library", "another copy of the package deepspeed", "install the same one everywhere")]
         first = told[0].fact
         if first.name is None:
-            return [
-                *found,
-                CheckFinding(Level.WARNING, "no script was given", advice="give the script and its arguments"),
-            ]
+            advice = "give the script and its arguments"
+            return [*found, finding(Level.WARNING, "no script was given", advice=advice)]
         absent = [each for each in told if each.fact.file is None]
         if absent:
             what = f"there is no {first.kind} {first.name} for {name_ranks(absent)}"
-            ranks = tuple(each.rank for each in absent)
-            found.append(
-                CheckFinding(Level.PROBLEM, what, ranks, "put it there; a shared file system is the usual way")
-            )
+            advice = "put it there; a shared file system is the usual way"
+            found.append(finding(Level.PROBLEM, what, absent, advice))
         found += _other(told, "script", f"another {first.name}", "copy the script again")
-        if not any(finding.level is Level.PROBLEM for finding in found):
+        if not any(each.level is Level.PROBLEM for each in found):
             found += _other(told, "beside", "other Python files beside the script", "copy them again", Level.WARNING)
-        if found:
-            return found
         beside = f", with {counted(len(first.files), 'Python file')} in its folder" if first.files else ""
-        return [CheckFinding(Level.OK, f"{first.file}{beside}")]
+        return found or [passed(f"{first.file}{beside}")]
 
 
 def _together(files: dict[str, str]) -> str:
@@ -250,22 +221,11 @@ def _together(files: dict[str, str]) -> str:
 def _other(
     told: Sequence[RankFact[CodeFact]], field: str, what: str, advice: str, level: Level = Level.PROBLEM
 ) -> Iterator[CheckFinding]:
-    """A finding for each digest that few ranks have, with the names of the files that differ where they are known."""
-    there = [each for each in told if getattr(each.fact, field) is not None]
-    if not there:
-        return
-    usual, others = minority_values({each.rank: getattr(each.fact, field) for each in there})
-    model = next((each.fact.files for each in there if getattr(each.fact, field) == usual and each.fact.files), {})
-    for value, ranks in others.items():
-        some = among(there, ranks)
-        files = next((each.fact.files for each in some if getattr(each.fact, field) == value and each.fact.files), {})
-        names = sorted(name for name in {*model, *files} if model.get(name) != files.get(name))
-        shown = (
-            f": {', '.join(names[:_MOST])}{', …' if len(names) > _MOST else ''}" if names and field == "beside" else ""
-        )
-        yield CheckFinding(
-            level, f"{name_ranks(some)} {'has' if len(ranks) == 1 else 'have'} {what}{shown}", tuple(ranks), advice
-        )
+    """A finding for each digest that few ranks have; for files beside the script, with the names that differ."""
+    for some, files, usual in _unlike_most(told, field, "files"):
+        names = [name for name in sorted({*usual, *files}) if usual.get(name) != files.get(name)]
+        shown = f": {', '.join(names[:_MOST])}{', …' * (len(names) > _MOST)}" if names and field == "beside" else ""
+        yield finding(level, f"{name_ranks(some)} {_has(some)} {what}{shown}", some, advice)
 
 
 # ---- variables
@@ -296,16 +256,14 @@ class EnvironmentCheck(PreflightCheck[EnvironmentFact]):
     def judge(self, told: Sequence[RankFact[EnvironmentFact]]) -> list[CheckFinding]:
         found = []
         for name in sorted({name for each in told for name in each.fact.variables}):
-            usual, others = minority_values({each.rank: each.fact.variables.get(name) for each in told})
-            for value, ranks in others.items():
+            for value, usual, some in unlike_most(told, [each.fact.variables.get(name) for each in told]):
                 here, there = ("not set" if text is None else text for text in (value, usual))
-                what = f"{name} is {here} for {name_ranks(among(told, ranks))}, and {there} for the others"
+                what = f"{name} is {here} for {name_ranks(some)}, and {there} for the others"
                 advice = "set it for all: a line in .deepspeed_env goes to every host"
-                found.append(CheckFinding(Level.WARNING, what, tuple(ranks), advice))
+                found.append(finding(Level.WARNING, what, some, advice))
         for warning in dict.fromkeys(warning for each in told for warning in each.fact.warnings):
-            found.append(CheckFinding(Level.WARNING, warning, advice="correct or unset it"))
-        count = counted(len(told[0].fact.variables), "relevant variable")
-        return found or [CheckFinding(Level.OK, f"{count}, the same everywhere")]
+            found.append(finding(Level.WARNING, warning, advice="correct or unset it"))
+        return found or [passed(f"{counted(len(told[0].fact.variables), 'relevant variable')}, the same everywhere")]
 
 
 def _is_own(name: str) -> bool:
@@ -336,29 +294,21 @@ class OpsCheck(PreflightCheck[OpsFact]):
         lines = explain()
         failed = {f"{line.op}.{line.implementation}": line.reason for line in lines if line.state is State.FAILED}
         chosen = {line.op: line.implementation for line in lines if line.state is State.CHOSEN}
-        config = here.config
-        offloaded = config is not None and not isinstance(config, str)
-        return OpsFact(chosen, failed, offloaded and config.schema.zero_optimization.offloads_optimizer)  # type: ignore[union-attr]
+        return OpsFact(chosen, failed, here.schema is not None and here.schema.zero_optimization.offloads_optimizer)
 
     def judge(self, told: Sequence[RankFact[OpsFact]]) -> list[CheckFinding]:
         found = []
         for op in dict.fromkeys(op for each in told for op in each.fact.chosen):
-            usual, others = minority_values({each.rank: each.fact.chosen.get(op, "none") for each in told})
-            for value, ranks in others.items():
-                what = f"{name_ranks(among(told, ranks))}: {op} by {value}, elsewhere by {usual}"
-                found.append(CheckFinding(Level.WARNING, what, tuple(ranks), "ds_report tells there why"))
-        reasons: dict[tuple[str, str], list[int]] = {}
-        for each in told:
-            for name, reason in each.fact.failed.items():
-                reasons.setdefault((name, reason), []).append(each.rank)
-        for (name, reason), ranks in reasons.items():
-            what = f"{name_ranks(among(told, ranks))}: {name} failed to load: {reason}"
-            found.append(
-                CheckFinding(Level.WARNING, what, tuple(ranks), "mend what it names, or choose another by DS_OP_…")
-            )
+            for value, usual, some in unlike_most(told, [each.fact.chosen.get(op, "none") for each in told]):
+                what = f"{name_ranks(some)}: {op} by {value}, elsewhere by {usual}"
+                found.append(finding(Level.WARNING, what, some, "ds_report tells there why"))
+        reasons = grouped((failure, each) for each in told for failure in each.fact.failed.items())
+        for (name, reason), some in reasons.items():
+            what = f"{name_ranks(some)}: {name} failed to load: {reason}"
+            found.append(finding(Level.WARNING, what, some, "mend what it names, or choose another by DS_OP_…"))
         slow = [each for each in told if each.fact.offloaded and each.fact.chosen.get("cpu_adam") not in _HOST_STEP]
         if slow:
             what = f"{name_ranks(slow)}: offloaded states would be updated without the compiled step"
             advice = "install a C++ compiler there (ds_report tells what is missing)"
-            found.append(CheckFinding(Level.WARNING, what, tuple(each.rank for each in slow), advice))
-        return found or [CheckFinding(Level.OK, f"{len(told[0].fact.chosen)} operations, the same everywhere")]
+            found.append(finding(Level.WARNING, what, slow, advice))
+        return found or [passed(f"{len(told[0].fact.chosen)} operations, the same everywhere")]

@@ -6,7 +6,7 @@ ring do: a slow rank is slow with both of its neighbours, and those are fast wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,6 @@ import torch.distributed as td
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
 from deepspeed.bench.operations import OPERATIONS, BenchSetting, seconds
-from deepspeed.config import Loaded
 from deepspeed.errors import LayoutError
 from deepspeed.parallel import ParallelLayout
 from deepspeed.preflight.check import (
@@ -26,8 +25,11 @@ from deepspeed.preflight.check import (
     ThisRank,
     among,
     few,
+    finding,
+    grouped,
     level_of,
     name_ranks,
+    passed,
     stragglers,
 )
 
@@ -54,17 +56,16 @@ class ClockCheck(PreflightCheck[ClockFact]):
     fact = ClockFact
 
     def gather(self, here: ThisRank) -> ClockFact:
-        assert here.company is not None, "this check needs all ranks"
-        group = here.company.messages
+        group = here.all_ranks.messages
         if here.rank == 0:
             answer, question = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-            for other in here.company.first_ranks:
+            for other in here.all_ranks.first_ranks:
                 for _ in range(_ROUNDS if other else 0):
                     td.recv(question, other, group=group)
                     answer[0] = here.now()
                     td.send(answer, other, group=group)
             return ClockFact(0.0)
-        if here.rank not in here.company.first_ranks:
+        if here.rank not in here.all_ranks.first_ranks:
             return ClockFact()
         trips = []
         told = torch.zeros(1, dtype=torch.int64)
@@ -85,13 +86,13 @@ class ClockCheck(PreflightCheck[ClockFact]):
                 level = Level.PROBLEM if certain > _WRONG else Level.WARNING
                 way = "ahead of" if ahead > 0 else "behind"
                 what = f"the clock of {name_ranks([each])} is {abs(ahead):.3g} s {way} that of rank 0"
-                found.append(CheckFinding(level, what, (each.rank,), "let NTP or chrony set the clocks of all hosts"))
+                found.append(finding(level, what, [each], "let NTP or chrony set the clocks of all hosts"))
         if found:
             return found
         if len(known) < 2:
-            return [CheckFinding(Level.OK, "one host, one clock")]
+            return [passed("one host, one clock")]
         worst = max(abs(each.fact.ahead or 0.0) for each in known)
-        return [CheckFinding(Level.OK, f"{len(known)} hosts agree within {max(worst * 1e3, 0.001):.3g} ms")]
+        return [passed(f"{len(known)} hosts agree within {max(worst * 1e3, 0.001):.3g} ms")]
 
 
 def offset_of(trips: Sequence[tuple[int, int, int]]) -> ClockFact:
@@ -139,7 +140,7 @@ class ComputeCheck(PreflightCheck[ComputeFact]):
         slow = stragglers({each.rank: each.fact.speed for each in told})
         if not slow:
             least = min(each.fact.speed for each in told)
-            return [CheckFinding(Level.OK, f"every rank computes at {least / 1e12:.3g} TFLOP/s or more")]
+            return [passed(f"every rank computes at {least / 1e12:.3g} TFLOP/s or more")]
         worst = min(slow.values())
         verb = "computes" if len(slow) == 1 else "compute"
         what = f"{name_ranks(among(told, slow))} {verb} at {worst:.0%} of the usual speed"
@@ -169,10 +170,9 @@ class BandwidthCheck(PreflightCheck[BandwidthFact]):
     fact = BandwidthFact
 
     def gather(self, here: ThisRank) -> BandwidthFact:
-        assert here.company is not None, "this check needs all ranks"
-        sizes = _sizes(here.config)
+        sizes = {} if here.schema is None else here.schema.axis_sizes
         axes = {}
-        for name, groups in axes_of(here.company.hosts, **sizes).items():
+        for name, groups in axes_of(here.all_ranks.hosts, **sizes).items():
             own = next((ranks for ranks in groups if here.rank in ranks), (here.rank,))
             if len(own) > 1:
                 axes[name] = (own[0], len(own), _along(own, here))
@@ -180,20 +180,18 @@ class BandwidthCheck(PreflightCheck[BandwidthFact]):
 
     def judge(self, told: Sequence[RankFact[BandwidthFact]]) -> list[CheckFinding]:
         if len(told) < 2:
-            return [CheckFinding(Level.OK, "one rank has nobody to send to")]
+            return [passed("one rank has nobody to send to")]
         found = [*_slow_ranks(told), *_slow_groups(told)]
         speeds = _speeds(told)
         shown = ", ".join(f"{axis} {min(groups.values()) / 1e9:.3g} GB/s" for axis, groups in speeds.items())
-        return found or [CheckFinding(Level.OK, f"bus bandwidth of an all-reduce: {shown}")]
+        return found or [passed(f"bus bandwidth of an all-reduce: {shown}")]
 
 
 def axes_of(hosts: Sequence[str], *, sp: int = 1, tp: int = 1) -> dict[str, list[tuple[int, ...]]]:
     """Axis → its groups of ranks: all, those of a host, those with the same place on every host, and the config's."""
     world = len(hosts)
     axes: dict[str, list[tuple[int, ...]]] = {"world": [tuple(range(world))]}
-    places: dict[str, list[int]] = {}
-    for rank, host in enumerate(hosts):
-        places.setdefault(host, []).append(rank)
+    places = grouped((host, rank) for rank, host in enumerate(hosts))
     if len(places) > 1:
         most = max(map(len, places.values()))
         within = [tuple(ranks) for ranks in places.values() if len(ranks) > 1]
@@ -213,29 +211,18 @@ def axes_of(hosts: Sequence[str], *, sp: int = 1, tp: int = 1) -> dict[str, list
 def ring_rounds(world: int) -> list[list[tuple[int, int]]]:
     """Pairs of neighbours in a ring, in rounds in which every rank has at most one partner."""
     edges = [(rank, rank + 1) for rank in range(world - 1)]
-    rounds = [edges[0::2], edges[1::2]]
+    rounds = [edges[0::2], edges[1::2], []]
     if world > 2:
-        last = (world - 1, 0)
-        if world % 2 == 0:
-            rounds[1].append(last)
-        else:
-            rounds.append([last])
+        rounds[1 + world % 2].append((world - 1, 0))
     return [pairs for pairs in rounds if pairs]
-
-
-def _sizes(config: Loaded | str | None) -> dict[str, int]:
-    if config is None or isinstance(config, str):
-        return {}
-    return config.schema.axis_sizes
 
 
 def _along(ranks: Sequence[int], here: ThisRank) -> float:
     """Bytes per second of the bus in an all-reduce of these ranks."""
-    assert here.company is not None, "this check needs all ranks"
     whole = len(ranks) == here.world
     # Only members make a group, so that a thousand hosts do not make each other's.
     group = None if whole else td.new_group(list(ranks), use_local_synchronization=True)
-    room = BenchSetting(group, len(ranks), ranks.index(here.rank), torch.float32, here.company.device)
+    room = BenchSetting(group, len(ranks), ranks.index(here.rank), torch.float32, here.all_ranks.device)
     operation = OPERATIONS["all_reduce"]
     elements = room.elements(here.options.size)
     call = operation.prepare(room, elements)
@@ -247,10 +234,9 @@ def _along(ranks: Sequence[int], here: ThisRank) -> float:
 
 def _links(here: ThisRank) -> dict[str, float]:
     """Neighbour in the ring → bytes per second of a message to it and one back."""
-    assert here.company is not None, "this check needs all ranks"
     elements = max(1, here.options.size // _MESSAGE // 4)
-    sent = torch.zeros(elements, device=here.company.device)
-    received = torch.zeros(elements, device=here.company.device)
+    sent = torch.zeros(elements, device=here.all_ranks.device)
+    received = torch.zeros(elements, device=here.all_ranks.device)
     found = {}
     for pairs in ring_rounds(here.world):
         partner = next((sum(pair) - here.rank for pair in pairs if here.rank in pair), None)
@@ -291,15 +277,12 @@ def _speeds(told: Sequence[RankFact[BandwidthFact]]) -> dict[str, dict[int, floa
     return speeds
 
 
-def _members(told: Sequence[RankFact[BandwidthFact]], axis: str, first: int) -> list[int]:
-    return [each.rank for each in told if each.fact.axes.get(axis, (None,))[0] == first]
-
-
 def _slow_groups(told: Sequence[RankFact[BandwidthFact]]) -> Iterator[CheckFinding]:
     for axis, groups in _speeds(told).items():
-        slow: Mapping[int, float] = stragglers(groups)
-        for first, part in slow.items():
-            ranks = _members(told, axis, first)
-            what = f"ranks {few(ranks)} ({axis}) are at {part:.0%} of the usual speed of that axis: "
-            what += f"{groups[first] / 1e9:.3g} GB/s"
-            yield CheckFinding(level_of({first: part}), what, tuple(ranks), "look at the links between these ranks")
+        for first, part in stragglers(groups).items():
+            some = [each for each in told if each.fact.axes.get(axis, (None,))[0] == first]
+            what = (
+                f"ranks {few([each.rank for each in some])} ({axis}) are at {part:.0%} of the usual speed of that axis"
+            )
+            what = f"{what}: {groups[first] / 1e9:.3g} GB/s"
+            yield finding(level_of({first: part}), what, some, "look at the links between these ranks")

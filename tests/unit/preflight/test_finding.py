@@ -12,9 +12,9 @@ from deepspeed.preflight.check import (
     RankFact,
     few,
     level_of,
-    minority_values,
     name_ranks,
     stragglers,
+    unlike_most,
 )
 
 
@@ -38,18 +38,29 @@ def test_who():
     assert name_ranks(told) == "ranks 0-39 on 10 hosts"
 
 
-@given(st.dictionaries(st.integers(0, 3000), st.sampled_from("abc"), min_size=1))
+def unlike(values):
+    """Usual value and the others with their ranks, of ranks that each have a value."""
+    told = [RankFact(rank, "h", value) for rank, value in enumerate(values)]
+    found = list(unlike_most(told, values))
+    return {usual for _, usual, _ in found}, {value: [each.rank for each in some] for value, _, some in found}
+
+
+@given(st.lists(st.sampled_from(["a", "b", None]), min_size=1))
 def test_the_usual_value_is_the_most_frequent_one(values):
-    usual, others = minority_values(values)
-    counts = {value: list(values.values()).count(value) for value in values.values()}
-    assert counts[usual] == max(counts.values())
-    assert sorted(rank for ranks in others.values() for rank in ranks) == sorted(
-        rank for rank, value in values.items() if value != usual
+    usual, others = unlike(values)
+    counts = {value: values.count(value) for value in values}
+    assert usual <= {value for value, count in counts.items() if count == max(counts.values())}
+    assert len(usual) == (len(counts) > 1)
+    assert (
+        others
+        == {value: [rank for rank, own in enumerate(values) if own == value] for value in values if value not in usual}
+        or not usual
     )
 
 
-def test_of_two_values_the_lowest_rank_has_the_usual_one():
-    assert minority_values({3: "b", 1: "a", 2: "b", 0: "a"}) == ("a", {"b": [2, 3]})
+def test_of_two_values_the_first_rank_has_the_usual_one():
+    assert unlike(["a", "a", "b", "b"]) == ({"a"}, {"b": [2, 3]})
+    assert unlike([]) == (set(), {})
 
 
 @given(st.lists(st.floats(0.8, 1.2), min_size=3, max_size=3000), st.data())

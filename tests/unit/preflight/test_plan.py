@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from deepspeed.config import load
 from deepspeed.memory.budget import Spread, model_states
 from deepspeed.preflight.check import Level
-from deepspeed.preflight.checks.machine import available_memory, container_room
-from deepspeed.preflight.checks.offload import OffloadCheck, OffloadFact, needs_of, widths_of
+from deepspeed.preflight.checks.machine import (
+    OffloadCheck,
+    OffloadFact,
+    available_memory,
+    container_room,
+    needs_of,
+    widths_of,
+)
 from tests.unit.preflight.jobs import good, job, only
 
 GB = 10**9

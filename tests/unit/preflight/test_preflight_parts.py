@@ -148,17 +148,17 @@ def test_who_did_not_come_is_waited_for_once(monkeypatch):
     monkeypatch.setattr(rank_store, "_open", lambda facts, timeout: store)
     said = [rank_store.RankStore(RankFacts(rank, 4, rank, 4, None, None, "a test"), 3600.0) for rank in range(4)]
     for rank in (0, 1, 2):
-        said[rank].say("alone", rank)
+        said[rank].post("alone", rank)
     waits = []
 
     def sleep(seconds):
         waits.append(seconds)
-        said[3].say("alone", 3)
+        said[3].post("alone", 3)
 
     monkeypatch.setattr(rank_store.time, "sleep", sleep)
-    assert said[0].hear_all("alone", [0, 1, 3]) == {0: 0, 1: 1, 3: 3}
+    assert said[0].collect("alone", [0, 1, 3]) == {0: 0, 1: 1, 3: 3}
     assert len(waits) == 1, "three words were there, and one of them was not asked for"
-    assert said[0].hear_all("alone", [0, 2]) == {0: 0, 2: 2}
+    assert said[0].collect("alone", [0, 2]) == {0: 0, 2: 2}
     assert len(waits) == 1
 
 
