@@ -88,7 +88,10 @@ _LAZY = {
     "tp_model_init": "deepspeed.tensor_parallel.model_init:tp_model_init",
     "parallel": "deepspeed.parallel",
     "pipe": "deepspeed.pipe",
+    "git_branch": "deepspeed.published.git_version_info:git_branch",
+    "git_hash": "deepspeed.published.git_version_info:git_hash",
     "utils": "deepspeed.utils",
+    "version": "deepspeed.published.git_version_info:version",
     "zero": "deepspeed.zero",
 }
 

@@ -92,7 +92,10 @@ def _masked(text: str, lead: re.Pattern[str], pattern: re.Pattern[str]) -> str:
 # File in the home or working folder whose K=V lines go to other hosts; clients append to it.
 ENVIRONMENT_FILE = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 
-_EXPORTED = ("MLFLOW", "PYTHON", "MV2", "UCX", "GLOO_", "DS_", "DEEPSPEED_")
+EXPORT_ENVS = ["MLFLOW", "PYTHON", "MV2", "UCX", "GLOO_", "DS_", "DEEPSPEED_"]
+"""Beginnings of the names of variables that go to other hosts; scripts that call `runner.main` append theirs."""
+ENVIRONMENT_FOLDERS = [os.path.expanduser("~"), "."]
+"""Where the file is looked for, as scripts may change it too; a later folder's file wins."""
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _MOST_BYTES = 2**24
 
@@ -104,7 +107,7 @@ def exported(
     name: str = ENVIRONMENT_FILE,
 ) -> dict[str, str]:
     """Name → value for the ranks of other hosts; `prefixes` are the accelerator's, a later folder's file wins."""
-    wanted = (*_EXPORTED, *prefixes)
+    wanted = (*EXPORT_ENVS, *prefixes)
     found = {key: value for key, value in environ.items() if key.startswith(wanted) and _VARIABLE.fullmatch(key)}
     if "AISC_JOB_NAME" in environ:  # its hosts choose their own network devices
         for own in ("NCCL_IB_HCA", "UCX_NET_DEVICES"):

@@ -17,7 +17,7 @@ from pathlib import Path
 from deepspeed.accelerator import get_accelerator
 from deepspeed.launcher import remote
 from deepspeed.launcher.arguments import node_words
-from deepspeed.launcher.environment import ENVIRONMENT_FILE, exported
+from deepspeed.launcher.environment import ENVIRONMENT_FILE, ENVIRONMENT_FOLDERS, exported
 from deepspeed.launcher.errors import LaunchError, option_words
 from deepspeed.launcher.hosts import Slots, encode_world_info
 from deepspeed.launcher.multinode_runner import (
@@ -58,7 +58,7 @@ def _run_on_hosts(args: argparse.Namespace, active: Slots, stack: ExitStack) -> 
         args.master_addr, args.master_port = stack.enter_context(kept_store(args))
     token = new_token()
     relayed = RelaySetting(token, labels=args.output != "plain")
-    folders = (Path.home(), Path.cwd())
+    folders = [Path(folder) for folder in ENVIRONMENT_FOLDERS]
     exports = exported(os.environ, get_accelerator().export_envs(), folders, ENVIRONMENT_FILE)
     exports[RELAY_VARIABLE] = str(relayed)
     environment = dict(os.environ)

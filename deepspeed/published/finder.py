@@ -6,9 +6,9 @@ setting and deleting one of them happens at its home. Packages that only lead to
 real one exists. The finder stands before the file finder, because that one would load the files of a moved
 package a second time under the old name.
 
-[Note: removed names] Importing a removed module or name is an ImportError that says what takes its place; reading it is
-an AttributeError, so that `hasattr` is False. `from module import name` asks the finder for `module.name` only where
-the module has a `__path__`, so modules of which names were removed get an empty one.
+[Note: removed names] Importing a module or name that was removed, or is still to come, is an ImportError that says what
+to use; reading it is an AttributeError, so that `hasattr` is False. `from module import name` asks the finder for
+`module.name` only where the module has a `__path__`, so modules of which names were removed get an empty one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
-from deepspeed.published.old_paths import MOVED, REMOVED, SPLIT
+from deepspeed.published.old_paths import COMING, MOVED, REEXPORTED, REMOVED, SPLIT
 
 _LEADING = {
     ".".join(parts[:count])
@@ -30,14 +30,23 @@ _LEADING = {
     for count in range(2, len(parts))
 }
 
-_LOST_NAMES = {key.rpartition(".")[0] for key in REMOVED}  # modules that stay
+_LOST_NAMES = {key.rpartition(".")[0] for key in (*REMOVED, *COMING)}  # modules that stay
 
 
 def _gone(name: str) -> str | None:
-    """Why there is no such module or name any more; None if it was never here."""
+    """Why there is no such module or name: it was removed, or is still to come; None if it was never here."""
     module, _, last = name.rpartition(".")
     found = REMOVED.get(name) or (None if last.startswith("_") else REMOVED.get(f"{module}.*"))
-    return None if found is None else f"{name} is not part of this library: {found}"
+    if found is not None:
+        return f"{name} is not part of this library: {found}"
+    coming = next((COMING[head] for head in _heads(name) if head in COMING), None)
+    return None if coming is None else f"{name} is not part of this version yet; until then: {coming}"
+
+
+def _heads(name: str) -> list[str]:
+    """The name itself and the packages that it lies in."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 1, -1)]
 
 
 class _Pointer(ModuleType):
@@ -94,6 +103,36 @@ def _moved(name: str) -> str | None:
     return None
 
 
+class _Reexporting(Loader):
+    """Loads a module that offers names of other modules, too, on first use."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # what shows sources and files
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        own, rows = vars(module).get("__getattr__"), REEXPORTED[module.__name__]
+
+        def find(name: str) -> Any:
+            if name not in rows:
+                if own is not None:
+                    return own(name)
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            home, _, new = rows[name].partition(":")
+            value = getattr(importlib.import_module(home), new or name)
+            setattr(module, name, value)
+            return value
+
+        vars(module)["__getattr__"] = find
+
+
 class _Finder(MetaPathFinder, Loader):
     """Finds and loads the paths of the table."""
 
@@ -115,6 +154,8 @@ class _Finder(MetaPathFinder, Loader):
             raise ImportError(reason, name=name)
         if spec is not None and name in _LOST_NAMES and spec.submodule_search_locations is None:
             spec.submodule_search_locations = []
+        if spec is not None and spec.loader is not None and name in REEXPORTED:
+            spec.loader = _Reexporting(spec.loader)
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:

@@ -1,4 +1,4 @@
-"""The tables of old import paths: where a module or its names live now, and what takes the place of what is gone."""
+"""Tables of import paths: where modules and names live now, and what takes the place of what is gone or to come."""
 
 from __future__ import annotations
 
@@ -54,15 +54,67 @@ MOVED: dict[str, str] = {
 # old module → its names → home of each: "module" if the name is the same there, else "module:name"
 SPLIT: dict[str, dict[str, str]] = {
     "deepspeed.checkpoint.deepspeed_checkpoint": {
+        "ARGS_KEY": "deepspeed.published.constants",
+        "CHECKPOINT_INFO_KEY": "deepspeed.published.constants",
         "DeepSpeedCheckpoint": "deepspeed.checkpoint",
     },
     "deepspeed.comm.config": {
         "CommsLoggerConfig": "deepspeed.config.monitor",
     },
+    "deepspeed.comm.constants": {
+        "CCL_BACKEND": "deepspeed.published.constants",
+        "GLOO_BACKEND": "deepspeed.published.constants",
+        "MPI_BACKEND": "deepspeed.published.constants",
+        "NCCL_BACKEND": "deepspeed.published.constants",
+    },
     "deepspeed.comm.torch": {
         "TorchBackend": "deepspeed.published.torch_backend",
         "has_all_reduce_coalesced": "deepspeed.comm",
         "has_coalescing_manager": "deepspeed.comm",
+    },
+    "deepspeed.constants": {
+        "CROSS_RANK": "deepspeed.published.constants",
+        "CROSS_SIZE": "deepspeed.published.constants",
+        "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed.published.constants",
+        "default_pg_timeout": "deepspeed.published.constants",
+    },
+    "deepspeed.elasticity.config": {
+        "ElasticityConfig": "deepspeed.config.elasticity",
+        "ElasticityConfigError": "deepspeed.errors",
+        "ElasticityError": "deepspeed.errors",
+        "ElasticityIncompatibleWorldSize": "deepspeed.errors",
+    },
+    "deepspeed.elasticity.constants": {
+        "DEEPSPEED_ELASTICITY_CONFIG": "deepspeed.published.constants",
+        "ELASTICITY": "deepspeed.published.constants",
+        "ENABLED": "deepspeed.published.constants",
+        "IGNORE_NON_ELASTIC_BATCH_INFO": "deepspeed.published.constants",
+        "LATEST_ELASTICITY_VERSION": "deepspeed.published.constants",
+        "MAX_ACCEPTABLE_BATCH_SIZE": "deepspeed.published.constants",
+        "MAX_GPUS": "deepspeed.published.constants",
+        "MICRO_BATCHES": "deepspeed.published.constants",
+        "MINIMUM_DEEPSPEED_VERSION": "deepspeed.published.constants",
+        "MIN_GPUS": "deepspeed.published.constants",
+        "MIN_TIME": "deepspeed.published.constants",
+        "MODEL_PARALLEL_SIZE": "deepspeed.published.constants",
+        "NUM_GPUS_PER_NODE": "deepspeed.published.constants",
+        "PREFER_LARGER_BATCH": "deepspeed.published.constants",
+        "VERSION": "deepspeed.published.constants",
+    },
+    "deepspeed.elasticity.utils": {
+        "is_torch_elastic_compatible": "deepspeed.published.runtime_names",
+    },
+    "deepspeed.launcher.constants": {
+        "IMPI_LAUNCHER": "deepspeed.published.constants",
+        "MPICH_LAUNCHER": "deepspeed.published.constants",
+        "MVAPICH_LAUNCHER": "deepspeed.published.constants",
+        "OPENMPI_LAUNCHER": "deepspeed.published.constants",
+        "PDSH_LAUNCHER": "deepspeed.published.constants",
+        "PDSH_MAX_FAN_OUT": "deepspeed.published.constants",
+        "SLURM_LAUNCHER": "deepspeed.published.constants",
+    },
+    "deepspeed.module_inject": {
+        "set_autotp_mode": "deepspeed.tensor_parallel.model_init",
     },
     "deepspeed.module_inject.layers": {
         "GatherReplacedLayerParams": "deepspeed.tensor_parallel.linear_modules",
@@ -74,7 +126,15 @@ SPLIT: dict[str, dict[str, str]] = {
     },
     "deepspeed.module_inject.tp_shard": {
         "AutoTPMeta": "deepspeed.tensor_parallel.linear_modules",
-        "get_shard_size_list": "deepspeed.tensor_parallel.linear_modules",
+        "get_n_embd": "deepspeed.published.tp_shard",
+        "get_num_attention_heads": "deepspeed.published.tp_shard",
+        "get_num_kv_heads": "deepspeed.published.tp_shard",
+        "get_shard_size": "deepspeed.published.tp_shard",
+        "get_shard_size_list": "deepspeed.published.tp_shard",
+        "set_n_embd": "deepspeed.published.tp_shard",
+        "set_num_attention_heads": "deepspeed.published.tp_shard",
+        "set_num_kv_heads": "deepspeed.published.tp_shard",
+        "set_tp_grain_size": "deepspeed.published.tp_shard",
     },
     "deepspeed.monitor.config": {
         "CSVConfig": "deepspeed.config.monitor",
@@ -83,6 +143,9 @@ SPLIT: dict[str, dict[str, str]] = {
         "TensorBoardConfig": "deepspeed.config.monitor",
         "WandbConfig": "deepspeed.config.monitor",
     },
+    "deepspeed.ops.adam.multi_tensor_apply": {
+        "MultiTensorApply": "deepspeed.published.runtime_names",
+    },
     "deepspeed.runtime.bf16_optimizer": {
         "BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer",
     },
@@ -90,23 +153,35 @@ SPLIT: dict[str, dict[str, str]] = {
         "reduce_scatter_coalesced": "deepspeed.comm.coalesced",
     },
     "deepspeed.runtime.config": {
-        "ADAGRAD_OPTIMIZER": "deepspeed.published.runtime_names",
-        "ADAMW_OPTIMIZER": "deepspeed.published.runtime_names",
-        "ADAM_OPTIMIZER": "deepspeed.published.runtime_names",
+        "ADAGRAD_OPTIMIZER": "deepspeed.published.constants",
+        "ADAMW_OPTIMIZER": "deepspeed.published.constants",
+        "ADAM_OPTIMIZER": "deepspeed.published.constants",
         "DeepSpeedConfig": "deepspeed.config",
         "DeepSpeedConfigError": "deepspeed.errors",
-        "LAMB_OPTIMIZER": "deepspeed.published.runtime_names",
-        "LION_OPTIMIZER": "deepspeed.published.runtime_names",
-        "MUON_OPTIMIZER": "deepspeed.published.runtime_names",
+        "LAMB_OPTIMIZER": "deepspeed.published.constants",
+        "LION_OPTIMIZER": "deepspeed.published.constants",
+        "MUON_OPTIMIZER": "deepspeed.published.constants",
+        "ONEBIT_ADAM_OPTIMIZER": "deepspeed.published.constants",
+        "ONEBIT_LAMB_OPTIMIZER": "deepspeed.published.constants",
+        "ZERO_ONE_ADAM_OPTIMIZER": "deepspeed.published.constants",
     },
     "deepspeed.runtime.config_utils": {
-        "DeepSpeedConfigModel": "deepspeed.config.model",
+        "DeepSpeedConfigModel": "deepspeed.published.config_utils",
+        "DeepSpeedConfigObject": "deepspeed.published.config_utils",
+        "dict_raise_error_on_duplicate_keys": "deepspeed.published.config_utils",
+        "get_scalar_param": "deepspeed.published.config_utils",
     },
     "deepspeed.runtime.fp16.fused_optimizer": {
         "FP16_Optimizer": "deepspeed.runtime.base_optimizer:MixedPrecisionOptimizer",
     },
     "deepspeed.runtime.fp16.unfused_optimizer": {
         "FP16_UnfusedOptimizer": "deepspeed.runtime.base_optimizer:MixedPrecisionOptimizer",
+    },
+    "deepspeed.runtime.pipe": {
+        "LayerSpec": "deepspeed.pipe",
+        "PipelineModule": "deepspeed.pipe",
+        "ProcessTopology": "deepspeed.parallel.topology",
+        "TiedLayerSpec": "deepspeed.pipe",
     },
     "deepspeed.runtime.precision_config": {
         "DeepSpeedBF16Config": "deepspeed.config.precision",
@@ -119,6 +194,11 @@ SPLIT: dict[str, dict[str, str]] = {
         "UlyssesSPAttentionHF": "deepspeed.sequence.ulysses",
         "UlyssesSPDataLoaderAdapter": "deepspeed.sequence.ulysses",
         "sequence_tiled_compute": "deepspeed.sequence.tiling",
+    },
+    "deepspeed.runtime.state_dict_factory": {
+        "MegatronSDLoader": "deepspeed.published.state_dict_factory",
+        "SDLoaderBase": "deepspeed.published.state_dict_factory",
+        "SDLoaderFactory": "deepspeed.published.state_dict_factory",
     },
     "deepspeed.runtime.tensor_parallel.config": {
         "TPConfig": "deepspeed.config.parallel",
@@ -186,6 +266,8 @@ SPLIT: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.zero.utils": {
         "ZeRORuntimeException": "deepspeed.errors:CheckpointError",
+        "is_zero_param": "deepspeed.published.runtime_names",
+        "is_zero_supported_optimizer": "deepspeed.published.runtime_names",
     },
     "deepspeed.utils.comms_logging": {
         "CommsLogger": "deepspeed.comm.logger",
@@ -196,11 +278,78 @@ SPLIT: dict[str, dict[str, str]] = {
         "parse_range_list": "deepspeed.launcher.binding",
     },
     "deepspeed.utils.timer": {
+        "BACKWARD_GLOBAL_TIMER": "deepspeed.published.constants",
+        "BACKWARD_INNER_GLOBAL_TIMER": "deepspeed.published.constants",
+        "BACKWARD_INNER_MICRO_TIMER": "deepspeed.published.constants",
+        "BACKWARD_MICRO_TIMER": "deepspeed.published.constants",
+        "BACKWARD_REDUCE_GLOBAL_TIMER": "deepspeed.published.constants",
+        "BACKWARD_REDUCE_MICRO_TIMER": "deepspeed.published.constants",
         "CudaEventTimer": "deepspeed.accelerator.clock",
+        "FORWARD_GLOBAL_TIMER": "deepspeed.published.constants",
+        "FORWARD_MICRO_TIMER": "deepspeed.published.constants",
         "NoopTimer": "deepspeed.profiling.timers",
+        "STEP_GLOBAL_TIMER": "deepspeed.published.constants",
+        "STEP_MICRO_TIMER": "deepspeed.published.constants",
         "SynchronizedWallClockTimer": "deepspeed.profiling.timers",
         "ThroughputTimer": "deepspeed.profiling.throughput",
         "trim_mean": "deepspeed.profiling.timers",
+    },
+}
+
+_CONSTANTS = "deepspeed.checkpoint.constants"
+_RNG = "deepspeed.runtime.rng"
+
+# module that exists → names that scripts find there and that live elsewhere → home of each, as above
+REEXPORTED: dict[str, dict[str, str]] = {
+    "deepspeed.checkpoint": {
+        "BASE_OPTIMIZER_STATE": _CONSTANTS,
+        "CAT_DIM": _CONSTANTS,
+        "OPTIMIZER_STATE_DICT": _CONSTANTS,
+        "ORIGINAL_VOCAB_SIZE": _CONSTANTS,
+        "PADDED_VOCAB_SIZE": _CONSTANTS,
+        "PARAM": _CONSTANTS,
+        "PARAMETER_TO_AVERAGE_PATTERNS": _CONSTANTS,
+        "PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0": _CONSTANTS,
+        "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS": _CONSTANTS,
+        "PARAMETER_WITH_SUB_PARAMS": _CONSTANTS,
+        "PARAM_GROUPS": _CONSTANTS,
+        "PARAM_N_SUB_PARAMS": _CONSTANTS,
+        "PARAM_SHAPES": _CONSTANTS,
+        "PARAM_SLICE_MAPPINGS": _CONSTANTS,
+        "PIPELINE_REPLICATED_PARAMETER_PATTERNS": _CONSTANTS,
+        "SINGLE_PARTITION_OF_FP32_GROUPS": _CONSTANTS,
+        "SUB_PARAM_SHAPE": _CONSTANTS,
+        "TP_REPLICATED_PARAMETER_PATTERNS": _CONSTANTS,
+        "UNIVERSAL_CHECKPOINT_VERSION_KEY": _CONSTANTS,
+        "UNIVERSAL_CHECKPOINT_VERSION_VALUE": _CONSTANTS,
+        "VOCABULARY_PARAMETER_PATTERNS": _CONSTANTS,
+        "VOCAB_TENSOR": _CONSTANTS,
+        "ZERO_STAGE": _CONSTANTS,
+        "enable_universal_checkpoint": "deepspeed.published.universal_checkpoint",
+    },
+    "deepspeed.checkpoint.universal_checkpoint": {
+        "enable_universal_checkpoint": "deepspeed.published.universal_checkpoint",
+        "load_hp_checkpoint_state": "deepspeed.published.universal_checkpoint",
+    },
+    "deepspeed.comm": {"TorchBackend": "deepspeed.published.torch_backend"},
+    "deepspeed.env_report": {"cli_main": "deepspeed.env_report:main"},
+    "deepspeed.launcher.runner": {
+        "DEEPSPEED_ENVIRONMENT_PATHS": "deepspeed.launcher.environment:ENVIRONMENT_FOLDERS",
+        "DLTS_HOSTFILE": "deepspeed.launcher.arguments:DEFAULT_HOSTFILE",
+        "EXPORT_ENVS": "deepspeed.launcher.environment",
+    },
+    "deepspeed.runtime.activation_checkpointing.checkpointing": {
+        "_CUDA_RNG_STATE_TRACKER": f"{_RNG}:_tracker",
+        "_MODEL_PARALLEL_RNG_TRACKER_NAME": f"{_RNG}:MODEL_PARALLEL_RNG",
+        "_set_cuda_rng_state": "deepspeed.published.runtime_names:set_device_rng_state",
+    },
+    "deepspeed.runtime.checkpoint_engine": {
+        "CheckpointEngine": "deepspeed.runtime.checkpoint_engine.checkpoint_engine",
+        "TorchCheckpointEngine": "deepspeed.runtime.checkpoint_engine.checkpoint_engine",
+    },
+    "deepspeed.runtime.engine": {
+        "MoE": "deepspeed.moe.layer",
+        "autocast_if_enabled": "deepspeed.published.runtime_names",
     },
 }
 
@@ -215,7 +364,6 @@ REMOVED: dict[str, str] = {
     "deepspeed.checkpoint.reshape_3d_utils": _GRID,
     "deepspeed.checkpoint.reshape_meg_2d": _GRID,
     "deepspeed.checkpoint.reshape_utils": _GRID,
-    "deepspeed.checkpoint.universal_checkpoint.*": "set checkpoint.load_universal in the config",
     "deepspeed.checkpoint.zero_checkpoint": "deepspeed.checkpoint.DeepSpeedCheckpoint reads such a folder",
     "deepspeed.comm.backend": "deepspeed.comm.torch.TorchBackend is the one backend",
     "deepspeed.comm.utils": "deepspeed.comm has get_rank, get_local_rank and get_world_size",
@@ -256,4 +404,48 @@ REMOVED: dict[str, str] = {
     "deepspeed.utils.bwc": "ask the mpu itself",
     "deepspeed.utils.debug": "use model.named_parameters() and a parameter's ds_summary()",
     "deepspeed.utils.types": "name an activation as torch does",
+}
+
+_TORCHAO = "torchao and PEFT quantise models, and engines of this library train them"
+_GENERATE = "use generate() of the Transformers model, or vLLM"
+
+# module or name of a feature that is still to come, with all below it → what to use meanwhile
+COMING: dict[str, str] = {
+    "deepspeed.DeepSpeedHybridEngine": _GENERATE,
+    "deepspeed.DeepSpeedInferenceConfig": _GENERATE,
+    "deepspeed.InferenceEngine": _GENERATE,
+    "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
+    "deepspeed.compile": "set compile in the config, or use torch.compile",
+    "deepspeed.compression": _TORCHAO,
+    "deepspeed.default_inference_config": _GENERATE,
+    "deepspeed.inference": _GENERATE,
+    "deepspeed.init_inference": _GENERATE,
+    "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
+    "deepspeed.model_implementations": _GENERATE,
+    "deepspeed.module_inject.replace_module": _GENERATE,
+    "deepspeed.module_inject.replace_policy": _GENERATE,
+    "deepspeed.module_inject.replace_transformer_layer": _GENERATE,
+    "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
+    "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",
+    "deepspeed.ops.fp_quantizer": _TORCHAO,
+    "deepspeed.ops.quantizer": _TORCHAO,
+    "deepspeed.ops.random_ltd": "train without token dropping",
+    "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
+    "deepspeed.replace_transformer_layer": _GENERATE,
+    "deepspeed.runtime.comm.compressed": "gradients travel in communication_data_type",
+    "deepspeed.runtime.comm.mpi": "gradients travel in communication_data_type",
+    "deepspeed.runtime.comm.nccl": "gradients travel in communication_data_type",
+    "deepspeed.runtime.compression": _TORCHAO,
+    "deepspeed.runtime.data_pipeline": "give initialize a DataLoader with a sampler of your own",
+    "deepspeed.runtime.eigenvalue": "torch.func computes Hessian-vector products",
+    "deepspeed.runtime.fp16.onebit": "use Adam or LAMB",
+    "deepspeed.runtime.hybrid_engine": _GENERATE,
+    "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
+    "deepspeed.runtime.progressive_layer_drop": "train without layer dropping",
+    "deepspeed.runtime.quantize": _TORCHAO,
+    "deepspeed.runtime.rollout": _GENERATE,
+    "deepspeed.runtime.weight_quantizer": _TORCHAO,
+    "deepspeed.runtime.zero.mics": "use deepspeed.zero.Init, which shards over all data-parallel ranks",
+    "deepspeed.runtime.zero.mics_utils": "use deepspeed.zero.Init, which shards over all data-parallel ranks",
+    "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init, which shards over all data-parallel ranks",
 }

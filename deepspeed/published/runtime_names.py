@@ -1,25 +1,21 @@
-"""Names of `deepspeed.runtime.{config,utils}` and flags that scripts use and the library does not."""
+"""Functions and flags of several modules of DeepSpeed that scripts use and the library does not."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.capability import has_triton
+from deepspeed.runtime.step.optimizers import is_tested_with_zero
 
 HAS_TRITON: bool = has_triton.holds
-
-ADAGRAD_OPTIMIZER = "adagrad"
-ADAMW_OPTIMIZER = "adamw"
-ADAM_OPTIMIZER = "adam"
-LAMB_OPTIMIZER = "lamb"
-LION_OPTIMIZER = "lion"
-MUON_OPTIMIZER = "muon"
 
 
 def is_model_parallel_parameter(p: Tensor) -> bool:
@@ -82,3 +78,43 @@ def all_gather_dp_groups(
         for start in range(0, length, step):
             pieces = [part.narrow(0, start, min(step, length - start)) for part in parts]
             comm.all_gather(pieces, pieces[rank].clone(), group=group)
+
+
+class MultiTensorApply:
+    """Calls an op of Apex's form on lists of tensors: `op(chunk_size, overflow_buffer, tensor_lists, *args)`."""
+
+    available, warned = True, False
+
+    def __init__(self, chunk_size: int) -> None:
+        self.chunk_size = chunk_size
+
+    def __call__(self, op: Callable[..., Any], noop_flag_buffer: Tensor, tensor_lists: Any, *args: Any) -> Any:
+        return op(self.chunk_size, noop_flag_buffer, tensor_lists, *args)
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """True for a parameter that is sharded at stage 3."""
+    return torch.is_tensor(parameter) and hasattr(parameter, "ds_id")
+
+
+def is_zero_supported_optimizer(optimizer: Any) -> bool:
+    """True for an optimizer whose results do not change when its states are sharded."""
+    return is_tested_with_zero(optimizer)
+
+
+def is_torch_elastic_compatible() -> bool:
+    """True: every supported version of torch has the elastic launcher."""
+    return True
+
+
+def set_device_rng_state(new_state: Tensor, device: int = -1) -> None:
+    """Set the random state of a device; -1 is the current one."""
+    accelerator = get_accelerator()
+    accelerator.set_rng_state(new_state, accelerator.current_device() if device == -1 else device)
+
+
+@contextmanager
+def autocast_if_enabled(engine: Any) -> Iterator[None]:
+    """torch.autocast as the engine's forward has it; nothing where the config does not ask for it."""
+    with engine._parts.precision.forward_context():
+        yield

@@ -1,0 +1,85 @@
+"""What scripts use of `deepspeed.runtime.config_utils` to write configs of their own."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import warn_once
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """Base of configs that scripts and libraries declare: fields can be assigned, and are validated again then.
+
+    A field with `json_schema_extra={"deprecated": True, "new_param": "other"}` moves a given value to `other`, which
+    may be dotted, after `new_param_fn`, unless `set_new_param` is false. `strict=False` drops values that are "auto".
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        given = data if strict else {name: value for name, value in data.items() if value != "auto"}
+        super().__init__(**given)
+        for name, field in type(self).model_fields.items():
+            extra = field.json_schema_extra
+            if isinstance(extra, dict) and extra.get("deprecated") and name in self.model_fields_set:
+                self._move(name, extra)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, data: Any) -> Any:
+        return dict(data) if isinstance(data, Mapping) else data
+
+    def _move(self, name: str, extra: Mapping[str, Any]) -> None:
+        """Warn of a deprecated field that is given, and hand its value to the field that takes its place."""
+        new = str(extra.get("new_param") or "")
+        advice = str(extra.get("deprecated_msg") or "")
+        warn_once(f"config key {name!r} is deprecated" + (f", use {new!r}" if new else "") + f" {advice}".rstrip())
+        if not new or not extra.get("set_new_param", True):
+            return
+        convert: Any = extra.get("new_param_fn", lambda value: value)
+        *path, last = new.split(".")
+        home = reduce(getattr, path, self)
+        if last in home.model_fields_set:
+            raise DeepSpeedConfigError(f"both {name!r} and {new!r} are given; keep {new!r}", path=name)
+        setattr(home, last, convert(getattr(self, name)))
+
+
+class DeepSpeedConfigObject:
+    """Base of plain objects that hold a part of a config; they print as JSON."""
+
+    def repr(self) -> dict[str, Any]:
+        """The attributes."""
+        return self.__dict__
+
+    def __repr__(self) -> str:
+        return json.dumps(self.__dict__, sort_keys=True, indent=4, default=repr)
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """A value of a dict, or the default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """For `json.load(object_pairs_hook=)`: the dict, or a ValueError that names keys which occur twice."""
+    found = dict(ordered_pairs)
+    if len(found) != len(ordered_pairs):
+        counts = Counter(name for name, _ in ordered_pairs)
+        twice = [name for name, count in counts.items() if count > 1]
+        raise ValueError(f"duplicate keys in the config: {', '.join(map(repr, twice))}")
+    return found

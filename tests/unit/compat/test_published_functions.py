@@ -1,0 +1,108 @@
+"""Functions and lists that only scripts use."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deepspeed.module_inject import tp_shard
+from deepspeed.ops.adam.multi_tensor_apply import MultiTensorApply
+from deepspeed.runtime.zero.utils import is_zero_param, is_zero_supported_optimizer
+from torch import nn
+
+import deepspeed
+from deepspeed.launcher import environment, runner
+from deepspeed.runtime.activation_checkpointing import checkpointing
+
+
+@pytest.fixture(autouse=True)
+def _facts_of_no_model():
+    yield
+    tp_shard.set_num_kv_heads(None)
+    tp_shard.set_n_embd(None)
+    tp_shard.set_num_attention_heads(None)
+    tp_shard.set_tp_grain_size(1)
+
+
+def test_shard_sizes_follow_the_facts_of_the_model():
+    assert tp_shard.get_shard_size_list(10, 4) == [3, 3, 2, 2]
+    tp_shard.set_tp_grain_size(4)
+    assert tp_shard.get_shard_size_list(24, 4) == [8, 8, 4, 4]
+    tp_shard.set_num_kv_heads(3)
+    tp_shard.set_n_embd(48)
+    tp_shard.set_num_attention_heads(6)
+    assert (tp_shard.get_num_kv_heads(), tp_shard.get_n_embd(), tp_shard.get_num_attention_heads()) == (3, 48, 6)
+    assert tp_shard.get_shard_size_list(48, 2, "q_proj") == [32, 16]
+    assert [tp_shard.get_shard_size(48, 2, "q_proj", rank=rank) for rank in range(2)] == [32, 16]
+    assert tp_shard.get_shard_size(48, 2, tp_shard.AutoTPMeta(), rank=1) == 24
+
+
+def test_multi_tensor_apply_hands_its_chunk_size_on():
+    seen = MultiTensorApply(2048)(lambda *args: args, torch.zeros(1), [[torch.ones(2)]], 0.5)
+    assert seen[0] == 2048
+    assert seen[3] == 0.5
+
+
+def test_facts_of_parameters_and_optimizers():
+    layer = nn.Linear(1, 1)
+    assert not is_zero_param(layer.weight)
+    assert is_zero_supported_optimizer(torch.optim.AdamW(layer.parameters()))
+    assert not is_zero_supported_optimizer(torch.optim.LBFGS(layer.parameters()))
+
+
+def test_random_states_of_activation_checkpointing():
+    tracker = checkpointing._CUDA_RNG_STATE_TRACKER
+    assert tracker is checkpointing.get_cuda_rng_tracker()
+    assert checkpointing._MODEL_PARALLEL_RNG_TRACKER_NAME == "model-parallel-rng"
+    state = torch.get_rng_state()
+    first = torch.rand(3)
+    checkpointing._set_cuda_rng_state(state)
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_exported_variables_are_a_list_that_scripts_extend(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "EXPORT_ENVS", list(environment.EXPORT_ENVS))
+    vars(runner).pop("EXPORT_ENVS", None)
+    runner.EXPORT_ENVS.append("MYLAB_")
+    found = environment.exported({"MYLAB_A": "1", "OTHER": "2"}, (), [tmp_path])
+    vars(runner).pop("EXPORT_ENVS", None)
+    assert found["MYLAB_A"] == "1"
+    assert "OTHER" not in found
+    assert runner.DLTS_HOSTFILE == "/job/hostfile"
+    assert runner.DEEPSPEED_ENVIRONMENT_PATHS[-1] == "."
+
+
+def test_version_is_text():
+    assert deepspeed.version == deepspeed.__version__
+
+
+def test_names_to_come_are_told_apart_from_a_broken_installation():
+    assert not hasattr(deepspeed, "init_inference")
+    with pytest.raises(AttributeError, match=r"deepspeed.init_inference is not part of this version yet; until then"):
+        deepspeed.init_inference  # noqa: B018
+    for name in ("deepspeed.inference.v2", "deepspeed.compression.compress"):
+        with pytest.raises(ImportError, match=r"deepspeed\.(inference|compression) is not part of this version yet"):
+            importlib.import_module(name)
+    with pytest.raises(ImportError, match=r"deepspeed\.zero\.MiCS_Init is not part"):
+        importlib.import_module("deepspeed.zero.MiCS_Init")
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'deepspeed\.nothing'"):
+        importlib.import_module("deepspeed.nothing")
+
+
+def test_a_module_with_names_of_others_keeps_its_source_and_its_own_errors():
+    code = (
+        "import inspect, deepspeed.runtime.engine as e\n"
+        "assert 'class DeepSpeedEngine' in inspect.getsource(e)\n"
+        "assert inspect.getsource(e.DeepSpeedEngine)\n"
+        "from deepspeed.runtime.engine import MoE, autocast_if_enabled\n"
+        "import deepspeed.moe.layer as m\n"
+        "assert MoE is m.MoE\n"
+        "try:\n    e.nothing\nexcept AttributeError as error:\n    print(error)\n"
+    )
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "module 'deepspeed.runtime.engine' has no attribute 'nothing'"
