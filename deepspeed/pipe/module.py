@@ -135,6 +135,13 @@ class PipelineModule(nn.Module):
         else:
             self.__dict__["loss_fn"] = loss_fn
 
+    def train(self, mode: bool = True) -> PipelineModule:
+        """As of any module; a loss without weights is no part of the model, but follows it."""
+        super().train(mode)
+        if isinstance(self.loss_fn, nn.Module):
+            self.loss_fn.train(mode)
+        return self
+
     def _build_all(self) -> None:
         """Build the layers of this rank's stages; what fails on one rank is an error on all, and no group is left."""
         error: PipelineError | None = None
@@ -214,27 +221,28 @@ class PipelineModule(nn.Module):
         """Run the layers of a stage of this rank; which one need only be said where it holds several."""
         stage = self.stages[0] if stage is None else stage
         self.__dict__["micro_offset"] += 1  # a number: nothing that a module must be told of
-        first, last = self.parts[stage], self.parts[stage + 1]
-        value = forward_input[0] if isinstance(forward_input, tuple) and len(forward_input) == 1 else forward_input
+        first, last, value = self.parts[stage], self.parts[stage + 1], forward_input
+        if stage == 0 and isinstance(value, tuple) and len(value) == 1:
+            value = value[0]  # the inputs of a batch
         interval = self.activation_checkpoint_interval
         if interval == 0 or not torch.is_grad_enabled():
-            return self._run(first, last, self.micro_offset, value)
+            return self._run(first, last, self.micro_offset, False, value)
         for begin in range(first, last, interval):
-            end = min(begin + interval, last)
-            run = partial(self._run, begin, end, self.micro_offset)  # which one it is, also when it runs again
-            value = self._checkpointed(run, value) if self._is_checkpointable(begin, end) else run(value)
+            end, inputs = min(begin + interval, last), value if isinstance(value, tuple) else (value,)
+            # Which micro-batch it is, also when it runs again.
+            run = partial(self._run, begin, end, self.micro_offset, inputs is value)
+            value = self._checkpointed(run, inputs) if self._is_checkpointable(begin, end) else run(*inputs)
         return value
 
-    def _run(self, first: int, last: int, offset: int, value: Any, *more: Any) -> Any:
-        value = (value, *more) if more else value
+    def _run(self, first: int, last: int, offset: int, is_tuple: bool, *inputs: Any) -> Any:
+        value = inputs if is_tuple else inputs[0]
         for number in range(first, last):
             if self.seed_layers:
                 self._seed(self.base_seed * offset + number)
             value = self._calls[number](value)
         return value
 
-    def _checkpointed(self, run: Callable[..., Any], value: Any) -> Any:
-        inputs = value if isinstance(value, tuple) else (value,)
+    def _checkpointed(self, run: Callable[..., Any], inputs: tuple[Any, ...]) -> Any:
         if self.activation_checkpoint_func is not checkpointing.checkpoint:
             return self.activation_checkpoint_func(run, *inputs)
         # The reentrant kind loses the gradients of layers whose inputs have none, such as tokens.

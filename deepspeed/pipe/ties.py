@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.errors import UsageError
+from deepspeed.log import warn_once
 from deepspeed.parallel.topology import PipelineParallelGrid
 from deepspeed.zero.agreement import RankAgreement
 
@@ -64,6 +65,7 @@ class StageTies:
 
     def require_alike(self, hosts: RankAgreement) -> None:
         """Raise where a weight is trained on one stage and frozen on another: its copies would go apart."""
+        self._warn_of_own()
         weights = [(tie, attribute) for tie in self._ties for attribute in tie.attributes]
         if not weights:
             return
@@ -76,6 +78,18 @@ class StageTies:
                     f"rank {ranks[_FROZEN]}, so that its copies would go apart. Set requires_grad alike on all stages; "
                     "a layer that shall give it no gradient uses weight.detach()"
                 )
+
+    def _warn_of_own(self) -> None:
+        for tie in self._ties:
+            if self._grid.stage_id in tie.ranks[1:]:
+                named = self._module_of(tie.key).named_parameters()
+                own = [name for name, param in named if param.requires_grad and name not in tie.attributes]
+                if own:
+                    warn_once(
+                        f"the tied layer {tie.key!r} has parameters that its stages do not share: {', '.join(own)}. "
+                        "Each stage trains its own, and checkpoints keep those of one stage only. Name them in "
+                        "tied_weight_attr, too, or freeze them"
+                    )
 
     def _word(self, tie: TiedWeights, attribute: str) -> int:
         if self._grid.stage_id not in tie.ranks:

@@ -7,7 +7,7 @@ from torch.nn.functional import mse_loss
 
 import deepspeed
 from deepspeed.errors import PipelineError, UsageError
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from tests.harness import ranks, store_path
 from tests.pipelines import config
 
@@ -116,6 +116,70 @@ def test_numbers_that_change_are_shown():
             continue
         with pytest.raises(PipelineError, match=r'gives .*\["int", 2\].*micro-batch 1 .*\["int", 1\].* was expected'):
             engine.train_batch(batches(2))
+        engine.destroy()
+
+
+class OneTuple(Linear):
+    """Gives a tuple of one tensor, and takes one, of which `value[0]` would be a row of the tensor itself."""
+
+    def forward(self, value):
+        return (torch.tanh(super().forward(value if isinstance(value, torch.Tensor) else value[0])),)
+
+
+class Opens(Linear):
+    def forward(self, value):
+        return super().forward(value[0])
+
+
+@ranks(2)
+def test_a_tuple_of_one_tensor_stays_one():
+    """Wherever the cut lies, and where layers run again."""
+
+    def make():
+        return [OneTuple(0), Opens(1), OneTuple(2), OneTuple(3), Opens(4)]
+
+    wanted = expected(make())
+    for interval, schedule in ((0, "1f1b"), (1, "1f1b"), (1, "zb-h1"), (2, "interleaved")):
+        module = PipelineModule(make(), num_stages=2, loss_fn=mse_loss, partition_method="uniform", schedule=schedule)
+        module.set_checkpoint_interval(interval)
+        engine, *_ = deepspeed.initialize(model=module, config=config(COUNT))
+        source = batches()
+        found = [float(engine.train_batch(source)) for _ in range(STEPS)]
+        assert found == pytest.approx(wanted, abs=1e-6), (interval, schedule)
+        engine.destroy()
+
+
+class Doubles(nn.Module):
+    """A loss without weights that is another one in training."""
+
+    def forward(self, outputs, labels):
+        return mse_loss(outputs, labels) * (2 if self.training else 1)
+
+
+@ranks(2)
+def test_a_loss_follows_the_mode_of_the_model():
+    model = nn.Sequential(Linear(0), Linear(1))
+    pairs = list(batches(2))
+    wanted = sum(float(mse_loss(model(inputs), labels).detach()) for inputs, labels in pairs) / 2
+    module = PipelineModule(model, num_stages=2, loss_fn=Doubles(), partition_method="uniform")
+    engine, *_ = deepspeed.initialize(model=module, config=config(2))
+    for _ in range(2):
+        assert float(engine.eval_batch(iter(pairs))) == pytest.approx(wanted, abs=1e-6)
+    assert float(engine.train_batch(iter(pairs))) == pytest.approx(2 * wanted, abs=1e-6)
+
+
+@ranks(2)
+def test_tied_layers_with_more_than_they_share():
+    """A checkpoint has no place for the bias of the second stage, which a warning says."""
+    for shared, warnings in (["weight"], 1), (["weight", "bias"], 0):
+        said = []
+        layers = [TiedLayerSpec("t", Linear, 0, tied_weight_attr=shared) for _ in range(2)]
+        module = PipelineModule(layers, num_stages=2, loss_fn=mse_loss, partition_method="uniform")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("deepspeed.pipe.ties.warn_once", said.append)
+            engine, *_ = deepspeed.initialize(model=module, config=config(2))
+        assert len(said) == (warnings if engine.is_last_stage() else 0)
+        assert all("parameters that its stages do not share: bias" in line for line in said)
         engine.destroy()
 
 
