@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
@@ -45,10 +44,6 @@ def split_params_into_shared_and_expert_params(
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """(those that all ranks share, those of experts)."""
     return [p for p in params if not is_moe_param(p)], [p for p in params if is_moe_param(p)]
-
-
-def _gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
-    return [param.grad for param in params if param.grad is not None]
 
 
 def split_params_into_different_moe_groups_for_optimizer(
@@ -97,9 +92,10 @@ def _parts(params: Sequence[nn.Parameter], limit: int | float | None) -> list[li
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[Any]:
     """Parameters, or groups of them, with the experts' ones in groups of their own; the same list without experts."""
     for group in model_parameters:
-        if isinstance(group, dict) and isinstance(group["params"], Iterator):
-            group["params"] = list(group["params"])  # as torch does: whoever looks next would find none any more
-    if not any(is_moe_param(param) for param in _members(model_parameters)):
+        if isinstance(group, dict) and not isinstance(group["params"], list):  # as torch does
+            group["params"] = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    members = (each["params"] if isinstance(each, dict) else [each] for each in model_parameters)
+    if not any(is_moe_param(param) for params in members for param in params):
         return model_parameters
     if isinstance(model_parameters[0], dict):
         groups = [{"name": f"group-{place}", **group} for place, group in enumerate(model_parameters)]
@@ -113,12 +109,3 @@ def split_experts(parameters: list[Any] | None, module: nn.Module) -> list[Any] 
     if parameters is None and not any(is_moe_param(param) for param in module.parameters()):
         return None
     return configure_moe_param_groups(list(module.parameters()) if parameters is None else parameters)
-
-
-def _members(parameters: Iterable[Any]) -> Iterable[Tensor]:
-    for each in parameters:
-        if isinstance(each, dict):
-            found = each["params"]
-            yield from [found] if isinstance(found, torch.Tensor) else found
-        else:
-            yield each

@@ -360,5 +360,8 @@ def test_groups_of_experts():
         ("ep_size_2", 0.5, 1),
         ("ep_size_2", 0.5, 1),
     ]
+    first, expert = model[0].weight, model[1].deepspeed_moe.experts.deepspeed_experts[0].weight
+    made = configure_moe_param_groups([{"params": first}, {"params": expert}, {"params": iter([model[0].bias])}])
+    assert [group["params"] for group in made] == [[first], [model[0].bias], [expert]]
     with pytest.raises(UsageError, match="no 'name'"):
         split_params_into_different_moe_groups_for_optimizer({"params": []})
