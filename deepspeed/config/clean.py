@@ -144,13 +144,9 @@ def _object(raw: dict[str, Any], model: Model, place: _Place) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for name, value in raw.items():
         key = keys.get(name)
-        if key is None and model.model_config.get("extra") == "allow":
-            if not _is_comment(name):
-                kept[name] = value  # of a feature that is not here: its keys are not known
-                place.found.given[place.inside(name).path] = place.inside(name).spelled
-            continue
         if key is None:
-            _unknown(name, model, place)
+            if _unknown(name, model, place):
+                kept[name] = value
             continue
         here = place.inside(key.json, name)
         place.found.given[here.path] = here.spelled
@@ -198,24 +194,27 @@ def _free(value: dict[str, Any], place: _Place) -> dict[str, Any]:
     return kept
 
 
-def _unknown(name: str, model: Model, place: _Place) -> None:
-    """Say what an unknown key was meant to be; one that looks like nothing known is only noted."""
+def _unknown(name: str, model: Model, place: _Place) -> bool:
+    """Say what an unknown key was meant to be; True if it is kept, unread, as a key of a feature that is not here."""
     found, here = place.found, place.inside(name)
     if here.path in REMOVED:
         found.problems.append(ConfigProblem(here.spelled, REMOVED[here.path]))
-        return
+        return False
     if _is_comment(name):
-        return
+        return False
+    if model.model_config.get("extra") == "allow":
+        found.given[here.path] = here.spelled
+        return True
     meant = nearest(name, keys_of(model))
+    elsewhere = places_of(place.root).get(name, ())
     if meant is not None:
         found.problems.append(ConfigProblem(here.spelled, f"unknown key; did you mean {meant!r}?"))
-        return
-    elsewhere = places_of(place.root).get(name, ())
-    if 0 < len(elsewhere) <= _COMMON:
-        homes = " or ".join(repr(home) if home else "the top level" for home in elsewhere)
-        found.problems.append(ConfigProblem(here.spelled, f"unknown key here; it belongs under {homes}"))
-        return
-    found.unknown.append(here.spelled)
+    elif 0 < len(elsewhere) <= _COMMON:
+        parents = " or ".join(repr(parent) if parent else "the top level" for parent in elsewhere)
+        found.problems.append(ConfigProblem(here.spelled, f"unknown key here; it belongs under {parents}"))
+    else:
+        found.unknown.append(here.spelled)
+    return False
 
 
 def _place_dotted(raw: dict[str, Any], schema: Model, found: Findings) -> None:

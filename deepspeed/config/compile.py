@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import model_validator
+from pydantic import ConfigDict
 
-from .model import Count, NoEffect, NotBuilt, Patterns, Section, key, raise_together
-
-__all__ = ["CompileConfig"]
-
-_DEEPCOMPILE = NoEffect("it belongs to compile.deepcompile, which is off", lambda c: not c.compile.deepcompile)
+from .model import NotBuilt, Patterns, Section, key
 
 
 class CompileConfig(Section):
-    """torch.compile with ZeRO inside the graph (DeepCompile)."""
+    """torch.compile by engine.compile(); the keys of DeepCompile are taken and not read."""
+
+    model_config = ConfigDict(extra="allow")
 
     deepcompile: bool = key(
         False, "Whether engine.compile() uses DeepCompile instead of plain torch.compile.", NotBuilt("DeepCompile")
@@ -24,72 +22,6 @@ class CompileConfig(Section):
         "What engine.compile() compiles: the repeated blocks of the model, or all of it; auto takes the blocks where "
         "there are some.",
     )
-    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = key(
-        None,
-        "Graph passes: autosp (sequence parallel) or autotp (tensor parallel); z1 and z3 follow the ZeRO stage anyway "
-        "and have no effect of their own.",
-        _DEEPCOMPILE,
-    )
-    autoep_non_moe: bool = key(
-        False, "Whether only the parts around automatic expert-parallel layers are compiled.", _DEEPCOMPILE
-    )
-    free_activation: bool = key(
-        False, "Whether large activations are freed early; the inductor backend does so by itself.", _DEEPCOMPILE
-    )
-    free_activation_threshold: Count = key(
-        10_485_760, "Size from which an activation counts as large, in bytes.", _DEEPCOMPILE
-    )
-    offload_activation: bool = key(
-        False, "Whether saved activations of 5 MiB and more are moved to host memory.", _DEEPCOMPILE
-    )
-    offload_activation_pin_memory: bool = key(
-        True, "Whether the host buffers for activations are page-locked.", _DEEPCOMPILE
-    )
-    offload_opt_states: bool = key(
-        False, "Whether optimizer state leaves the device during forward and backward (stage 3).", _DEEPCOMPILE
-    )
-    offload_parameters: bool = key(
-        False, "Whether parameters are offloaded; implied when ZeRO offloads parameters and optimizer.", _DEEPCOMPILE
-    )
-    double_buffer: bool = key(True, "Whether two reduction buckets take turns.", _DEEPCOMPILE)
-    symmetric_memory: bool = key(
-        False, "Whether collectives use symmetric memory between GPUs (stage 3).", _DEEPCOMPILE
-    )
-    keep_int_input_tensors: bool = key(
-        True, "Whether integer inputs keep their real values while a graph is profiled.", _DEEPCOMPILE
-    )
-    keep_all_input_tensors: bool = key(
-        False, "Whether all inputs keep their real values while a graph is profiled.", _DEEPCOMPILE
-    )
-    debug_log: bool = key(False, "Whether the graphs are written out.", _DEEPCOMPILE)
-    sync_before_reduce: bool = key(
-        False, "Whether the device is synchronised before each reduction, for debugging.", _DEEPCOMPILE
-    )
-    sync_after_reduce: bool = key(
-        False, "Whether the device is synchronised after each reduction, for debugging.", _DEEPCOMPILE
-    )
-    sync_before_allgather: bool = key(
-        False, "Whether the device is synchronised before each gather, for debugging.", _DEEPCOMPILE
-    )
-    sync_after_allgather: bool = key(
-        False, "Whether the device is synchronised after each gather, for debugging.", _DEEPCOMPILE
-    )
-
-    @model_validator(mode="after")
-    def _rules(self) -> CompileConfig:
-        problems = []
-        offloads = [
-            key for key in ("offload_activation", "offload_opt_states", "offload_parameters") if getattr(self, key)
-        ]
-        if len(offloads) > 1:
-            problems.append(f"{' and '.join(offloads)} exclude each other; keep one")
-        others = [name for name in self.passes or () if name != "autotp"]
-        if self.passes and "autotp" in self.passes and others:
-            problems.append(f"passes: autotp cannot be combined with {', '.join(others)}")
-        if self.autoep_non_moe and self.deepcompile:
-            problems.append("autoep_non_moe and deepcompile exclude each other; keep one")
-        raise_together(problems)
-        return self
 
 
 class FusedKernelsConfig(Section):

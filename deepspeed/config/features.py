@@ -173,6 +173,7 @@ def _defaults() -> dict[str, object]:
 
 
 def _differs(path: str, value: object) -> bool:
-    default = _defaults().get(path)
+    """Whether a value asks for something; of a key that the schema does not know, all but `false` does."""
+    default = _defaults().get(path, False)
     # Some keys hold Python objects, which need not know what equality is.
-    return value is not None if default is None else value != default
+    return value is not None if default is None else value is not None and value != default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
@@ -123,7 +124,7 @@ def load(source: ConfigSource | RawConfig, *, partial: bool = False) -> Loaded:
     if problems:
         raise _error(missing_first(problems, found.data), name)
     assert schema is not None, "without a problem there is a schema"
-    _tell(found, moved, texts, name)
+    _warn(found, moved, texts, name)
     return Loaded(
         schema,
         raw,
@@ -218,9 +219,18 @@ def _error(problems: list[ConfigProblem], source: str) -> DeepSpeedConfigError:
     return kind(f"{len(unique)} problems in the config ({source}):\n{lines}", path=unique[0].path)
 
 
-def _tell(found: Findings, moved: list[renamed.Renamed], texts: list[ConfigProblem], source: str) -> None:
-    """Log what is worth a change, each once and on rank 0; the environment knows the rank before ranks meet."""
-    if get_dist_msg("") is None:
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "LOCAL_RANK")
+
+
+def _warns() -> bool:
+    """Whether this process is rank 0: a config may be read before the ranks meet, when only the environment tells."""
+    rank = next((os.environ[name] for name in _RANKS if os.environ.get(name, "").isdigit()), "0")
+    return get_dist_msg("") is not None and int(rank) == 0
+
+
+def _warn(found: Findings, moved: list[renamed.Renamed], texts: list[ConfigProblem], source: str) -> None:
+    """Log what is worth a change, each once and on rank 0."""
+    if not _warns():
         return
     for move in moved:
         if move.tell:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType, ModuleType
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator
 
 from deepspeed.config.clean import ConfigProblem, nearest
 
@@ -58,12 +58,7 @@ OPTIMIZER_PARAMS: Mapping[str, frozenset[str] | None] = MappingProxyType(
         "lamb": _LAMB,
         "lion": _LION,
         "muon": _MUON,
-        "onebitadam": None,
-        "zerooneadam": None,
-        "onebitlamb": None,
-        "muadam": None,
-        "muadamw": None,
-        "musgd": None,
+        **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")),
     }
 )
 """Lower-case optimizer type -> the parameter names it takes; None where `mup` decides, or the type is refused."""
@@ -108,24 +103,8 @@ SCHEDULER_TYPES: tuple[str, ...] = tuple(SCHEDULER_PARAMS)
 _CANONICAL = {name.lower(): name for name in OPTIMIZER_TYPES}
 
 
-class _Missing:
-    """Stands for a type that is not given, so that the error names the key `type`."""
-
-
-def _given(value: Any) -> Any:
-    if isinstance(value, _Missing):
-        raise ValueError("missing, although params are given; name the class, or remove params")
-    return value
-
-
 def _canonical(value: Any) -> Any:
     return _CANONICAL.get(value.lower(), value) if isinstance(value, str) else value
-
-
-def _mark_missing_type(data: Any) -> Any:
-    if isinstance(data, dict) and data.get("params") and data.get("type") is None:
-        return {**data, "type": _Missing()}
-    return data
 
 
 _Params = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is None else value)]
@@ -134,7 +113,7 @@ _Params = Annotated[dict[str, Any], BeforeValidator(lambda value: {} if value is
 class OptimizerConfig(Section):
     """Which optimizer to build; an optimizer handed to `initialize` takes precedence."""
 
-    type: Annotated[str | None, BeforeValidator(_canonical), BeforeValidator(_given)] = key(
+    type: Annotated[str | None, BeforeValidator(_canonical)] = key(
         None,
         f"Optimizer to build: {', '.join(OPTIMIZER_TYPES)} (any case), or the exact name of a torch.optim class.",
         NotBuilt(
@@ -147,33 +126,14 @@ class OptimizerConfig(Section):
     params: _Params = key({}, "Keyword arguments of the optimizer, such as lr and weight_decay.")
     legacy_fusion: bool = no_effect(False, "every optimizer takes the same step path")
 
-    @model_validator(mode="before")
-    @classmethod
-    def _has_type(cls, data: Any) -> Any:
-        return _mark_missing_type(data)
-
-    @model_validator(mode="after")
-    def _rules(self) -> OptimizerConfig:
-        if "max_grad_norm" in self.params:
-            raise ValueError(
-                f"params.max_grad_norm ({self.params['max_grad_norm']}) is not an optimizer parameter; "
-                "set the top-level key gradient_clipping instead"
-            )
-        return self
-
 
 class SchedulerConfig(Section):
     """Which learning-rate schedule to build; a scheduler handed to `initialize` takes precedence."""
 
-    type: Annotated[str | None, BeforeValidator(_given)] = key(
+    type: str | None = key(
         None, f"Schedule to build: {', '.join(SCHEDULER_TYPES)}, or the exact name of a torch.optim.lr_scheduler class."
     )
     params: _Params = key({}, "Keyword arguments of the schedule; step counts are in optimizer steps.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_type(cls, data: Any) -> Any:
-        return _mark_missing_type(data)
 
 
 class OptimizerInBackwardConfig(Section):
@@ -211,39 +171,41 @@ _PASSED = frozenset({"self", "params", "optimizer"})
 
 def check_optimizer(section: Mapping[str, Any], autos: Iterable[str]) -> list[ConfigProblem]:
     """Problems of an optimizer section as given (a dict with `type` and `params`)."""
-    return _check("optimizer", section, autos, OPTIMIZER_TYPES, OPTIMIZER_PARAMS, "torch.optim", "Optimizer")
+    return _check("optimizer", section, autos, OPTIMIZER_PARAMS, ("torch.optim", "Optimizer"))
 
 
 def check_scheduler(section: Mapping[str, Any], autos: Iterable[str]) -> list[ConfigProblem]:
     """Problems of a scheduler section as given (a dict with `type` and `params`)."""
-    return _check(
-        "scheduler", section, autos, SCHEDULER_TYPES, SCHEDULER_PARAMS, "torch.optim.lr_scheduler", "LRScheduler"
-    )
+    return _check("scheduler", section, autos, SCHEDULER_PARAMS, ("torch.optim.lr_scheduler", "LRScheduler"))
 
 
 def _check(
     name: str,
     section: Mapping[str, Any],
     autos: Iterable[str],
-    own_types: Iterable[str],
     own_params: Mapping[str, frozenset[str] | None],
-    torch_module: str,
-    torch_base: str,
+    torch_base: tuple[str, str],
 ) -> list[ConfigProblem]:
+    """`torch_base` is the module of torch that has other classes, and their base class."""
     kind, params = section.get("type"), section.get("params")
+    if kind is None and isinstance(params, Mapping) and params:
+        return [ConfigProblem(f"{name}.type", "missing, although params are given; name the class, or remove params")]
     if not isinstance(kind, str) or (params is not None and not isinstance(params, Mapping)):
         return []  # the schema says what is wrong with the value
     prefix = f"{name}.params."
     given = {*(params or ()), *(path.removeprefix(prefix) for path in autos if path.startswith(prefix))}
-    spelled = kind if kind in own_params else kind.lower()
-    own = own_params.get(spelled, frozenset())
+    own = own_params.get(kind if kind in own_params else kind.lower(), frozenset())
     if own is None:
         return []  # another package's class, which knows its own parameters; or one that is refused
     known, required = set(own), set(SCHEDULER_REQUIRED.get(kind, ()))
     if not known:
-        parameters = _signature(torch_module, kind, torch_base)
-        if parameters is None:
-            return [_no_such_type(name, kind, own_types, torch_module, torch_base)]
+        module = importlib.import_module(torch_base[0])
+        base = getattr(module, torch_base[1])
+        found = getattr(module, kind, None)
+        if not (inspect.isclass(found) and issubclass(found, base)):
+            own_types = OPTIMIZER_TYPES if name == "optimizer" else SCHEDULER_TYPES
+            return [_no_such_type(name, kind, own_types, module, base)]
+        parameters = inspect.signature(found.__init__).parameters
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             return []
         known = set(parameters) - _PASSED
@@ -256,27 +218,14 @@ def _check(
 
 def _no_such_param(prefix: str, key: str, kind: str, known: set[str]) -> ConfigProblem:
     meant = _SYNONYMS[key] if _SYNONYMS.get(key) in known else nearest(key, known)
-    if meant is not None:
-        return ConfigProblem(f"{prefix}{key}", f"{kind} has no such parameter; did you mean {meant!r}?")
-    return ConfigProblem(f"{prefix}{key}", f"{kind} has no such parameter; it takes {', '.join(sorted(known))}")
+    advice = f"it takes {', '.join(sorted(known))}" if meant is None else f"did you mean {meant!r}?"
+    return ConfigProblem(f"{prefix}{key}", f"{kind} has no such parameter; {advice}")
 
 
-def _no_such_type(name: str, kind: str, own: Iterable[str], torch_module: str, torch_base: str) -> ConfigProblem:
-    module = importlib.import_module(torch_module)
-    base = getattr(module, torch_base)
+def _no_such_type(name: str, kind: str, own: Sequence[str], module: ModuleType, base: type) -> ConfigProblem:
     classes = {key for key, value in vars(module).items() if inspect.isclass(value) and issubclass(value, base)}
-    meant = nearest(kind, {*own, *classes} - {torch_base})
+    meant = nearest(kind, {*own, *classes} - {base.__name__})
+    advice = f"use one of {', '.join(own)} or a class of {module.__name__}"
     if meant is not None:
-        return ConfigProblem(f"{name}.type", f"no {name} is called {kind!r}; did you mean {meant!r}?")
-    return ConfigProblem(
-        f"{name}.type", f"no {name} is called {kind!r}; use one of {', '.join(own)} or a class of {torch_module}"
-    )
-
-
-def _signature(module_name: str, kind: str, base_name: str) -> Mapping[str, inspect.Parameter] | None:
-    """The constructor's parameters of a torch class, or None if torch has no such class."""
-    module = importlib.import_module(module_name)
-    found = getattr(module, kind, None)
-    if not (inspect.isclass(found) and issubclass(found, getattr(module, base_name))):
-        return None
-    return inspect.signature(found.__init__).parameters
+        advice = f"did you mean {meant!r}?"
+    return ConfigProblem(f"{name}.type", f"no {name} is called {kind!r}; {advice}")

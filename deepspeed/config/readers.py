@@ -13,7 +13,7 @@ from deepspeed.config.schema import Schema
 from deepspeed.config.schema_walk import Model, keys_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_NO_READERS = ("runtime.getters", "config.explain", "config.features", "config.readers")  # they hand every value on
+_NO_READERS = ("runtime.getters", "config.explain", "config.features", "config.readers", "published.old_paths")
 _ROOTS = ("schema", "_schema", "config", "_config")  # what the whole config is called
 
 

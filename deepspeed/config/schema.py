@@ -219,7 +219,15 @@ class Schema(DeepSpeedConfigModel):
     optimizer_in_backward: OptimizerInBackwardConfig = key(
         OptimizerInBackwardConfig, "Updates while backward brings gradients."
     )
-    compile: CompileConfig = key(CompileConfig, "What engine.compile() does.")
+    compile: CompileConfig = key(
+        CompileConfig,
+        "What engine.compile() does.",
+        NoEffect(
+            "it belongs to compile.deepcompile, which is off",
+            lambda c: not c.compile.deepcompile,
+            switch="compile.region",
+        ),
+    )
     graph_harvesting: bool = key(
         False, "Whether parts of the bf16 optimizer run as CUDA graphs.", NotBuilt("graph harvesting")
     )

@@ -131,10 +131,45 @@ def test_numbers_as_text_are_told(warnings):
     assert "3 without quotes (an error because of" in str(failure({**config, "strict": True}))
 
 
-def test_only_the_first_rank_logs(warnings, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    load({**BASE, "zero_optimization": {"stage": "3", "cpu_offload": True}, "my_company": 1})
+@pytest.mark.parametrize("name", ["RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "LOCAL_RANK"])
+def test_only_the_first_rank_logs(name, warnings, monkeypatch):
+    config = {**BASE, "zero_optimization": {"stage": "3", "cpu_offload": True}, "my_company": 1}
+    for other in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "1")
+    load(config)
     assert warnings == []
+    monkeypatch.setenv(name, "0")
+    load(config)
+    assert len(warnings) == 3
+    if name == "LOCAL_RANK":  # of another machine: what knows the rank among all decides
+        monkeypatch.setenv("RANK", "8")
+        load({**BASE, "another_company": 1})
+        assert len(warnings) == 3
+
+
+def _of_compression(**shared):
+    """A section as published, with values that no schema knows."""
+    groups = {"wq1": {"params": {"start_bits": "twelve", "target_bits": None}, "modules": ["*"], "related_modules": 3}}
+    return {"weight_quantization": {"shared_parameters": shared, "different_groups": groups}}
+
+
+@pytest.mark.parametrize(
+    ("config", "path"),
+    [
+        ({"compression_training": _of_compression(enabled="on", schedule_offset=-1e9)}, "compression_training"),
+        ({"compression_training": {"layer_reduction": {"enabled": [1]}, "enabled": {}}}, "compression_training"),
+        ({"compile": {"deepcompile": True, "passes": "z2", "region": 7}}, "compile.deepcompile"),
+    ],
+)
+def test_a_missing_feature_is_told_before_values_of_its_section(config, path):
+    for beside in ({}, {"fp16": {"enabled": "perhaps"}}):
+        error = failure({**BASE, **config, **beside}) if beside or "compile" in config else None
+        if error is None:
+            with pytest.raises(FeatureUnavailable) as caught:
+                DeepSpeedConfig({**BASE, **config})
+            error = caught.value
+        assert error.path == path
 
 
 BELOW = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}

@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from deepspeed.config.rules import RULES, violations
+from deepspeed.config.rules import violations
 from deepspeed.config.schema import Schema
 
 ON = {"enabled": True}
@@ -14,138 +14,106 @@ def zero(stage, **values):
     return {"zero_optimization": {"stage": stage, **values}}
 
 
-# rule, a config that breaks it, how the text begins, a close config that keeps it
+# a config that breaks it, how the text begins, a close config that keeps it
 CASES = [
-    ("one_precision", {"fp16": ON, "bf16": ON}, "fp16.enabled, bf16.enabled: ", {"fp16": ON}),
+    ({"fp16": ON, "bf16": ON}, "fp16.enabled, bf16.enabled: ", {"fp16": ON}),
     (
-        "gradients_that_are_used_up",
         {"optimizer_in_backward": ON, "gradient_clipping": 1.0},
         "optimizer_in_backward.enabled: does not work with gradient_clipping",
         {"optimizer_in_backward": {**ON, "clip_by_last_norm": True}, "gradient_clipping": 1.0},
     ),
     (
-        "gradients_that_are_used_up",
         {"optimizer_in_backward": ON, "gradient_clipping": 0, "fp16": ON},
         "optimizer_in_backward.enabled: does not work with fp16.enabled",
         {"optimizer_in_backward": ON, "gradient_clipping": 0, "bf16": ON},
     ),
     (
-        "one_answer_to_where_states_live",
         {"memory": {"device": "1GB"}, **zero(3, offload_param={"device": "cpu"})},
         "memory.device: zero_optimization.offload_param says",
         {"memory": {"device": "1GB"}, **zero(3)},
     ),
     (
-        "low_precision_masters_need_zero",
         {"fp16": {"fp16_master_weights_and_grads": True}},
         "fp16.fp16_master_weights_and_grads: ",
         {"fp16": {"fp16_master_weights_and_grads": True}, **zero(1)},
     ),
     (
-        "low_precision_masters_need_zero",
         {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
         "bf16.bf16_master_weights_and_grads, bf16.bf16_optimizer_states: ",
         {"bf16": {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, **zero(3)},
     ),
     (
-        "wide_moments_of_low_precision_masters",
         {"fp16": {**ON, "fp16_master_weights_and_grads": True}, **zero(2)},
         "fp16.fp16_master_weights_and_grads: fp16 masters, whose moments stay fp32, need "
         "zero_optimization.offload_optimizer",
         {"fp16": {**ON, "fp16_master_weights_and_grads": True}, **zero(2, **OFFLOAD)},
     ),
     (
-        "wide_moments_of_low_precision_masters",
         {"bf16": {**ON, "bf16_master_weights_and_grads": True}, **zero(3)},
         "bf16.bf16_master_weights_and_grads: bf16 masters",
         {"bf16": {**ON, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}, **zero(3)},
     ),
     (
-        "parameters_have_the_expected_dtype",
         {"data_types": {"param_dtype": "bf16"}},
         "data_types.param_dtype: bf16 is expected",
         {"data_types": {"param_dtype": "bf16"}, "bf16": ON},
     ),
     (
-        "clipping_needs_the_norm",
         zero(2, compute_grad_norm=False),
         "zero_optimization.compute_grad_norm, gradient_clipping: clipping at 1.0",
         {"gradient_clipping": 0, **zero(2, compute_grad_norm=False)},
     ),
     (
-        "one_answer_to_nonfinite_gradients",
         {"nonfinite_gradients": "ignore", "fp16": ON},
         "nonfinite_gradients: 'ignore' is not for fp16",
         {"nonfinite_gradients": "ignore", "bf16": ON},
     ),
     (
-        "one_answer_to_nonfinite_gradients",
         {"nonfinite_gradients": "ignore", "torch_autocast": {**ON, "dtype": "fp16"}},
         "nonfinite_gradients: 'ignore' is not for fp16",
         {"nonfinite_gradients": "ignore", "torch_autocast": {**ON, "dtype": "bf16"}},
     ),
     (
-        "one_answer_to_nonfinite_gradients",
         {"nonfinite_gradients": "ignore", "bf16": {**ON, "check_grad_overflow": True}},
         "nonfinite_gradients, bf16.check_grad_overflow: 'ignore' and true",
         {"nonfinite_gradients": "skip", "bf16": {**ON, "check_grad_overflow": True}},
     ),
     (
-        "one_answer_to_nonfinite_gradients",
         {"nonfinite_gradients": "stop", "bf16": {**ON, "check_grad_overflow": False}},
         "nonfinite_gradients, bf16.check_grad_overflow: 'stop' needs the check",
         {"nonfinite_gradients": "ignore", "bf16": {**ON, "check_grad_overflow": False}},
     ),
     (
-        "sum_of_gradients",
         {"gradient_allreduce_op": "sum", **zero(2, zenflow={}, **OFFLOAD)},
         'gradient_allreduce_op: "sum" does not work with zero_optimization.zenflow',
         zero(2, zenflow={}, **OFFLOAD),
     ),
     (
-        "scaling_before_reduction",
         {"prescale_gradients": True, "gradient_predivide_factor": 2.0, **zero(2)},
         "prescale_gradients, gradient_predivide_factor: ",
         {"prescale_gradients": True, **zero(2, reduce_scatter=False)},
     ),
     (
-        "scaling_before_reduction",
         {"gradient_predivide_factor": 2.0, **zero(3)},
         "gradient_predivide_factor: ",
         {"gradient_predivide_factor": 2.0, **zero(1)},
     ),
     (
-        "unmanaged_accumulation",
         {"managed_gradient_accumulation": False, **zero(1, overlap_comm=True)},
         "managed_gradient_accumulation, zero_optimization.overlap_comm: ",
         {"managed_gradient_accumulation": False, **zero(3)},
     ),
     (
-        "lamb_scales_dynamically",
         {"optimizer": {"type": "Lamb"}, "fp16": {**ON, "loss_scale": 128}},
         "optimizer.type, fp16.loss_scale: Lamb in fp16",
         {"optimizer": {"type": "Lamb"}, "fp16": {"loss_scale": 128}},
     ),
     (
-        "one_optimizer_offload",
-        {"compile": {"offload_opt_states": True}, **zero(3, **OFFLOAD)},
-        "compile.offload_opt_states, zero_optimization.offload_optimizer: ",
-        {"compile": {"offload_opt_states": True}, **zero(3, offload_optimizer={"device": "none"})},
-    ),
-    (
-        "compiled_around_experts",
-        {"compile": {"autoep_non_moe": True}, "sequence_parallel_size": 2, **zero(3)},
-        "compile.autoep_non_moe: does not work with sequence_parallel_size, zero_optimization.stage 3",
-        {"compile": {"autoep_non_moe": True}, **zero(2, offload_optimizer={"device": "none"})},
-    ),
-    (
-        "expert_and_tensor_presets_agree",
         {"expert_parallel": {**ON, "preset_model": "mixtral"}, "tensor_parallel": {"preset_model": "qwen2"}},
         "expert_parallel.preset_model, tensor_parallel.preset_model: ",
         {"expert_parallel": {**ON, "preset_model": "mixtral"}, "tensor_parallel": {"preset_model": "Mixtral"}},
     ),
     (
-        "experts_with_tensor_parallel",
         {"expert_parallel": {**ON, "autoep_size": 2, "async_split_plan": True}, "tensor_parallel": {"autotp_size": 2}},
         "expert_parallel.enabled, tensor_parallel.autotp_size: together do not work with expert_parallel.async",
         {
@@ -155,7 +123,6 @@ CASES = [
         },
     ),
     (
-        "elastic_batch_sizes",
         {"elasticity": {**ON, "max_train_batch_size": 8, "micro_batch_sizes": [2]}, "train_batch_size": 8},
         "elasticity.enabled, train_batch_size: ",
         {
@@ -171,8 +138,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "broken", "begins", "kept"), CASES)
-def test_a_rule_fires_and_names_its_keys(rule, broken, begins, kept):
+@pytest.mark.parametrize(("broken", "begins", "kept"), CASES)
+def test_a_rule_fires_and_names_its_keys(broken, begins, kept):
     with pytest.raises(ValidationError) as caught:
         Schema(**broken)
     (error,) = caught.value.errors()
@@ -180,10 +147,6 @@ def test_a_rule_fires_and_names_its_keys(rule, broken, begins, kept):
     lines = error["msg"].removeprefix("Value error, ").splitlines()
     assert any(line.startswith(begins) for line in lines), lines
     assert violations(Schema(**kept)) == []
-
-
-def test_every_rule_has_a_case():
-    assert {rule.__name__ for rule in RULES} == {name for name, *_ in CASES}
 
 
 def test_all_broken_rules_are_told_together():

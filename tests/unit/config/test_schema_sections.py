@@ -4,7 +4,6 @@ import pytest
 from pydantic import ValidationError
 
 from deepspeed.config.checkpoint import CheckpointConfig, CheckpointWriterConfig
-from deepspeed.config.compile import CompileConfig
 from deepspeed.config.elasticity import ElasticityConfig
 from deepspeed.config.memory import ActivationCheckpointingConfig, AioConfig
 from deepspeed.config.monitor import (
@@ -76,22 +75,6 @@ def test_profiling():
     assert FlopsProfilerConfig().detailed is True
     assert "module_depth" in refused(FlopsProfilerConfig, module_depth=-2)
     assert TimersConfig().throughput.synchronized is True
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({"offload_activation": True, "offload_parameters": True}, "offload_activation and offload_parameters exclude"),
-        ({"offload_opt_states": True, "offload_parameters": True}, "exclude each other"),
-        ({"passes": ["autotp", "z3"]}, "autotp cannot be combined with z3"),
-        ({"passes": ["z2"]}, "'z1', 'z3', 'autosp' or 'autotp'"),
-        ({"autoep_non_moe": True, "deepcompile": True}, "autoep_non_moe and deepcompile exclude each other"),
-        ({"enabled": True}, "Extra inputs"),
-        ({"backend": "inductor"}, "Extra inputs"),
-    ],
-)
-def test_compile_rules(values, said):
-    assert said in refused(CompileConfig, **values)
 
 
 ELASTIC = {"enabled": True, "max_train_batch_size": 100, "micro_batch_sizes": [2, 4]}
