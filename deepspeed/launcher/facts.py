@@ -27,7 +27,6 @@ from deepspeed.accelerator.interface import DeepSpeedAccelerator
 from deepspeed.errors import AcceleratorError, OpUnavailable
 from deepspeed.launcher.environment import relevant
 from deepspeed.ops import capability, registry
-from deepspeed.ops.cuda_arch import check_arch_list
 
 SHM_WANTED = 512 * 2**20
 
@@ -452,7 +451,7 @@ def variable_warnings(environ: Mapping[str, str] = os.environ) -> list[str]:
     """What is set but cannot work, or does nothing."""
     found = []
     try:
-        check_arch_list(environ.get("TORCH_CUDA_ARCH_LIST", ""))
+        capability.check_arch_list(environ.get("TORCH_CUDA_ARCH_LIST", ""))
     except ValueError as error:
         found.append(str(error))
     ops = {each.variable: each for each in registry.operations().values()}

@@ -20,12 +20,13 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from deepspeed.ops import blockwise
-from deepspeed.ops.capability import has_cxx_compiler, has_triton, on_cuda
+from deepspeed.ops.capability import has_cxx_compiler
+from deepspeed.ops.moments import wide
 from deepspeed.ops.native import library
 from deepspeed.ops.one_pass import Conditions
-from deepspeed.ops.optimizer import ParameterBatch, contiguous, wide
+from deepspeed.ops.optimizer import ParameterBatch, contiguous
 from deepspeed.ops.precompile import is_placeholder
-from deepspeed.ops.registry import chosen, implementation, op
+from deepspeed.ops.registry import by_triton, chosen, implementation, implements, op, reference
 
 Numbers = tuple[float, ...]
 """What a rule hands to a kernel."""
@@ -47,14 +48,26 @@ class BatchRule:
     """The same for kernels."""
 
 
+def update_(
+    rule: BatchRule, batch: ParameterBatch, given: Any, conditions: Conditions | None, *, one_pass: bool
+) -> list[Any]:
+    """Update a batch in place, by a kernel in one pass over memory or by the op over lists; what the calls returned.
+
+    `given` are the numbers of this update, such as an `AdamRule`. Only a batch in one pass has a factor, outs and
+    moments in 8 bits.
+    """
+    if one_pass or batch.scales:
+        results: list[Any] = op(f"{rule.name}_one_pass")(batch, given, conditions)
+        return results
+    more = () if conditions is None else (conditions,)
+    return [op(rule.name)(batch.params, batch.grads, *batch.moments, *rule.arguments(batch, given), *more)]
+
+
 @torch.no_grad()
 def update_by_torch(
     rule: BatchRule, batch: ParameterBatch, given: Any, update: Update, conditions: Conditions | None = None
 ) -> list[Any]:
-    """Gradients times the factor, decoded moments, then `update`; codes and outs afterwards.
-
-    Returns what the calls of `update` returned. `given` are the numbers of this update, such as an `AdamRule`.
-    """
+    """Gradients times the factor, decoded moments, then `update`; codes and outs afterwards. Returns as `update_`."""
     if conditions is not None and bool(conditions.skip != 0):
         return []
     arguments = rule.arguments(batch, given)
@@ -193,8 +206,8 @@ BatchUpdate = Callable[[ParameterBatch, Any], None]
 def register_on_host(rule: BatchRule) -> None:
     """Register op `cpu_<name>`: `op("cpu_adam")(batch, numbers of the rule)`."""
     name = f"cpu_{rule.name}"
-    implementation(name, name="reference", rank=0)(lambda: _by_torch(rule, lambda: rule.oracle))
-    implementation(name, name="torch", rank=10)(lambda: _by_torch(rule, lambda: op(rule.name)))
+    reference(name)(_by_torch(rule, lambda: rule.oracle))
+    implements(name, name="torch")(_by_torch(rule, lambda: op(rule.name)))
     implementation(name, name="native", requires=has_cxx_compiler, rank=20)(lambda: _compiled(rule))
 
 
@@ -264,8 +277,8 @@ def register_one_pass(rule: BatchRule, kernel: Apply | None = None) -> DeviceUpd
     """
     made = DeviceUpdate(rule, partial(_launched, rule) if kernel is None else kernel)
     name = f"{rule.name}_one_pass"
-    implementation(name, name="reference", rank=0)(lambda: made.reference)
-    implementation(name, name="triton", requires=has_triton & on_cuda, rank=20)(lambda: made.triton)
+    reference(name)(made.reference)
+    by_triton(name)(made.triton)
     return made
 
 
@@ -276,6 +289,6 @@ def _launched(rule: BatchRule, batch: ParameterBatch, given: Any, conditions: Co
     return []
 
 
-def has_kernel(rule: str, device: torch.device) -> bool:
+def has_kernel(rule: BatchRule, device: torch.device) -> bool:
     """True if a kernel updates parameters on such a device; ranks must agree, so that nothing else decides."""
-    return (device.type == "cuda" or is_placeholder(device)) and chosen(f"{rule}_one_pass") != "reference"
+    return (device.type == "cuda" or is_placeholder(device)) and chosen(f"{rule.name}_one_pass") != "reference"

@@ -17,6 +17,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -28,29 +29,8 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 
-__all__ = [
-    "Capability",
-    "ProbeResult",
-    "always",
-    "compute_capability",
-    "cxx_compiler",
-    "has_avx2",
-    "has_avx512",
-    "has_cxx_compiler",
-    "has_gds",
-    "has_io_uring",
-    "has_libaio",
-    "has_neon",
-    "has_ninja",
-    "has_nvcc",
-    "has_sve",
-    "has_triton",
-    "nvcc",
-    "on_cuda",
-]
-
-# What asking a driver, a file system, a package or a tool can raise. Anything else is a mistake in the probe.
-_PROBE_FAILURES = (
+# What asking for, or loading, a driver, a package or a tool can raise. Anything else is a mistake in the code.
+FAILURES = (
     OSError,
     ImportError,
     RuntimeError,
@@ -70,7 +50,7 @@ class ProbeResult:
 
 
 class Capability:
-    """A fact, or several joined with `&`, `|` and `~`; one that is not `lasting` is looked up at every question."""
+    """A fact, or several joined with `&`; one that is not `lasting` is looked up at every question."""
 
     def __init__(self, name: str, probe: Callable[[], ProbeResult], *, lasting: bool = True) -> None:
         self.name = name
@@ -85,7 +65,7 @@ class Capability:
             return self._known
         try:
             verdict = self._probe()
-        except _PROBE_FAILURES as error:
+        except FAILURES as error:
             found = (str(error).splitlines() or [""])[0]
             return ProbeResult(False, f"{self.name} could not be determined: {type(error).__name__}: {found}")
         if self._lasting:
@@ -111,21 +91,6 @@ class Capability:
             return ProbeResult(True, _joined([self.reason, other.reason]))
 
         return Capability(f"{self.name} & {other.name}", probe, lasting=False)
-
-    def __or__(self, other: Capability) -> Capability:
-        def probe() -> ProbeResult:
-            for fact in (self, other):
-                if fact.holds:
-                    return fact.verdict
-            return ProbeResult(False, _joined([self.reason, other.reason]))
-
-        return Capability(f"({self.name} | {other.name})", probe, lasting=False)
-
-    def __invert__(self) -> Capability:
-        return Capability(f"~({self.name})", lambda: ProbeResult(not self.holds, self.reason), lasting=False)
-
-    def __repr__(self) -> str:
-        return f"Capability({self.name})"
 
 
 def _joined(reasons: list[str]) -> str:
@@ -201,18 +166,6 @@ def has_cxx_compiler() -> ProbeResult:
     wanted = os.environ.get("CXX")
     found = f"CXX={wanted} is no program" if wanted else "there is no c++, g++ or clang++ on PATH"
     return ProbeResult(False, found)
-
-
-@_fact("nvcc")
-def has_nvcc() -> ProbeResult:
-    path = nvcc()
-    return ProbeResult(path is not None, path or "nvcc is neither below CUDA_HOME nor on PATH")
-
-
-@_fact("ninja")
-def has_ninja() -> ProbeResult:
-    path = shutil.which("ninja")
-    return ProbeResult(path is not None, path or "ninja is not on PATH")
 
 
 @functools.lru_cache(None)
@@ -291,3 +244,17 @@ def has_gds() -> ProbeResult:
     if not Path("/proc/driver/nvidia-fs").exists():
         return ProbeResult(False, f"{library} is there, but the kernel module nvidia-fs is not loaded")
     return ProbeResult(True, f"{library} with nvidia-fs")
+
+
+_ARCHITECTURE = re.compile(r"\d+\.\d[a-z]?(\+PTX)?", re.IGNORECASE)
+_FAMILIES = ("Volta", "Turing", "Ampere", "Ada", "Hopper", "Blackwell")  # names that PyTorch's own builds accept
+
+
+def check_arch_list(text: str) -> None:
+    """Refuse a `TORCH_CUDA_ARCH_LIST`, separated by `;`, `,` or spaces, with an entry that no build accepts."""
+    for entry in re.split(r"[;,\s]+", text.strip()):
+        if entry and entry.title() not in ("Native", *_FAMILIES) and _ARCHITECTURE.fullmatch(entry) is None:
+            raise ValueError(
+                f"TORCH_CUDA_ARCH_LIST: {entry!r} is not a GPU architecture; expected entries such as "
+                f"8.0, 9.0a or 9.0+PTX, or one of {', '.join(_FAMILIES)}"
+            )

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from deepspeed.ops.capability import compute_capability, on_cuda
-from deepspeed.ops.registry import implementation, op, reference
+from deepspeed.ops.registry import implements, op, reference
 
 _ALIGNED = 16  # bytes: what the kernels of torch ask of rows
 
@@ -160,34 +160,24 @@ def pairs_by_slices(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@implementation("grouped_rows", name="torch", requires=on_cuda & compute_capability(8), rank=20)
-def _load_rows() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    product = _torch_product()
-
-    def rows_at_once(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-        if not _takes(rows, matrices):
-            return rows_by_slices(rows, matrices, ends)
-        return product(rows, matrices, offs=ends)
-
-    return rows_at_once
+_HAS_GROUPED_PRODUCT = on_cuda & compute_capability(8)
 
 
-@implementation("grouped_pairs", name="torch", requires=on_cuda & compute_capability(8), rank=20)
-def _load_pairs() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    product = _torch_product()
-
-    def pairs_at_once(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-        if not _takes(left, right):
-            return pairs_by_slices(left, right, ends)
-        return product(left.t(), right, offs=ends)
-
-    return pairs_at_once
+@implements("grouped_rows", name="torch", requires=_HAS_GROUPED_PRODUCT, rank=20)
+def rows_at_once(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """As `rows_by_slices`, in one launch."""
+    return _product(rows, matrices, ends) if _takes(rows, matrices) else rows_by_slices(rows, matrices, ends)
 
 
-def _torch_product() -> Callable[..., Tensor]:
-    public: Callable[..., Tensor] | None = getattr(functional, "grouped_mm", None)
-    private: Callable[..., Tensor] = torch._grouped_mm
-    return public if public is not None else private
+@implements("grouped_pairs", name="torch", requires=_HAS_GROUPED_PRODUCT, rank=20)
+def pairs_at_once(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """As `pairs_by_slices`, in one launch."""
+    return _product(left.t(), right, ends) if _takes(left, right) else pairs_by_slices(left, right, ends)
+
+
+def _product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    product: Callable[..., Tensor] = getattr(functional, "grouped_mm", torch._grouped_mm)  # public from torch 2.10 on
+    return product(left, right, offs=ends)
 
 
 def _takes(*operands: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Arithmetic over lists of tensors: the norm of all of them, scaling, and a·x + b·y.
+"""Arithmetic over lists of tensors: the norm of all of them, sums of squares, and scaling.
 
 A list may mix dtypes, devices and shapes, hold empty tensors, or be empty. float16 and bfloat16 are computed in
 float32 and rounded once. Infinities and NaNs go through as in plain arithmetic: nothing is masked, also not by a
@@ -7,18 +7,15 @@ factor of zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.registry import implementation, op, reference
+from deepspeed.ops.registry import implements, op, reference
 
 PART = 1 << 16
 """Elements of host memory that are summed at a time."""
-
-T = TypeVar("T")
 
 
 def global_norm(tensors: Iterable[Tensor], p: float = 2.0) -> Tensor:
@@ -40,10 +37,7 @@ def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
     if not filled:
         return torch.zeros((), dtype=torch.float64)
     home = filled[0].device
-    norms = [
-        torch.stack(torch._foreach_norm(group, 2, dtype=torch.float64)).to(home)
-        for group in _grouped(filled, lambda each: (each.device, each.dtype))
-    ]
+    norms = [torch.stack(torch._foreach_norm(group, 2, dtype=torch.float64)).to(home) for group in _grouped(filled)]
     return torch.cat(norms).square().sum()
 
 
@@ -59,49 +53,22 @@ def scale_(tensors: Iterable[Tensor], factor: float | Tensor) -> None:
     op("scale")(list(tensors), factor)
 
 
-def axpby_(a: float, xs: Iterable[Tensor], b: float, ys: Iterable[Tensor]) -> None:
-    """ys ← a·xs + b·ys in place, element by element; each x has the shape and device of its y.
-
-    An x may be its own y; any other overlap of the tensors has no defined result.
-    """
-    op("axpby")(a, list(xs), b, list(ys))
-
-
 def _wide(*tensors: Tensor) -> torch.dtype:
     """The dtype to compute in: float32, or float64 where one of the tensors is."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
-def _narrow(tensor: Tensor) -> bool:
-    return tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def _rounds_factors(tensor: Tensor) -> bool:
-    """True if torch's in-place arithmetic rounds a factor to the tensor's dtype: 1e-8 would become 0 in float16."""
-    return _narrow(tensor) and tensor.device.type == "cpu"
-
-
-def _grouped(items: Iterable[T], key: Callable[[T], Hashable]) -> list[list[T]]:
-    groups: dict[Hashable, list[T]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
+def _grouped(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors by device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     return list(groups.values())
 
 
 def _check_order(p: float) -> None:
     if not p > 0:
         raise ValueError(f"the order of a norm is a positive number or infinity, not {p}")
-
-
-def _check_pairs(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-    if len(xs) != len(ys):
-        raise ValueError(f"axpby needs as many xs as ys: {len(xs)} and {len(ys)} were given")
-    for index, (x, y) in enumerate(zip(xs, ys, strict=True)):
-        if x.shape != y.shape or x.device != y.device:
-            raise ValueError(
-                f"axpby: x {index} is {tuple(x.shape)} on {x.device}, its y is {tuple(y.shape)} on {y.device}; "
-                "each pair needs one shape and one device"
-            )
 
 
 def _combine(norms: Sequence[Tensor], tensors: Sequence[Tensor], p: float) -> Tensor:
@@ -133,66 +100,27 @@ def scale_reference(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
         each.copy_(each.to(wide) * by)
 
 
-@reference("axpby")
-@torch.no_grad()
-def axpby_reference(a: float, xs: Sequence[Tensor], b: float, ys: Sequence[Tensor]) -> None:
-    """Pair by pair, in the wide dtype."""
-    _check_pairs(xs, ys)
-    for x, y in zip(xs, ys, strict=True):
-        wide = _wide(x, y)
-        y.copy_(a * x.to(wide) + b * y.to(wide))
-
-
+@implements("global_norm", name="foreach")
 @torch.no_grad()
 def _global_norm_foreach(tensors: Sequence[Tensor], p: float = 2.0) -> Tensor:
     _check_order(p)
     norms: list[Tensor] = []
     filled = (each for each in tensors if each.numel())
-    for group in _grouped(filled, lambda each: (each.device, each.dtype)):
+    for group in _grouped(filled):
         norms.extend(torch._foreach_norm(group, p, dtype=_wide(*group)))
     return _combine(norms, tensors, p)
 
 
+@implements("scale", name="foreach")
 @torch.no_grad()
 def _scale_foreach(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
     if isinstance(factor, Tensor) and factor.device.type == "cpu":
         factor = factor.item()
-    for group in _grouped(tensors, lambda each: (each.device, each.dtype)):
-        on_device = isinstance(factor, Tensor)
-        if _rounds_factors(group[0]) or (on_device and _narrow(group[0])):
+    for group in _grouped(tensors):
+        narrow, on_cpu = group[0].dtype in (torch.float16, torch.bfloat16), group[0].device.type == "cpu"
+        if narrow and (on_cpu or isinstance(factor, Tensor)):  # torch rounds the factor: 1e-8 would be 0 in float16
             scale_reference(group, factor)  # tensor by tensor, which bounds the memory of the wide copies
         elif not isinstance(factor, Tensor):
             torch._foreach_mul_(group, factor)
         else:
             torch._foreach_mul_(group, factor.to(group[0].device, group[0].dtype))
-
-
-@torch.no_grad()
-def _axpby_foreach(a: float, xs: Sequence[Tensor], b: float, ys: Sequence[Tensor]) -> None:
-    _check_pairs(xs, ys)
-    pairs = list(zip(xs, ys, strict=True))
-    for group in _grouped(pairs, lambda pair: (pair[1].device, pair[0].dtype, pair[1].dtype)):
-        sources, targets = [x for x, _ in group], [y for _, y in group]
-        # Scaling y first would round it twice, and would change an x that is its own y.
-        twice = b != 1 and (_narrow(targets[0]) or any(x.data_ptr() == y.data_ptr() for x, y in group))
-        if twice or (a != 1 and _rounds_factors(targets[0])):
-            axpby_reference(a, sources, b, targets)
-            continue
-        if b != 1:
-            torch._foreach_mul_(targets, b)
-        torch._foreach_add_(targets, sources, alpha=a)
-
-
-@implementation("global_norm", name="foreach", rank=10)
-def _load_global_norm() -> Callable[..., Tensor]:
-    return _global_norm_foreach
-
-
-@implementation("scale", name="foreach", rank=10)
-def _load_scale() -> Callable[..., None]:
-    return _scale_foreach
-
-
-@implementation("axpby", name="foreach", rank=10)
-def _load_axpby() -> Callable[..., None]:
-    return _axpby_foreach

@@ -24,20 +24,6 @@ from deepspeed.errors import UsageError
 from deepspeed.ops.moments import Group, MomentKeeper, scale_name, wide
 from deepspeed.ops.one_pass import Conditions, OnePass
 
-__all__ = [
-    "BatchOptimizer",
-    "Closure",
-    "Group",
-    "ParameterBatch",
-    "TensorLists",
-    "check_hyperparameters",
-    "contiguous",
-    "evaluate",
-    "refuse",
-    "wide",
-    "widely",
-]
-
 Closure = Callable[[], Any]
 TensorLists = Sequence[list[Tensor]]
 

@@ -3,10 +3,12 @@
     @reference("adam")                                                  the torch version, the tests' oracle
     def adam(params, grads, ...): ...
 
-    @implementation("adam", name="triton", requires=has_triton & on_cuda, rank=20)
-    def _load_triton():                                                 may import, may compile; called once
-        from .fused import adam
-        return adam
+    @implements("adam", name="foreach")                                 a faster one
+    def adam_foreach(params, grads, ...): ...
+
+    @implementation("adam", name="native", requires=has_cxx_compiler, rank=20)
+    def _load_native():                                                 may import, may compile; called once
+        return library("adam").update
 
     op("adam")(params, grads, ...)
 
@@ -20,7 +22,6 @@ import functools
 import importlib
 import os
 import re
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -28,7 +29,7 @@ from typing import Any, TypeVar
 
 from deepspeed.errors import OpUnavailable
 from deepspeed.log import logger
-from deepspeed.ops.capability import Capability, always, has_triton, on_cuda
+from deepspeed.ops.capability import FAILURES, Capability, always, has_triton, on_cuda
 from deepspeed.ops.precompile import follow_compilation
 
 Kernel = Callable[..., Any]
@@ -52,17 +53,6 @@ _FAMILIES = (
     "deepspeed.ops.model.linear_loss",
     "deepspeed.ops.fp8.quantise",
     "deepspeed.ops.fp8.linear",
-)
-
-# What importing or building a kernel can raise. Anything else is a mistake in the loader and is shown as such.
-_LOAD_FAILURES = (
-    ImportError,
-    OSError,
-    RuntimeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    subprocess.SubprocessError,
 )
 
 
@@ -124,18 +114,11 @@ class RegisteredOp:
         self._failures.clear()
 
     @property
-    def kernel(self) -> Kernel:
-        """The function of the chosen implementation."""
+    def chosen(self) -> tuple[Implementation, Kernel]:
+        """The implementation that runs, and its function."""
         if self._chosen is None:
             self._chosen = self._choose()
-        return self._chosen[1]
-
-    @property
-    def chosen(self) -> str:
-        """The name of the chosen implementation."""
-        if self._chosen is None:
-            self._chosen = self._choose()
-        return self._chosen[0].name
+        return self._chosen
 
     def demand(self, name: str) -> Implementation:
         """The implementation called `name`, as `DS_OP_<NAME>` asks for it; an error if it cannot run here."""
@@ -184,7 +167,7 @@ class RegisteredOp:
                 continue
             try:
                 return each, _loaded(each)
-            except _LOAD_FAILURES as error:
+            except FAILURES as error:
                 self._failures[each.name] = f"{type(error).__name__}: {error}"
                 logger.warning(
                     "op %s: implementation %s could not be loaded, the next one is used: %s: %s",
@@ -200,7 +183,7 @@ class RegisteredOp:
         each = self.demand(name)
         try:
             return each, _loaded(each)
-        except _LOAD_FAILURES as error:
+        except FAILURES as error:
             self._failures[name] = f"{type(error).__name__}: {error}"
             raise OpUnavailable(
                 f"{self.variable}={name}: this implementation could not be loaded: {self._failures[name]}. "
@@ -218,41 +201,35 @@ _OPS: dict[str, RegisteredOp] = {}
 
 
 def implementation(
-    op: str, *, name: str | None = None, requires: Capability = always, rank: int = 10
-) -> Callable[[F], F]:
-    """Register the decorated loader: a function without arguments that returns the kernel.
+    op: str, *, name: str, requires: Capability = always, rank: int = 10
+) -> Callable[[Callable[[], Kernel]], Callable[[], Kernel]]:
+    """Register the decorated loader: a function without arguments that returns the kernel."""
 
-    The implementation is called `name`, by default as the loader is. `reference` has rank 0.
-    """
-
-    def register(load: F) -> F:
-        label = name or load.__name__.strip("_")
-        if not label:
-            raise ValueError(f"an implementation of op {op!r} needs a name: @implementation({op!r}, name=...)")
-        _OPS.setdefault(op, RegisteredOp(op)).add(Implementation(label, requires, load, rank))
+    def register(load: Callable[[], Kernel]) -> Callable[[], Kernel]:
+        _OPS.setdefault(op, RegisteredOp(op)).add(Implementation(name, requires, load, rank))
         return load
+
+    return register
+
+
+def implements(op: str, *, name: str, requires: Capability = always, rank: int = 10) -> Callable[[F], F]:
+    """Register the decorated function itself."""
+
+    def register(kernel: F) -> F:
+        implementation(op, name=name, requires=requires, rank=rank)(lambda: kernel)
+        return kernel
 
     return register
 
 
 def reference(op: str) -> Callable[[F], F]:
     """Register the decorated function itself as the torch version that always runs."""
-
-    def register(kernel: F) -> F:
-        implementation(op, name="reference", rank=0)(lambda: kernel)
-        return kernel
-
-    return register
+    return implements(op, name="reference", rank=0)
 
 
 def by_triton(op: str) -> Callable[[F], F]:
     """Register the decorated function itself as the version that launches kernels of Triton."""
-
-    def register(kernel: F) -> F:
-        implementation(op, name="triton", requires=has_triton & on_cuda, rank=20)(lambda: kernel)
-        return kernel
-
-    return register
+    return implements(op, name="triton", requires=has_triton & on_cuda, rank=20)
 
 
 @functools.lru_cache(None)
@@ -269,12 +246,12 @@ def operations() -> dict[str, RegisteredOp]:
 
 def op(name: str) -> Kernel:
     """The function that runs operation `name` on this machine."""
-    return _found(name).kernel
+    return _found(name).chosen[1]
 
 
 def chosen(name: str) -> str:
     """Which implementation of operation `name` runs on this machine."""
-    return _found(name).chosen
+    return _found(name).chosen[0].name
 
 
 def _found(name: str) -> RegisteredOp:

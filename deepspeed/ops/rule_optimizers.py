@@ -6,18 +6,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepspeed.ops.batch_rule import has_kernel
-from deepspeed.ops.moments import moment_width
-from deepspeed.ops.optimizer import BatchOptimizer, Closure, Group, ParameterBatch, check_hyperparameters, refuse
+from deepspeed.ops.batch_rule import BatchRule, has_kernel, update_
+from deepspeed.ops.moments import Group, moment_width
+from deepspeed.ops.optimizer import BatchOptimizer, Closure, ParameterBatch, check_hyperparameters, refuse
 from deepspeed.ops.registry import op
 
 _SWITCHES = ("bias_correction", "amsgrad")
 
 
 class RuleOptimizer(BatchOptimizer):
-    """An optimizer whose parameters all follow one rule, the op `rule` over lists of tensors."""
+    """An optimizer whose parameters all follow one rule."""
 
-    rule: ClassVar[str]
+    rule: ClassVar[BatchRule]
 
     def _set_up(self, params: Any, defaults: dict[str, Any], moment_bits: int | None) -> None:
         """Check the numbers of all groups, then as torch does."""
@@ -58,6 +58,11 @@ class DeviceOptimizer(RuleOptimizer):
         group.setdefault("step", 0)
         super()._update_group(group)
 
+    def _apply(self, group: Group, batch: ParameterBatch) -> None:
+        device = batch.params[0].device
+        one_pass = self.takes_one_pass(device)
+        update_(self.rule, batch, self._rule_of(group), self._conditions_on(device), one_pass=one_pass)
+
     def takes_one_pass(self, device: torch.device) -> bool:
         """See `BatchOptimizer`."""
         return has_kernel(self.rule, device)
@@ -70,7 +75,7 @@ class HostOptimizer(RuleOptimizer):
     cpu_only: ClassVar[bool] = True
 
     def _set_up(self, params: Any, defaults: dict[str, Any], moment_bits: int | None) -> None:
-        op(f"cpu_{self.rule}")  # compiled now if it has to be, not by the first step
+        op(f"cpu_{self.rule.name}")  # compiled now if it has to be, not by the first step
         super()._set_up(params, defaults, moment_bits)
 
     def step(self, closure: Closure | None = None) -> Any:
@@ -79,4 +84,4 @@ class HostOptimizer(RuleOptimizer):
 
     def _apply(self, group: Group, batch: ParameterBatch) -> None:
         on_host = batch.params[0].device.type == "cpu"
-        op(f"cpu_{self.rule}" if on_host else f"{self.rule}_one_pass")(batch, self._rule_of(group))
+        op(f"cpu_{self.rule.name}" if on_host else f"{self.rule.name}_one_pass")(batch, self._rule_of(group))

@@ -26,7 +26,6 @@ REASONS: dict[str, str] = {
     "deepspeed/launcher/remote.py": "a program on other hosts",
     "deepspeed/moe/mappings.py": "published names",
     "deepspeed/ops/adam/fused_adam.py": "a published path",
-    "deepspeed/ops/cuda_arch.py": "belongs to ops, used by a program",
     "deepspeed/ops/lion/cpu_lion.py": "a published path",
     "deepspeed/ops/lion/fused_lion.py": "a published path",
 }

@@ -6,8 +6,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from deepspeed.ops.adagrad.rule import AdagradRule, adagrad_
-from deepspeed.ops.optimizer import Group, ParameterBatch
+from deepspeed.ops.adagrad.rule import ADAGRAD, AdagradRule
+from deepspeed.ops.batch_rule import BatchRule, update_by_torch
+from deepspeed.ops.moments import Group
+from deepspeed.ops.optimizer import ParameterBatch
+from deepspeed.ops.registry import op
 from deepspeed.ops.rule_optimizers import HostOptimizer
 
 __all__ = ["DeepSpeedCPUAdagrad"]
@@ -23,7 +26,7 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
-    rule: ClassVar[str] = "adagrad"
+    rule: ClassVar[BatchRule] = ADAGRAD
     takes_sparse: ClassVar[bool] = True
 
     def __init__(
@@ -82,4 +85,4 @@ class DeepSpeedCPUAdagrad(HostOptimizer):
         if batch.params[0].device.type == "cpu":
             super()._apply(group, batch)
         else:
-            adagrad_(batch, self._rule_of(group))
+            update_by_torch(self.rule, batch, self._rule_of(group), op(self.rule.name))

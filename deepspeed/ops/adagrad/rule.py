@@ -5,20 +5,19 @@ g ← g + decay·p;  v ← v + g²;  p ← p − lr·g / (√v + eps)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.batch_rule import BatchRule, register_on_host, update_by_torch
-from deepspeed.ops.capability import Capability, ProbeResult
-from deepspeed.ops.optimizer import ParameterBatch, TensorLists, contiguous, wide, widely
-from deepspeed.ops.registry import implementation, op, reference
+from deepspeed.ops.batch_rule import BatchRule, register_on_host
+from deepspeed.ops.moments import wide
+from deepspeed.ops.optimizer import ParameterBatch, TensorLists, contiguous, widely
+from deepspeed.ops.registry import implements, reference
 
 Tensors = list[Tensor]
-Kernel = Callable[[Tensors, Tensors, Tensors, "AdagradRule"], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +32,6 @@ class AdagradRule:
     def of(cls, group: Mapping[str, Any]) -> AdagradRule:
         """The rule of a parameter group."""
         return cls(float(group["lr"]), group["eps"], group["weight_decay"])
-
-
-def adagrad_(batch: ParameterBatch, rule: AdagradRule) -> None:
-    """Update parameters and the sums of squares (exp_avg_sq) in place, wherever they are."""
-    update_by_torch(ADAGRAD, batch, rule, op("adagrad"))
 
 
 @reference("adagrad")
@@ -63,6 +57,7 @@ ADAGRAD = BatchRule(
 """Adagrad for whole batches."""
 
 
+@implements("adagrad", name="foreach")
 @torch.no_grad()
 def _adagrad_foreach(params: Tensors, grads: Tensors, sums: Tensors, rule: AdagradRule) -> None:
     def update(lists: TensorLists) -> None:
@@ -77,6 +72,7 @@ def _adagrad_foreach(params: Tensors, grads: Tensors, sums: Tensors, rule: Adagr
     widely(update, (params, grads, sums))
 
 
+@implements("adagrad", name="fused", rank=20)
 @torch.no_grad()
 def _adagrad_fused(params: Tensors, grads: Tensors, sums: Tensors, rule: AdagradRule) -> None:
     lists = (params, grads, sums)
@@ -102,22 +98,6 @@ def _adagrad_fused(params: Tensors, grads: Tensors, sums: Tensors, rule: Adagrad
         )
 
     widely(update, lists)
-
-
-def _probe() -> ProbeResult:
-    if "_fused_adagrad_" not in vars(torch):
-        return ProbeResult(False, f"torch {torch.__version__} has no _fused_adagrad_")
-    return ProbeResult(True, f"fused kernels of torch {torch.__version__}")
-
-
-@implementation("adagrad", name="foreach", rank=10)
-def _load_foreach() -> Kernel:
-    return _adagrad_foreach
-
-
-@implementation("adagrad", name="fused", requires=Capability("torch's fused Adagrad", _probe), rank=20)
-def _load_fused() -> Kernel:
-    return _adagrad_fused
 
 
 register_on_host(ADAGRAD)

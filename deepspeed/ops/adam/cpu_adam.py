@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from deepspeed.ops.adam.rule import AdamRule
-from deepspeed.ops.optimizer import Closure, Group, evaluate
+from deepspeed.ops.adam.rule import ADAM, AdamRule
+from deepspeed.ops.batch_rule import BatchRule
+from deepspeed.ops.moments import Group
+from deepspeed.ops.optimizer import Closure, evaluate
 from deepspeed.ops.rule_optimizers import HostOptimizer
 
 __all__ = ["DeepSpeedCPUAdam"]
@@ -33,7 +35,7 @@ class DeepSpeedCPUAdam(HostOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "fp32_optimizer_states")
-    rule: ClassVar[str] = "adam"
+    rule: ClassVar[BatchRule] = ADAM
 
     def __init__(
         self,

@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from deepspeed.ops.adam.rule import AdamRule, adam_, adam_one_pass_, takes_conditions, takes_one_pass
-from deepspeed.ops.optimizer import Group, ParameterBatch
+from deepspeed.ops.adam.rule import ADAM, AdamRule, takes_conditions, takes_one_pass
+from deepspeed.ops.batch_rule import BatchRule
+from deepspeed.ops.moments import Group
 from deepspeed.ops.rule_optimizers import DeviceOptimizer
 
 __all__ = ["FusedAdam"]
@@ -21,7 +22,7 @@ class FusedAdam(DeviceOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     settings: ClassVar[tuple[str, ...]] = ("adam_w_mode", "set_grad_none")
-    rule: ClassVar[str] = "adam"
+    rule: ClassVar[BatchRule] = ADAM
 
     def __init__(
         self,
@@ -44,10 +45,8 @@ class FusedAdam(DeviceOptimizer):
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         self._set_up(params, defaults | {"weight_decay": weight_decay}, moment_bits)
 
-    def _apply(self, group: Group, batch: ParameterBatch) -> None:
-        rule, device = AdamRule.of(group, decoupled=self.adam_w_mode), batch.params[0].device
-        step = adam_one_pass_ if batch.scales or self.takes_one_pass(device) else adam_
-        step(batch, rule, self._conditions_on(device))
+    def _rule_of(self, group: Group) -> AdamRule:
+        return AdamRule.of(group, decoupled=self.adam_w_mode)
 
     def takes_one_pass(self, device: torch.device) -> bool:
         """See `BatchOptimizer`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.batch_rule import BatchRule, has_kernel, register_on_host, register_one_pass
-from deepspeed.ops.capability import Capability, ProbeResult
+from deepspeed.ops.moments import wide
 from deepspeed.ops.one_pass import Conditions
-from deepspeed.ops.optimizer import ParameterBatch, TensorLists, contiguous, wide, widely
+from deepspeed.ops.optimizer import ParameterBatch, TensorLists, contiguous, widely
 from deepspeed.ops.precompile import is_placeholder
-from deepspeed.ops.registry import implementation, op, reference
+from deepspeed.ops.registry import implements, op, reference
 
 Tensors = list[Tensor]
-Kernel = Callable[..., None]
 
 # A smaller learning rate changes no float32, and its inverse is none.
 _NO_RATE = 1e-30
@@ -58,17 +57,6 @@ class AdamRule:
         if not self.bias_correction:
             return 1.0, 1.0
         return 1 - self.beta1**step, 1 - self.beta2**step
-
-
-def adam_(batch: ParameterBatch, rule: AdamRule, conditions: Conditions | None = None) -> None:
-    """Update parameters and moments (exp_avg, exp_avg_sq) in place; `batch.step` counts from 1.
-
-    `conditions` may be given where `takes_conditions` says so.
-    """
-    if conditions is None:
-        op("adam")(batch.params, batch.grads, *batch.moments, batch.step, rule)
-    else:
-        op("adam")(batch.params, batch.grads, *batch.moments, batch.step, rule, conditions.on(batch.params[0].device))
 
 
 def takes_conditions(device: torch.device) -> bool:
@@ -120,6 +108,7 @@ ADAM = BatchRule(
 """Adam for whole batches."""
 
 
+@implements("adam", name="foreach")
 @torch.no_grad()
 def _adam_foreach(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int, rule: AdamRule
@@ -143,6 +132,7 @@ def _adam_foreach(
     widely(update, (params, grads, exp_avgs, exp_avg_sqs))
 
 
+@implements("adam", name="fused", rank=20)
 @torch.no_grad()
 def _adam_fused(
     params: Tensors,
@@ -187,32 +177,8 @@ def _adam_fused(
         widely(update, lists)
 
 
-def _probe() -> ProbeResult:
-    missing = [name for name in ("_fused_adam_", "_fused_adamw_") if name not in vars(torch)]
-    if missing:
-        return ProbeResult(False, f"torch {torch.__version__} has no {missing[0]}")
-    return ProbeResult(True, f"fused kernels of torch {torch.__version__}")
-
-
-@implementation("adam", name="foreach", rank=10)
-def _load_foreach() -> Kernel:
-    return _adam_foreach
-
-
-@implementation("adam", name="fused", requires=Capability("torch's fused Adam", _probe), rank=20)
-def _load_fused() -> Kernel:
-    return _adam_fused
-
-
 register_on_host(ADAM)
-
-
-def adam_one_pass_(batch: ParameterBatch, rule: AdamRule, conditions: Conditions | None = None) -> None:
-    """Update a batch in place: gradients are those of `batch`, times its factor, divided as `conditions` say.
-
-    Updated parameters go to `batch.outs` as well. Where the conditions say skip nothing changes.
-    """
-    op("adam_one_pass")(batch, rule, conditions)
+ONE_PASS = register_one_pass(ADAM)
 
 
 def takes_one_pass(device: torch.device) -> bool:
@@ -220,7 +186,4 @@ def takes_one_pass(device: torch.device) -> bool:
 
     Where another implementation of `adam` was asked for, that one is used.
     """
-    return takes_conditions(device) and has_kernel("adam", device)
-
-
-ONE_PASS = register_one_pass(ADAM)
+    return takes_conditions(device) and has_kernel(ADAM, device)

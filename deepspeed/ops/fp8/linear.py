@@ -9,7 +9,7 @@ Layers that read one input may be computed together, with one scale for all thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,8 @@ from torch.autograd.function import once_differentiable
 from deepspeed.ops.capability import compute_capability, on_cuda
 from deepspeed.ops.fp8.quantise import Quantized, round_columns, round_joined, round_rows, round_tensor
 from deepspeed.ops.model.gated import halves_slopes, halves_values
-from deepspeed.ops.registry import implementation, op, reference
+from deepspeed.ops.registry import implements, op, reference
 
-SCALINGS = ("tensor", "row")
 MULTIPLE = 16
 """Of this each side of a matrix has to be a multiple."""
 
@@ -46,6 +45,7 @@ def product_reference(
     return ((a.float() @ b.float().t()) * left * (right.t() if right.dim() else right)).to(dtype)
 
 
+@implements("fp8_product", name="scaled_mm", requires=on_cuda & compute_capability(8, 9), rank=20)
 def product_scaled(
     a: Tensor, b: Tensor, scales: tuple[Tensor, Tensor], dtype: torch.dtype, *, fast: bool = False
 ) -> Tensor:
@@ -68,11 +68,6 @@ def product_scaled(
 def emulated() -> bool:
     """True if 8-bit numbers are multiplied as float32 here, for want of units that multiply them."""
     return op("fp8_product") is product_reference
-
-
-@implementation("fp8_product", name="scaled_mm", requires=on_cuda & compute_capability(8, 9), rank=20)
-def _load_scaled() -> Callable[..., Tensor]:
-    return product_scaled
 
 
 class SavedOperand(NamedTuple):

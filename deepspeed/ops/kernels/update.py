@@ -116,7 +116,7 @@ def update_kernel(
     elif RULE == "lion":  # keep, 1 - beta1, 1 - beta2, lr
         g = _read(row, 1, at, inside, GRAD, ALIGNED) * scale
         way = m + n1 * (g - m)
-        p = p * n0 - n3 * tl.where(way > 0.0, 1.0, tl.where(way < 0.0, -1.0, way))
+        p = p * n0 - n3 * tl.where(way > 0.0, 1.0, tl.where(way < 0.0, -1.0, 0.0))  # of NaN 0, as torch.sign
         m = m + n2 * (g - m)
     elif RULE == "lamb_moments":  # 1 - beta1, beta2, 1 - beta2, eps inside and outside of the root, decay
         g = _read(row, 1, at, inside, GRAD, ALIGNED) * scale
@@ -157,7 +157,8 @@ def trust_kernel(partial, places, coefficients, low, high, BLOCK: tl.constexpr, 
         weights += tl.load(partial + 2 * (first + at), mask=at < count, other=0.0)
         updates += tl.load(partial + 2 * (first + at) + 1, mask=at < count, other=0.0)
     weight, update = tl.sqrt(tl.sum(weights)), tl.sqrt(tl.sum(updates))
-    ratio = tl.minimum(tl.maximum(weight / update, low), high)
+    ratio = weight / update
+    ratio = tl.where(ratio != ratio, ratio, tl.minimum(tl.maximum(ratio, low), high))  # a NaN is not clamped away
     tl.store(coefficients + tensor, tl.where((weight != 0.0) & (update != 0.0), ratio, 1.0))
 
 

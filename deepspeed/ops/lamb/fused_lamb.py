@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from deepspeed.ops.batch_rule import has_kernel
-from deepspeed.ops.lamb.rule import LambRule, lamb_, lamb_one_pass_
+from deepspeed.ops.batch_rule import BatchRule, has_kernel, update_
+from deepspeed.ops.lamb.rule import LAMB, LambRule
+from deepspeed.ops.moments import Group
 from deepspeed.ops.multi_tensor import global_norm
-from deepspeed.ops.optimizer import Closure, Group, refuse
+from deepspeed.ops.optimizer import Closure, refuse
 from deepspeed.ops.rule_optimizers import RuleOptimizer
 
 __all__ = ["FusedLamb"]
@@ -25,7 +27,7 @@ class FusedLamb(RuleOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     settings: ClassVar[tuple[str, ...]] = ("eps_inside_sqrt",)
-    rule: ClassVar[str] = "lamb"
+    rule: ClassVar[BatchRule] = LAMB
 
     def __init__(
         self,
@@ -86,16 +88,14 @@ class FusedLamb(RuleOptimizer):
             device = batch.params[0].device
             divisor = scale.to(device) if isinstance(scale, Tensor) else scale
             rule = LambRule.of(group, eps_inside_sqrt=self.eps_inside_sqrt, scale=divisor)
-            if batch.scales or self.takes_one_pass(device):
-                ratios = lamb_one_pass_(batch, rule, self._conditions_on(device))
-            else:
-                ratios = lamb_(batch, rule)
-            found.update(zip(batch.params, ratios, strict=False))  # where the step was skipped there may be none
+            results = update_(LAMB, batch, rule, self._conditions_on(device), one_pass=self.takes_one_pass(device))
+            ratios = chain.from_iterable(results)  # where the step was skipped there may be none
+            found.update(zip(batch.params, ratios, strict=False))
         self._coefficients.extend(found[param] for param in group["params"] if param in found)
 
     def takes_one_pass(self, device: torch.device) -> bool:
         """See `BatchOptimizer`; the norm of a group, where it is clipped, is that of gradients of their true size."""
-        return has_kernel(self.rule, device) and not any(group["max_grad_norm"] for group in self.param_groups)
+        return has_kernel(LAMB, device) and not any(group["max_grad_norm"] for group in self.param_groups)
 
     def _clipped(self, group: Group) -> float | Tensor:
         """What the group's gradients are divided by: the given scale, and more where their norm is too large."""

@@ -9,7 +9,7 @@ p ← p − lr·√(1−β2ᵗ)/(1−β1ᵗ)·coefficient·u                the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.batch_rule import BatchRule, register_one_pass
+from deepspeed.ops.moments import wide
 from deepspeed.ops.one_pass import Conditions
-from deepspeed.ops.optimizer import ParameterBatch, TensorLists, wide, widely
-from deepspeed.ops.registry import implementation, op, reference
+from deepspeed.ops.optimizer import ParameterBatch, TensorLists, widely
+from deepspeed.ops.registry import implements, reference
 
 Tensors = list[Tensor]
-Kernel = Callable[[Tensors, Tensors, Tensors, Tensors, int, "LambRule"], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +66,6 @@ class LambRule:
         return torch.where((weights != 0) & (updates != 0), ratios, torch.ones_like(ratios))
 
 
-def lamb_(batch: ParameterBatch, rule: LambRule) -> list[Tensor]:
-    """Update parameters and moments (exp_avg, exp_avg_sq) in place; the coefficients as 0-dim tensors."""
-    coefficients: list[Tensor] = op("lamb")(batch.params, batch.grads, *batch.moments, batch.step, rule)
-    return coefficients
-
-
 @reference("lamb")
 @torch.no_grad()
 def lamb_reference(
@@ -110,6 +104,7 @@ LAMB = BatchRule(
 """LAMB for whole batches."""
 
 
+@implements("lamb", name="foreach")
 @torch.no_grad()
 def _lamb_foreach(
     params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: int, rule: LambRule
@@ -141,23 +136,11 @@ def _lamb_foreach(
     return [coefficient for part in parts for coefficient in part]
 
 
-@implementation("lamb", name="foreach", rank=10)
-def _load_foreach() -> Kernel:
-    return _lamb_foreach
-
-
-def lamb_one_pass_(batch: ParameterBatch, rule: LambRule, conditions: Conditions | None = None) -> list[Tensor]:
-    """As `deepspeed.ops.adam.rule.adam_one_pass_`, of LAMB; the coefficients as 0-dim tensors.
-
-    Two passes, as few as the norms of whole tensors allow: the first advances the moments and sums the squares of
+def _kernels(batch: ParameterBatch, rule: LambRule, conditions: Conditions | None) -> list[list[Tensor]]:
+    """Two passes, as few as the norms of whole tensors allow: the first advances the moments and sums the squares of
     weights and updates, the second computes the updates again from what it reads anyway. Moments in 8 bits are advanced
     by the second, which reads the gradient again: written by the first they would be rounded before they are used.
     """
-    results: list[list[Tensor]] = op("lamb_one_pass")(batch, rule, conditions)
-    return [coefficient for result in results for coefficient in result]
-
-
-def _kernels(batch: ParameterBatch, rule: LambRule, conditions: Conditions | None) -> list[list[Tensor]]:
     from deepspeed.ops.kernels.many import Columns, Launch, launch, programs_of, trust_ratios
 
     device, factor = batch.params[0].device, batch.factor

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from deepspeed.ops.lion.rule import LionRule
-from deepspeed.ops.optimizer import Group
+from deepspeed.ops.batch_rule import BatchRule
+from deepspeed.ops.lion.rule import LION, LionRule
+from deepspeed.ops.moments import Group
 from deepspeed.ops.rule_optimizers import HostOptimizer
 
 __all__ = ["DeepSpeedCPULion"]
@@ -20,7 +21,7 @@ class DeepSpeedCPULion(HostOptimizer):
     """
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
-    rule: ClassVar[str] = "lion"
+    rule: ClassVar[BatchRule] = LION
 
     def __init__(
         self,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from deepspeed.ops.lion.rule import LionRule, lion_, lion_one_pass_
-from deepspeed.ops.optimizer import Group, ParameterBatch
+from deepspeed.ops.batch_rule import BatchRule
+from deepspeed.ops.lion.rule import LION, LionRule
+from deepspeed.ops.moments import Group
 from deepspeed.ops.rule_optimizers import DeviceOptimizer
 
 __all__ = ["FusedLion"]
@@ -19,7 +20,7 @@ class FusedLion(DeviceOptimizer):
 
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
     settings: ClassVar[tuple[str, ...]] = ("set_grad_none",)
-    rule: ClassVar[str] = "lion"
+    rule: ClassVar[BatchRule] = LION
 
     def __init__(
         self,
@@ -34,9 +35,5 @@ class FusedLion(DeviceOptimizer):
         self.set_grad_none = set_grad_none
         self._set_up(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay}, moment_bits)
 
-    def _apply(self, group: Group, batch: ParameterBatch) -> None:
-        device = batch.params[0].device
-        if batch.scales or self.takes_one_pass(device):
-            lion_one_pass_(batch, LionRule.of(group), self._conditions_on(device))
-        else:
-            lion_(batch, LionRule.of(group))
+    def _rule_of(self, group: Group) -> LionRule:
+        return LionRule.of(group)

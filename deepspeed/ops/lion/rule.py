@@ -5,7 +5,7 @@ u = sign(β1·m + (1−β1)·g);  p ← p·(1 − lr·decay) − lr·u;  m ← �
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.batch_rule import BatchRule, register_on_host, register_one_pass
-from deepspeed.ops.one_pass import Conditions
-from deepspeed.ops.optimizer import ParameterBatch, TensorLists, wide, widely
-from deepspeed.ops.registry import implementation, op, reference
+from deepspeed.ops.moments import wide
+from deepspeed.ops.optimizer import ParameterBatch, TensorLists, widely
+from deepspeed.ops.registry import implements, reference
 
 Tensors = list[Tensor]
 
@@ -34,11 +34,6 @@ class LionRule:
         """The rule of a parameter group."""
         beta1, beta2 = group["betas"]
         return cls(float(group["lr"]), beta1, beta2, group["weight_decay"])
-
-
-def lion_(batch: ParameterBatch, rule: LionRule) -> None:
-    """Update parameters and momentum (exp_avg) in place."""
-    op("lion")(batch.params, batch.grads, *batch.moments, rule)
 
 
 @reference("lion")
@@ -61,6 +56,7 @@ LION = BatchRule("lion", oracle=lion_reference, signed=(True,), arguments=lambda
 """Lion for whole batches."""
 
 
+@implements("lion", name="foreach")
 @torch.no_grad()
 def _lion_foreach(params: Tensors, grads: Tensors, exp_avgs: Tensors, rule: LionRule) -> None:
     def update(lists: TensorLists) -> None:
@@ -75,17 +71,5 @@ def _lion_foreach(params: Tensors, grads: Tensors, exp_avgs: Tensors, rule: Lion
     widely(update, (params, grads, exp_avgs))
 
 
-@implementation("lion", name="foreach", rank=10)
-def _load_foreach() -> Callable[[Tensors, Tensors, Tensors, LionRule], None]:
-    return _lion_foreach
-
-
 register_on_host(LION)
-
-
-def lion_one_pass_(batch: ParameterBatch, rule: LionRule, conditions: Conditions | None = None) -> None:
-    """As `deepspeed.ops.adam.rule.adam_one_pass_`, of Lion."""
-    op("lion_one_pass")(batch, rule, conditions)
-
-
 ONE_PASS = register_one_pass(LION)

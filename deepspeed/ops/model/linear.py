@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from deepspeed.ops.capability import Capability, ProbeResult, compute_capability, on_cuda
-from deepspeed.ops.registry import implementation, op, reference
+from deepspeed.ops.capability import compute_capability, on_cuda
+from deepspeed.ops.registry import implements, op, reference
 
 
 def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -57,26 +57,12 @@ class _WideLinear(torch.autograd.Function):
         return to_x, to_weight
 
 
-def _probe() -> ProbeResult:
-    if "dtype" in torch.ops.aten.mm.overloads():
-        return ProbeResult(True, "torch's products have an out_dtype")
-    return ProbeResult(False, f"torch {torch.__version__} has no products with an out_dtype")
-
-
-@implementation(
-    "wide_linear",
-    name="tensor_cores",
-    requires=on_cuda & compute_capability(8) & Capability("products with an out_dtype", _probe),
-    rank=20,
-)
-def _load() -> Callable[[Tensor, Tensor], Tensor]:
-    def by_tensor_cores(x: Tensor, weight: Tensor) -> Tensor:
-        if not (x.is_cuda and x.dim() == 2 and x.dtype == weight.dtype == torch.bfloat16):
-            return wide_linear_reference(x, weight)
-        result: Tensor = _WideLinear.apply(x, weight)  # type: ignore[no-untyped-call]
-        return result
-
-    return by_tensor_cores
+@implements("wide_linear", name="tensor_cores", requires=on_cuda & compute_capability(8), rank=20)
+def _by_tensor_cores(x: Tensor, weight: Tensor) -> Tensor:
+    if not (x.is_cuda and x.dim() == 2 and x.dtype == weight.dtype == torch.bfloat16):
+        return wide_linear_reference(x, weight)
+    result: Tensor = _WideLinear.apply(x, weight)  # type: ignore[no-untyped-call]
+    return result
 
 
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from deepspeed.log import logger
-from deepspeed.ops.adam.rule import AdamRule, adam_, adam_one_pass_, takes_one_pass
-from deepspeed.ops.moments import moment_width
+from deepspeed.ops.adam.rule import ADAM, AdamRule, takes_one_pass
+from deepspeed.ops.batch_rule import update_
+from deepspeed.ops.moments import Group, moment_width
 from deepspeed.ops.muon import momentum
 from deepspeed.ops.muon.muon import WholeMatrices, update_matrices
 from deepspeed.ops.muon.newton_schulz import check_ns_method
 from deepspeed.ops.optimizer import (
     BatchOptimizer,
     Closure,
-    Group,
     ParameterBatch,
     check_hyperparameters,
     evaluate,
@@ -106,8 +106,7 @@ class MuonWithAuxAdam(BatchOptimizer):
 
     def _apply(self, group: Group, batch: ParameterBatch) -> None:
         rule, device = AdamRule.of(group, decoupled=self.adam_w_mode), batch.params[0].device
-        step = adam_one_pass_ if batch.scales or self.takes_one_pass(device) else adam_
-        step(batch, rule, self._conditions_on(device))
+        update_(ADAM, batch, rule, self._conditions_on(device), one_pass=self.takes_one_pass(device))
 
     def takes_one_pass(self, device: torch.device) -> bool:
         """See `BatchOptimizer`; another optimizer's Adam half takes its own steps."""

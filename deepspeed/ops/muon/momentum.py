@@ -19,8 +19,9 @@ from torch.autograd.graph import increment_version
 
 from deepspeed.ops import blockwise
 from deepspeed.ops.model.rows import takes
+from deepspeed.ops.moments import wide
 from deepspeed.ops.one_pass import Conditions
-from deepspeed.ops.optimizer import contiguous, wide
+from deepspeed.ops.optimizer import contiguous
 from deepspeed.ops.precompile import is_placeholder
 from deepspeed.ops.registry import by_triton, chosen, op, reference
 

@@ -17,10 +17,10 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from deepspeed.ops.moments import moment_width, scale_name
+from deepspeed.ops.moments import Group, moment_width, scale_name, wide
 from deepspeed.ops.muon.momentum import Momenta, MomentumRule, advance_, directions_, takes_one_pass
 from deepspeed.ops.muon.newton_schulz import check_ns_method, orthogonalize
-from deepspeed.ops.optimizer import BatchOptimizer, Closure, Group, check_hyperparameters, wide
+from deepspeed.ops.optimizer import BatchOptimizer, Closure, check_hyperparameters
 
 
 class SingleDeviceMuon(BatchOptimizer):

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.capability import Capability, ProbeResult
-from deepspeed.ops.optimizer import wide
-from deepspeed.ops.registry import implementation, op, reference
+from deepspeed.ops.moments import wide
+from deepspeed.ops.registry import implements, op, reference
 
 NS_METHODS = ("gram", "standard")
 
@@ -28,8 +28,6 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _GRAM_STEPS = 3
 _GRAM_PAYS = 1.5
 _TINY = 1e-7
-
-Kernel = Callable[[Tensor, int, str], Tensor]
 
 
 def check_ns_method(method: str) -> str:
@@ -125,14 +123,10 @@ def orthogonalize_reference(matrices: Tensor, steps: int, ns_method: str) -> Ten
     return _computed(matrices, steps, wide(matrices.dtype), newton_schulz).to(matrices.dtype)
 
 
+@implements("muon_orthogonalize", name="float32")
 @torch.no_grad()
 def _orthogonalize_float32(matrices: Tensor, steps: int, ns_method: str) -> Tensor:
     return _computed(matrices, steps, wide(matrices.dtype), _cheaper(ns_method)).to(matrices.dtype)
-
-
-@torch.no_grad()
-def _orthogonalize_16_bit(matrices: Tensor, steps: int, ns_method: str) -> Tensor:
-    return _computed(matrices, steps, _dtype_on(matrices, ns_method), _cheaper(ns_method)).to(matrices.dtype)
 
 
 def _probe() -> ProbeResult:
@@ -140,13 +134,10 @@ def _probe() -> ProbeResult:
     return ProbeResult(name != "cpu", f"the accelerator in use is {name}")
 
 
-@implementation("muon_orthogonalize", name="float32", rank=10)
-def _load_float32() -> Kernel:
-    return _orthogonalize_float32
+_WANTS_16_BIT = Capability("16-bit matrix units", _probe, lasting=False)
 
 
-@implementation(
-    "muon_orthogonalize", name="16_bit", requires=Capability("16-bit matrix units", _probe, lasting=False), rank=20
-)
-def _load_16_bit() -> Kernel:
-    return _orthogonalize_16_bit
+@implements("muon_orthogonalize", name="16_bit", requires=_WANTS_16_BIT, rank=20)
+@torch.no_grad()
+def _orthogonalize_16_bit(matrices: Tensor, steps: int, ns_method: str) -> Tensor:
+    return _computed(matrices, steps, _dtype_on(matrices, ns_method), _cheaper(ns_method)).to(matrices.dtype)

@@ -155,7 +155,6 @@ class ShardedMatrices:
     def apply(
         self, group: dict[str, Any], params: Sequence[Tensor], fragments: Sequence[Tensor], rule: MatrixRule
     ) -> Iterator[tuple[int, Tensor]]:
-        """See `deepspeed.ops.muon.WholeMatrices.apply`."""
         mine = [each for each in self._groups if each.options is group]
         for each in mine:
             _check_all(each, group)

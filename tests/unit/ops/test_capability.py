@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.ops import capability
-from deepspeed.ops.capability import Capability, ProbeResult, compute_capability
-from deepspeed.ops.cuda_arch import check_arch_list
+from deepspeed.ops.capability import Capability, ProbeResult, check_arch_list, compute_capability
 
 
 def fact(holds: bool, reason: str = "", name: str = "fact") -> Capability:
@@ -19,25 +18,12 @@ def fact(holds: bool, reason: str = "", name: str = "fact") -> Capability:
 @given(a=st.booleans(), b=st.booleans(), c=st.booleans())
 def test_composition_is_boolean_algebra(a, b, c):
     x, y, z = fact(a), fact(b), fact(c)
-    assert (x & y | ~z).holds is ((a and b) or not c)
-    assert (~(x | y)).holds is not (a or b)
-    assert bool(x & ~y & z) is (a and not b and c)
+    assert bool(x & y & z) is (x & (y & z)).holds is (a and b and c)
 
 
 def test_and_names_every_missing_thing_once():
     needs = fact(False, "no triton") & fact(True, "fine") & (fact(False, "no gpu") & fact(False, "no triton"))
     assert needs.reason == "no triton; no gpu"
-
-
-def test_or_gives_the_reason_of_the_one_that_holds():
-    assert (fact(False, "no a") | fact(True, "b 1.0")).verdict == ProbeResult(True, "b 1.0")
-    assert (fact(False, "no a") | fact(False, "no b")).verdict == ProbeResult(False, "no a; no b")
-
-
-def test_not_keeps_what_was_found():
-    assert (~fact(True, "the accelerator in use is cuda")).verdict == ProbeResult(
-        False, "the accelerator in use is cuda"
-    )
 
 
 def test_asked_once_and_only_when_needed():
@@ -74,7 +60,7 @@ def test_a_fact_that_may_change_is_asked_again():
     assert [changing.holds, changing.holds] == [False, True]
 
 
-@pytest.mark.parametrize("name", [name for name in capability.__all__ if name.startswith(("has_", "on_"))])
+@pytest.mark.parametrize("name", [name for name in vars(capability) if name.startswith(("has_", "on_"))])
 def test_every_fact_answers_with_a_reason(name):
     verdict = getattr(capability, name).verdict
     assert isinstance(verdict.holds, bool)

@@ -11,7 +11,7 @@ import deepspeed.ops
 from deepspeed.errors import OpUnavailable
 from deepspeed.ops import registry
 from deepspeed.ops.capability import Capability, ProbeResult, always
-from deepspeed.ops.registry import RegisteredOp, State, explain, implementation, op, operations, reference
+from deepspeed.ops.registry import RegisteredOp, State, explain, implementation, implements, op, operations, reference
 
 absent = Capability("gizmo", lambda: ProbeResult(False, "there is no gizmo"))
 _counter = itertools.count()
@@ -57,7 +57,7 @@ def test_the_best_rank_that_can_run_wins(toy):
 def test_resolved_once(name):
     loads = []
 
-    @implementation(name, requires=always)
+    @implementation(name, name="counted")
     def counted():
         loads.append(1)
         return lambda: "counted"
@@ -103,7 +103,7 @@ def test_forcing_one_that_cannot_run(toy, monkeypatch):
 def test_forcing_one_that_does_not_load(name, monkeypatch):
     reference(name)(lambda: "reference")
 
-    @implementation(name)
+    @implementation(name, name="built")
     def built():
         raise RuntimeError("compiler said no")
 
@@ -115,7 +115,7 @@ def test_forcing_one_that_does_not_load(name, monkeypatch):
 def test_a_failing_load_warns_once_and_the_next_is_used(name, log):
     reference(name)(lambda: "reference")
 
-    @implementation(name, rank=5)
+    @implementation(name, name="built", rank=5)
     def built():
         raise ImportError("undefined symbol")
 
@@ -156,17 +156,12 @@ def test_explaining_loads_nothing(name):
     assert states(registry._OPS[name]) == {"slow_to_build": State.CHOSEN}
 
 
-def test_names(name):
-    @implementation(name)
-    def _blocked():
-        return print
-
+def test_a_name_is_taken_once(name):
+    assert implements(name, name="blocked")(print) is print
     assert [each.name for each in registry._OPS[name].implementations] == ["blocked"]
     with pytest.raises(ValueError, match="already has an implementation called 'blocked'"):
-        implementation(name)(_blocked)
-    _blocked.__name__ = "_"
-    with pytest.raises(ValueError, match="needs a name"):
-        implementation(name)(_blocked)
+        implements(name, name="blocked")(print)
+    assert op(name) is print
 
 
 def test_every_op_of_the_library_has_a_reference_that_always_runs():

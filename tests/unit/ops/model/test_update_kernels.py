@@ -114,6 +114,21 @@ def test_a_second_moment_never_becomes_zero_and_bad_numbers_stay():
         assert torch.equal(mine.scales[place][1], theirs.scales[place][1])
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_gradient_that_is_not_finite_does_what_it_does_to_the_reference(name, bad):
+    update, make = UPDATES[name]
+    mine = batch(update, F32, F32, F32, BF16)
+    mine.grads[3][40, 7] = bad
+    theirs = copy.deepcopy(mine)
+    update.triton(mine, make())
+    update.reference(theirs, make())
+    for found, expected in zip(lists(mine), lists(theirs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-4, equal_nan=True)
+    lost = theirs.params[3].isnan().sum()
+    assert lost == {"adam": 1, "lion": 0, "lamb": 70 * 130}[update.rule.name]
+
+
 @pytest.mark.parametrize("name", ["adam", "lion", "lamb"])
 def test_nothing_changes_where_the_conditions_say_skip(name):
     update, make = UPDATES[name]
