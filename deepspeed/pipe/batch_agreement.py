@@ -83,7 +83,7 @@ class BatchAgreement:
         if not any(codes):
             return
         source = codes.index(_FAILED) if _FAILED in codes else codes.index(_DRAGGED)
-        told = self._hosts.hear(source, text, sizes[source]).decode(errors="replace")
+        told = self._hosts.broadcast_bytes(source, text, sizes[source]).decode(errors="replace")
         rank = self._layout.rank if self._hosts.alone else source
         message = f"rank {rank}{f' {what}' if what else ''}: {told}. Nothing was updated."
         raise PipelineError(message) from (error if rank == self._layout.rank else None)

@@ -53,7 +53,7 @@ class RankAgreement:
         self._axis = axis
         self.alone = axis.size == 1 or dist.get_backend(axis.group) == "fake"
         """Nobody answers but this process."""
-        self._polls: Any = None
+        self._flags: Any = None
         self._ears: EarlyReceives | None = None
         self.exchanges = 0
         """How many there have been: each costs `deepspeed.comm.agreement.rounds` messages one after the other."""
@@ -94,23 +94,20 @@ class RankAgreement:
         with comm.labelled(what):
             return begin_to_gather_words(mine, self._group)
 
-    def open_polls(self) -> None:
-        """Make ready for `poll`; all ranks together."""
-        if self._polls is None and not self.alone:
-            self._polls = self._axis.twin("gloo")
+    def prepare_flags(self) -> None:
+        """Make a group for `begin_flags`; all ranks together."""
+        if self._flags is None and not self.alone:
+            self._flags = self._axis.twin("gloo")
 
-    def poll(self, flags: Sequence[bool]) -> Pending[Tensor]:
-        """Begin to ask which of these every rank says; all of them ask in the same order, and wait when they like.
-
-        The answer has a number for each flag, which is not 0 where all ranks said so.
-        """
+    def begin_flags(self, flags: Sequence[bool]) -> Pending[Tensor]:
+        """Begin to find out which flags are set on every rank: not 0 in the result; ranks ask in the same order."""
         mine = torch.tensor(flags, dtype=torch.uint8)
         if self.alone:
             return Pending(mine)
         with comm.labelled("gradients that are whole"):
-            return Pending(mine, comm.all_reduce(mine, comm.ReduceOp.MIN, group=self._polls, async_op=True))
+            return Pending(mine, comm.all_reduce(mine, comm.ReduceOp.MIN, group=self._flags, async_op=True))
 
-    def unite(self, members: Iterable[int], count: int) -> set[int]:
+    def union(self, members: Iterable[int], count: int) -> set[int]:
         """All members that any rank has, of `count` possible ones."""
         found = set(members)
         if self.alone:
@@ -121,31 +118,27 @@ class RankAgreement:
         with comm.labelled("union of what ranks had"):
             return set(unite(mask, self._group).nonzero().view(-1).tolist())
 
-    def tell(self, numbers: Sequence[int], count: int) -> list[int]:
+    def broadcast_numbers(self, numbers: Sequence[int], count: int) -> list[int]:
         """The first rank's `count` numbers, on every rank."""
         if self.alone:
             return list(numbers)
-        told = (
-            torch.tensor(numbers, dtype=torch.int64) if self._axis.rank == 0 else torch.empty(count, dtype=torch.int64)
-        )
+        mine = self._axis.rank == 0
+        sent = torch.tensor(numbers, dtype=torch.int64) if mine else torch.empty(count, dtype=torch.int64)
         with comm.labelled("order of gradients"):
-            comm.broadcast(told, src=self._axis.ranks[0], group=self._group)
-        return [int(number) for number in told.tolist()]
+            comm.broadcast(sent, src=self._axis.ranks[0], group=self._group)
+        return [int(number) for number in sent.tolist()]
 
-    def hear(self, source: int, data: bytes, size: int) -> bytes:
+    def broadcast_bytes(self, source: int, data: bytes, size: int) -> bytes:
         """What one rank of the axis says, `size` bytes, on every rank."""
         if self.alone or size == 0:
             return data
-        told = (
-            torch.tensor(list(data), dtype=torch.uint8)
-            if self._axis.rank == source
-            else torch.empty(size, dtype=torch.uint8)
-        )
+        mine = self._axis.rank == source
+        sent = torch.tensor(list(data), dtype=torch.uint8) if mine else torch.empty(size, dtype=torch.uint8)
         with comm.labelled("what a rank says"):
-            comm.broadcast(told, src=self._axis.ranks[source], group=self._group)
-        return bytes(told.tolist())
+            comm.broadcast(sent, src=self._axis.ranks[source], group=self._group)
+        return bytes(sent.tolist())
 
-    def together(self, action: Callable[[], T], what: str, *, needed: bool = True) -> T:
+    def run_together(self, action: Callable[[], T], what: str, *, needed: bool = True) -> T:
         """Do what may fail on one rank alone, for want of space on its disk: then it fails on all of them."""
         if not needed:
             return action()
@@ -162,12 +155,12 @@ class RankAgreement:
             raise FileError(errno.ENOSPC, f"{what} failed on rank {ranks}, whose own error says why", "")
         return result
 
-    def refuse(self, where: str) -> CommError:
+    def disagreement(self, where: str) -> CommError:
         """The error of ranks that cannot go on together: each tells where it is."""
-        told: list[Any] = [where] if self.alone else [None] * self._axis.size
+        said: list[Any] = [where] if self.alone else [None] * self._axis.size
         if not self.alone:
-            comm.all_gather_object(told, where, group=self._group)
-        lines = [f"rank {rank} {text}" for rank, text in zip(self._axis.ranks, told, strict=False)]
+            comm.all_gather_object(said, where, group=self._group)
+        lines = [f"rank {rank} {text}" for rank, text in zip(self._axis.ranks, said, strict=False)]
         return CommError(
             "ranks do different things, so that parameters and gradients cannot travel: "
             + "; ".join(_brief(lines))

@@ -24,7 +24,6 @@ from deepspeed.precision.policy import Precision
 from deepspeed.zero.agreement import RankAgreement
 from deepspeed.zero.birth.placement import rank_device
 from deepspeed.zero.gradients import replicated
-from deepspeed.zero.gradients.agreement import StepAgreement
 from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
 from deepspeed.zero.gradients.sparse import embedding_parameters
@@ -36,8 +35,9 @@ from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
 from deepspeed.zero.parameters.gather import BlockGather, FlatBlocks, Gather, PlainGather, gather
 from deepspeed.zero.parameters.module_hooks import ModuleHooks
 from deepspeed.zero.parameters.offloaded import ChunkTier, ChunkTiers
+from deepspeed.zero.parameters.parameter import shard_parameter
 from deepspeed.zero.parameters.shard import Shard, shard_of
-from deepspeed.zero.parameters.sharding import keep_whole, persist, shard_module, shard_parameter
+from deepspeed.zero.parameters.sharding import keep_whole, persist, shard_module
 from deepspeed.zero.parameters.uses import blocks_of
 from deepspeed.zero.placement import AxisOf, LiesOn, Placement, placed
 from deepspeed.zero.public.export import meet_state_dicts
@@ -96,20 +96,20 @@ class StatePlacement:
 
     homes: StateTiers
     remotes: ChunkTiers | None
-    hosts: RankAgreement
+    agreement: RankAgreement
     stack: ExitStack
 
 
 def state_placement(
-    schema: Schema, budgeted: Budgeted | None, hosts: RankAgreement, stack: ExitStack
+    schema: Schema, budgeted: Budgeted | None, agreement: RankAgreement, stack: ExitStack
 ) -> StatePlacement:
     """As the config says: by its offload sections, or by its budgets."""
-    homes, remotes = hosts.together(
+    homes, remotes = agreement.run_together(
         lambda: (homes_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
         "opening swap files",
         needed=uses_disk(schema),
     )
-    return StatePlacement(homes, remotes, hosts, stack)
+    return StatePlacement(homes, remotes, agreement, stack)
 
 
 @dataclass(frozen=True)
@@ -176,25 +176,25 @@ def hold_model_states(
     optimizer: Optimizer | None,
     measure: NormRanks,
     alone: AxisGroup,
-    quarters: StatePlacement,
+    placement: StatePlacement,
 ) -> ZeroModel:
     """Hold the states of a model as the config's stage says; `alone` is an axis on which this rank has no other."""
     zero, size = schema.zero_optimization, measure.axis.size
-    if zero.stage > 0 and (size > 1 or quarters.remotes is not None):
+    if zero.stage > 0 and (size > 1 or placement.remotes is not None):
         _refuse_torch_muon(optimizer)
-    make_planner = partial(_planner, schema, module, precision, quarters.homes)
-    if zero.stage == 3 and (size > 1 or quarters.remotes is not None):
-        return _shard_parameters(schema, module, optimizer, measure, quarters, make_planner)
+    make_planner = partial(_planner, schema, module, precision, placement.homes)
+    if zero.stage == 3 and (size > 1 or placement.remotes is not None):
+        return _shard_parameters(schema, module, optimizer, measure, placement, make_planner)
     if size > 1 and zero.stage > 0 and optimizer is not None:
         placements = placed(measure.ranks_of, lambda axis: Placement(axis, samples=size))
         resident = partial(BlockGroup, gather=make_block_gather(schema), aligned=zero.parameter_alignment)
-        return _taken(make_planner(placements, resident), module, optimizer, measure, quarters)
+        return _taken(make_planner(placements, resident), module, optimizer, measure, placement)
     if zero.stage == 3:
         keep_whole(module, measure.axis)
     placements = placed(measure.ranks_of, lambda axis: Placement(alone, replicate=axis, samples=size))
     in_buckets = schema.optimizer_in_backward.enabled and size > 1  # gradients that are used up as they land
-    if optimizer is not None and (quarters.homes.away or zero.offloads_optimizer or in_buckets):
-        return _taken(make_planner(placements, OffloadedGroup), module, optimizer, measure, quarters)
+    if optimizer is not None and (placement.homes.away or zero.offloads_optimizer or in_buckets):
+        return _taken(make_planner(placements, OffloadedGroup), module, optimizer, measure, placement)
     return _in_place(make_planner(placements, None), module, optimizer, measure)
 
 
@@ -215,11 +215,11 @@ def _shard_parameters(
     module: nn.Module,
     optimizer: Optimizer | None,
     measure: NormRanks,
-    quarters: StatePlacement,
+    placement: StatePlacement,
     make_planner: Callable[[AxisOf, Make], GroupPlanner],
 ) -> ZeroModel:
     """Parameters are cut, too, and gathered for each use."""
-    fetching = _fetching(schema, module, measure, quarters)
+    fetching = _fetching(schema, module, measure, placement)
     coordinator, hooks = fetching
     placements = placed(
         measure.ranks_of, lambda axis: Placement(axis, gradient_group=axis.twin(), samples=measure.axis.size)
@@ -227,8 +227,8 @@ def _shard_parameters(
     # Groups are made by all ranks together, also by a stage of a pipeline that trains nothing.
     next((placements(param) for param in module.parameters() if measure.ranks_of(param) is measure.axis), None)
     make = partial(StripedGroup, arrived=coordinator.gradient_arrived if hooks.handles else None)
-    sharded = _taken(make_planner(placements, make), module, optimizer, measure, quarters, fetching)
-    return replace(sharded, remote=quarters.remotes.remote if quarters.remotes is not None else None)
+    sharded = _taken(make_planner(placements, make), module, optimizer, measure, placement, fetching)
+    return replace(sharded, remote=placement.remotes.remote if placement.remotes is not None else None)
 
 
 def _planner(
@@ -292,12 +292,12 @@ def _taken(
     module: nn.Module,
     optimizer: Optimizer | None,
     measure: NormRanks,
-    quarters: StatePlacement,
+    placement: StatePlacement,
     fetching: tuple[FetchCoordinator, ModuleHooks] | None = None,
 ) -> ZeroModel:
     """Gradients are taken from the parameters, and brought to the pieces that their owners update."""
     coordinator, hooks = fetching or (None, None)
-    hosts, stack = quarters.hosts, quarters.stack
+    agreement, stack = placement.agreement, placement.stack
     states = None
     if optimizer is not None:
         device = rank_device()[1]
@@ -307,7 +307,7 @@ def _taken(
         store = store_of(planner.schema, planner.homes, optimizer, stack)
         zenflow = planner.schema.zero_optimization.zenflow
         deferral = None if zenflow is None else DeferredUpdates(zenflow, optimizer)
-        states = hosts.together(
+        states = agreement.run_together(
             lambda: OptimizerStates(optimizer, planner.groups, measure, pace=pace, store=store, deferral=deferral),
             "taking space on the disk for the optimizer's states",
             needed=planner.homes.swap is not None,
@@ -322,7 +322,7 @@ def _taken(
         lambda: states.groups if states is not None else [],
         planner.reduction_of,
         _ways(planner, measure.axis.size, blocks_of(module)[1]),
-        StepAgreement(hosts),
+        agreement,
         registered=module.parameters,
         passes=coordinator,
     )
@@ -336,16 +336,16 @@ def _taken(
 
 
 def _fetching(
-    schema: Schema, module: nn.Module, measure: NormRanks, quarters: StatePlacement
+    schema: Schema, module: nn.Module, measure: NormRanks, placement: StatePlacement
 ) -> tuple[FetchCoordinator, ModuleHooks]:
     """Cut the parameters, and have modules gather what they need."""
     zero, axis = schema.zero_optimization, measure.axis
     apply_zero_leaf_module_config(module, zero.leaf_module)
     mark_expert_blocks(module)
-    remotes, stack = quarters.remotes, quarters.stack
-    hosts = quarters.hosts
+    remotes, stack = placement.remotes, placement.stack
+    agreement = placement.agreement
     if remotes is not None:
-        hosts.together(
+        agreement.run_together(
             lambda: reserve(remotes, module, measure.ranks_of),
             "taking space on the disk for parameters",
             needed=uses_disk(schema),
@@ -362,7 +362,7 @@ def _fetching(
     total = int(zero.model_persistence_threshold) // axis.size
     gather(persist(shards, int(zero.param_persistence_threshold), total))
     passes = FetchSchedule(
-        hosts,
+        agreement,
         FetchLimits(
             ahead=_ahead(schema, module, axis.size),
             live=int(zero.max_live_parameters),

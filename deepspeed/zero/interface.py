@@ -10,6 +10,7 @@ from deepspeed.zero.parameters.shard import Shard as Shard
 from deepspeed.zero.parameters.shard import shard_of as shard_of
 from deepspeed.zero.parameters.shard import shards_of as shards_of
 from deepspeed.zero.parameters.shard import used_while_empty as used_while_empty
+from deepspeed.zero.parameters.sharding import Reshard as Reshard
 from deepspeed.zero.parameters.sharding import convert_shards as convert_shards
 from deepspeed.zero.parameters.sharding import numel_of as numel_of
 from deepspeed.zero.parameters.sharding import put_away as put_away
@@ -21,6 +22,7 @@ from deepspeed.zero.public.rehook import ParameterOffload as ParameterOffload
 from deepspeed.zero.states.groups import ShardGroup as ShardGroup
 from deepspeed.zero.states.groups import WholeGroup as WholeGroup
 from deepspeed.zero.states.host_step import in_one_pass as in_one_pass
+from deepspeed.zero.states.norm import NormRanks as NormRanks
 from deepspeed.zero.states.norm import clip_coefficient as clip_coefficient
 from deepspeed.zero.states.parameter_state import StateOwner as StateOwner
 from deepspeed.zero.states.parameter_state import attach as attach

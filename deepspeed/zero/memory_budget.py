@@ -68,12 +68,12 @@ def budget(
     precision: Precision,
     optimizer: Optimizer | None,
     axis: AxisGroup,
-    hosts: RankAgreement,
+    agreement: RankAgreement,
 ) -> Budgeted | None:
     """The plan of the `memory` section, which rank 0 prints; None: everything stays on the device."""
     if schema.memory.device is None:
         return None
-    ranks = int(hosts.exchange([local_ranks(axis.size)], "ranks of a machine").max())
+    ranks = int(agreement.exchange([local_ranks(axis.size)], "ranks of a machine").max())
     names = {id(param): name for name, param in module.named_parameters()}
     groups = [] if optimizer is None else [_trained(options, names) for options in optimizer.param_groups]
     trained = {name for group in groups for name, _ in group}

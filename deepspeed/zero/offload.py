@@ -65,7 +65,6 @@ class DiskStore:
         self._held: dict[OffloadedTile, dict[str, Tensor]] = {}
 
     def fetch(self, tile: Tile) -> Pending[None]:
-        """See `StateStore`."""
         arena = tile.arena
         if arena is None or arena.swap is None:
             return Pending(None)

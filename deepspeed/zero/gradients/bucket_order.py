@@ -17,8 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 _NEVER = 1 << 60
-EVERYTHING = 1 << 40
-"""More buckets than there are."""
 
 
 def pack_buckets(
@@ -155,9 +153,9 @@ class BucketOrder:
             must += 1
         return may, must
 
-    def depart(self, until: int) -> None:
-        """Buckets leave until so many have, complete or not."""
-        while self.next < min(until, self._end):
+    def depart(self, until: int | None) -> None:
+        """Buckets leave until so many have, complete or not; None: all that are not kept back."""
+        while self.next < (self._end if until is None else min(until, self._end)):
             self.forced += bool(self._missing[self.next])
             self._leave()
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import CommError
-from deepspeed.zero.gradients.bucket_order import EVERYTHING, BucketOrder
+from deepspeed.zero.gradients.bucket_order import BucketOrder
 
 # The number of the backward that is running in this thread, -1 outside one; nested ones have their own.
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -90,9 +90,9 @@ class GradientHooks:
         """See `BucketOrder`; nothing where nothing may leave while backward runs."""
         return self.departures.ready() if self.armed and self.final and self._allowed else (0, 0)
 
-    def depart(self, until: int) -> None:
+    def depart(self, until: int | None) -> None:
         """See `BucketOrder`; everything leaves in the last pass only."""
-        if self.armed and self.final and self._allowed and not (self.more and until == EVERYTHING):
+        if self.armed and self.final and self._allowed and not (self.more and until is None):
             self.departures.depart(until)
 
     def begin(self) -> None:

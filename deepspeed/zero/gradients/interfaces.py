@@ -8,7 +8,7 @@ has landed. All others, absent ones among them, add up as ever and wait for what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,31 +92,3 @@ class GradientConsumer(Protocol):
 
     def landed(self, params: Sequence[nn.Parameter]) -> None:
         """The gradients of these are whole, of all ranks, and lie with their owners."""
-
-
-class ParameterFetcher(Protocol):
-    """What gathers parameters for a backward, as the reducer sees it."""
-
-    notice: Callable[[], None] | None
-
-    def begin_backward(self) -> None:
-        """A backward begins."""
-
-    def end_backward(self) -> None:
-        """A backward is over."""
-
-    def first_uses(self) -> Iterable[nn.Parameter]:
-        """Parameters in the order in which the forward first used them, the same on all ranks."""
-
-    def abandon(self) -> None:
-        """A backward failed."""
-
-    def forget_graphs(self) -> None:
-        """Parameters are about to change: no graph that was made with them is differentiated any more."""
-
-    def retrace(self) -> None:
-        """Gradients came late: look again at when they come."""
-
-    @property
-    def position(self) -> int:
-        """Where the backward is that runs, at places that all ranks come to."""

@@ -12,26 +12,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from deepspeed.comm import Pending
 from deepspeed.ops.multi_tensor import scale_
-from deepspeed.zero.agreement import RankAgreement
-from deepspeed.zero.gradients.agreement import StepAgreement
+from deepspeed.zero.agreement import STEP, RankAgreement, digest
 from deepspeed.zero.gradients.bucket import Bucket, BucketsInFlight
 from deepspeed.zero.gradients.bucket_order import pack_buckets
 from deepspeed.zero.gradients.hooks import GradientHooks
-from deepspeed.zero.gradients.interfaces import (
-    BucketEntry,
-    GradientConsumer,
-    GradientGroup,
-    ParameterFetcher,
-    ReductionOf,
-)
+from deepspeed.zero.gradients.interfaces import BucketEntry, GradientConsumer, GradientGroup, ReductionOf
 from deepspeed.zero.gradients.replicated import ReplicatedGradients, ReplicatedInFlight
 from deepspeed.zero.parameters.shard import shard_of
+
+if TYPE_CHECKING:
+    from deepspeed.zero.parameters.coordinator import FetchCoordinator
 
 _NEVER = 1 << 40  # later than any step
 _WAITING = 2  # buckets that may wait for others to complete before they leave incomplete
@@ -75,15 +72,15 @@ class GradientReducer:
         groups: Callable[[], Sequence[GradientGroup]],
         reduction_of: ReductionOf,
         ways: ReductionSettings,
-        council: StepAgreement | None,
+        agreement: RankAgreement | None,
         *,
         registered: Callable[[], Iterable[nn.Parameter]],
-        passes: ParameterFetcher | None = None,
+        passes: FetchCoordinator | None = None,
         replicated: ReplicatedGradients | None = None,
     ) -> None:
         """`registered` are the parameters in the model's order; `passes` is told when a backward begins and ends.
 
-        Gradients that are summed where they lie, the only group then, need no `council`.
+        Gradients that are summed where they lie, the only group then, need no `agreement`.
         """
         self._groups = groups
         self._reduction_of = reduction_of
@@ -92,7 +89,7 @@ class GradientReducer:
         """True if gradients are reduced in every backward."""
         self.replicated = replicated
         """The gradients that are summed where they lie; None: gradients are taken from the parameters."""
-        self._council = council
+        self._agreement = agreement
         self._version = 0
         self._model, self._passes = registered, passes
         self.arrivals = GradientHooks(self._launch, early=ways.early, whole=replicated is not None)
@@ -164,8 +161,8 @@ class GradientReducer:
 
     def use_up(self, consumer: GradientConsumer) -> None:
         """Hand gradients over as they land, on all ranks together."""
-        assert self._council is not None, "gradients that are summed in place are not used up"
-        self._council.open_polls()
+        assert self._agreement is not None, "gradients that are summed in place are not used up"
+        self._agreement.prepare_flags()
         self._landing, self._flags = consumer, ()
         self.refresh()
 
@@ -291,10 +288,10 @@ class GradientReducer:
         """Every rank takes an optimizer step now: `finish`, and an error on all ranks if one does something else."""
         if self._passes is not None:
             self._passes.forget_graphs()
-        if self._council is not None and self._absent is not None:
-            self._council.confirm()
+        if self._agreement is not None and self._absent is not None:
+            self._exchange([0, 0, 0], "begin of an optimizer step")
             return
-        if self._council is not None and not self._launched and self.arrivals.clock is None:
+        if self._agreement is not None and not self._launched and self.arrivals.clock is None:
             self.arm()  # others that had a backward wait for zeros
             self.begin()
             self.settle()
@@ -349,11 +346,11 @@ class GradientReducer:
         """How many buckets may have left by now, and how many must have because too much waits."""
         return self.arrivals.ready()
 
-    def depart(self, until: int) -> None:
-        """Let buckets leave until so many have."""
+    def depart(self, until: int | None) -> None:
+        """Let buckets leave until so many have, or all."""
         self.arrivals.depart(until)
 
-    def learn(self, hosts: RankAgreement) -> _Learned | None:
+    def learn(self, agreement: RankAgreement) -> _Learned | None:
         """The first rank's order from now on; returns where the pass was when each gradient came, if that is known."""
         if not self.arrivals.armed or not self.arrivals.final or self.arrivals.more:
             return None
@@ -362,8 +359,8 @@ class GradientReducer:
         known, count = set(seen), len(self._entries)
         order = [*seen, *(number for number in self._order if number not in known)]
         positions = [departures.positions.get(number, _NEVER) if number in known else _NEVER for number in range(count)]
-        told = hosts.tell([*order, *positions], 2 * count)
-        order, positions = told[:count], told[count:]
+        numbers = agreement.broadcast_numbers([*order, *positions], 2 * count)
+        order, positions = numbers[:count], numbers[count:]
         unused = frozenset(number for number, position in enumerate(positions) if position == _NEVER)
         if (order, unused) != (self._order, self._unused):
             self._order, self._unused = order, unused
@@ -385,18 +382,18 @@ class GradientReducer:
     def _launch(self, place: int) -> None:
         self._launched = True
         bucket = self._buckets[place]
-        self._had.update(self._flights.send(place, partial(self._poll, bucket)))
+        self._had.update(self._flights.send(place, partial(self._ask_whole, bucket)))
         if not self._ways.overlap or (self._ways.strict and bucket[0].device.type == "cpu"):
             self.land()
 
-    def _poll(self, bucket: Sequence[BucketEntry]) -> Pending[Tensor] | None:
-        if self._landing is None or self._council is None:
+    def _ask_whole(self, bucket: Sequence[BucketEntry]) -> Pending[Tensor] | None:
+        if self._landing is None or self._agreement is None:
             return None
-        return self._council.poll([self._landing.leaves_whole(entry.param) for entry in bucket])
+        return self._agreement.begin_flags([self._landing.leaves_whole(entry.param) for entry in bucket])
 
-    def _landed(self, bucket: Bucket, told: Pending[Tensor]) -> None:
+    def _landed(self, bucket: Bucket, flags: Pending[Tensor]) -> None:
         assert self._landing is not None, "somebody asked"
-        answers = zip(bucket.entries, told.wait().tolist(), strict=True)
+        answers = zip(bucket.entries, flags.wait().tolist(), strict=True)
         self._landing.landed([entry.param for entry, whole in answers if whole])
 
     def land(self) -> None:
@@ -417,30 +414,40 @@ class GradientReducer:
 
     def _agree(self) -> None:
         """A second round for what was late on any rank, who had a gradient, and the order from now on."""
-        if self._council is None:  # the buckets have told
+        if self._agreement is None:  # the buckets carry what ranks have to know
             for entry in self._by_rows:
                 if entry.by_rows is not None:
                     entry.by_rows()
             self._absent = frozenset()
             return
-        departures = self.arrivals.departures
-        verdict = self._council.meet(
-            had={self._number[each] for each in self._had} | departures.late,
-            late={departures.place_of(number) for number in departures.late},
-            order=self._proposal(),
-            sizes=(len(self._entries), len(self._buckets)),
-        )
+        departures, count = self.arrivals.departures, len(self._entries)
+        had = {self._number[each] for each in self._had} | departures.late
+        late = {departures.place_of(number) for number in departures.late}
+        order = self._proposal()
+        said = self._exchange([digest(sorted(had)), len(late), order is not None], "agreement on gradients")
+        if bool((said[:, 1] != said[0, 1]).any()):
+            had = self._agreement.union(had, count)
+        if bool(said[:, 2].any()):
+            late = self._agreement.union(late, len(self._buckets))
+        order = self._agreement.broadcast_numbers(order or (), count) if bool(said[0, 3]) else None
         departures.late.clear()
-        for place in verdict.late:
+        for place in sorted(late):
             self._launch(place)
-        if verdict.late and self._passes is not None:
+        if late and self._passes is not None:
             self._passes.retrace()
         self.land()
-        self._absent = frozenset(range(len(self._entries))) - verdict.had
-        if verdict.order is not None:
-            self._order = verdict.order
-            self._unused = self._absent
+        self._absent = frozenset(range(count)) - had
+        if order is not None:
+            self._order, self._unused = order, self._absent
             self._rebuild()
+
+    def _exchange(self, words: Sequence[int], what: str) -> Tensor:
+        """What all ranks say with STEP before it; an error on all of them if one does something else."""
+        assert self._agreement is not None, "asked where gradients are taken"
+        said = self._agreement.exchange([STEP, *words], what)
+        if bool((said[:, 0] != STEP).any()):
+            raise self._agreement.disagreement("is about to take an optimizer step")
+        return said
 
     def _proposal(self) -> list[int] | None:
         """The order in which gradients arrived here, if what was sent did not fit it; ever more seldom."""

@@ -128,11 +128,9 @@ class ReduceToOwners:
 
     @property
     def few(self) -> int:
-        """See `Reduction`."""
         return _FEW_OWNERS if self.size > 1 and self.merged and not self._by_exchange else self.size
 
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
-        """See `Reduction`."""
         if self.weights.before != 1.0:
             send = send.mul_(self.weights.before)
         first = self._scatter(send, share) if self.size > 1 else Pending(self._mine(send, share))
@@ -154,7 +152,6 @@ class ReduceToOwners:
         return mine.mul_(self.weights.after) if self.weights.after != 1.0 and mine.numel() else mine
 
     def state_dict(self) -> dict[str, Tensor]:
-        """See `Reduction`."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

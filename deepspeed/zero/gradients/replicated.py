@@ -129,7 +129,6 @@ class ReplicatedGradients:
             holder.grad = reduce(holder, axis.group, axis.size, weights.before * weights.after)
 
     def whole_gradients(self) -> Iterator[Tensor]:
-        """See `GradientGroup`."""
         for holder in self._holders:
             if holder.grad is not None:
                 yield holder.grad
@@ -140,7 +139,6 @@ class ReplicatedGradients:
         return next(self.whole_gradients(), None) is None and all(param.grad is None for param in self.params)
 
     def on_arrival(self, param: nn.Parameter) -> Callable[[], None] | None:
-        """See `GradientGroup`."""
         place = self._place[id(param)]
         return partial(_bank, param, self._holders[place]) if self._is_banked(place) else None
 

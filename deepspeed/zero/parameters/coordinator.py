@@ -18,8 +18,6 @@ from deepspeed.zero.parameters.fetch_schedule import FetchSchedule, LeavingBucke
 from deepspeed.zero.parameters.shard import Shard, shards_of
 from deepspeed.zero.parameters.uses import ModuleUse, UseCounts
 
-__all__ = ["FetchCoordinator", "ModuleUse"]
-
 
 class FetchCoordinator:
     """Makes parameters whole before modules need them, and lets go of them afterwards."""

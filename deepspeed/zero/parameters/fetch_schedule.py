@@ -28,7 +28,6 @@ from torch import Tensor
 
 from deepspeed.log import logger, warn_once
 from deepspeed.zero.agreement import DONE, STEP, RankAgreement, begin_code, digest
-from deepspeed.zero.gradients.bucket_order import EVERYTHING
 from deepspeed.zero.parameters.fetch_plan import FetchLimits, FetchPlan, UseEvent, plan
 from deepspeed.zero.parameters.gather import GatherFor, finish, start
 from deepspeed.zero.parameters.shard import Shard
@@ -43,10 +42,10 @@ class LeavingBuckets(Protocol):
     def ready(self) -> tuple[int, int]:
         """How many buckets may have left by now, and how many must have because too much waits."""
 
-    def depart(self, until: int) -> None:
-        """Let buckets leave until so many have."""
+    def depart(self, until: int | None) -> None:
+        """Let buckets leave until so many have; None: all of them."""
 
-    def learn(self, hosts: RankAgreement) -> Any:
+    def learn(self, agreement: RankAgreement) -> Any:
         """After a backward in which ranks asked: the first rank's order, from now on; returns when buckets leave."""
 
     def until(self, learned: Any, step: int) -> int:
@@ -82,9 +81,9 @@ class FetchSchedule:
     """Makes the parameters of uses whole, and lets go of them afterwards."""
 
     def __init__(
-        self, hosts: RankAgreement, limits: FetchLimits, *, between_passes: bool, log_traces: bool = False
+        self, agreement: RankAgreement, limits: FetchLimits, *, between_passes: bool, log_traces: bool = False
     ) -> None:
-        self._hosts = hosts
+        self._agreement = agreement
         self._limits = limits
         self._between = between_passes  # whether parameters may stay whole from forward to backward
         self._log_traces = log_traces
@@ -169,7 +168,7 @@ class FetchSchedule:
             return
         if bool((codes >= STEP).any()) or bool(((codes - mine) % 2 != 0).any()):
             self._pass = None
-            raise self._hosts.refuse(f"begins a {key[0]} pass{_where(use)}")
+            raise self._agreement.disagreement(f"begins a {key[0]} pass{_where(use)}")
         self._pass.plan = None  # passes of different kinds meet: ask for everything
 
     def close(self) -> None:
@@ -180,17 +179,17 @@ class FetchSchedule:
         planned = now.plan is not None
         if now.plan is not None and not now.strayed:
             self._play(now, len(now.plan.steps))
-            self._depart(now, EVERYTHING)
+            self._depart(now, None)
         alone = not self._serve(now)
         known = self._known.setdefault(now.key, _Known())
         whole, self._kept = self._kept, frozenset()
         if now.plan is not None and alone:
             self._kept = now.plan.kept
         if not planned:
-            self._depart(now, EVERYTHING)
+            self._depart(now, None)
             known.plan = self._planned(now, whole)
             if now.key[0] == "backward" and self.departing is not None:
-                known.learned = self.departing.learn(self._hosts)
+                known.learned = self.departing.learn(self._agreement)
             elif now.key[-1] is True:
                 self.first = list(now.served)
         elif not alone:
@@ -254,7 +253,7 @@ class FetchSchedule:
 
     def _say(self, code: int, what: str) -> Tensor:
         ready, forced = (0, 0) if self.departing is None else self.departing.ready()
-        return self._hosts.exchange([code, ready, forced, 0], what)
+        return self._agreement.exchange([code, ready, forced, 0], what)
 
     def _serve(self, now: _Pass) -> bool:
         """Take part in what other ranks still need; True if anybody needed anything."""
@@ -274,7 +273,7 @@ class FetchSchedule:
         codes = said[:, 0]
         if bool((codes < 0).any()):
             self._pass = None
-            raise self._hosts.refuse(f"is in a {now.key[0]} pass{_where(mine)}")
+            raise self._agreement.disagreement(f"is in a {now.key[0]} pass{_where(mine)}")
         if now.plan is None:
             self._depart(now, max(int(said[:, 1].min()), int(said[:, 2].max())))
         wanted = [mine.number + 1] if mine is not None and bool((codes == mine.number + 1).all()) else None
@@ -304,7 +303,7 @@ class FetchSchedule:
             return
         if any(s.pending is None and not s.alone for s in absent):  # what this rank alone holds comes from nobody
             self._play(now, len(steps.steps))
-            self._depart(now, EVERYTHING)
+            self._depart(now, None)
             now.strayed = True
             self._ask(now, use)
             return
@@ -336,7 +335,7 @@ class FetchSchedule:
         for shard in shards:
             self._live[shard.number] = shard
 
-    def _depart(self, now: _Pass, until: int) -> None:
+    def _depart(self, now: _Pass, until: int | None) -> None:
         if self.departing is not None and now.key[0] == "backward":
             self.departing.depart(until)
 
@@ -355,7 +354,7 @@ class FetchSchedule:
 
     def _agree(self, mine: tuple[int, ...], served: tuple[int, ...]) -> bool:
         code = digest(mine) + 1 if mine == served else DONE
-        codes = self._hosts.exchange([code, 0, 0, 0], "comparison of traces")[:, 0]
+        codes = self._agreement.exchange([code, 0, 0, 0], "comparison of traces")[:, 0]
         return code != DONE and bool((codes == code).all())
 
     def _explain(self, now: _Pass) -> None:

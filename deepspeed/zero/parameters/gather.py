@@ -73,7 +73,6 @@ class BlockGather:
 
     @torch.no_grad()
     def start(self, shards: Sequence[FlatBlocks], serves: GatherFor) -> None:
-        """See `Gather`."""
         for each in shards:
             with comm.labelled(each.name):
                 each.pending = self._one(each)
@@ -101,7 +100,6 @@ class PlainGather:
 
     @torch.no_grad()
     def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
-        """See `Gather`."""
         kinds: dict[Any, list[Shard]] = {}
         for shard in shards:
             if self.by_all_reduce:

@@ -50,7 +50,6 @@ class HostChunks:
         self._slabs = HostSlabs(pinned=pinned)
 
     def keep(self, chunk: Tensor) -> Tensor:
-        """See `ChunkTier`."""
         return self._slabs.take(chunk.numel(), chunk.dtype).copy_(chunk)
 
 
@@ -63,7 +62,6 @@ class HostGather:
 
     @torch.no_grad()
     def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
-        """See `deepspeed.zero.parameters.gather.Gather`."""
         single = [shard for shard in shards if shard.axis.size == 1]
         several = [shard for shard in shards if shard.axis.size > 1]
         # Memory belongs to the stream that computes: the other one writes it only after what is queued there now.
@@ -109,7 +107,6 @@ class FileChunks:
         self._beside = SideStream(device)
 
     def keep(self, chunk: Tensor) -> Tensor:
-        """See `ChunkTier`."""
         if chunk.numel() <= self._room:
             self._room -= chunk.numel()
             return self._slabs.take(chunk.numel(), chunk.dtype).copy_(chunk)
@@ -235,7 +232,6 @@ class FileGather:
 
     @torch.no_grad()
     def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
-        """See `Gather`."""
         resting = [shard for shard in shards if self._files.rests(shard.data)]
         lying = [shard for shard in shards if not self._files.rests(shard.data)]
         if resting:

@@ -16,8 +16,6 @@ from deepspeed.zero.parameters.parameter import ordinary_class, shard_parameter,
 from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
 from deepspeed.zero.placement import LiesOn
 
-__all__ = ["convert_shards", "keep_whole", "numel_of", "persist", "put_away", "shard_module", "shard_parameter"]
-
 
 def shard_module(module: nn.Module, lies_on: LiesOn, remotes: ChunkTiers | None = None) -> list[Shard]:
     """Cut every parameter that is not cut yet; returns all shards in the order of the model.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -242,9 +242,6 @@ class UseCounts:
             del self._backward[number]
             self._inputs_done.discard(number)
             self._left(use, use.shards)
-
-    def __iter__(self) -> Iterator[ModuleUse]:
-        return (use for use, _ in self._stack)
 
 
 def _hold(use: ModuleUse, shard: Shard) -> None:

@@ -233,7 +233,6 @@ class OffloadedGroup(ShardGroup):
         move_out(self.pieces, dtypes)
 
     def await_update(self, piece: StatePiece, turn: PendingUpdate) -> None:
-        """See `ShardGroup`."""
         postpone(piece.param, turn)
 
     def spread(self) -> None:
@@ -273,7 +272,6 @@ class WholeGroup(ShardGroup):
 
     @property
     def copies(self) -> bool:
-        """See `ShardGroup`."""
         return bool(self._copied)
 
     def extend(self, members: Sequence[Named]) -> None:
@@ -300,7 +298,6 @@ class WholeGroup(ShardGroup):
                     state[key] = as_wide(value, piece)
 
     def adopt_edits(self) -> None:
-        """See `ShardGroup`."""
         for piece in self._copied:
             if piece.edited:
                 piece.adopt()
@@ -332,25 +329,20 @@ class WholeGroup(ShardGroup):
         return piece.param.grad if master.grad is None else master.grad
 
     def use_up(self, piece: StatePiece) -> None:
-        """See `ShardGroup`."""
         piece.master.grad = piece.param.grad = None
         piece.mark()
 
     def narrow_gradient(self, piece: StatePiece) -> Tensor | None:
-        """See `ShardGroup`."""
         return piece.param.grad if piece.separate else None
 
     def held(self, place: int, reducer: GradientReducer | None) -> WholeState:
-        """See `ShardGroup`."""
         return WholeState(self.pieces[place])
 
     def gradients(self) -> list[Tensor | None]:
-        """See `ShardGroup`."""
         return [p.master.grad if p.param.grad is None else p.param.grad for p in self.pieces]
 
     @torch.no_grad()
     def round(self) -> None:
-        """See `ShardGroup`."""
         if self._copied:
             torch._foreach_copy_([piece.source for piece in self._copied], [piece.master for piece in self._copied])
 
@@ -512,7 +504,6 @@ class StripedGroup(ShardGroup):
                 piece.version = shard.edits, 0
 
     def await_update(self, piece: StatePiece, turn: PendingUpdate) -> None:
-        """See `ShardGroup`."""
         shard = _need(piece.name, shard_of(piece.param))
         shard.late = turn
 

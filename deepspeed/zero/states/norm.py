@@ -58,11 +58,6 @@ class NormRanks:
         """The ranks that hold the same elements of a parameter, whole or in shards."""
         return self.axis if self.lies_on is None else self.lies_on(param)
 
-    @property
-    def parted(self) -> bool:
-        """True if not all parameters lie on all ranks."""
-        return self.lies_on is not None
-
 
 @dataclass(frozen=True)
 class NormTerms:

@@ -185,22 +185,18 @@ class ShardState:
         self.master = None if self._piece is None else self._piece.master
 
     def gradient(self) -> Tensor | None:
-        """See `ParameterState`."""
         return None if self._piece is None else self._piece.gradient
 
     def has_gradient(self) -> bool:
-        """See `ParameterState`."""
         return self._reducer is not None and self._reducer.had_gradient(self._param)
 
     def put_gradient(self, values: Tensor) -> None:
-        """See `ParameterState`."""
         if self._piece is not None:
             self._piece.put_gradient(values, self._group.dtypes.accumulate)
         if self._reducer is not None:
             self._reducer.note_gradient(self._param)
 
     def publish(self) -> None:
-        """See `ParameterState`."""
         self._group.publish_one(self._place)
 
 
@@ -226,16 +222,13 @@ class WholeState:
         return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
 
     def has_gradient(self) -> bool:
-        """See `ParameterState`."""
         return self.gradient() is not None
 
     def put_gradient(self, values: Tensor) -> None:
-        """See `ParameterState`."""
         holder = self._param if self._param.grad is not None else self._master
         holder.grad = values.to(holder.dtype).view(self.shape)
 
     @torch.no_grad()
     def publish(self) -> None:
-        """See `ParameterState`."""
         if self._piece.separate:
             plain_data(self._param).copy_(self._master)

@@ -38,14 +38,14 @@ def test_words_and_unions():
 def test_the_first_rank_may_listen_before_the_end(listens):
     """Other exchanges come in between, and not every end is listened for."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    hosts = RankAgreement(ParallelLayout.build().world)
+    agreement = RankAgreement(ParallelLayout.build().world)
     for turn in range(4):
         if listens and turn != 2:
-            hosts.receive_early(2)
-            hosts.receive_early(2)  # once is enough
-        assert hosts.exchange([rank, turn], "in between").tolist() == [[each, turn] for each in range(world)]
-        assert hosts.unite({rank}, world) == set(range(world))
-        found = hosts.exchange_at_end([rank * turn, 5], "end of a test")
+            agreement.receive_early(2)
+            agreement.receive_early(2)  # once is enough
+        assert agreement.exchange([rank, turn], "in between").tolist() == [[each, turn] for each in range(world)]
+        assert agreement.union({rank}, world) == set(range(world))
+        found = agreement.exchange_at_end([rank * turn, 5], "end of a test")
         assert found.tolist() == [[each * turn, 5] for each in range(world)]
 
 
@@ -64,20 +64,20 @@ def test_parts_are_gathered_where_they_belong():
 
 
 @ranks(2, 3)
-def test_hosts_say_and_unite_and_tell():
+def test_agreement_say_and_unite_and_tell():
     rank, world = dist.get_rank(), dist.get_world_size()
-    hosts = RankAgreement(ParallelLayout.build().world)
-    assert hosts.exchange([rank, 7], "test")[:, 0].tolist() == list(range(world))
-    assert hosts.unite({rank, 9}, 10) == {*range(world), 9}
-    assert hosts.tell([3, 1, 2] if rank == 0 else [], 3) == [3, 1, 2]
-    error = hosts.refuse(f"is at place {rank}")
+    agreement = RankAgreement(ParallelLayout.build().world)
+    assert agreement.exchange([rank, 7], "test")[:, 0].tolist() == list(range(world))
+    assert agreement.union({rank, 9}, 10) == {*range(world), 9}
+    assert agreement.broadcast_numbers([3, 1, 2] if rank == 0 else [], 3) == [3, 1, 2]
+    error = agreement.disagreement(f"is at place {rank}")
     assert all(f"rank {each} is at place {each}" in str(error) for each in range(world))
-    same = str(hosts.refuse("waits"))
+    same = str(agreement.disagreement("waits"))
     assert f"ranks {', '.join(map(str, range(world)))} waits" in same
 
 
 @ranks(3)
-def test_what_all_hosts_say_does_not_meet_what_others_send():
+def test_what_all_agreement_say_does_not_meet_what_others_send():
     """It goes over the world itself where that is gloo's, whose groups have a thread each."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     layout = ParallelLayout.build()
@@ -85,7 +85,7 @@ def test_what_all_hosts_say_does_not_meet_what_others_send():
     received = torch.zeros(1)
     works = [dist.irecv(received, last)] if rank < last else []
     assert RankAgreement(layout.world).exchange_at_end([rank, 1], "test")[:, 0].tolist() == [0, 1, 2]
-    assert RankAgreement(layout.world).unite({rank}, 3) == {0, 1, 2}
+    assert RankAgreement(layout.world).union({rank}, 3) == {0, 1, 2}
     assert len(dist.distributed_c10d._world.pg_map) == groups
     if rank == last:
         works = [dist.isend(torch.tensor([5.0]), each) for each in range(last)]
@@ -102,10 +102,10 @@ def test_a_group_waits_as_long_as_its_world():
     where = f"file://{store_path()}"
     dist.init_process_group("gloo", init_method=where, rank=rank, world_size=2, timeout=timedelta(seconds=10))
     store = dist.distributed_c10d._get_default_store()
-    hosts = RankAgreement(ParallelLayout.build().world)
+    agreement = RankAgreement(ParallelLayout.build().world)
     if rank == 0:
         with pytest.raises((CommError, RuntimeError)):
-            hosts.exchange([1], "begin of something")
+            agreement.exchange([1], "begin of something")
         store.set("told", "yes")
     else:  # it never comes
         store.wait(["told"], timedelta(seconds=100))

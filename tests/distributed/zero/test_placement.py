@@ -16,7 +16,6 @@ from deepspeed.parallel import ParallelLayout
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.agreement import RankAgreement
 from deepspeed.zero.build import make_block_gather, make_reduction
-from deepspeed.zero.gradients.agreement import StepAgreement
 from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.groups import BlockGroup
@@ -57,8 +56,8 @@ def test_shards_over_a_part_of_the_ranks_and_copies_over_the_rest(accumulation):
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     states = OptimizerStates(optimizer, planner.groups, NormRanks(world, None, lambda _: False, all_used=False))
-    ways, council = ReductionSettings(every_backward=True, limit=20, strict=True), StepAgreement(RankAgreement(world))
-    reducer = GradientReducer(lambda: states.groups, planner.reduction_of, ways, council, registered=model.parameters)
+    ways, agreement = ReductionSettings(every_backward=True, limit=20, strict=True), RankAgreement(world)
+    reducer = GradientReducer(lambda: states.groups, planner.reduction_of, ways, agreement, registered=model.parameters)
     states.reducer = reducer
     expected = torch.optim.SGD(plain.parameters(), lr=0.1)
     with ExitStack() as stack:
