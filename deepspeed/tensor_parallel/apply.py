@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ from torch import Tensor, nn
 from deepspeed import comm
 from deepspeed.fragments import DimSplit, even
 from deepspeed.parallel.regions import RankGroup, cut_of, enter, joined, summed
-from deepspeed.parallel.rng import RankGenerator
 from deepspeed.tensor_parallel.attention import set_local_heads
-from deepspeed.tensor_parallel.layer_splits import LayerSplit
+from deepspeed.tensor_parallel.layer_splits import LayerSplit, SplitRegion
 from deepspeed.tensor_parallel.layers import (
     ColumnParallel,
     ExpertsParallel,
@@ -27,7 +27,7 @@ from deepspeed.tensor_parallel.layers import (
 from deepspeed.tensor_parallel.overlap import OverlappedInput
 from deepspeed.tensor_parallel.plan import SplitPlan
 from deepspeed.tensor_parallel.rules import SplitKind
-from deepspeed.transformers.replacement import class_before
+from deepspeed.transformers.replacement import class_before, put_whole, replacement
 
 Opened = Callable[[Iterable[nn.Parameter]], AbstractContextManager[None]]
 """A context in which parameters are whole that were constructed in shards."""
@@ -53,6 +53,18 @@ def apply(plan: SplitPlan, axis: RankGroup, opened: Opened, *, overlap: bool = F
         _convert(change, axis, entrance, gate)
     for attention in plan.attention:
         set_local_heads(attention, plan.ranks, axis.rank)
+    for region in plan.incomplete:
+        forward = replacement(region.module) or type(region.module).forward
+        put_whole(region.module, partial(_explained, region, forward))
+
+
+def _explained(region: SplitRegion, forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return forward(module, *args, **kwargs)
+    except RuntimeError as error:
+        if region.explains(error):
+            raise region.explained(error) from error
+        raise
 
 
 def splits_of(model: nn.Module) -> dict[str, DimSplit]:
@@ -250,46 +262,3 @@ def marked_splits(model: nn.Module, ranks: int, known: Collection[str]) -> dict[
             return None
         found[name] = DimSplit.of(dim, [even(shape[dim] * ranks, ranks)])
     return found
-
-
-def use_rank_generators(model: nn.Module, axis: RankGroup, blocks: Sequence[nn.Module] = ()) -> None:
-    """Let each rank draw its own numbers for activations that are split: between split layers, or in all of `blocks`.
-
-    A model without dropout stays as it is.
-    """
-    if not any(map(_drops, model.modules())):
-        return
-    draws = RankGenerator(axis)
-    for block in blocks:
-        block.register_forward_pre_hook(draws.begin)
-        block.register_forward_hook(draws.end, always_call=True)
-    for outer, layer in () if blocks else _with_adapters(model):
-        if any(isinstance(getattr(hook, "__self__", None), RankGenerator) for hook in outer._forward_hooks.values()):
-            continue  # AutoTP split it before
-        # An adapter drops what its layer reads: it is whole before a column layer, and split before a row layer.
-        if isinstance(layer, ColumnParallel) and not layer.share.gather_output:
-            outer.register_forward_pre_hook(draws.end)
-            outer.register_forward_hook(draws.begin)
-        elif isinstance(layer, RowParallel):
-            outer.register_forward_hook(draws.end, always_call=True)
-    model.register_forward_hook(draws.end, always_call=True)  # a forward that fails leaves no state of a rank's own
-
-
-def _with_adapters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Module]]:
-    """(layer with its adapters, layer itself) of all modules that are no part of an adapter."""
-    inner: set[int] = set()
-    for module in model.modules():
-        base = getattr(module, "base_layer", None)
-        if isinstance(base, nn.Module):
-            inner.update(map(id, module.modules()))
-            yield module, base
-        elif id(module) not in inner:
-            yield module, module
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether a module may drop something in training: it is a dropout, or it or its config has a rate."""
-    own = getattr(module, "p", 0.0) if isinstance(module, nn.modules.dropout._DropoutNd) else 0.0
-    held = (*vars(module).items(), *getattr(getattr(module, "config", None), "__dict__", {}).items())
-    rates = [own, *(value for name, value in held if "drop" in name)]
-    return any(isinstance(rate, float) and rate > 0 for rate in rates)

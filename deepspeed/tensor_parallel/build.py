@@ -22,7 +22,8 @@ from deepspeed.parallel.hierarchy import local_ranks
 from deepspeed.parallel.process_groups import ranks_of
 from deepspeed.parallel.regions import GroupMembers, RankGroup
 from deepspeed.parallel.rng import sync_generators
-from deepspeed.tensor_parallel.apply import Opened, apply, counted_elsewhere, use_rank_generators
+from deepspeed.tensor_parallel.apply import Opened, apply, counted_elsewhere
+from deepspeed.tensor_parallel.dropout import use_rank_generators
 from deepspeed.tensor_parallel.layer_splits import check_products
 from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.loss import SplitLogits, TileLoss, split_logits

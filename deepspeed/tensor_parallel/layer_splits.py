@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,13 +99,58 @@ def _rotated_keys(attention: Attention) -> LayerSplit | None:
     return LayerSplit(path, layer, SplitKind.WHOLE_AND_INTO_HEADS, _INSIDE, sizes=(width,))
 
 
-def check_pairs(model: nn.Module, changes: Sequence[LayerSplit]) -> None:
+@dataclass(frozen=True)
+class SplitRegion:
+    """A module that holds split activations, and layers in it that the user's rules may have forgotten."""
+
+    module: nn.Module
+    split: LayerSplit
+    """A layer whose outputs are split."""
+    unsplit: tuple[str, ...]
+    """Layers without a rule that are as wide as these outputs together."""
+
+    def explains(self, error: RuntimeError) -> bool:
+        """Whether an error of the module's forward is about shapes, of which one is split and one is not."""
+        numbers = set(map(int, re.findall(r"\d+", str(error))))
+        return type(error) is RuntimeError and sum(self.split.sizes) in numbers and bool(numbers & {*self.split.sizes})
+
+    def explained(self, error: RuntimeError) -> UsageError:
+        """The same error, with the layers and the rule."""
+        rule = self.split.rule
+        return UsageError(
+            f"tensor_parallel: the forward of {type(self.module).__name__} failed: {error}. The rule "
+            f"{rule.pattern.pattern!r} of {rule.source} splits the {sum(self.split.sizes)} outputs of "
+            f"{self.split.path}, but no rule splits {', '.join(self.unsplit)}, which is as wide. If it works on the "
+            "same activations, give it a rule with partition_type column or row in "
+            "tensor_parallel.partition_config.layer_specs"
+        )
+
+
+def incomplete_regions(
+    model: nn.Module, regions: Mapping[str, LayerSplit], changes: Sequence[LayerSplit]
+) -> Iterator[SplitRegion]:
+    """Those of the modules that hold a pair split by the user's rules, and a layer as wide that is not split."""
+    split = {id(module) for change in changes for module in change.module.modules()}
+    for path, column in regions.items():
+        module, width = model.get_submodule(path), sum(column.sizes)
+        unsplit = tuple(
+            name
+            for name, layer in module.named_modules(prefix=path)
+            if id(layer) not in split and any(width in whole_shape(p) for p in layer.parameters(recurse=False))
+        )
+        if unsplit and not column.rule.known:
+            yield SplitRegion(module, column, unsplit)
+
+
+def check_pairs(model: nn.Module, changes: Sequence[LayerSplit]) -> dict[str, LayerSplit]:
     """Raise where layers make half of a pair: outputs that stay split, or inputs that nothing splits.
 
     Layers of a pair are in one module, or the nearest around them that has both. That is a block for those that are
-    known by their names alone, of which as many are split by outputs as by inputs, or more.
+    known by their names alone, of which as many are split by outputs as by inputs, or more. Returns a layer that is
+    split by outputs for the path of each of these modules.
     """
     _check_gates(model, changes)
+    found: dict[str, LayerSplit] = {}
     waiting: dict[str, list[LayerSplit]] = {}
     for change in changes:
         if (_is_open(change) and ".lora_" not in change.path) or _is_row(change):
@@ -117,10 +162,12 @@ def check_pairs(model: nn.Module, changes: Sequence[LayerSplit]) -> None:
         columns = [change for change in here if change.kind is SplitKind.COLUMN]
         named = any(change.rule.source.startswith("the names") for change in here)
         if rows and columns and (len(rows) <= len(columns) or not named):
+            found[path] = columns[0]
             continue
         if (rows and columns) or path == (_block(f"{path}.") if named else ""):
             raise UsageError(_half(max(rows or columns, key=lambda each: each.path.count("."))))
         waiting.setdefault(path.rpartition(".")[0], []).extend(here)
+    return found
 
 
 def _check_gates(model: nn.Module, changes: Sequence[LayerSplit]) -> None:

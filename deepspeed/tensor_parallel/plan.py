@@ -16,8 +16,10 @@ from deepspeed.log import log_dist
 from deepspeed.tensor_parallel.attention import Attention, find_attention
 from deepspeed.tensor_parallel.layer_splits import (
     LayerSplit,
+    SplitRegion,
     check_pairs,
     cut_experts,
+    incomplete_regions,
     inside,
     is_experts,
     projects_heads,
@@ -60,6 +62,8 @@ class SplitPlan:
     """What made it."""
     untouched: tuple[str, ...] = ()
     """The paths of attention modules that stay whole."""
+    incomplete: tuple[SplitRegion, ...] = ()
+    """Where the user's rules may have forgotten a layer."""
 
     @property
     def divides(self) -> bool:
@@ -159,12 +163,12 @@ class _Planner:
                 "tensor_parallel.vocab_parallel_lm_head is true, but the model has no Linear whose name ends in "
                 f"{' or '.join(self.rules.heads)}. Name it in tensor_parallel.partition_config.lm_head_patterns"
             )
-        check_pairs(self.model, split)
+        incomplete = tuple(incomplete_regions(self.model, check_pairs(self.model, split), split))
         found = tuple(a for a in self.attention.values() if projects_heads(a, split))
         changes += [change for each in found for change in inside(each, self.ranks, changes)]
         self._check_ties(changes)
         untouched = tuple(path for path, a in self.attention.items() if a not in found)
-        return SplitPlan(self.ranks, tuple(changes), found, heads, self.rules, untouched)
+        return SplitPlan(self.ranks, tuple(changes), found, heads, self.rules, untouched, incomplete)
 
     # ---- rules
 

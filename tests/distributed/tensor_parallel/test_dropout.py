@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.tensor_parallel.families import parameters, start, tokens
+from tests.distributed.tensor_parallel.training import zero
 from tests.harness import ranks
 
 RATE = 0.2
@@ -119,7 +120,7 @@ def train(name, recorder):
     torch.manual_seed(0)
     model = MODELS[name]().train()
     torch.manual_seed(dist.get_rank())  # a script that seeds every rank differently
-    sections = {"tensor_parallel": {"sequence_parallel": True}} if name == "neox" else {}
+    sections = {"neox": {"tensor_parallel": {"sequence_parallel": True}}, "opt": zero(3)}.get(name, {})
     engine = start(model, 2, **sections)
     for step in range(5):
         if step == 3:
@@ -186,3 +187,40 @@ def test_what_ends_between_split_layers():
     with pytest.raises(ValueError, match="between split layers"):
         engine(x)
     assert len(set(both(torch.rand(1).item()))) == 1
+
+
+class Literal(nn.Module):
+    """The rate is in the code alone, or is set after `initialize`."""
+
+    def __init__(self, rate=None):
+        super().__init__()
+        self.up_proj, self.down_proj, self.rate = nn.Linear(8, 8), nn.Linear(8, 8), rate
+        self.late = nn.Dropout(0.0)
+
+    def forward(self, x):
+        hidden = torch.relu(self.up_proj(x))
+        hidden = F.dropout(hidden, 0.1, self.training) if self.rate is None else self.late(hidden)
+        return x + self.down_proj(hidden)
+
+
+@ranks(2)
+@pytest.mark.parametrize("rate", [None, 0.0])
+def test_rates_in_code_and_rates_that_are_set_later(rate):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Literal(rate) for _ in range(3))).train()
+    engine = start(model, 2, **zero(3))
+    x = torch.randn(64, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(patch)
+        for step in range(3):
+            if step == 1:
+                for part in model:
+                    part.late.p = 0.1
+            loss = engine(x).square().mean()
+            seen = recorder.take()
+            assert len(seen) == (0 if rate == 0.0 and step == 0 else 3)
+            assert judge(seen) == 0, "all of them are of split activations"
+            engine.backward(loss)
+            engine.step()
+    assert len(set(both(torch.rand(1).item()))) == 1
+    parameters(engine)  # asserts that whole ones are the same on both ranks

@@ -45,3 +45,36 @@ def test_sums_in_place():
             outs.append(layer(x))
         assert (outs[-1].data_ptr() == products[-1].data_ptr()) is in_place
     assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+class Gated(nn.Module):
+    """A feed-forward layer of unusual names."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.up, self.down, self.kind = nn.Linear(8, 24), nn.Linear(24, 8), kind
+        self.other = {"gate": nn.Linear(8, 24), "norm": nn.LayerNorm(24), "second": nn.Linear(24, 8)}[kind]
+
+    def forward(self, x):
+        up = self.up(x)
+        if self.kind == "gate":
+            return self.down(self.other(x) * up)
+        return self.down(self.other(up)) if self.kind == "norm" else self.down(up) + self.other(up)
+
+
+@ranks(2)
+def test_a_layer_that_rules_forgot():
+    """The error of a forward names it; a layer that is as wide and has nothing to do with it is none."""
+    specs = [{"patterns": [r".*\.up"]}, {"patterns": [r".*\.down"], "partition_type": "row"}]
+    section = TPTrainingConfig(autotp_size=2, partition_config={"layer_specs": specs})
+    for kind in ("gate", "norm", "second"):
+        model = nn.Sequential(Gated(kind))
+        split(model, GroupMembers(dist.group.WORLD), section)
+        with pytest.raises(UsageError, match=r"'\.\*\\\\.up' of .*splits the 24 outputs of 0\.up, but .* 0\.other"):
+            model(torch.randn(2, 8))
+        with pytest.raises(RuntimeError, match="3x9 and 8x"):  # another error stays what it is
+            model(torch.randn(3, 9))
+    model = nn.Sequential(Gated("second"))
+    split(model, GroupMembers(dist.group.WORLD), section)
+    model[0].kind, model[0].other = "norm", nn.Identity()
+    assert model(torch.randn(2, 8)).shape == (2, 8)
