@@ -60,13 +60,14 @@ def initialize(
         from deepspeed._assemble import Request, assemble
         from deepspeed.config import DeepSpeedConfig, load
         from deepspeed.config.read import read
+        from deepspeed.pipe.axes import model_kind
         from deepspeed.tensor_parallel.model_init import with_asked
 
         raw = with_asked(model, read(source))
         _check_local_rank(args)
         comm.init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
         loaded = load(raw)
-        mpu = _pipeline_grid(model, mpu, mesh_param, loaded.schema)
+        mpu = model_kind(model).mpu(mpu, mesh_param, loaded.schema.axis_sizes)
         mesh = _mesh(mesh_param, mpu)
         config = DeepSpeedConfig(loaded, mpu=mpu, mesh_device=mesh)
         config.tell()
@@ -128,19 +129,6 @@ def _check_local_rank(args: Any) -> None:
             f"args.local_rank is {given}, but the environment says LOCAL_RANK={found}; the launcher sets both, so one "
             "of them was changed by the script"
         )
-
-
-def _pipeline_grid(model: nn.Module, mpu: Any, mesh_param: Any, schema: Schema) -> Any:
-    """The grid of a pipeline with its axes, which is its mpu; the mpu that was given for other models."""
-    from deepspeed.pipe.module import PipelineModule
-
-    if not isinstance(model, PipelineModule):
-        return mpu
-    if mpu is not None or mesh_param is not None:
-        raise UsageError("a PipelineModule has its own topology; pass neither mpu nor mesh_param with it")
-    from deepspeed.pipe.axes import fit_grid
-
-    return fit_grid(model, schema.axis_sizes)
 
 
 def _mesh(mesh_param: Any, mpu: Any) -> Any:

@@ -22,13 +22,13 @@ from deepspeed.moe.statistics import RouterStatistics
 from deepspeed.monitor.monitor import MonitorMaster
 from deepspeed.monitor.subscriber import MonitorSubscriber
 from deepspeed.pipe.layers import is_fake_world
-from deepspeed.pipe.module import PipelineModule
 from deepspeed.profiling.common import StageGroup
 from deepspeed.profiling.memory import MemoryBreakdown
 from deepspeed.profiling.progress import StepLine
 from deepspeed.profiling.throughput import Throughput
 from deepspeed.profiling.timers import NoopTimer, WallClock
 from deepspeed.runtime.out_of_memory import OutOfMemory, held_tensors
+from deepspeed.zero.interface import numel_of
 
 if TYPE_CHECKING:
     from deepspeed.config.schema import Schema
@@ -101,8 +101,8 @@ def watch(parts: Parts, stack: ExitStack) -> None:
 
 def _stages(parts: Parts) -> StageGroup | None:
     """Of a pipeline, on the first replica of each stage, what profiles need to tell of all of them; None elsewhere."""
-    module, axis, layout = parts.module, parts.layout.pipeline, parts.layout
-    if not isinstance(module, PipelineModule) or layout.stage.rank:
+    axis, numbers = parts.layout.pipeline, parts.kind.stages()
+    if not numbers or parts.layout.stage.rank:
         return None
 
     def gather(mine: Any) -> list[Any]:
@@ -114,12 +114,12 @@ def _stages(parts: Parts) -> StageGroup | None:
         return told
 
     def counted_elsewhere() -> int:
-        known = module.ties.counted_elsewhere()
-        return sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters() if id(p) in known)
+        known = parts.kind.counted_elsewhere()
+        return sum(numel_of(param) for param in parts.module.parameters() if id(param) in known)
 
-    stages = " and ".join(map(str, module.stages))
+    stages = " and ".join(map(str, numbers))
     name = f"pipeline rank {axis.rank} (stage {stages}, rank {comm.get_rank()})"
-    return StageGroup(name, axis.rank == 0 or is_fake_world(), len(module.stages), gather, counted_elsewhere)
+    return StageGroup(name, axis.rank == 0 or is_fake_world(), len(numbers), gather, counted_elsewhere)
 
 
 def _profile_memory(parts: Parts, stack: ExitStack, stages: StageGroup | None) -> StepMemory:
@@ -145,7 +145,7 @@ def _facts(parts: Parts) -> Facts:
     return Facts(
         world=comm.get_world_size(),
         data_parallel=layout.data.size,
-        model_parallel=layout.tensor.size if isinstance(parts.module, PipelineModule) else layout.model.size,
+        model_parallel=parts.kind.model_ranks(layout).size,
         batch=None if batch is None else batch.micro,
         samples=None if batch is None else batch.train,
         micro_steps=parts.accumulation.steps,

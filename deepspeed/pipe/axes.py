@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError, LayoutError, UsageError
@@ -19,11 +20,15 @@ from deepspeed.log import log_dist
 from deepspeed.moe.auto_ep import Opened as OpenedExperts
 from deepspeed.moe.auto_ep import spread_blocks
 from deepspeed.moe.layer import MoE
-from deepspeed.parallel import ParallelLayout
+from deepspeed.moe.placement import SpreadExperts
+from deepspeed.parallel import AxisGroup, ParallelLayout
 from deepspeed.parallel.rng import rank_generator
 from deepspeed.parallel.topology import PipelineParallelGrid, PipeModelDataParallelTopology, ProcessTopology
 from deepspeed.pipe.batch_agreement import BatchAgreement
+from deepspeed.pipe.engine import PipelineEngine
 from deepspeed.pipe.module import PipelineModule
+from deepspeed.runtime.model_kind import ModelKind
+from deepspeed.runtime.parts import Parts
 from deepspeed.sequence.build import SequenceSharing, require_same, sharing_of
 from deepspeed.sequence.inputs import mean_over_tokens
 from deepspeed.tensor_parallel import SplitModel, split_model
@@ -32,13 +37,73 @@ from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.loss import SplitLogits
 from deepspeed.tensor_parallel.plan import ModelStage
 from deepspeed.transformers.attention import SequenceInfo
-from deepspeed.zero.agreement import RankAgreement
-from deepspeed.zero.states.norm import NormRanks
+from deepspeed.zero.interface import NormRanks, RankAgreement, Reshard
 
 _NAMES = {"sp": "sequence", "tp": "model"}
 """Axis → what a topology calls it."""
 _KEYS = {"sp": "sequence_parallel_size", "tp": "tensor_parallel.autotp_size"}
 _MOST_KINDS = 8  # of sizes over which experts of one model are spread
+
+
+class PipelineKind(ModelKind):
+    """The stages of a pipeline: its own grid, steps that stages agree on, and a `PipelineEngine`."""
+
+    whole = False
+    module: PipelineModule
+
+    def mpu(self, mpu: Any, mesh_param: Any, sizes: Mapping[str, int]) -> PipelineParallelGrid:
+        if mpu is not None or mesh_param is not None:
+            raise UsageError("a PipelineModule has its own topology; pass neither mpu nor mesh_param with it")
+        return fit_grid(self.module, sizes)
+
+    def split(self, schema: Schema, layout: ParallelLayout, opened: Reshard, mpu: Any) -> SplitModel:
+        spread_stage(schema, self.module, layout, opened)
+        agree_on_experts(self.module, layout)
+        return split_stage(schema, self.module, layout, opened)
+
+    def share_sequences(
+        self,
+        schema: Schema,
+        layout: ParallelLayout,
+        stack: ExitStack,
+        forward: Callable[..., Any],
+        heads: tuple[int, int] | None,
+    ) -> Callable[..., Any]:
+        share_stage_sequences(schema, self.module, layout, stack, heads)
+        return forward
+
+    def export_experts(self, experts: SpreadExperts | None, stack: ExitStack) -> None:
+        """A stage is no model: nothing to do."""
+
+    def measure(self, measure: NormRanks, layout: ParallelLayout) -> NormRanks:
+        """Sum over stages, each tied weight once; over tensor slices only what is split."""
+        slices, stages = layout.tensor, layout.pipeline
+        return replace(
+            measure,
+            model_group=slices.group if slices.size > 1 else None,
+            stages=stages.group if stages.size > 1 else None,
+            elsewhere=measure.elsewhere | self.counted_elsewhere(),
+        )
+
+    def model_ranks(self, layout: ParallelLayout) -> AxisGroup:
+        return layout.tensor
+
+    def stages(self) -> tuple[int, ...]:
+        return tuple(self.module.stages)
+
+    def counted_elsewhere(self) -> frozenset[int]:
+        return frozenset(self.module.ties.counted_elsewhere())
+
+    def warn_if_frozen(self, optimizer: Optimizer | None) -> None:
+        """Stages compare what they train once all of them are built."""
+
+    def engine(self, parts: Parts) -> PipelineEngine:
+        return PipelineEngine(parts)
+
+
+def model_kind(module: nn.Module) -> ModelKind:
+    """How an engine of this module is built."""
+    return PipelineKind(module) if isinstance(module, PipelineModule) else ModelKind(module)
 
 
 def fit_grid(module: PipelineModule, sizes: Mapping[str, int]) -> PipelineParallelGrid:
@@ -280,14 +345,3 @@ def _agreed(heads: tuple[int, int] | None, layout: ParallelLayout) -> tuple[int,
         return heads
     said = RankAgreement(layout.world).exchange(list(heads or (0, 0)), "heads of the stages").tolist()
     return min(((int(queries), int(keys)) for queries, keys in said if queries), default=None)
-
-
-def over_stages(measure: NormRanks, module: PipelineModule, layout: ParallelLayout) -> NormRanks:
-    """Sum over stages, each tied weight once; over tensor slices only what is split."""
-    slices, stages = layout.tensor, layout.pipeline
-    return replace(
-        measure,
-        model_group=slices.group if slices.size > 1 else None,
-        stages=stages.group if stages.size > 1 else None,
-        elsewhere=measure.elsewhere | frozenset(module.ties.counted_elsewhere()),
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.step.stepper import Stepper
 from deepspeed.zero.interface import GradientReducer, LiesOn, OptimizerStates, ZeroModel
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.model_kind import ModelKind
+
 
 @dataclass
 class Parts:
@@ -34,6 +37,8 @@ class Parts:
 
     config: DeepSpeedConfig
     module: nn.Module
+    kind: ModelKind
+    """Whether the module is a whole model or stages of a pipeline."""
     device: torch.device
     local_rank: int
     layout: ParallelLayout

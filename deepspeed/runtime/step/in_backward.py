@@ -300,14 +300,12 @@ class InBackward:
         return taken
 
 
-def update_in_backward(
-    parts: Parts, optimizer: Optimizer, states: OptimizerStates, *, staged: bool
-) -> InBackward | None:
+def update_in_backward(parts: Parts, optimizer: Optimizer, states: OptimizerStates) -> InBackward | None:
     """As the config says; an error where a step cannot be taken in pieces, as that of a model in stages."""
     schema = parts.config.schema
     if not schema.optimizer_in_backward.enabled:
         return None
-    _require_possible(parts, optimizer, staged=staged)
+    _require_possible(parts, optimizer)
     clipping = schema.gradient_clipping if schema.optimizer_in_backward.clip_by_last_norm else 0.0
     how = f"clipped to {clipping:g} by the norm of the step before" if clipping > 0 else "not clipped"
     log_dist(f"{KEY}: parameters are updated in backward; gradients are {how}, steps with inf or NaN are not skipped")
@@ -317,8 +315,8 @@ def update_in_backward(
     return InBackward(optimizer, states, comings, clipping=clipping, reducer=reducer)
 
 
-def _require_possible(parts: Parts, optimizer: Optimizer, *, staged: bool) -> None:
-    if staged:
+def _require_possible(parts: Parts, optimizer: Optimizer) -> None:
+    if not parts.kind.whole:
         raise DeepSpeedConfigError(
             f"{KEY}: not for pipelines. A stage adds up the gradients of all micro-batches before its last backward, "
             "so that none would be freed early; and the last stages would be updated while an earlier one can still "
