@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -19,62 +20,43 @@ if TYPE_CHECKING:
 _COUNTERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
+@dataclass(eq=False, slots=True)
 class StatePiece:
     """The master weight of an interval of one parameter, and the gradient that is being summed for it.
 
     One-dimensional, but where the interval is all of a parameter that nobody shares: then of its shape.
     """
 
-    __slots__ = (
-        "adopted",
-        "arena",
-        "chosen",
-        "gradient",
-        "home",
-        "interval",
-        "master",
-        "name",
-        "norm",
-        "param",
-        "picked",
-        "shape",
-        "source",
-        "version",
-    )
+    name: str
+    param: nn.Parameter
+    shape: torch.Size
+    """Of the whole parameter."""
+    interval: tuple[int, int]
+    source: Tensor
+    """The same interval in the dtype of the model: where the updated master is published to."""
+    given: InitVar[nn.Parameter | None] = None
+    """The master, if it is not to be made of the source."""
+    master: nn.Parameter = field(init=False)
+    gradient: Tensor | None = None
+    """What has been summed so far, in the dtype in which gradients are accumulated; None if nothing has come."""
+    home: Tensor | None = None
+    """Memory that is kept for the gradient between steps; None where it comes and goes."""
+    arena: OffloadedTile | None = None
+    """Where master, moments and gradient live, if in another tier than the parameter."""
+    norm: Tensor | None = None
+    """Of a gradient that left the device, as the device saw it; None where it has to be measured in host memory."""
+    version: tuple[int, int] = (0, 0)
+    """What `_writes` said when the values of the parameter were last known."""
+    adopted: int = 0
+    """How often somebody else's values were taken over."""
+    chosen: Tensor | None = None
+    """Places whose gradients are looked at before they leave the device; see [Note: deferred gradients]."""
+    picked: Tensor | None = None
+    """The gradient at these places."""
 
-    def __init__(
-        self,
-        name: str,
-        param: nn.Parameter,
-        shape: torch.Size,
-        interval: tuple[int, int],
-        source: Tensor,
-        master: nn.Parameter | None = None,
-    ) -> None:
-        self.name = name
-        self.param = param
-        self.shape = shape
-        """Of the whole parameter."""
-        self.interval = interval
-        self.source = source
-        """The same interval in the dtype of the model: where the updated master is published to."""
-        self.master = nn.Parameter(source, requires_grad=True) if master is None else master
-        self.gradient: Tensor | None = None
-        """What has been summed so far, in the dtype in which gradients are accumulated; None if nothing has come."""
-        self.home: Tensor | None = None
-        """Memory that is kept for the gradient between steps; None where it comes and goes."""
-        self.arena: OffloadedTile | None = None
-        """Where master, moments and gradient live, if in another tier than the parameter."""
-        self.norm: Tensor | None = None
-        """Of a gradient that left the device, as the device saw it; None where it has to be measured at home."""
-        self.version = self._writes()
-        """What `_writes` said when the values of the parameter were last known."""
-        self.adopted = 0
-        """How often somebody else's values were taken over."""
-        self.chosen: Tensor | None = None
-        """Places whose gradients are looked at before they leave the device; see [Note: deferred gradients]."""
-        self.picked: Tensor | None = None
-        """The gradient at these places."""
+    def __post_init__(self, given: nn.Parameter | None) -> None:
+        self.master = nn.Parameter(self.source, requires_grad=True) if given is None else given
+        self.mark()
 
     @property
     def away(self) -> bool:

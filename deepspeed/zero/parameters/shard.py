@@ -48,12 +48,6 @@ class ZeroParamType(Enum):
 class Shard:
     """This rank's chunk of one parameter: `[rank * chunk, (rank + 1) * chunk)` of its elements, padded with zeros."""
 
-    __slots__ = (
-        "_rows", "alone", "axis", "chunk", "data", "dtype", "edits", "flat", "full", "gather", "gradient", "holds",
-        "late", "name", "nothing", "number", "numel", "param", "pending", "persistent", "remote", "shape", "staged",
-        "strict", "users", "version", "whole",
-    )  # fmt: skip
-
     made = 0
     """How many there have been, so that a model which got new ones can be noticed."""
 

@@ -4,7 +4,7 @@ The plan follows from the layout alone, so that all ranks have the same one and 
 matrix that lies on one rank is computed there. The others travel in rounds: each goes to a rank that holds a part of
 it, the least busy one so far, by one all-to-all, and the parts of the results come back by another.
 
-Neither the plan nor a round looks at ranks one by one: the ranks between the ends of a matrix hold equally much of it.
+A round does not look at ranks one by one: the ranks between the ends of a matrix hold equally much of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,56 +51,19 @@ def plan(layout: FlatLayout, limit: int = _WHOLE_ELEMENTS) -> MatrixPlan:
     """The same on all ranks; a round has `limit` elements per rank, or a matrix per rank if that is more."""
     holders = [layout.holders(param) for param in range(len(layout.numels))]
     settled = {param: ranks[0] for param, ranks in enumerate(holders) if len(ranks) == 1}
-    loads = _Loads(layout.world)
+    loads = np.zeros(layout.world)
     for param, rank in settled.items():
-        loads.add(rank, _cost(layout.numels[param]))
+        loads[rank] += _cost(layout.numels[param])
     rounds = []
     for members in _batches([param for param, ranks in enumerate(holders) if len(ranks) > 1], layout, limit):
         owned: dict[int, list[int]] = {}
         for param in sorted(members, key=lambda param: (-layout.numels[param], param)):
-            owner = loads.least(holders[param])
-            loads.add(owner, _cost(layout.numels[param]))
+            ranks = holders[param]
+            owner = ranks.start + int(loads[ranks.start : ranks.stop].argmin())
+            loads[owner] += _cost(layout.numels[param])
             owned.setdefault(owner, []).append(param)
         rounds.append(MatrixRound({owner: tuple(owned[owner]) for owner in sorted(owned)}))
     return MatrixPlan(settled, rounds)
-
-
-class _Loads:
-    """How busy each rank is: a binary tree over the ranks whose nodes name the least busy rank below them.
-
-    A node that is not there stands for ranks that have nothing to do yet.
-    """
-
-    def __init__(self, world: int) -> None:
-        self._leaves = 1 << (world - 1).bit_length()
-        self._least: dict[int, tuple[float, int]] = {}
-
-    def least(self, ranks: range) -> int:
-        """The least busy of the ranks, the first of several."""
-        low, high = ranks.start + self._leaves, ranks.stop + self._leaves
-        found = self._at(low)
-        while low < high:
-            if low & 1:
-                found = min(found, self._at(low))
-                low += 1
-            if high & 1:
-                high -= 1
-                found = min(found, self._at(high))
-            low, high = low >> 1, high >> 1
-        return found[1]
-
-    def add(self, rank: int, load: float) -> None:
-        """Give the rank more to do."""
-        node = self._leaves + rank
-        self._least[node] = (self._at(node)[0] + load, rank)
-        while node > 1:
-            node >>= 1
-            self._least[node] = min(self._at(2 * node), self._at(2 * node + 1))
-
-    def _at(self, node: int) -> tuple[float, int]:
-        """(load, rank); the leaves below a node begin at its number times two for each level between."""
-        first = (node << (self._leaves.bit_length() - node.bit_length())) - self._leaves
-        return self._least.get(node, (0.0, first))
 
 
 def _batches(params: Sequence[int], layout: FlatLayout, limit: int) -> Iterator[list[int]]:
