@@ -174,7 +174,7 @@ class CheckpointManager:
     def _begin(self, request: SaveRequest, what: str, meeting: RankMeeting) -> _Save:
         """All ranks are here: agree on the tag and on the name of the staging directory."""
         mine = {"tag": request.tag, "node": self.place.node, "token": uuid.uuid4().hex[:12]}
-        heard = meeting.say({**mine, "files": list(request.files)})
+        heard = meeting.gather({**mine, "files": list(request.files)})
         _one_writer_each(heard)
         tags = [answer["tag"] for answer in heard]
         self._compare(tags)

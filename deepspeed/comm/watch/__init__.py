@@ -1,7 +1,7 @@
-"""Who hangs, and where: what each rank entered last, told through the job's store when a collective does not complete.
+"""Which rank hangs, and where: ranks exchange their last calls through the job's store when a collective hangs.
 
-`box` and `report` are what is known of a rank, `look` and `neighbours` find it out, `mailbox` carries it, `verdict` is
-the sentence, `watcher` the thread; `Watch` is what the dispatcher uses.
+`call_log` and `report` hold what is known of a rank, `threads` and `neighbours` find it out, `store` carries it,
+`verdict` makes the sentence, `watcher` is the thread; `Watch` is what the dispatcher uses.
 """
 
 from __future__ import annotations

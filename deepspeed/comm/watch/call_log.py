@@ -1,10 +1,9 @@
 """The last operations of a rank in memory that outlives it: what other ranks of its host read when it cannot answer.
 
-[Note: the box] A rank that is killed, aborted by its backend, stopped, or held in native code tells nothing any more.
-So each rank writes what it enters into an anonymous memory file, which the other ranks of its host have mapped since
-they came: the memory stays as long as one of them has it, and no file has to be removed by anybody. An operation is two
-words: its slot (sequence number and the number of its description) and the count of slots. Descriptions, of which
-training has few, are text that is written once.
+[Note: the call log] A rank that is killed, aborted by its backend, stopped, or held in native code cannot answer.
+So each rank logs what it enters in an anonymous memory file, which the other ranks of its host map when they start: the
+memory stays as long as one of them has it, and no file has to be removed. An operation is two words: its slot (sequence
+number and number of its description) and the count of slots. Descriptions are few and written once, as text.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from deepspeed.comm.watch.report import CollectiveCall, GroupProgress, call_of
 
 SLOTS = 64
 SIZE = 256 << 10
-_WORDS = 2 << 10  # bytes at the end for the last words
+_END = 2 << 10  # bytes at the end of the memory, for why the rank has ended
 _MAGIC = 0x64732D626F780001
-_COUNT, _TEXT_END, _WORDS_LENGTH, _FIRST = 1, 2, 3, 4  # indices of 8-byte words
+_COUNT, _TEXT_END, _END_LENGTH, _FIRST = 1, 2, 3, 4  # indices of 8-byte words
 _TEXT = 1024  # where descriptions begin, in bytes
 _ID_BITS = 20
 
 
 class CallLog:
-    """This rank's box; `fd` is what others open. Made only where there are memory files (Linux)."""
+    """This rank's call log; others open `fd`. Made only where there are memory files (Linux)."""
 
     __slots__ = ("_count", "_known", "_map", "_text", "_words", "fd")
 
@@ -57,14 +56,14 @@ class CallLog:
         words[_FIRST + count % SLOTS] = (sequence << _ID_BITS) | found[0]
         words[_COUNT] = count + 1
 
-    def say(self, text: str) -> None:
-        """Leave last words."""
-        raw = text.encode()[:_WORDS]
-        self._map[SIZE - _WORDS : SIZE - _WORDS + len(raw)] = raw
-        self._words[_WORDS_LENGTH] = len(raw)
+    def write_end(self, text: str) -> None:
+        """Write why this rank ends."""
+        raw = text.encode()[:_END]
+        self._map[SIZE - _END : SIZE - _END + len(raw)] = raw
+        self._words[_END_LENGTH] = len(raw)
 
     def close(self) -> None:
-        """Let go of the memory; those who have mapped it keep it."""
+        """Release the memory; ranks that have mapped it keep it."""
         self._words.release()
         self._map.close()
         os.close(self.fd)
@@ -72,8 +71,8 @@ class CallLog:
     def _describe(self, key: tuple[Any, ...], entry: Entry) -> tuple[int, Any]:
         number = len(self._known) + 1
         line = json.dumps(asdict(replace(call_of(entry), sequence=0))).encode() + b"\n"
-        if self._text + len(line) > SIZE - _WORDS or number >= 1 << _ID_BITS:
-            return 0, None  # no room: that it was entered is told, not what it was
+        if self._text + len(line) > SIZE - _END or number >= 1 << _ID_BITS:
+            return 0, None  # no room: the log says that something was entered, not what it was
         self._map[self._text : self._text + len(line)] = line
         self._text += len(line)
         self._words[_TEXT_END] = self._text
@@ -81,8 +80,8 @@ class CallLog:
         return found
 
 
-def opened(path: str) -> mmap.mmap:
-    """Another rank's box, by the path of its descriptor; OSError or ValueError where there is none."""
+def open_log(path: str) -> mmap.mmap:
+    """Another rank's call log, by the path of its descriptor; OSError or ValueError where there is none."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         found = mmap.mmap(fd, SIZE, prot=mmap.PROT_READ)
@@ -90,33 +89,33 @@ def opened(path: str) -> mmap.mmap:
         os.close(fd)
     if int.from_bytes(found[:8], "little") != _MAGIC:
         found.close()
-        raise ValueError(f"{path} is not a box")
+        raise ValueError(f"{path} is not a call log")
     return found
 
 
-def _word(box: mmap.mmap, index: int) -> int:
-    return int.from_bytes(box[8 * index : 8 * index + 8], "little")
+def _word(log: mmap.mmap, index: int) -> int:
+    return int.from_bytes(log[8 * index : 8 * index + 8], "little")
 
 
-def read_calls(box: mmap.mmap) -> list[CollectiveCall]:
-    """The operations in a box, oldest first; those whose description had no room are left out."""
-    lines = box[_TEXT : _word(box, _TEXT_END)].splitlines()
-    count = _word(box, _COUNT)
+def read_calls(log: mmap.mmap) -> list[CollectiveCall]:
+    """The operations in a call log, oldest first, without those whose description had no room."""
+    lines = log[_TEXT : _word(log, _TEXT_END)].splitlines()
+    count = _word(log, _COUNT)
     found = []
     for number in range(max(0, count - SLOTS), count):
-        slot = _word(box, _FIRST + number % SLOTS)
+        slot = _word(log, _FIRST + number % SLOTS)
         description = slot & ((1 << _ID_BITS) - 1)
         if 0 < description <= len(lines):
             found.append(replace(CollectiveCall(**json.loads(lines[description - 1])), sequence=slot >> _ID_BITS))
     return found
 
 
-def read_last_words(box: mmap.mmap) -> str:
-    """What the rank said at its end; empty if it did not come to that."""
-    return box[SIZE - _WORDS : SIZE - _WORDS + _word(box, _WORDS_LENGTH)].decode(errors="replace")
+def read_end(log: mmap.mmap) -> str:
+    """Why the rank has ended; empty if it did not write that."""
+    return log[SIZE - _END : SIZE - _END + _word(log, _END_LENGTH)].decode(errors="replace")
 
 
-def members(calls: list[CollectiveCall]) -> dict[str, GroupProgress]:
+def progress_of(calls: list[CollectiveCall]) -> dict[str, GroupProgress]:
     """How far a rank was in each group, by its last calls."""
     found: dict[str, GroupProgress] = {}
     for call in calls:

@@ -129,14 +129,14 @@ class Inquiry:
 
     def __init__(
         self,
-        mailbox: WatchStore,
-        witness: ReportBuilder,
+        store: WatchStore,
+        reporter: ReportBuilder,
         patience: float,
         serve: Callable[[WaitingCall | None], None],
         stop: Callable[[], bool],
     ) -> None:
-        self._mailbox = mailbox
-        self._witness = witness
+        self._store = store
+        self._reporter = reporter
         self._patience = patience
         self._serve = serve
         self._stop = stop
@@ -144,7 +144,7 @@ class Inquiry:
     def decide(self, wait: WaitingCall, *, over: bool) -> dict[str, Any]:
         """Ask all ranks and judge. With `over` the call has failed; if it was waited for, all write their stacks."""
         name = f"deepspeed-hang-{secrets.token_hex(8)}" if over and wait.seconds else ""
-        number = self._mailbox.ask({"stacks": name, "over": over, "by": self._witness.rank})
+        number = self._store.ask({"stacks": name, "over": over, "by": self._reporter.rank})
         reports = self._collect(wait, number)
         verdict = judge(wait, reports, over=over)
         text = verdict.text + (_stacks(reports, name) if name else "")
@@ -157,7 +157,7 @@ class Inquiry:
         needed = set(wait.ranks)
         while True:
             self._serve(wait)
-            for rank, report in self._mailbox.reports(needed - settled.keys()).items():
+            for rank, report in self._store.reports(needed - settled.keys()).items():
                 if report.asked >= number or report.ended:
                     settled[rank] = report
             self._add_seen(needed, settled)
@@ -170,7 +170,7 @@ class Inquiry:
 
     def _add_seen(self, needed: set[int], settled: dict[int, RankReport]) -> None:
         """What ranks say of others of their host that are dead or stopped."""
-        own = self._witness.seen()
+        own = self._reporter.seen()
         for seen in (own, *(report.seen for report in tuple(settled.values()))):
             for rank, report in seen.items():
                 if rank in needed:
@@ -178,18 +178,18 @@ class Inquiry:
 
     def _add_silent(self, needed: set[int], settled: dict[int, RankReport]) -> None:
         """Ranks of this host that run and do not answer: native code has their interpreter."""
-        neighbours = self._witness.neighbours
+        neighbours = self._reporter.neighbours
         for rank in sorted(needed - settled.keys()):
             if neighbours is not None and rank in neighbours.found:
                 settled[rank] = neighbours.found[rank].report(silent=True)
         # Those of other hosts are told of by their neighbours, who have looked as well by now.
-        for report in self._mailbox.reports(settled.keys()).values():
+        for report in self._store.reports(settled.keys()).values():
             for rank, seen in report.seen.items():
                 if rank in needed:
                     settled.setdefault(rank, seen)
         answering = {report.host for report in settled.values() if not report.condition}
         for rank in sorted(needed - settled.keys()):
-            raw = self._mailbox.find(f"hello/{rank}")
+            raw = self._store.find(f"hello/{rank}")
             settled[rank] = RankReport(rank, condition=_unseen(None if raw is None else raw.decode(), answering))
 
 
@@ -204,11 +204,11 @@ def _stacks(reports: dict[int, RankReport], name: str) -> str:
     return f"\n  stacks   : {folder} has those of {ranks}" + (f", on {hosts} hosts" if hosts > 1 else "")
 
 
-def judge_by_eye(wait: WaitingCall, mine: RankReport, witness: ReportBuilder) -> HangVerdict:
+def judge_locally(wait: WaitingCall, mine: RankReport, reporter: ReportBuilder) -> HangVerdict:
     """A judgement without the store: this rank, and what can be seen of others of this host."""
     reports = {mine.rank: mine}
-    if witness.neighbours is not None:
-        for rank, neighbour in tuple(witness.neighbours.found.items()):
+    if reporter.neighbours is not None:
+        for rank, neighbour in tuple(reporter.neighbours.found.items()):
             with contextlib.suppress(OSError, ValueError):
                 reports[rank] = neighbour.report()
     found = judge(replace(wait, ranks=tuple(rank for rank in wait.ranks if rank in reports)), reports)

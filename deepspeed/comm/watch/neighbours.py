@@ -1,4 +1,4 @@
-"""The other ranks of this host, seen without their help: their boxes, their processes, and their stacks by a signal."""
+"""The other ranks of this host, examined without their help: call logs, processes, and stacks by a signal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.comm.watch.call_log import CallLog, members, opened, read_calls, read_last_words
+from deepspeed.comm.watch.call_log import CallLog, open_log, progress_of, read_calls, read_end
 from deepspeed.comm.watch.report import RankReport
 from deepspeed.comm.watch.store import WatchStore
 from deepspeed.comm.watch.threads import place_in
@@ -72,7 +72,7 @@ class Neighbour:
     rank: int
     pid: int
     started: str
-    box: mmap.mmap
+    calls: mmap.mmap
     stacks: str
     number: int | None
 
@@ -85,8 +85,8 @@ class Neighbour:
 
     def report(self, *, silent: bool = False) -> RankReport:
         """What can be told of it from outside; with `silent` it has been asked and did not answer."""
-        groups = members(read_calls(self.box))
-        words, state, main = read_last_words(self.box), self.look(), ""
+        groups = progress_of(read_calls(self.calls))
+        words, state, main = read_end(self.calls), self.look(), ""
         conditions = {
             "gone": f"is dead: its process {self.pid} on {host_name()} was killed or crashed",
             "stopped": f"is stopped: its process {self.pid} on {host_name()} got SIGSTOP or is being debugged",
@@ -129,10 +129,10 @@ def _innermost(text: str) -> str:
 
 
 class Neighbours:
-    """The ranks of this host, as they come; this rank tells where its box is."""
+    """The ranks of this host, as they come; this rank publishes where its call log is."""
 
-    def __init__(self, mailbox: WatchStore, rank: int, box: CallLog, stacks: Stacks) -> None:
-        self._mailbox = mailbox
+    def __init__(self, store: WatchStore, rank: int, call_log: CallLog, stacks: Stacks) -> None:
+        self._store = store
         self._rank = rank
         self._key = _host_key()
         self._read = 0
@@ -141,26 +141,26 @@ class Neighbours:
         assert own is not None, "this process is in /proc"
         hello = {
             "rank": rank, "pid": os.getpid(), "started": own[1],
-            "box": box.fd, "stacks": stacks.fd, "number": stacks.number,
+            "log": call_log.fd, "stacks": stacks.fd, "number": stacks.number,
         }  # fmt: skip
-        mailbox.set(f"host/{self._key}/{mailbox.add(f'hosts/{self._key}')}", json.dumps(hello))
+        store.set(f"host/{self._key}/{store.add(f'hosts/{self._key}')}", json.dumps(hello))
 
-    def look_around(self) -> None:
-        """Open the boxes of ranks that have come since."""
-        while (raw := self._mailbox.find(f"host/{self._key}/{self._read + 1}")) is not None:
+    def find_new(self) -> None:
+        """Open the call logs of ranks that have come since."""
+        while (raw := self._store.find(f"host/{self._key}/{self._read + 1}")) is not None:
             self._read += 1
-            told = json.loads(raw)
-            if told["rank"] == self._rank:
+            hello = json.loads(raw)
+            if hello["rank"] == self._rank:
                 continue
-            folder = f"/proc/{told['pid']}/fd"
+            folder = f"/proc/{hello['pid']}/fd"
             with contextlib.suppress(OSError, ValueError):  # it has ended, or is not ours to look at
-                box = opened(f"{folder}/{told['box']}")
-                self.found[told["rank"]] = Neighbour(
-                    told["rank"], told["pid"], told["started"], box, f"{folder}/{told['stacks']}", told["number"]
+                calls = open_log(f"{folder}/{hello['log']}")
+                self.found[hello["rank"]] = Neighbour(
+                    hello["rank"], hello["pid"], hello["started"], calls, f"{folder}/{hello['stacks']}", hello["number"]
                 )
 
     def close(self) -> None:
-        """Let go of the boxes."""
+        """Release the call logs."""
         for neighbour in self.found.values():
-            neighbour.box.close()
+            neighbour.calls.close()
         self.found.clear()

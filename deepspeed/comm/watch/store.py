@@ -1,18 +1,19 @@
-"""The job's store as the place where ranks ask and answer: a connection of the watcher's own, and its keys.
+"""The job's store, in which ranks ask and answer: a separate connection, and its keys.
 
-[Note: who asks whom] Nobody writes while training goes on. A rank that waits too long writes a question under the next
-number; the watchers of ranks that make no progress, or look once in a while, find it and write their reports; one rank
-writes the verdict. Keys are counted by worlds of the process, so that a job that ends one and begins another does not
-read old ones.
+[Note: questions] No rank writes while training proceeds. A rank that waits too long writes a question under the next
+number. The watchers of ranks that make no progress find it, the others look once in a while; they write reports, and
+one rank writes the verdict. Keys contain the number of the process's world, so that a second world does not read those
+of the first.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import select
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch.distributed as td
@@ -34,17 +35,23 @@ def _inner(store: Any) -> Any:
     return store
 
 
-def suits() -> bool:
-    """Whether this job's ranks have a store in common: not one process, nor torch's pretended ranks."""
+def has_shared_store() -> bool:
+    """Whether this job has several ranks with a common store; torch's fake backend has not."""
     if td.get_world_size() < 2 or td.get_backend() == "fake":
         return False
     return isinstance(_inner(c10d._get_default_store()), (TCPStore, FileStore))
 
 
-def store_home() -> tuple[str, int] | None:
+def store_address() -> tuple[str, int] | None:
     """Address and port of the store; None where it is a file."""
     inner = _inner(c10d._get_default_store())
     return (inner.host, inner.port) if isinstance(inner, TCPStore) else None
+
+
+def connect() -> Any:
+    """A new connection to the job's store, where torch can make one."""
+    shared: Any = c10d._get_default_store()
+    return shared.clone() if hasattr(shared, "clone") else shared
 
 
 class WatchStore:
@@ -52,26 +59,31 @@ class WatchStore:
 
     def __init__(self, world: int) -> None:
         shared: Any = c10d._get_default_store()
-        home = store_home()
+        address = store_address()
         self._sentinel: socket.socket | None = None
         try:
-            if home is not None:
-                # A connection on which nothing is said: its end means that the store has ended. To find that out by
-                # using the store would fill the log with torch's traces.
-                self._sentinel = socket.create_connection(home, timeout=_CONNECT)
-            self._store: Any = shared.clone() if home is not None and hasattr(shared, "clone") else shared
+            if address is not None:
+                # An idle connection: its end means that the store has ended. To find that out by using the store would
+                # fill the log with torch's traces.
+                self._sentinel = socket.create_connection(address, timeout=_CONNECT)
+            self._store: Any = shared if address is None else connect()
         except (OSError, RuntimeError) as error:
             raise StoreGone(str(error).splitlines()[0]) from error
         self._root = f"deepspeed/hangs/{world}"
         self._seen = 0
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Release the connection."""
         if self._sentinel is not None:
             self._sentinel.close()
         self._store = None
 
-    def alive(self) -> bool:
+    @property
+    def shared(self) -> Any:
+        """The connection, where it is one that no other code blocks; else None."""
+        return None if self._sentinel is None else self._store
+
+    def _alive(self) -> bool:
         """False once the store's process has closed its end."""
         if self._sentinel is None:
             return True
@@ -79,32 +91,31 @@ class WatchStore:
         look.register(self._sentinel, select.POLLIN | select.POLLHUP)
         return not look.poll(0)
 
-    def _use(self) -> Any:
-        if not self.alive():
+    @contextlib.contextmanager
+    def use(self) -> Iterator[Any]:
+        """torch's store; StoreGone instead of its errors."""
+        if not self._alive():
             raise StoreGone("its process has ended")
-        return self._store
+        try:
+            yield self._store
+        except RuntimeError as error:
+            raise StoreGone(str(error).splitlines()[0]) from error
 
     def set(self, key: str, value: str) -> None:
         """Write a key."""
-        try:
-            self._use().set(f"{self._root}/{key}", value)
-        except RuntimeError as error:
-            raise StoreGone(str(error).splitlines()[0]) from error
+        with self.use() as store:
+            store.set(f"{self._root}/{key}", value)
 
     def find(self, key: str) -> bytes | None:
         """A key's value, None if there is none."""
-        try:
-            store, full = self._use(), f"{self._root}/{key}"
+        with self.use() as store:
+            full = f"{self._root}/{key}"
             return store.get(full) if store.check([full]) else None
-        except RuntimeError as error:
-            raise StoreGone(str(error).splitlines()[0]) from error
 
     def add(self, key: str) -> int:
         """Count one more under a key."""
-        try:
-            return int(self._use().add(f"{self._root}/{key}", 1))
-        except RuntimeError as error:
-            raise StoreGone(str(error).splitlines()[0]) from error
+        with self.use() as store:
+            return int(store.add(f"{self._root}/{key}", 1))
 
     # --- questions -----------------------------------------------------------------------------------------------
 
@@ -125,11 +136,11 @@ class WatchStore:
     # --- reports -------------------------------------------------------------------------------------------------
 
     def publish(self, report: RankReport) -> None:
-        """Tell how this rank is; in place of what it told before."""
+        """Write this rank's report, in place of its last one."""
         self.set(f"report/{report.rank}", as_text(report))
 
     def reports(self, ranks: Iterable[int]) -> dict[int, RankReport]:
-        """The newest reports of those ranks that gave one."""
+        """The newest reports of these ranks, as far as there are any."""
         found = {}
         for rank in ranks:
             raw = self.find(f"report/{rank}")

@@ -73,7 +73,7 @@ def positions() -> dict[str, int]:
     return found
 
 
-def insides(finders: Mapping[CodeType, Finder]) -> list[ActiveCall]:
+def active_calls(finders: Mapping[CodeType, Finder]) -> list[ActiveCall]:
     """What each thread of this process is inside of, the main thread's first; `finders` know frames of ours."""
     # Source files are read once the frames are let go of: whoever holds a frame keeps alive what was in it.
     return [_placed(one, lines) for one, lines in _looked(finders)]
@@ -140,7 +140,7 @@ def _raw(ident: int, frame: FrameType) -> ActiveCall | None:
     return ActiveCall(key, call, ranks, td.get_backend(group), "", None)
 
 
-def failed_inside(error: BaseException, finders: Mapping[CodeType, Finder]) -> ActiveCall | None:
+def failed_call(error: BaseException, finders: Mapping[CodeType, Finder]) -> ActiveCall | None:
     """The call of torch.distributed that raised this; None if there is none, or if it was made by an operation of ours.
 
     For the thread that caught it, in which the frames of the error still are."""

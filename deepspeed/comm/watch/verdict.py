@@ -86,17 +86,17 @@ def _blame(wait: WaitingCall, reports: Mapping[int, RankReport], over: bool) -> 
     call = wait.call
     if call.p2p:
         return _blame_peers(wait, reports, over)
-    apart = _apart(wait, reports)
+    differing = _differing(wait, reports)
     found = []
     for rank in wait.ranks:
         report = reports.get(rank)
         finding = _absent(rank, report, call)
-        if finding is None and rank not in apart and report is not None:
+        if finding is None and rank not in differing and report is not None:
             finding = _late(report, call, over)
         if finding is not None:
             found.append(finding)
-    if apart:
-        found.insert(0, _difference(apart))
+    if differing:
+        found.insert(0, _difference(differing))
     return found
 
 
@@ -185,7 +185,7 @@ def _meaning(call: CollectiveCall) -> tuple[object, ...]:
     return (name, *sized, call.peer if name in _ROOTED else None)
 
 
-def _apart(wait: WaitingCall, reports: Mapping[int, RankReport]) -> dict[int, CollectiveCall]:
+def _differing(wait: WaitingCall, reports: Mapping[int, RankReport]) -> dict[int, CollectiveCall]:
     """The calls of all ranks at the first number where they differ; empty where none does."""
     call = wait.call
     by_number: dict[int, dict[int, CollectiveCall]] = {}

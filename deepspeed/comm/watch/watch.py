@@ -1,4 +1,4 @@
-"""The watch of this process: a watcher for each world, from its first operation to its end, and the ways in and out."""
+"""`Watch`: one watcher per world, from its first operation to its end."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from deepspeed.comm.records import Entry
 from deepspeed.comm.watch.neighbours import Stacks, supported
 from deepspeed.comm.watch.report import WaitingCall, call_of
 from deepspeed.comm.watch.settings import HangSettings, limit_group, limit_groups
-from deepspeed.comm.watch.store import suits
-from deepspeed.comm.watch.threads import Finder, failed_inside, here, place_of_error
+from deepspeed.comm.watch.store import connect, has_shared_store
+from deepspeed.comm.watch.threads import Finder, failed_call, here, place_of_error
 from deepspeed.comm.watch.verdict import NO_VERDICT, HangVerdict
-from deepspeed.comm.watch.watcher import Watcher
+from deepspeed.comm.watch.watcher import Answering, Watcher
 from deepspeed.errors import CommError
 
 _TIMEOUTS = ("timed out", "timeout", "time out")
 _LOSSES = (*_TIMEOUTS, "connection", "closed", "reset by", "broken pipe", "socket", "aborted")
-_FAREWELL = 2.0  # seconds that the end of a world or a program waits for its last words to be told
+_END_WAIT = 2.0  # seconds that the end of a world or a program waits until its reason is written
 
 
 def is_loss(error: BaseException) -> bool:
@@ -46,8 +46,8 @@ def is_timeout(error: BaseException) -> bool:
 class Watch:
     """`begin` when a world is first used, `end` with it; `explain` what failed.
 
-    `entries` are the recorded operations, oldest first; `finders` know, for frames of ours, in which one they are;
-    `noting` is given the function that writes down each operation, or None.
+    `entries` are the recorded operations, oldest first. `finders` tell for frames of this package which operation they
+    run. `noting` receives the function that logs each operation, or None.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Watch:
         self._worlds = 0
         self._stacks: Stacks | None = None
         self._ending: list[Watcher] = []
-        self._foreign = _Foreign(self)
+        self._torch_errors = _TorchErrors(self)
         os.register_at_fork(after_in_child=self._forked)
         atexit.register(self._at_exit)
 
     @property
     def running(self) -> bool:
         """Whether a world is being watched."""
-        return self._watcher is not None
+        return self._watcher is not None and self._settings.enabled
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The other ranks of this host that can be looked at from here, as far as they are known by now."""
+        """The other ranks of this host that this one can examine, as far as they are known by now."""
         return () if self._watcher is None else self._watcher.neighbours
 
     @property
@@ -86,17 +86,21 @@ class Watch:
 
     def configure(self, settings: HangSettings) -> None:
         """Watch as the config says from now on."""
+        switched = settings.enabled != self._settings.enabled
+        answering = self._watcher.answering() if self._watcher is not None and switched else []
         self._settings = settings
-        if not settings.enabled:
+        if switched:
             self.end("")
+        if not (td.is_available() and td.is_initialized()):
             return
-        if td.is_available() and td.is_initialized():
-            if settings.timeout is not None:
-                limit_groups(settings.timeout)
-            if self._watcher is None:
-                self._start()
-            else:
-                self._watcher.settings = settings
+        if settings.enabled and settings.timeout is not None:
+            limit_groups(settings.timeout)
+        if self._watcher is not None:
+            self._watcher.settings = settings
+        elif settings.enabled:
+            self._start()
+        for one in answering:
+            self.let_answer(one)
 
     def begin(self, group: Any) -> None:
         """A group is used for the first time: the world is watched from now on, if it is not yet."""
@@ -105,23 +109,37 @@ class Watch:
         if self._watcher is None and self._settings.enabled:
             self._start()
 
+    def let_answer(self, one: Answering) -> None:
+        """Let the watcher's thread call `one.answer` until `one` or the world ends, also with hangs not watched."""
+        if self._watcher is None:
+            self._start()
+        if self._watcher is not None:
+            self._watcher.let_answer(one)
+
+    def connection(self) -> Any:
+        """A connection to the job's store on which no other code blocks: the watcher's, or a new one."""
+        held = None if self._watcher is None else self._watcher.connection
+        return connect() if held is None else held
+
     def _start(self) -> None:
-        if not suits():
+        if not has_shared_store():
             return
         self._worlds += 1
-        if self._stacks is None and supported():
+        if self._settings.enabled and self._stacks is None and supported():
             self._stacks = Stacks()
-        self._watcher = Watcher(self._worlds, self._entries, self._finders, self._settings, self._stacks)
-        if self._watcher.box is not None:
-            self._noting(self._watcher.box.note)
-        c10d_logger._c10d_logger.addHandler(self._foreign)
+        stacks = self._stacks if self._settings.enabled else None
+        self._watcher = Watcher(self._worlds, self._entries, self._finders, self._settings, stacks)
+        if self._watcher.call_log is not None:
+            self._noting(self._watcher.call_log.note)
+        if self._settings.enabled:
+            c10d_logger._c10d_logger.addHandler(self._torch_errors)
 
     def end(self, words: str = "has left torch.distributed (destroy_process_group)") -> None:
-        """The world ends; the others are told `words`."""
+        """The world ends, which the others learn in these `words`."""
         watcher, self._watcher = self._watcher, None
         if watcher is not None:
             self._noting(None)
-            c10d_logger._c10d_logger.removeHandler(self._foreign)
+            c10d_logger._c10d_logger.removeHandler(self._torch_errors)
             watcher.end(words)
             self._ending = [one for one in self._ending if one.alive]
             self._ending.append(watcher)
@@ -129,21 +147,21 @@ class Watch:
     def join(self) -> None:
         """Wait for watchers that end: a thread in the middle of a call must not meet an interpreter that is gone."""
         for watcher in self._ending:
-            watcher.join(_FAREWELL)
+            watcher.join(_END_WAIT)
 
     def explain(self, entry: Entry, error: Exception) -> HangVerdict:
         """Who kept this operation from completing, in sentences."""
-        if self._watcher is None or not is_loss(error) or len(entry[2].ranks) < 2:
+        if self._watcher is None or not self.running or not is_loss(error) or len(entry[2].ranks) < 2:
             return NO_VERDICT
         return self._watcher.explain(
             WaitingCall(call_of(entry), entry[2].ranks, self._waited(entry[2].name, error), here())
         )
 
-    def explain_foreign(self, error: BaseException) -> str:
+    def explain_torch_call(self, error: BaseException) -> str:
         """The same for a call of torch.distributed that the script made itself."""
         if self._watcher is None or not is_loss(error):
             return ""
-        found = failed_inside(error, self._finders)
+        found = failed_call(error, self._finders)
         if found is None or len(found.ranks) < 2:
             return ""
         waited = self._waited(found.call.group, error)
@@ -161,14 +179,14 @@ class Watch:
         if self._watcher is not None:
             self._watcher = None
             self._noting(None)
-            c10d_logger._c10d_logger.removeHandler(self._foreign)
+            c10d_logger._c10d_logger.removeHandler(self._torch_errors)
 
     def _at_exit(self) -> None:
-        self.end(_last_words())
+        self.end(_reason_of_end())
         self.join()
 
 
-def _last_words() -> str:
+def _reason_of_end() -> str:
     """Why the program ends: torch and Python keep the error that ends it."""
     error = getattr(sys, "last_value", None)
     if isinstance(error, BaseException):
@@ -178,8 +196,8 @@ def _last_words() -> str:
     return "has finished its program; has its loader fewer batches, or does it leave a loop earlier?"
 
 
-class _Foreign(logging.Handler):
-    """Hears from torch's own log of failed calls, in the thread they fail in, and raises what the watch knows instead.
+class _TorchErrors(logging.Handler):
+    """Receives torch's log of failed calls, in the thread that failed, and raises what the watch knows instead.
 
     A call that succeeds costs nothing.
     """
@@ -192,6 +210,6 @@ class _Foreign(logging.Handler):
         """Replace the error that is being handled by one that says who is at fault."""
         error = sys.exc_info()[1]
         if error is not None and isinstance(record.msg, dict) and "error" in record.msg:
-            text = self._watch.explain_foreign(error)
+            text = self._watch.explain_torch_call(error)
             if text:
                 raise CommError(text) from error

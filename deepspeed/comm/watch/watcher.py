@@ -1,11 +1,11 @@
 """The thread that watches one world: it looks at this process, answers other ranks, asks them when something hangs.
 
-[Note: the watcher] It sleeps for a second and looks whether collectives were begun; where none was for a while, at the
-stacks of the threads (`look`). As long as they move, that is all. A thread that stays inside one call longer than
-`warn_after` is a reason to ask the other ranks, and to warn who is late. When the call fails, the thread that it fails
-in hands it over and waits for the verdict. One rank, the first that claims it, collects reports and decides; the others
-hear the decision. All use of the store is in this thread, because a store that is stopped or cut off answers never: who
-waits for this thread waits `patience` seconds.
+[Note: the watcher] Once a second it looks whether collectives were begun, and if none was for a while, at the stacks of
+the threads. As long as they change, that is all. If a thread stays inside a call for longer than `warn_after`, it asks
+the other ranks and warns which one is late. When the call fails, the failing thread passes it to the watcher and
+waits for the verdict. The first rank that claims the incident collects reports and decides; the others read the
+decision. Only this thread uses the store, because a store that is stopped or cut off never answers: other threads wait
+`patience` seconds for this one. Where hangs are not watched, the thread only answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as td
 from torch.distributed import distributed_c10d as c10d
@@ -28,12 +28,12 @@ from torch.distributed import distributed_c10d as c10d
 from deepspeed.comm.records import Entry
 from deepspeed.comm.verdict_pipe import tell_launcher
 from deepspeed.comm.watch.call_log import CallLog
-from deepspeed.comm.watch.inquiry import Inquiry, ReportBuilder, incident_of, judge_by_eye, write_stacks
+from deepspeed.comm.watch.inquiry import Inquiry, ReportBuilder, incident_of, judge_locally, write_stacks
 from deepspeed.comm.watch.neighbours import Neighbours, Stacks, host_name
 from deepspeed.comm.watch.report import WaitingCall
 from deepspeed.comm.watch.settings import HangSettings, seconds_of
-from deepspeed.comm.watch.store import StoreGone, WatchStore, store_home
-from deepspeed.comm.watch.threads import ActiveCall, Finder, insides, interrupt, last_launched, positions
+from deepspeed.comm.watch.store import StoreGone, WatchStore, store_address
+from deepspeed.comm.watch.threads import ActiveCall, Finder, active_calls, interrupt, last_launched, positions
 from deepspeed.comm.watch.verdict import NO_VERDICT, HangVerdict
 from deepspeed.log import logger
 
@@ -56,13 +56,23 @@ class _Failed:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """The watch ends; `words` are told to the others unless empty."""
+    """The watch ends; `words` tell the others why, unless empty."""
 
     words: str
 
 
+class Answering(Protocol):
+    """An object that answers other ranks in the watcher's thread."""
+
+    wait: float
+    """Seconds in which it has to answer."""
+
+    def answer(self, store: Any, /) -> None:
+        """Look in torch's store for a question and answer it."""
+
+
 class Watcher:
-    """One world's watcher. `box` holds what this rank entered, None where the system has no memory files."""
+    """One world's watcher. `call_log` holds what this rank entered, None where the system has no memory files."""
 
     def __init__(
         self,
@@ -73,18 +83,18 @@ class Watcher:
         stacks: Stacks | None,
     ) -> None:
         self.settings = settings
-        self.box = None if stacks is None else CallLog()
+        self.call_log = None if stacks is None else CallLog()
         self._stacks = stacks
         self.rank = td.get_rank()
         self._number = number
         self._finders = finders
         self._world: Any = weakref.ref(td.GroupMember.WORLD)
-        self._home = store_home()
+        self._address = store_address()
         self._jobs: queue.SimpleQueue[_Failed | _End] = queue.SimpleQueue()
         self._entries = entries
-        self._witness = ReportBuilder(self.rank, entries, None)
+        self._reporter = ReportBuilder(self.rank, entries, None)
         self._since: dict[tuple[Any, ...], float] = {}
-        self._told: set[tuple[Any, ...]] = set()
+        self._reported: set[tuple[Any, ...]] = set()
         self._signature: object = None
         self._counted: dict[str, int] = {}
         self._counted_at = time.monotonic()
@@ -93,10 +103,11 @@ class Watcher:
         self._alert = 0.0  # until when a verdict is expected
         self._asked = 0
         self._silent_at = math.inf  # when neighbours that have not answered are looked at
-        self._heard: dict[str, Any] | None = None
+        self._found: dict[str, Any] | None = None
         self._used: set[str] = set()  # incidents whose verdicts this rank has raised
-        self._given = ("", 0)  # the incident that this rank decided last, and how many ranks have to hear of it
-        self._mailbox: WatchStore | None = None
+        self._decided = ("", 0)  # the incident that this rank decided last, and how many ranks have to hear of it
+        self._store: WatchStore | None = None
+        self._answering: tuple[weakref.ref[Answering], ...] = ()
         self._thread = threading.Thread(target=self._live, name="deepspeed-hangs", daemon=True)
         self._thread.start()
 
@@ -108,7 +119,7 @@ class Watcher:
         self._jobs.put(failed)
         if failed.done.wait(self.settings.patience + _MORE):
             return failed.verdict
-        return self._judged_by_eye(wait, "has not answered")
+        return self._judged_locally(wait, "has not answered")
 
     def limit(self, group: str) -> float:
         """Seconds that an operation of this group may take."""
@@ -117,8 +128,22 @@ class Watcher:
     @property
     def neighbours(self) -> tuple[int, ...]:
         """Other ranks of this host whose boxes are open here."""
-        found = self._witness.neighbours
+        found = self._reporter.neighbours
         return () if found is None else tuple(found.found)
+
+    @property
+    def connection(self) -> Any:
+        """This watcher's connection to the job's store; None where it has none of its own."""
+        store = self._store
+        return None if store is None else store.shared
+
+    def let_answer(self, one: Answering) -> None:
+        """Call `one.answer` often enough from now on, as long as `one` exists."""
+        self._answering = (*map(weakref.ref, self.answering()), weakref.ref(one))
+
+    def answering(self) -> list[Answering]:
+        """The objects that answer."""
+        return [one for one in (reference() for reference in self._answering) if one is not None]
 
     @property
     def alive(self) -> bool:
@@ -126,9 +151,9 @@ class Watcher:
         return self._thread.is_alive()
 
     def end(self, words: str = "") -> None:
-        """Stop soon; others are told `words`."""
-        if words and self.box is not None:
-            self.box.say(words)
+        """Stop soon, and leave `words` for the others."""
+        if words and self.call_log is not None:
+            self.call_log.write_end(words)
         self._jobs.put(_End(words))
 
     def join(self, wait: float) -> None:
@@ -146,23 +171,23 @@ class Watcher:
                 job.verdict = self._explained(job.wait)
                 job.done.set()
                 with self._lost_store():
-                    self._linger()
+                    self._wait_for_readers()
             elif self._world() is not td.GroupMember.WORLD:
                 break  # ended behind our back
-            elif self._mailbox is not None:
+            elif self._store is not None:
                 with self._lost_store():
                     self._tick()
         with self._lost_store():
-            if isinstance(job, _End) and job.words and self._mailbox is not None:
-                self._mailbox.publish(replace(self._witness.report(0, ()), ended=job.words))
+            if isinstance(job, _End) and job.words and self._store is not None:
+                self._store.publish(replace(self._reporter.report(0, ()), ended=job.words))
         self._lose()
 
     def _open(self) -> None:
         with self._lost_store():
-            mailbox = self._mailbox = WatchStore(self._number)
-            mailbox.set(f"hello/{self.rank}", host_name())
-            if self.box is not None and self._stacks is not None:
-                self._witness.neighbours = Neighbours(mailbox, self.rank, self.box, self._stacks)
+            store = self._store = WatchStore(self._number)
+            store.set(f"hello/{self.rank}", host_name())
+            if self.call_log is not None and self._stacks is not None:
+                self._reporter.neighbours = Neighbours(store, self.rank, self.call_log, self._stacks)
 
     @contextlib.contextmanager
     def _lost_store(self) -> Iterator[None]:
@@ -174,14 +199,14 @@ class Watcher:
             self._lose()
 
     def _lose(self) -> None:
-        if self._mailbox is not None:
-            self._mailbox.close()
-            self._mailbox = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
 
     def _next(self) -> _Failed | _End | None:
         expecting = time.monotonic() < self._alert or self._settling()
         try:
-            return self._jobs.get(timeout=min(_QUICK if expecting else _TICK, self._shortest() / 8))
+            return self._jobs.get(timeout=min(_QUICK if expecting else _TICK, self._soonest() / 8))
         except queue.Empty:
             return None
 
@@ -189,14 +214,21 @@ class Watcher:
         """Whether ranks of this host may still have to find each other."""
         here = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or ""
         known = len(self.neighbours) + 1 >= (int(here) if here.isdigit() else td.get_world_size())
-        return not known and self._witness.neighbours is not None and time.monotonic() < self._began + _SETTLING
+        return not known and self._reporter.neighbours is not None and time.monotonic() < self._began + _SETTLING
 
     def _shortest(self) -> float:
-        """Seconds until something has to be noticed."""
+        """Seconds until a hang has to be noticed."""
         timeout = self.settings.timeout or seconds_of(td.GroupMember.WORLD)
         return min(timeout, 2 * self.settings.warns_after(timeout))
 
+    def _soonest(self) -> float:
+        """Seconds until something has to be noticed or answered."""
+        return min([self._shortest(), *(one.wait for one in self.answering())])
+
     def _tick(self) -> None:
+        if not self.settings.enabled:
+            self._answer()
+            return
         now = time.monotonic()
         counted = positions()
         if counted != self._counted:
@@ -204,20 +236,20 @@ class Watcher:
         # Frames keep alive what is in them, and a busy machine may take the processor from this thread while it has
         # some: threads are looked at only where nothing has begun for a while.
         still = now - self._counted_at >= self._shortest() / 8
-        found = insides(self._finders) if still else []
+        found = active_calls(self._finders) if still else []
         launched = last_launched(self._entries())
         began = {one.key: self._counted_at if one in found else now for one in (*found, *launched)}
         self._since = {key: self._since.get(key, since) for key, since in began.items()}
-        self._told &= self._since.keys() | {("gave up", key) for key in self._since}
+        self._reported &= self._since.keys() | {("gave up", key) for key in self._since}
         signature = (counted, [one.key for one in found])
         moved, self._signature = signature != self._signature, signature
-        neighbours = self._witness.neighbours
-        if not moved or now < self._alert or self._settling() or now - self._looked > self._shortest() / 4:
+        neighbours = self._reporter.neighbours
+        if not moved or now < self._alert or self._settling() or now - self._looked > self._soonest() / 4:
             self._looked = now
             if neighbours is not None:
-                neighbours.look_around()
+                neighbours.find_new()
             self._serve()
-            self._hear()
+            self._read_verdict()
         for one in (*found, *launched):
             self._warn(one, now - self._since[one.key])
         for one in launched:
@@ -226,7 +258,8 @@ class Watcher:
     def _waits(self, extra: WaitingCall | None = None) -> list[WaitingCall]:
         now = time.monotonic()
         found = [
-            WaitingCall(i.call, i.ranks, now - self._since.get(i.key, now), i.place) for i in insides(self._finders)
+            WaitingCall(i.call, i.ranks, now - self._since.get(i.key, now), i.place)
+            for i in active_calls(self._finders)
         ]
         if extra is not None and not extra.call.launched:
             same = [wait.seconds for wait in found if wait.call.key == extra.call.key]
@@ -238,42 +271,49 @@ class Watcher:
 
     def _serve(self, extra: WaitingCall | None = None) -> None:
         """Answer what other ranks ask; `extra` is a wait of this rank that its stacks no longer show."""
-        mailbox = self._mailbox
-        if mailbox is None:
+        store = self._store
+        if store is None:
             raise StoreGone("it was lost before")
-        for number, question in mailbox.questions():
+        self._answer()
+        for number, question in store.questions():
             self._asked = number
             stacks = write_stacks(self.settings.folder, question["stacks"], self.rank)
-            mailbox.publish(self._witness.report(number, self._waits(extra), stacks))
+            store.publish(self._reporter.report(number, self._waits(extra), stacks))
             if question["over"]:
                 now = time.monotonic()
                 self._alert = now + self.settings.patience + 3.0
                 self._silent_at = now + self.settings.patience * 0.6
         if time.monotonic() > self._silent_at:
             self._silent_at = math.inf
-            self._tell_of_silent(mailbox, extra)
+            self._report_silent(store, extra)
 
-    def _tell_of_silent(self, mailbox: WatchStore, extra: WaitingCall | None) -> None:
-        """Ranks of this host that did not answer either are told of by us."""
-        neighbours = self._witness.neighbours
+    def _answer(self) -> None:
+        if self._store is not None:
+            with self._store.use() as store:
+                for one in self.answering():
+                    one.answer(store)
+
+    def _report_silent(self, store: WatchStore, extra: WaitingCall | None) -> None:
+        """Report the ranks of this host that did not answer either."""
+        neighbours = self._reporter.neighbours
         if neighbours is None:
             return
-        told = mailbox.reports(neighbours.found)
-        silent = [rank for rank in neighbours.found if rank not in told or told[rank].asked < self._asked]
+        reports = store.reports(neighbours.found)
+        silent = [rank for rank in neighbours.found if rank not in reports or reports[rank].asked < self._asked]
         if silent:
-            own = self._witness.report(self._asked, self._waits(extra))
+            own = self._reporter.report(self._asked, self._waits(extra))
             seen = {rank: neighbours.found[rank].report(silent=True) for rank in silent}
-            mailbox.publish(replace(own, seen={**own.seen, **seen}))
+            store.publish(replace(own, seen={**own.seen, **seen}))
 
-    def _hear(self) -> None:
-        """Take note of the newest verdict: the store may end with the rank that gave it."""
-        if self._mailbox is None or time.monotonic() > self._alert:
+    def _read_verdict(self) -> None:
+        """Keep the newest verdict: the store may end with the rank that gave it."""
+        if self._store is None or time.monotonic() > self._alert:
             return
-        found = self._mailbox.verdict()
+        found = self._store.verdict()
         if found is not None and self._is_news(found):
-            self._heard = found
+            self._found = found
             self._alert = 0.0
-            self._mailbox.add(f"heard/{found['incident']}")
+            self._store.add(f"read/{found['incident']}")
 
     def _is_news(self, verdict: dict[str, Any]) -> bool:
         """A verdict explains what fails soon after it, as ranks that gave up end and break connections."""
@@ -284,108 +324,108 @@ class Watcher:
     # --- questions -----------------------------------------------------------------------------------------------
 
     def _warn(self, one: ActiveCall, age: float) -> None:
-        """Tell of a call that takes long, once, on one rank."""
+        """Warn about a call that takes long, once, on one rank."""
         if (
             age < self.settings.warns_after(self.limit(one.call.group))
-            or one.key in self._told
-            or self._mailbox is None
+            or one.key in self._reported
+            or self._store is None
         ):
             return
-        self._told.add(one.key)
+        self._reported.add(one.key)
         wait = WaitingCall(one.call, one.ranks, age, one.place)
-        if self._mailbox.add(f"warned/{incident_of(wait)}") == 1:
+        if self._store.add(f"warned/{incident_of(wait)}") == 1:
             found = self._inquiry(hurry=True).decide(wait, over=False)
             # What was launched may well be done: only a rank that is behind shows that it is not.
-            still = [*insides(self._finders), *(last_launched(self._entries()) if found["ranks"] else ())]
+            still = [*active_calls(self._finders), *(last_launched(self._entries()) if found["ranks"] else ())]
             # A call that has failed meanwhile cut the inquiry short, and gets a verdict of its own.
             if one.key in {other.key for other in still} and self._jobs.empty():
                 logger.warning("%s has not completed for %.0f s: %s", one.call, age, found["text"])
 
     def _give_up(self, one: ActiveCall, age: float) -> None:
-        """End what a device would wait for until torch ends the process without a word."""
+        """End what a device would wait for until torch ends the process without a message."""
         limit, key = self.limit(one.call.group), ("gave up", one.key)
-        if age < limit - min(limit / 10, _BEFORE_TORCH) or key in self._told or self._mailbox is None:
+        if age < limit - min(limit / 10, _BEFORE_TORCH) or key in self._reported or self._store is None:
             return
-        self._told.add(key)
+        self._reported.add(key)
         wait = WaitingCall(one.call, one.ranks, age, one.place)
         if self._inquiry(hurry=True).decide(wait, over=False)["ranks"]:
             interrupt(f"{one.call} did not complete: {self._explained(wait).text}")
-            self._linger()
+            self._wait_for_readers()
 
     def _inquiry(self, *, hurry: bool) -> Inquiry:
-        assert self._mailbox is not None, "there is a store"
+        assert self._store is not None, "there is a store"
         stop = (lambda: not self._jobs.empty()) if hurry else (lambda: False)
-        return Inquiry(self._mailbox, self._witness, self.settings.patience, self._serve, stop)
+        return Inquiry(self._store, self._reporter, self.settings.patience, self._serve, stop)
 
     def _explained(self, wait: WaitingCall) -> HangVerdict:
         found = None
         with self._lost_store():
             found = self._asked_for(wait)
         if found is None:
-            return self._judged_by_eye(wait, "is gone")
+            return self._judged_locally(wait, "is gone")
         verdict = HangVerdict(tuple(found["ranks"]), found["text"])
         tell_launcher(self.rank, verdict.ranks, verdict.text)
         return verdict
 
-    def _judged_by_eye(self, wait: WaitingCall, store: str) -> HangVerdict:
-        found = judge_by_eye(wait, self._witness.report(0, [wait]), self._witness)
+    def _judged_locally(self, wait: WaitingCall, store: str) -> HangVerdict:
+        found = judge_locally(wait, self._reporter.report(0, [wait]), self._reporter)
         tell_launcher(self.rank, found.ranks, found.text)
         return replace(found, text=f"{found.text}{self._store_words(store)}")
 
     def _asked_for(self, wait: WaitingCall) -> dict[str, Any] | None:
-        """The verdict, by whoever gives it: heard already, given by another rank, or ours."""
-        mailbox = self._mailbox
-        if mailbox is None:
+        """The verdict: read already, given by another rank, or our own."""
+        store = self._store
+        if store is None:
             return self._known()
-        newest = mailbox.verdict()
+        newest = store.verdict()
         if newest is not None and self._is_news(newest):
-            self._heard = newest
+            self._found = newest
         if (known := self._known()) is not None:
             return known
         incident = incident_of(wait)
-        if mailbox.add(f"claim/{incident}") == 1:
+        if store.add(f"claim/{incident}") == 1:
             found = self._inquiry(hurry=False).decide(wait, over=True)
-            mailbox.decide(incident, found)
+            store.decide(incident, found)
             self._used.add(incident)
-            self._given = (incident, found["answered"])
+            self._decided = (incident, found["answered"])
             return found
         until = time.monotonic() + self.settings.patience + _MORE
-        while (other := mailbox.verdict(incident)) is None and time.monotonic() < until:
+        while (other := store.verdict(incident)) is None and time.monotonic() < until:
             self._serve(wait)
             time.sleep(_QUICK / 2)
         self._used.add(incident)
         if other is None:
             return self._inquiry(hurry=True).decide(wait, over=True)
-        mailbox.add(f"heard/{incident}")
+        store.add(f"read/{incident}")
         return other
 
     def _known(self) -> dict[str, Any] | None:
-        heard, self._heard = self._heard, None
-        if heard is None or not self._is_news(heard):
+        found, self._found = self._found, None
+        if found is None or not self._is_news(found):
             return None
-        self._used.add(heard["incident"])
-        return heard
+        self._used.add(found["incident"])
+        return found
 
-    def _linger(self) -> None:
-        """The rank that keeps the store stays until the others have heard: its end is the end of the store.
+    def _wait_for_readers(self) -> None:
+        """The rank that keeps the store stays until the others have read: its end is the end of the store.
 
         The end of the program waits for this thread, not much longer."""
-        (incident, answered), self._given = self._given, ("", 0)
+        (incident, answered), self._decided = self._decided, ("", 0)
         until = time.monotonic() + (1.5 if incident else 0.0)
-        while self.rank == 0 and self._home is not None and time.monotonic() < until and self._mailbox is not None:
+        while self.rank == 0 and self._address is not None and time.monotonic() < until and self._store is not None:
             self._serve()
-            if int(self._mailbox.find(f"heard/{incident}") or 0) >= answered - 1:
+            if int(self._store.find(f"read/{incident}") or 0) >= answered - 1:
                 return
             time.sleep(_QUICK / 2)
 
     def _store_words(self, state: str) -> str:
-        if self._home is None:
+        if self._address is None:
             return ""
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         keeper = "the launcher's agent" if agent else "rank 0"
         return (
-            f"; the job's store at {self._home[0]}:{self._home[1]}, which {keeper} keeps, {state}: that process has "
-            "ended or is stopped, or its host cannot be reached"
+            f"; the job's store at {self._address[0]}:{self._address[1]}, which {keeper} keeps, {state}: that process "
+            "has ended or is stopped, or its host cannot be reached"
         )
 
 

@@ -13,7 +13,7 @@ from deepspeed import comm as dist
 from deepspeed.comm.watch import HangSettings
 from deepspeed.comm.watch.inquiry import ReportBuilder
 from deepspeed.comm.watch.report import WaitingCall
-from deepspeed.comm.watch.threads import insides
+from deepspeed.comm.watch.threads import active_calls
 from tests.hanging import TIMEOUT, die_with_parent, linger, play
 from tests.harness import ranks
 
@@ -46,11 +46,11 @@ def enter_when_asked(rank):
     if rank == 1:
         asked, write = threading.Event(), ReportBuilder.report
 
-        def report(witness, number, waits, stacks=""):
+        def report(reporter, number, waits, stacks=""):
             asked.set()
-            while not (inside := insides(dist.dispatcher.watch._finders)):
+            while not (inside := active_calls(dist.dispatcher.watch._finders)):
                 threading.Event().wait(0.02)
-            return write(witness, number, [WaitingCall(one.call, one.ranks, 0.0, one.place) for one in inside], stacks)
+            return write(reporter, number, [WaitingCall(one.call, one.ranks, 0.0, one.place) for one in inside], stacks)
 
         ReportBuilder.report = report
         asked.wait()

@@ -191,7 +191,7 @@ def test_an_engine_and_its_config():
 @ranks(2)
 def test_threads_are_left_alone_while_collectives_go_on():
     """Whoever has a frame keeps alive what is in it, so that memory would be freed late."""
-    looks = mock.patch.object(watcher, "insides", return_value=[])
+    looks = mock.patch.object(watcher, "active_calls", return_value=[])
     counts = mock.patch.object(watcher, "positions", side_effect=threads.positions)
     with looks as looked, counts as counted:
         enough = torch.zeros(1)

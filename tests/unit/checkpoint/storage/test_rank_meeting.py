@@ -1,18 +1,45 @@
-"""Ranks as threads that meet in a store: everybody hears everybody, failures and absence reach all."""
+"""Ranks as threads that meet in a store: each gets all values; failures and absence are errors on all."""
 
+import contextlib
+import itertools
+import json
 import logging
 import math
 import threading
+from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from deepspeed.checkpoint.storage import rank_meeting
-from deepspeed.checkpoint.storage.rank_meeting import SingleRank, StoreExchange, default_exchange, on_all_ranks
+from deepspeed.checkpoint.storage.rank_meeting import (
+    SingleRank,
+    StoreExchange,
+    default_exchange,
+    is_ahead,
+    on_all_ranks,
+)
 from deepspeed.errors import CheckpointError
 from deepspeed.log import logger
 
 SHORT = 1.0  # seconds until a rank is given up; one that lives shows it eight times as often
+
+
+@contextlib.contextmanager
+def answers(*exchanges):
+    """Answer for these ranks, as the threads of their hang watches do."""
+    done = threading.Event()
+
+    def loop():
+        while not done.wait(0.02):
+            for exchange in exchanges:
+                exchange.answer(exchange.store)
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    yield
+    done.set()
+    thread.join()
 
 
 class Ranks:
@@ -42,8 +69,8 @@ class Ranks:
 
 def talk(rank, exchange):
     with exchange.meeting("saving") as meeting:
-        first = meeting.say({"rank": rank})
-        return first, meeting.say(f"text {rank}")
+        first = meeting.gather({"rank": rank})
+        return first, meeting.gather(f"text {rank}")
 
 
 def test_everybody_hears_everybody():
@@ -70,7 +97,7 @@ def test_two_exchanges_do_not_mix():
 
     def run(rank, which):
         with pairs[rank][which].meeting("saving") as meeting:
-            heard[rank, which] = meeting.say((rank, which))
+            heard[rank, which] = meeting.gather((rank, which))
 
     threads = [threading.Thread(target=run, args=(rank, which)) for rank in range(2) for which in range(2)]
     for thread in threads:
@@ -101,10 +128,10 @@ def test_slow_work_is_no_absence():
 
     def slow(rank, exchange):
         with exchange.meeting("saving") as meeting:
-            meeting.say(None)
+            meeting.gather(None)
             if rank == 1:
                 threading.Event().wait(2 * SHORT)
-            return meeting.say(rank)
+            return meeting.gather(rank)
 
     assert ranks.run(slow) == [[0, 1], [0, 1]]
 
@@ -115,10 +142,10 @@ def test_a_rank_that_leaves_is_noticed(leaver):
 
     def leave(rank, exchange):
         with exchange.meeting("saving") as meeting:
-            meeting.say(None)
+            meeting.gather(None)
             if rank == leaver:
                 raise KeyboardInterrupt
-            return meeting.say(rank)
+            return meeting.gather(rank)
 
     results = ranks.run(leave)
     assert isinstance(results.pop(leaver), KeyboardInterrupt)
@@ -149,66 +176,111 @@ def heard():
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rank_that_is_busy_is_waited_for(heard, late):
-    ranks = Ranks(2, wait=SHORT, answering=True)
+    ranks = Ranks(2, wait=SHORT, late=True)
 
     def act(rank, exchange):
         if rank == late:
             assert heard.waiting.wait(60)
         return talk(rank, exchange)
 
-    told = ranks.run(act)
+    with answers(*ranks.exchanges):
+        told = ranks.run(act)
     assert told[0] == told[1] == ([{"rank": 0}, {"rank": 1}], ["text 0", "text 1"])
-    for exchange in ranks.exchanges:
-        exchange.close()
 
 
 def test_a_rank_that_has_left_is_not_waited_for(monkeypatch):
-    """It answers still, but will not come again."""
+    """It still answers, but will not come again."""
     monkeypatch.setattr(rank_meeting, "PATIENCE", math.inf)
-    ranks = Ranks(2, wait=SHORT, answering=True)
+    ranks = Ranks(2, wait=SHORT, late=True)
 
     def act(rank, exchange):
         with exchange.meeting("saving") as meeting:
             if rank == 1:
                 raise KeyboardInterrupt
-            return meeting.say(rank)
+            return meeting.gather(rank)
 
-    told, interrupted = ranks.run(act)
+    with answers(*ranks.exchanges):
+        told, interrupted = ranks.run(act)
     assert "saving: rank 1 of 2 did not take part within 1 s" in str(told)
     assert isinstance(interrupted, KeyboardInterrupt)
-    for exchange in ranks.exchanges:
-        exchange.close()
 
 
-def test_a_rank_that_was_closed_is_not_waited_for(monkeypatch):
+@pytest.mark.parametrize("end", ["closed", "ahead", "silent"])
+def test_a_rank_that_will_not_come_is_not_waited_for(monkeypatch, end):
     monkeypatch.setattr(rank_meeting, "PATIENCE", math.inf)
-    ranks = Ranks(2, wait=SHORT, answering=True)
-    ranks.exchanges[1].close()
-    (told,) = ranks.run(talk, [0])
+    ranks = Ranks(2, wait=SHORT, late=True)
+    if end == "closed":
+        ranks.exchanges[1].close()
+    if end == "ahead":  # the second call is that of the rank that is asked
+        counts = itertools.chain([{"0": 4}], itertools.repeat({"0": 5}))
+        monkeypatch.setattr(rank_meeting, "positions", lambda: next(counts))
+    with answers(*(ranks.exchanges if end != "silent" else ())):
+        (told,) = ranks.run(talk, [0])
     assert "saving: rank 1 of 2 did not take part within 1 s" in str(told)
-    ranks.exchanges[0].close()
 
 
-def test_a_connection_is_made_at_the_first_meeting():
-    made = []
+def test_a_rank_answers_each_question_once():
+    ranks = Ranks(2, late=True)
+    store, exchange = ranks.store, ranks.exchanges[1]
+    before = store.num_keys()
+    exchange.answer(store)
+    assert store.num_keys() == before
+    store.add(f"{exchange.root}/asked/1", 1)
+    for _ in range(2):
+        exchange.answer(store)
+        assert json.loads(store.get(f"{exchange.root}/answer/1")) == [1, -1, {}]
+        store.set(f"{exchange.root}/answer/1", "[1, -1, {}]")
+    with answers(ranks.exchanges[0]):
+        ranks.run(talk)
+    store.add(f"{exchange.root}/asked/1", 1)
+    exchange.answer(store)
+    assert json.loads(store.get(f"{exchange.root}/answer/1")) == [2, 0, {}]
+
+
+def test_which_rank_is_ahead():
+    assert is_ahead({"0": 5, "3": 9}, {"0": 4})
+    assert is_ahead({"0": 4, "1": 8}, {"0": 4, "1": 7})
+    assert not is_ahead({"0": 4, "3": 9}, {"0": 4, "1": 2})
+    assert not is_ahead({}, {"0": 4})
+
+
+def test_a_rank_that_leaves_while_another_looks_does_not_block():
+    """Between the look whether its key exists and the read, the key goes."""
 
     class Store:
         def __init__(self):
             self.inner = dist.HashStore()
+            self.inner.set_timeout(timedelta(seconds=100))
 
         def __getattr__(self, name):
             return getattr(self.inner, name)
 
-        def clone(self):
-            made.append(self.inner.clone())
-            return made[-1]
+        def check(self, keys):
+            found = self.inner.check(keys)
+            for key in keys:
+                if "/alive/1" in key:
+                    self.inner.delete_key(key)
+            return found
 
-    exchange = StoreExchange(Store(), 0, 1, answering=True)
+    store = Store()
+    exchanges = [StoreExchange(store, rank, 2, wait=SHORT) for rank in range(2)]
+    store.set(f"{exchanges[0].root}/0/alive/1", "1")
+    with pytest.raises(CheckpointError, match="rank 1 of 2 did not take part"):
+        talk(0, exchanges[0])
+
+
+def test_a_connection_is_made_at_the_first_meeting():
+    store, made = dist.HashStore(), []
+
+    def connect():
+        made.append(store)
+        return store
+
+    exchange = StoreExchange(store, 0, 1, connect=connect)
     assert made == []
     for _ in range(2):
         talk(0, exchange)
     assert len(made) == 1
-    exchange.close()
 
 
 def test_a_failure_reaches_all():
@@ -251,7 +323,7 @@ def test_results_of_all():
 def test_alone():
     assert isinstance(default_exchange(), SingleRank)
     with SingleRank().meeting("saving") as meeting:
-        assert meeting.say((1, "a")) == [[1, "a"]]
+        assert meeting.gather((1, "a")) == [[1, "a"]]
         with pytest.raises(CheckpointError, match=r"saving failed\. rank 0: full"):
             on_all_ranks(meeting, "saving", fail)
 

@@ -1,4 +1,4 @@
-"""Boxes: what was written is read, also by others, also when it is more than fits."""
+"""Call logs: what was written is read, also by others, also when it is more than fits."""
 
 import os
 import sys
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from deepspeed.comm.operations import OPERATIONS
 from deepspeed.comm.records import GroupRecord
 from deepspeed.comm.watch import call_log
-from deepspeed.comm.watch.call_log import SIZE, SLOTS, CallLog, members, opened, read_calls, read_last_words
+from deepspeed.comm.watch.call_log import SIZE, SLOTS, CallLog, open_log, progress_of, read_calls, read_end
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="needs memory files")
 WORLD = GroupRecord("world", (0, 1), 0, "gloo", {})
@@ -37,7 +37,7 @@ def test_the_last_calls_are_read_in_order(calls):
     mine = CallLog()
     for number, (op, shape, label) in enumerate(calls, 1):
         mine.note(an_entry(number, op, shape, label))
-    theirs = opened(f"/proc/self/fd/{mine.fd}")
+    theirs = open_log(f"/proc/self/fd/{mine.fd}")
     found = read_calls(theirs)
     kept = list(enumerate(calls, 1))[-SLOTS:]
     assert [(call.sequence, call.op, call.label) for call in found] == [(n, op, label) for n, (op, _, label) in kept]
@@ -50,7 +50,7 @@ def test_descriptions_that_do_not_fit_are_left_out():
     mine = CallLog()
     for number in range(1, SIZE // 100):
         mine.note(an_entry(number, label=f"a label of its own, number {number}"))
-    theirs = opened(f"/proc/self/fd/{mine.fd}")
+    theirs = open_log(f"/proc/self/fd/{mine.fd}")
     assert read_calls(theirs) == []
     mine.note(an_entry(SIZE, label="a label of its own, number 1"))
     assert [call.sequence for call in read_calls(theirs)] == [SIZE]
@@ -60,27 +60,27 @@ def test_descriptions_that_do_not_fit_are_left_out():
 
 def test_it_outlives_its_owner():
     mine = CallLog()
-    theirs = opened(f"/proc/self/fd/{mine.fd}")
+    theirs = open_log(f"/proc/self/fd/{mine.fd}")
     mine.note(an_entry(7))
-    mine.say("ended with ValueError: größe")
+    mine.write_end("ended with ValueError: größe")
     mine.close()
     assert [call.sequence for call in read_calls(theirs)] == [7]
-    assert read_last_words(theirs) == "ended with ValueError: größe"
+    assert read_end(theirs) == "ended with ValueError: größe"
 
 
 def test_last_words_may_be_long():
     mine = CallLog()
-    mine.say("x" * SIZE)
-    theirs = opened(f"/proc/self/fd/{mine.fd}")
-    assert set(read_last_words(theirs)) == {"x"}
+    mine.write_end("x" * SIZE)
+    theirs = open_log(f"/proc/self/fd/{mine.fd}")
+    assert set(read_end(theirs)) == {"x"}
     assert read_calls(theirs) == []
 
 
-def test_what_is_no_box_is_refused():
+def test_what_is_no_log_is_refused():
     other = os.memfd_create("other")
     os.ftruncate(other, SIZE)
-    with pytest.raises(ValueError, match="is not a box"):
-        opened(f"/proc/self/fd/{other}")
+    with pytest.raises(ValueError, match="is not a call log"):
+        open_log(f"/proc/self/fd/{other}")
     os.close(other)
 
 
@@ -90,7 +90,7 @@ def test_how_far_a_rank_was_in_each_group():
     for sequence in (1, 2):
         mine.note(an_entry(sequence))
         mine.note(an_entry(sequence + 5, group=group))
-    found = members(read_calls(opened(f"/proc/self/fd/{mine.fd}")))
+    found = progress_of(read_calls(open_log(f"/proc/self/fd/{mine.fd}")))
     assert {name: member.entered for name, member in found.items()} == {"world": 2, "3": 7}
     assert [call.title for call in found["3"].calls] == ["dp", "dp"]
     assert call_log.SLOTS == 64
