@@ -29,7 +29,6 @@ from deepspeed.comm.collectives import (
     reduce_scatter_fn,
     reduce_scatter_tensor,
     scatter,
-    timed_op,
 )
 from deepspeed.comm.discover import RankFacts
 from deepspeed.comm.dispatch import DEFAULT as dispatcher
@@ -57,12 +56,10 @@ from deepspeed.comm.init import (
     in_aml,
     in_aws_sm,
     in_dlts,
-    init_deepspeed_backend,
     init_distributed,
     mpi_discovery,
     patch_aml_env_for_torch_nccl_backend,
     patch_aws_sm_env_for_torch_nccl_backend,
-    set_backend,
 )
 from deepspeed.comm.logger import COMMS_LOGGER as comms_logger
 from deepspeed.comm.logger import (
@@ -133,7 +130,6 @@ __all__ = [
     "in_aws_sm",
     "in_dlts",
     "inference_all_reduce",
-    "init_deepspeed_backend",
     "init_distributed",
     "initialize_mesh_device",
     "irecv",
@@ -157,7 +153,5 @@ __all__ = [
     "reset_log",
     "scatter",
     "send",
-    "set_backend",
-    "timed_op",
     "watch_hangs",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as td
@@ -19,16 +19,14 @@ from deepspeed.errors import CommError
 BATCHING = ("nccl", "fake")
 """Backends that launch several tensors as one fused operation, which saves both copies; torch's fake one plays NCCL."""
 
-T = TypeVar("T")
-
 _broadcast_single = OPERATIONS["broadcast"].call
 _gather_single = OPERATIONS["all_gather_into_tensor"].call
 _scatter_single = OPERATIONS["reduce_scatter_tensor"].call
-_run = DEFAULT.run
+_run: Callable[..., CollectiveWork | None] = DEFAULT.run
 
 
-def _settle(works: Sequence[WaitableWork], finish: Callable[[T], T], result: T, async_op: bool) -> Pending[T] | None:
-    pending = Pending(result, AllOf(works), finish)
+def _settle(works: Sequence[WaitableWork], finish: Callable[[bool], bool], async_op: bool) -> Pending[bool] | None:
+    pending = Pending(True, AllOf(works), finish)
     if async_op:
         return pending
     pending.wait()
@@ -84,7 +82,7 @@ def _all_reduce(tensors: list[Tensor], op: Any, group: ProcessGroup | None, asyn
                 tensor.copy_(part.view(tensor.shape))
         return result
 
-    return _settle(works, unpack, True, async_op)
+    return _settle(works, unpack, async_op)
 
 
 _ALL_REDUCE = CommOperation("all_reduce_coalesced", _all_reduce)
@@ -100,9 +98,7 @@ def all_reduce_coalesced(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Reduce every tensor of the list over the group, in place, on every rank."""
-    return _run(  # type: ignore[no-any-return]
-        _ALL_REDUCE, (tensors, op, group, async_op), tensors, group, async_op, (prof, log_name, debug)
-    )
+    return _run(_ALL_REDUCE, (tensors, op, group, async_op), tensors, group, async_op, (prof, log_name, debug))
 
 
 # --- broadcast ----------------------------------------------------------------------------------------------------
@@ -203,7 +199,7 @@ def _all_gather(
             torch.split_with_sizes_copy(gathered, sizes, dim=1, out=rows)  # each [world, one input]
         return result
 
-    return _settle(works, unpack, True, async_op)
+    return _settle(works, unpack, async_op)
 
 
 def _check_outputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor], world: int) -> None:
@@ -228,14 +224,8 @@ def all_gather_coalesced(
     async_op: bool = False,
 ) -> CollectiveWork | None:
     """Gather every rank's i-th input into the i-th output, concatenated by rank."""
-    return _run(  # type: ignore[no-any-return]
-        _ALL_GATHER,
-        (output_tensors, input_tensors, group, async_op),
-        input_tensors,
-        group,
-        async_op,
-        (False, "all_gather_coalesced", None),
-    )
+    args = (output_tensors, input_tensors, group, async_op)
+    return _run(_ALL_GATHER, args, input_tensors, group, async_op, (False, "all_gather_coalesced", None))
 
 
 # --- reduce-scatter -----------------------------------------------------------------------------------------------
@@ -274,7 +264,7 @@ def _reduce_scatter(
     for positions, chunks, mine in packed:
         for index, chunk, part in zip(positions, chunks, mine.split_with_sizes(chunks), strict=True):
             shards[index] = part[: max(0, min(chunk, tensors[index].numel() - rank * chunk))]
-    return _settle(works, bool, True, async_op)
+    return _settle(works, bool, async_op)
 
 
 _REDUCE_SCATTER = CommOperation("reduce_scatter_coalesced", _reduce_scatter)
@@ -289,12 +279,6 @@ def reduce_scatter_coalesced(
     not divide; shards are 1-D. The inputs are left as they are.
     """
     shards = [tensor.detach().reshape(-1)[:0] for tensor in tensors]
-    work = _run(
-        _REDUCE_SCATTER,
-        (tensors, shards, op, group, async_op),
-        tensors,
-        group,
-        async_op,
-        (False, "reduce_scatter_coalesced", None),
-    )
+    args = (tensors, shards, op, group, async_op)
+    work = _run(_REDUCE_SCATTER, args, tensors, group, async_op, (False, "reduce_scatter_coalesced", None))
     return Pending(shards, work) if async_op else shards

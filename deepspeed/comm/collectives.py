@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from deepspeed.comm.dispatch import DEFAULT
-from deepspeed.comm.operations import OPERATIONS, CommOperation, ReduceOp
+from deepspeed.comm.operations import OPERATIONS, ReduceOp
 from deepspeed.comm.pending import CollectiveWork
 
 _ALL_REDUCE = OPERATIONS["all_reduce"]
@@ -116,9 +114,8 @@ def all_gather_into_tensor(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Gather every rank's tensor into one, concatenated or stacked by rank."""
-    return _run(
-        _GATHER_INTO, (output_tensor, tensor, group, async_op), tensor, group, async_op, (prof, log_name, debug)
-    )
+    args = (output_tensor, tensor, group, async_op)
+    return _run(_GATHER_INTO, args, tensor, group, async_op, (prof, log_name, debug))
 
 
 def allgather_fn(
@@ -129,14 +126,8 @@ def allgather_fn(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """As `all_gather_into_tensor`."""
-    return _run(
-        _GATHER_INTO,
-        (output_tensor, input_tensor, group, async_op),
-        input_tensor,
-        group,
-        async_op,
-        (False, "all_gather_into_tensor", debug),
-    )
+    args = (output_tensor, input_tensor, group, async_op)
+    return _run(_GATHER_INTO, args, input_tensor, group, async_op, (False, "all_gather_into_tensor", debug))
 
 
 def reduce_scatter(
@@ -150,9 +141,8 @@ def reduce_scatter(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Reduce a list of one tensor per rank; each rank gets the one of its own number."""
-    return _run(
-        _REDUCE_SCATTER, (output, input_list, op, group, async_op), output, group, async_op, (prof, log_name, debug)
-    )
+    args = (output, input_list, op, group, async_op)
+    return _run(_REDUCE_SCATTER, args, output, group, async_op, (prof, log_name, debug))
 
 
 def reduce_scatter_tensor(
@@ -166,14 +156,8 @@ def reduce_scatter_tensor(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Reduce a tensor; each rank gets its shard of it."""
-    return _run(
-        _SCATTER_FROM,
-        (output_tensor, tensor, op, group, async_op),
-        output_tensor,
-        group,
-        async_op,
-        (prof, log_name, debug),
-    )
+    args = (output_tensor, tensor, op, group, async_op)
+    return _run(_SCATTER_FROM, args, output_tensor, group, async_op, (prof, log_name, debug))
 
 
 def reduce_scatter_fn(
@@ -186,14 +170,8 @@ def reduce_scatter_fn(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """As `reduce_scatter_tensor`."""
-    return _run(
-        _SCATTER_FROM,
-        (output_tensor, tensor, op, group, async_op),
-        output_tensor,
-        group,
-        async_op,
-        (prof, "reduce_scatter_tensor", debug),
-    )
+    args = (output_tensor, tensor, op, group, async_op)
+    return _run(_SCATTER_FROM, args, output_tensor, group, async_op, (prof, "reduce_scatter_tensor", debug))
 
 
 def all_to_all(
@@ -206,14 +184,8 @@ def all_to_all(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Send the i-th tensor to rank i of the group and receive one from each."""
-    return _run(
-        _ALL_TO_ALL,
-        (output_tensor_list, input_tensor_list, group, async_op),
-        input_tensor_list,
-        group,
-        async_op,
-        (prof, log_name, debug),
-    )
+    args = (output_tensor_list, input_tensor_list, group, async_op)
+    return _run(_ALL_TO_ALL, args, input_tensor_list, group, async_op, (prof, log_name, debug))
 
 
 def all_to_all_single(
@@ -228,14 +200,8 @@ def all_to_all_single(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Split a tensor along its first dim, send a part to each rank, concatenate what comes."""
-    return _run(
-        _ALL_TO_ALL_SINGLE,
-        (output, tensor, output_split_sizes, input_split_sizes, group, async_op),
-        tensor,
-        group,
-        async_op,
-        (prof, log_name, debug),
-    )
+    args = (output, tensor, output_split_sizes, input_split_sizes, group, async_op)
+    return _run(_ALL_TO_ALL_SINGLE, args, tensor, group, async_op, (prof, log_name, debug))
 
 
 def gather(
@@ -263,9 +229,8 @@ def scatter(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Give each rank one tensor of the list of global rank `src`."""
-    return _run(
-        _SCATTER, (tensor, scatter_list, src, group, async_op), tensor, group, async_op, (prof, log_name, debug)
-    )
+    args = (tensor, scatter_list, src, group, async_op)
+    return _run(_SCATTER, args, tensor, group, async_op, (prof, log_name, debug))
 
 
 def barrier(
@@ -315,25 +280,3 @@ def all_gather_object(
 ) -> None:
     """Gather every rank's object into a list, one object per rank."""
     _run(_ALL_GATHER_OBJECT, (object_list, obj, group), None, group, False, (prof, log_name, debug))
-
-
-def timed_op(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function of your own an operation: recorded, numbered and measured under its name.
-
-    Of its parameters, `tensor` (or `tensors`, `input_list`, `input_tensor_list`) is the message, `group` the group,
-    and `async_op`, `prof`, `log_name`, `debug` mean what they mean elsewhere; all are optional.
-    """
-    signature = inspect.signature(func)
-    names = ("tensor", "tensors", "input_list", "input_tensor_list")
-    message = next((name for name in names if name in signature.parameters), None)
-    operation = CommOperation(func.__name__, lambda bound: func(*bound.args, **bound.kwargs))
-
-    @functools.wraps(func)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        given = {**{name: p.default for name, p in signature.parameters.items()}, **bound.arguments}
-        log = (bool(given.get("prof", False)), str(given.get("log_name", func.__name__)), given.get("debug"))
-        sent = given[message] if message else None
-        return _run(operation, (bound,), sent, given.get("group"), bool(given.get("async_op", False)), log)
-
-    return run

@@ -1,12 +1,12 @@
-"""Who am I in this job: launcher variables → `RankFacts`. Pure: reads a mapping it is given, writes nothing.
+"""This process's place in its job: launcher variables → `RankFacts`. Pure: reads a mapping, writes nothing.
 
 [Note: discovery] Launchers overlap: an MPI job may run inside Slurm, torchrun inside either. RANK and WORLD_SIZE, where
-both are set, decide. MPI's variables come next, then Slurm's, then "a single process". What is set by hand beside them
-must agree with them, because ranks that read different variables do not meet and wait for each other until a timeout.
+both are set, decide. MPI's variables come next, then Slurm's, then "a single process". What is set by hand as well must
+agree with them, because ranks that read different variables do not meet and wait for each other until a timeout.
 Two exceptions: torchrun and the deepspeed launcher start one agent per machine under MPI or Slurm, whose variables then
 describe the agent; and Slurm's describe its own tasks, so RANK and WORLD_SIZE set by something else are no conflict.
 LOCAL_SIZE is only a hint: people export it to say how many ranks a CPU machine takes, and it stays in their shells.
-One that does not fit what else is known is left alone and told.
+One that does not fit what else is known is ignored with a warning.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from deepspeed.errors import RendezvousError
+
+_FACTS = ("rank", "world_size", "local_rank", "local_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +40,7 @@ class FoundRank:
         if other is None:
             return self
         gaps = {
-            key: getattr(other, key)
-            for key in ("rank", "world_size", "local_rank", "local_size")
-            if getattr(self, key) is None and getattr(other, key) is not None
+            key: getattr(other, key) for key in _FACTS if getattr(self, key) is None and getattr(other, key) is not None
         }
         names = {**self.names, **{key: other.names[key] for key in gaps if key in other.names}}
         return replace(self, **gaps, names=names, source=other.source if "rank" in gaps else self.source)
@@ -184,21 +184,12 @@ class RankFacts:
 
 
 _HINT = "LOCAL_SIZE"
+_COMM_WORLD = (("Open MPI", "OMPI_COMM_WORLD"), ("MVAPICH", "MV2_COMM_WORLD"))
 # source, rank, size, local rank (any of), local size
 _MPI: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...]], ...] = (
-    (
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    (
-        "MVAPICH",
-        "MV2_COMM_WORLD_RANK",
-        "MV2_COMM_WORLD_SIZE",
-        ("MV2_COMM_WORLD_LOCAL_RANK",),
-        ("MV2_COMM_WORLD_LOCAL_SIZE",),
+    *(
+        (source, f"{start}_RANK", f"{start}_SIZE", (f"{start}_LOCAL_RANK",), (f"{start}_LOCAL_SIZE",))
+        for source, start in _COMM_WORLD
     ),
     ("MPICH", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PALS_LOCAL_RANKID"), ("MPI_LOCALNRANKS",)),
 )
@@ -223,28 +214,27 @@ def discover(
     mpi = mpi_found(env) if auto_mpi and not agent else None
     slurm = None if agent else slurm_found(env)
     decided = own.rank is not None and own.world_size is not None
-    if decided and slurm is not None and not _agree(own, slurm):
+    if decided and slurm is not None and (own.rank, own.world_size) != (slurm.rank, slurm.world_size):
         slurm = None
     other = mpi or slurm
     if not decided and other is None:
         return _single(env, port)
     if other is not None:
         _check_agreement(env, own, other)
-    merged = own.filled(other)
-    if merged.rank is None or merged.world_size is None:
-        raise _partial(env, merged)
-    if merged.local_rank is None and merged.world_size == 1:
-        merged = merged.filled(FoundRank("", local_rank=0, local_size=1))
-    merged, doubts = _hinted(env, merged)
-    master, master_port = _master(env, merged, mpi, slurm, port) if need_master else (None, port)
-    lacking = merged.local_rank is None or (need_master and master is None)
+    found = own.filled(other)
+    if found.rank is None or found.world_size is None:
+        raise _partial(env, found)
+    found, doubts = _completed(env, found)
+    master, master_port = _master(env, found, mpi, slurm, port) if need_master else (None, port)
+    lacking = found.local_rank is None or (need_master and master is None)
     if lacking and mpi is not None and probe is not None:
         asked = probe()
-        merged = merged.filled(FoundRank(asked.source, local_rank=asked.local_rank, local_size=asked.local_size))
+        found = found.filled(FoundRank(asked.source, local_rank=asked.local_rank, local_size=asked.local_size))
         master = master or asked.master_addr
-    if merged.local_rank is None or (need_master and master is None):
-        raise _partial(env, merged, master)
-    return _checked(env, merged, master, master_port, doubts)
+    if found.local_rank is None or (need_master and master is None):
+        raise _partial(env, found, master)
+    _check(env, found)
+    return rank_facts(found, master, master_port, doubts)
 
 
 def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int, need_master: bool) -> RankFacts:
@@ -267,9 +257,7 @@ def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int
             f"init_distributed got rank={found.rank} of world_size={found.world_size}. "
             f"Ranks go from 0 to {found.world_size - 1}."
         )
-    if found.world_size == 1 and found.local_rank is None:
-        found = found.filled(FoundRank("", local_rank=0, local_size=1))
-    found, doubts = _hinted(env, found)
+    found, doubts = _completed(env, found)
     master, master_port = _master(env, found, None, None, port) if need_master else (None, port)
     if need_master and master is None:
         raise problem(
@@ -278,7 +266,7 @@ def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int
             f"rank {found.rank} of {found.world_size} does not know where to meet the others",
             "Set MASTER_ADDR to the host of rank 0 on every rank, or give init_method.",
         )
-    return _facts(found, master, master_port, doubts)
+    return rank_facts(found, master, master_port, doubts)
 
 
 def mpi_found(env: Mapping[str, str]) -> FoundRank | None:
@@ -288,15 +276,7 @@ def mpi_found(env: Mapping[str, str]) -> FoundRank | None:
             continue
         if rank not in env or size not in env:
             raise problem(env, (rank, size), f"{source} sets both of these", f"Start the job with {source}'s mpirun.")
-        ranks, sizes = _present(env, local_rank), _present(env, local_size)
-        return FoundRank(
-            source,
-            rank=number(env, rank),
-            world_size=number(env, size),
-            local_rank=None if ranks is None else number(env, ranks),
-            local_size=None if sizes is None else number(env, sizes),
-            names={"rank": rank, "world_size": size, "local_rank": ranks or "", "local_size": sizes or ""},
-        )
+        return _read(env, source, rank, size, _present(env, local_rank), _present(env, local_size))
     return None
 
 
@@ -313,34 +293,23 @@ def slurm_found(env: Mapping[str, str]) -> FoundRank | None:
             "Slurm tells this task its number but not how many there are",
             "Start the job with srun --ntasks=N.",
         )
-    local = _present(env, ("SLURM_LOCALID",))
-    return FoundRank(
-        "Slurm",
-        rank=number(env, "SLURM_PROCID"),
-        world_size=number(env, size),
-        local_rank=None if local is None else number(env, local),
-        names={"rank": "SLURM_PROCID", "world_size": size, "local_rank": local or ""},
-    )
+    return _read(env, "Slurm", "SLURM_PROCID", size, "SLURM_LOCALID", None)
 
 
 def _own(env: Mapping[str, str]) -> FoundRank:
-    return FoundRank(
-        "environment",
-        rank=number(env, "RANK"),
-        world_size=number(env, "WORLD_SIZE"),
-        local_rank=number(env, "LOCAL_RANK"),
-        local_size=number(env, "LOCAL_WORLD_SIZE"),
-        names={
-            "rank": "RANK",
-            "world_size": "WORLD_SIZE",
-            "local_rank": "LOCAL_RANK",
-            "local_size": "LOCAL_WORLD_SIZE",
-        },
-    )
+    return _read(env, "environment", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
-def _hinted(env: Mapping[str, str], found: FoundRank) -> tuple[FoundRank, tuple[str, ...]]:
-    """What was found, completed by LOCAL_SIZE if that fits, and what is to be told if it does not."""
+def _read(env: Mapping[str, str], source: str, *variables: str | None) -> FoundRank:
+    """What the variables of rank, size, local rank and local size tell; None where a source has no such variable."""
+    names = {key: name for key, name in zip(_FACTS, variables, strict=True) if name is not None}
+    return FoundRank(source, **{key: number(env, name) for key, name in names.items()}, names=names)
+
+
+def _completed(env: Mapping[str, str], found: FoundRank) -> tuple[FoundRank, tuple[str, ...]]:
+    """What was found, completed by LOCAL_SIZE if that fits, and a warning if it does not."""
+    if found.world_size == 1 and found.local_rank is None:
+        found = found.filled(FoundRank("", local_rank=0, local_size=1))
     text = env.get(_HINT, "").strip()
     count = as_count(text) or 0
     world, local = found.world_size, found.local_rank
@@ -363,12 +332,8 @@ def _present(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     return next((name for name in names if env.get(name, "").strip()), None)
 
 
-def _agree(own: FoundRank, other: FoundRank) -> bool:
-    return own.rank == other.rank and own.world_size == other.world_size
-
-
 def _check_agreement(env: Mapping[str, str], own: FoundRank, other: FoundRank) -> None:
-    for name in ("rank", "world_size", "local_rank", "local_size"):
+    for name in _FACTS:
         mine, theirs = getattr(own, name), getattr(other, name)
         if mine is not None and theirs is not None and mine != theirs:
             names = (own.names[name], other.names[name])
@@ -403,8 +368,8 @@ def _single(env: Mapping[str, str], port: int) -> RankFacts:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
     if any(env.get(name, "").strip() for name in names):
         raise _partial(env, _own(env), env.get("MASTER_ADDR"))
-    alone, doubts = _hinted(env, FoundRank(ALONE, rank=0, world_size=1, local_rank=0, local_size=1))
-    return _facts(alone, LOOPBACK, number(env, "MASTER_PORT") or port, doubts)
+    alone, doubts = _completed(env, FoundRank(ALONE, rank=0, world_size=1, local_rank=0, local_size=1))
+    return rank_facts(alone, LOOPBACK, number(env, "MASTER_PORT") or port, doubts)
 
 
 def _partial(env: Mapping[str, str], found: FoundRank, master: str | None = None) -> RendezvousError:
@@ -425,48 +390,34 @@ def _partial(env: Mapping[str, str], found: FoundRank, master: str | None = None
     )
 
 
-def _checked(
-    env: Mapping[str, str], found: FoundRank, master: str | None, master_port: int, doubts: tuple[str, ...]
-) -> RankFacts:
-    rank, world, local, size = found.rank, found.world_size, found.local_rank, found.local_size
-    assert rank is not None, "discovery found it"
-    assert world is not None, "discovery found it"
-    names = found.names
-    if rank >= world:
-        raise problem(env, (names["rank"], names["world_size"]), "a rank is below the world size", _numbering(world))
-    if size is not None and size > world:
-        raise problem(
-            env,
-            (names["local_size"], names["world_size"]),
+def _check(env: Mapping[str, str], found: FoundRank) -> None:
+    rank, world, local, size = (getattr(found, key) for key in _FACTS)
+    machine = "a local rank is below the number of this machine's ranks"
+    for wrong, keys, what, advice in (
+        (rank >= world, ("rank", "world_size"), "a rank is below the world size", _numbering(world)),
+        (
+            size is not None and size > world,
+            ("local_size", "world_size"),
             "one machine cannot run more ranks than the job has",
             "Correct or unset the first.",
-        )
-    if local is not None and size is not None and local >= size:
-        raise problem(
-            env,
-            (names["local_rank"], names["local_size"]),
-            "a local rank is below the number of this machine's ranks",
-            _numbering(size),
-        )
-    return _facts(found, master, master_port, doubts)
+        ),
+        (None not in (local, size) and local >= size, ("local_rank", "local_size"), machine, _numbering(size)),
+    ):
+        if wrong:
+            raise problem(env, tuple(found.names[key] for key in keys), what, advice)
 
 
-def _numbering(count: int) -> str:
+def _numbering(count: int | None) -> str:
     return f"Number the ranks from 0 to {count - 1}." if count else "Set the size to the number of processes."
 
 
-def _facts(found: FoundRank, master: str | None, master_port: int, doubts: tuple[str, ...]) -> RankFacts:
+def rank_facts(found: FoundRank, master: str | None, master_port: int, doubts: tuple[str, ...] = ()) -> RankFacts:
+    """The place of a process whose rank was found."""
     assert found.rank is not None, "checked before"
     assert found.world_size is not None, "checked before"
+    port = None if master is None else master_port
     return RankFacts(
-        rank=found.rank,
-        world_size=found.world_size,
-        local_rank=found.local_rank,
-        local_size=found.local_size,
-        master_addr=master,
-        master_port=master_port if master is not None else None,
-        source=found.source,
-        doubts=doubts,
+        found.rank, found.world_size, found.local_rank, found.local_size, master, port, found.source, doubts
     )
 
 

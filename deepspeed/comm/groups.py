@@ -20,13 +20,8 @@ from deepspeed.errors import CommError, LayoutError, RendezvousError
 
 _run = DEFAULT.run
 
-
-def _make_group(ranks: list[int] | None, keywords: dict[str, Any]) -> ProcessGroup:
-    return td.new_group(ranks, **keywords)  # type: ignore[no-any-return]
-
-
 # Making a group is a collective of the world: a rank that does not call it leaves the others waiting.
-_NEW_GROUP = CommOperation("new_group", _make_group, timed=False)
+_NEW_GROUP = CommOperation("new_group", lambda ranks, keywords: td.new_group(ranks, **keywords), timed=False)
 
 
 def is_available() -> bool:

@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -27,9 +28,9 @@ from deepspeed.comm.discover import (
     mpi_found,
     number,
     problem,
+    rank_facts,
     show,
 )
-from deepspeed.comm.dispatch import DEFAULT
 from deepspeed.comm.groups import is_initialized
 from deepspeed.comm.logger import COMMS_LOGGER
 from deepspeed.comm.tracebacks import shorten_uncaught
@@ -142,7 +143,10 @@ def _join(backend: str, facts: RankFacts, timeout: timedelta, init_method: str |
         where = {"store": td.HashStore()}  # type: ignore[attr-defined]
     try:
         if not alone and init_method is None and kept_by_agent():
-            where = {"store": _store_of_agent(facts, timeout)}
+            assert facts.master_addr is not None, "it is needed where no init_method is given"
+            assert facts.master_port is not None, "an address has a port"
+            kept = TCPStore(facts.master_addr, facts.master_port, facts.world_size, is_master=False, timeout=timeout)
+            where = {"store": agreed_store(kept, rank=facts.rank, world=facts.world_size, timeout=timeout)}
         td.init_process_group(backend, timeout=timeout, rank=facts.rank, world_size=facts.world_size, **where)
     except (RuntimeError, ValueError) as error:
         place = init_method or f"{facts.master_addr}:{facts.master_port}"
@@ -151,25 +155,6 @@ def _join(backend: str, facts: RankFacts, timeout: timedelta, init_method: str |
             f"with backend {backend!r} within {timeout}: {error}. Every rank must reach that address, use the same "
             "one, and be started; a port in use by another job needs another MASTER_PORT or distributed_port."
         ) from error
-
-
-def _store_of_agent(facts: RankFacts, timeout: timedelta) -> td.Store:  # type: ignore[name-defined]
-    assert facts.master_addr is not None, "it is needed where no init_method is given"
-    assert facts.master_port is not None, "the same"
-    where = (facts.master_addr, facts.master_port)
-    return store_of_agent(*where, rank=facts.rank, world=facts.world_size, timeout=timeout)
-
-
-def set_backend() -> None:
-    """Use the process group that torch has now; needed only after it was replaced behind this package's back."""
-    if not is_initialized():
-        raise CommError("set_backend found no process group. Call deepspeed.init_distributed() first.")
-    DEFAULT.forget()
-
-
-def init_deepspeed_backend(ds_backend: str | None, timeout: timedelta | None, init_method: str | None) -> None:
-    """Initialise with this backend; as `init_distributed` without its other choices."""
-    init_distributed(dist_backend=ds_backend, timeout=timeout, init_method=init_method)
 
 
 def in_aml() -> bool:
@@ -206,7 +191,7 @@ def patch_aml_env_for_torch_nccl_backend(master_port: int = discovery.AML_PORT, 
     address, port = discovery.aml_master(os.environ, single_node, master_port)
     if not single_node:
         port = number(os.environ, "MASTER_PORT") or port
-    facts = _of(found, address, port, "Azure ML")
+    facts = rank_facts(replace(found, source="Azure ML"), address, port)
     _publish(facts)
     os.environ["NCCL_SOCKET_IFNAME"] = _AML_INTERFACES
     if verbose:
@@ -217,7 +202,8 @@ def patch_aws_sm_env_for_torch_nccl_backend(verbose: bool = True) -> None:
     """Write this process's place in a SageMaker job that MPI started to the environment."""
     found = _started_by_mpi("SageMaker")
     address = os.environ.get("MASTER_ADDR") or discovery.sagemaker_master(os.environ)
-    facts = _of(found, address, number(os.environ, "MASTER_PORT") or (DEFAULT_PORT if address else None), "SageMaker")
+    port = number(os.environ, "MASTER_PORT") or DEFAULT_PORT
+    facts = rank_facts(replace(found, source="SageMaker"), address, port)
     _publish(facts)
     if verbose:
         log_dist(f"SageMaker discovery: {facts}", ranks=[0])
@@ -235,12 +221,6 @@ def _started_by_mpi(cloud: str) -> FoundRank:
     return found
 
 
-def _of(found: FoundRank, address: str | None, port: int | None, source: str) -> RankFacts:
-    assert found.rank is not None, "MPI's variables tell it"
-    assert found.world_size is not None, "MPI's variables tell it"
-    return RankFacts(found.rank, found.world_size, found.local_rank, found.local_size, address, port, source)
-
-
 _SHORTEST, _LONGEST = 0.01, 0.5  # seconds between two looks of rank 0
 _AGAIN = timedelta(seconds=5)  # after which a rank says its word again: a dying one may have overwritten it
 
@@ -248,12 +228,6 @@ _AGAIN = timedelta(seconds=5)  # after which a rank says its word again: a dying
 def kept_by_agent(env: Mapping[str, str] = os.environ) -> bool:
     """Whether the store at MASTER_ADDR is one that torch's agent keeps over restarts."""
     return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def store_of_agent(address: str, port: int, *, rank: int, world: int, timeout: timedelta) -> Store:
-    """The agent's store as if it were new."""
-    store = TCPStore(address, port, world, is_master=False, timeout=timeout)
-    return agreed_store(store, rank=rank, world=world, timeout=timeout)
 
 
 def agreed_store(store: Store, *, rank: int, world: int, timeout: timedelta) -> Store:

@@ -81,32 +81,9 @@ class CommsLogger:
             asked["prof_ops"] = list(dict.fromkeys([*self.prof_ops, *_op_names(asked["prof_ops"])]))
         self.update(**asked)
 
-    def start_profiling_comms(self) -> None:
-        """Record every operation from now on."""
-        self.prof_all = True
-
-    def stop_profiling_comms(self) -> None:
-        """Record only chosen operations from now on."""
-        self.prof_all = False
-
-    def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Choose these operations, by log name."""
-        self.prof_ops = list(dict.fromkeys([*self.prof_ops, *op_name_list]))
-
-    def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
-        """Choose these operations no longer."""
-        self.prof_ops = [op for op in self.prof_ops if op not in op_name_list]
-
     def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
         """Record one call of operation `raw_name` among all ranks under `record_name`; latency in ms, size in bytes."""
         self._add(record_name, latency, msg_size, *calc_bw_log(raw_name, msg_size, latency))
-
-    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
-        """A copy of all values: name → bytes → [count, latencies, algorithm bandwidths, bus bandwidths]."""
-        return {
-            name: {size: [row[0], *(list(values) for values in row[1:])] for size, row in sizes.items()}
-            for name, sizes in self.comms_dict.items()
-        }
 
     def has_data(self) -> bool:
         """True if anything was recorded."""

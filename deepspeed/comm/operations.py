@@ -147,11 +147,7 @@ def _torch(*names: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def _table(*operations: CommOperation) -> dict[str, CommOperation]:
-    return {operation.name: operation for operation in operations}
-
-
-OPERATIONS: Mapping[str, CommOperation] = _table(
+_ALL = (
     CommOperation("all_reduce", all_reduce(_torch("all_reduce"))),
     CommOperation("inference_all_reduce", _torch("all_reduce")),
     CommOperation("broadcast", _torch("broadcast"), peer=1),
@@ -174,6 +170,7 @@ OPERATIONS: Mapping[str, CommOperation] = _table(
     CommOperation("irecv", message(td.ProcessGroup.recv, _torch("irecv")), p2p=True, peer=1, free=True),
     CommOperation("batch_isend_irecv", _torch("batch_isend_irecv"), p2p=True, free=True),
 )
+OPERATIONS: Mapping[str, CommOperation] = {operation.name: operation for operation in _ALL}
 
 _SWITCHES: Mapping[str, tuple[str, ...]] = {
     "DS_COMM_ALL_GATHER_OFF": ("all_gather", "all_gather_into_tensor", "all_gather_coalesced"),

@@ -22,6 +22,7 @@ _IRECV = OPERATIONS["irecv"]
 _BATCH = OPERATIONS["batch_isend_irecv"]
 
 _run: Callable[..., Any] = DEFAULT.run
+_begin: Callable[..., CollectiveWork | None] = DEFAULT.run
 
 
 def send(
@@ -62,9 +63,7 @@ def isend(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Begin to send to global rank `dst`; the tensor must not change before the handle was waited for."""
-    return _run(  # type: ignore[no-any-return]
-        _ISEND, (tensor, dst, group, tag), tensor, group, True, (prof, log_name, debug)
-    )
+    return _begin(_ISEND, (tensor, dst, group, tag), tensor, group, True, (prof, log_name, debug))
 
 
 def irecv(
@@ -77,9 +76,7 @@ def irecv(
     debug: str | None = None,
 ) -> CollectiveWork | None:
     """Begin to receive from global rank `src`, or from whoever sends."""
-    return _run(  # type: ignore[no-any-return]
-        _IRECV, (tensor, src, group, tag), tensor, group, True, (prof, log_name, debug)
-    )
+    return _begin(_IRECV, (tensor, src, group, tag), tensor, group, True, (prof, log_name, debug))
 
 
 def _torch_op(op: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,15 +97,8 @@ class P2POp(td.P2POp):
     ) -> P2POp:
         return super().__new__(cls, _torch_op(op), tensor, peer, group, tag)  # type: ignore[no-any-return]
 
-    def __init__(
-        self,
-        op: Callable[..., Any],
-        tensor: Tensor,
-        peer: int,
-        group: ProcessGroup | None = None,
-        tag: int = 0,
-    ) -> None:
-        super().__init__(_torch_op(op), tensor, peer, group, tag)
+    def __init__(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__(_torch_op(op), *args, **kwargs)
 
 
 def batch_isend_irecv(
@@ -203,6 +193,5 @@ def gather_parts(
 ) -> CollectiveWork | None:
     """Fill the flat host tensor `output` with the `part` of every rank, in the order of the ranks; over gloo."""
     real: Any = td.group.WORLD if group is None else group
-    return _run(  # type: ignore[no-any-return]
-        _GATHER, (output, part, real, async_op), part, group, async_op, (False, "gather_parts", None)
-    )
+    args = (output, part, real, async_op)
+    return _begin(_GATHER, args, part, group, async_op, (False, "gather_parts", None))

@@ -64,7 +64,6 @@ def test_every_public_function_records_its_caller(single):
         lambda: single.broadcast_object_list([1], 0),
         lambda: single.all_gather_object([None], 1),
         lambda: single.new_group([0]),
-        lambda: single.timed_op(lambda tensor: None)(x),
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -340,19 +339,6 @@ def test_what_is_not_plain_goes_to_torch(single, name):
         with Watch():
             OPERATIONS[name].call(*arguments(torch.arange(4.0)))
     assert any(call.startswith(("all_reduce", "all_gather", "reduce_scatter")) for call in seen)
-
-
-def test_operations_of_ones_own(single):
-    @single.timed_op
-    def exchange(tensor, scale=1, group=None, log_name="mine", prof=False, debug=None):
-        """Documented."""
-        return tensor * scale
-
-    single.configure(enabled=True)
-    assert exchange(torch.ones(2), scale=3).tolist() == [3, 3]
-    assert exchange.__doc__ == "Documented."
-    assert recent_operations()[-1].op == "exchange"
-    assert single.get_logged_comm_ops() == ["mine"]
 
 
 def test_cost_when_nobody_listens(single):
