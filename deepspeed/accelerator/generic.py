@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from types import ModuleType
@@ -19,80 +18,15 @@ import torch
 from deepspeed.accelerator.interface import DeepSpeedAccelerator, UnknownNameError
 from deepspeed.errors import AcceleratorError
 
-# torch.accelerator says the same under other names, which also changed between torch 2.6 and 2.7.
+# What torch.accelerator has under another name.
 _IN_TORCH_ACCELERATOR = {
-    "current_device": ("current_device_index", "current_device_idx"),
-    "set_device": ("set_device_index", "set_device_idx"),
-    "mem_get_info": ("get_memory_info",),
+    "current_device": "current_device_index",
+    "set_device": "set_device_index",
+    "mem_get_info": "get_memory_info",
 }
 
 
-class TensorMethods(DeepSpeedAccelerator):
-    """The part of the contract that makes tensors; needs only the device's name."""
-
-    def _maker(self, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
-        return functools.partial(torch.tensor, dtype=dtype, device=self._name)
-
-    @property
-    def BFloat16Tensor(self) -> Callable[..., torch.Tensor]:
-        return self._maker(torch.bfloat16)
-
-    @property
-    def ByteTensor(self) -> Callable[..., torch.Tensor]:
-        return self._maker(torch.uint8)
-
-    @property
-    def DoubleTensor(self) -> Callable[..., torch.Tensor]:
-        return self._maker(torch.float64)
-
-    @property
-    def FloatTensor(self) -> Callable[..., torch.Tensor]:
-        return self._maker(torch.float32)
-
-    @property
-    def HalfTensor(self) -> Callable[..., torch.Tensor]:
-        return self._maker(torch.float16)
-
-    @property
-    def IntTensor(self) -> Callable[..., torch.Tensor]:
-        return self._maker(torch.int32)
-
-    @property
-    def LongTensor(self) -> Callable[..., torch.Tensor]:
-        return self._maker(torch.int64)
-
-    # ---- page-locked host memory
-
-    def _check_pinning(self) -> None:
-        chosen = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch")
-        if chosen != "torch":
-            known = "is not part of this version" if chosen == "native" else "is unknown"
-            raise UnknownNameError(
-                f"DS_PIN_MEMORY_BACKEND={chosen!r} {known}; unset it, or set it to 'torch', torch's own allocator"
-            )
-
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        self._check_pinning()
-        wanted = tensor if match_shape else tensor.reshape(-1)  # before pinning: it may have to copy
-        return wanted.pin_memory() if make_copy else self.pin_empty_like(wanted)
-
-    def pin_empty(self, *size: Any, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
-        self._check_pinning()
-        return torch.empty(*size, dtype=dtype, device=device, pin_memory=True)
-
-    def pin_empty_like(
-        self, tensor: torch.Tensor, device: str = "cpu", dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_pinned()
-
-    def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self._name
-
-
-class GenericAccelerator(TensorMethods):
+class GenericAccelerator(DeepSpeedAccelerator):
     """Any device that torch knows by name."""
 
     name: ClassVar[str]
@@ -145,8 +79,7 @@ class GenericAccelerator(TensorMethods):
         current = torch.accelerator.current_accelerator()
         if current is None or current.type != self._name:
             return None
-        names = (name, *_IN_TORCH_ACCELERATOR.get(name, ()))
-        return next((getattr(torch.accelerator, n) for n in names if hasattr(torch.accelerator, n)), None)
+        return getattr(torch.accelerator, _IN_TORCH_ACCELERATOR.get(name, name), None)
 
     def _need(self, name: str) -> Any:
         found = self._find(name)
@@ -166,15 +99,6 @@ class GenericAccelerator(TensorMethods):
     def is_synchronized_device(self) -> bool:
         return False
 
-    def use_host_timers(self) -> bool:
-        return self.is_synchronized_device()
-
-    def resolves_data_dependency(self) -> bool:
-        return self.is_synchronized_device()
-
-    def handles_memory_backpressure(self) -> bool:
-        return self.is_synchronized_device()
-
     # ---- device
 
     def device_name(self, device_index: int | None = None) -> str:
@@ -190,9 +114,6 @@ class GenericAccelerator(TensorMethods):
     def current_device(self) -> int:
         return int(self._call("current_device"))
 
-    def current_device_name(self) -> str:
-        return self.device_name(self.current_device())
-
     def device_count(self) -> int:
         return int(self._call("device_count"))
 
@@ -200,9 +121,6 @@ class GenericAccelerator(TensorMethods):
         self._call("synchronize", device_index)
 
     # ---- random numbers
-
-    def random(self) -> ModuleType:
-        return torch.random
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
         function = self._need("set_rng_state")
@@ -262,19 +180,6 @@ class GenericAccelerator(TensorMethods):
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return int(self._call("max_memory_allocated", device_index))
 
-    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        # torch resets all peaks together; its function of this name only warns and does the same.
-        self.reset_peak_memory_stats(device_index)
-
-    def memory_cached(self, device_index: int | None = None) -> int:
-        return self.memory_reserved(device_index)
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        return self.max_memory_reserved(device_index)
-
-    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        self.reset_peak_memory_stats(device_index)
-
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         return dict(self._call("memory_stats", device_index))
 
@@ -312,24 +217,10 @@ class GenericAccelerator(TensorMethods):
     def is_fp16_supported(self) -> bool:
         return True
 
-    def supported_dtypes(self) -> list[torch.dtype]:
-        optional = (
-            (torch.float16, self.is_fp16_supported()),
-            (torch.bfloat16, self.is_bf16_supported()),
-            (torch.float64, self.is_fp64_supported()),
-        )
-        return [torch.float32, *(dtype for dtype, supported in optional if supported)]
-
     # ---- misc
 
     def is_available(self) -> bool:
         return bool(self._call("is_available"))
-
-    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """No profiler of this device takes ranges through torch."""
-
-    def range_pop(self, domain: str | None = None) -> None:
-        """No profiler of this device takes ranges through torch."""
 
     def lazy_call(self, callback: Callable[[], Any]) -> None:
         queue = self._find("_lazy_call")
@@ -337,12 +228,6 @@ class GenericAccelerator(TensorMethods):
             callback()
         else:
             queue(callback)
-
-    def communication_backend_name(self) -> str:
-        return self._communication_backend_name
-
-    def is_triton_supported(self) -> bool:
-        return False
 
     # ---- graphs
 
@@ -360,34 +245,7 @@ class GenericAccelerator(TensorMethods):
         context: AbstractContextManager[Any] = self._need("graph")(graph, pool=pool, stream=stream)
         return context
 
-    def replay_graph(self, graph: Any) -> None:
-        if graph is not None:
-            graph.replay()
-
     # ---- ops
-
-    def op_builder_dir(self) -> str:
-        return "deepspeed.ops.op_builder"
-
-    def get_op_builder(self, class_name: str) -> Any:
-        # By name, since ops is a higher layer; a module that fails to import for another reason is told.
-        home = self.op_builder_dir()
-        try:
-            module = importlib.import_module(home)
-        except ModuleNotFoundError as error:
-            if error.name is not None and (home == error.name or home.startswith(error.name + ".")):
-                return None
-            raise
-        return getattr(module, class_name, None)
-
-    def create_op_builder(self, class_name: str) -> Any:
-        builder = self.get_op_builder(class_name)
-        return None if builder is None else builder()
-
-    def build_extension(self) -> Any:
-        from torch.utils.cpp_extension import BuildExtension  # needs setuptools, which torch does not require
-
-        return BuildExtension
 
     # ---- environment
 
@@ -396,12 +254,6 @@ class GenericAccelerator(TensorMethods):
 
     def visible_devices_envs(self) -> list[str]:
         return list(self.visible)
-
-    def set_visible_devices_envs(
-        self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int | str]
-    ) -> None:
-        for variable in self.visible_devices_envs():
-            current_env[variable] = ",".join(map(str, local_accelerator_ids))
 
     # ---- compile
 

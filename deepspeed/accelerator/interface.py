@@ -1,28 +1,43 @@
 """The accelerator contract: every question that the library, or a user's script, may ask about the device.
 
 Third parties subclass `DeepSpeedAccelerator` directly, or `GenericAccelerator` where their device has a module
-`torch.<name>`. The few methods that are not abstract came late to the contract; what they answer here is right
-for a device that has never heard of them, so that older classes keep working.
+`torch.<name>`. A method that is not abstract answers here from the other answers, or as most devices do; a class
+overrides it where its device differs.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from deepspeed.errors import AcceleratorError
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["DeepSpeedAccelerator", "UnknownNameError"]
 
 
 class UnknownNameError(AcceleratorError, ValueError):
     """A name or a setting that this library, torch or this machine does not have."""
+
+
+def _tensors_of(dtype: torch.dtype) -> property:
+    return property(lambda self: functools.partial(torch.tensor, dtype=dtype, device=self._name))
+
+
+def _check_pinning() -> None:
+    chosen = os.environ.get("DS_PIN_MEMORY_BACKEND", "torch")
+    if chosen != "torch":
+        known = "is not part of this version" if chosen == "native" else "is unknown"
+        raise UnknownNameError(
+            f"DS_PIN_MEMORY_BACKEND={chosen!r} {known}; unset it, or set it to 'torch', torch's own allocator"
+        )
 
 
 class DeepSpeedAccelerator(ABC):
@@ -37,17 +52,17 @@ class DeepSpeedAccelerator(ABC):
     def is_synchronized_device(self) -> bool:
         """True if work is done when the call that asked for it returns: streams and events mean nothing."""
 
-    @abstractmethod
     def use_host_timers(self) -> bool:
         """True if the host's clock times device work correctly."""
+        return self.is_synchronized_device()
 
-    @abstractmethod
     def resolves_data_dependency(self) -> bool:
         """True if the device orders work by its data, so that no stream has to be told to wait."""
+        return self.is_synchronized_device()
 
-    @abstractmethod
     def handles_memory_backpressure(self) -> bool:
         """True if the device itself slows the host down when memory runs short."""
+        return self.is_synchronized_device()
 
     # ---- device ---------------------------------------------------------------------------------------------
 
@@ -67,9 +82,9 @@ class DeepSpeedAccelerator(ABC):
     def current_device(self) -> int:
         """Index of the current device."""
 
-    @abstractmethod
     def current_device_name(self) -> str:
         """Name of the current device, with its index where the kind has several."""
+        return self.device_name(self.current_device())
 
     @abstractmethod
     def device_count(self) -> int:
@@ -81,9 +96,9 @@ class DeepSpeedAccelerator(ABC):
 
     # ---- random numbers -------------------------------------------------------------------------------------
 
-    @abstractmethod
     def random(self) -> ModuleType:
         """torch's module of random-number functions."""
+        return torch.random
 
     @abstractmethod
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
@@ -147,21 +162,21 @@ class DeepSpeedAccelerator(ABC):
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         """Most bytes that tensors held since the last reset."""
 
-    @abstractmethod
     def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        """Start the peak of `max_memory_allocated` anew."""
+        """Start the peak of `max_memory_allocated` anew, and with it all others."""
+        self.reset_peak_memory_stats(device_index)
 
-    @abstractmethod
     def memory_cached(self, device_index: int | None = None) -> int:
         """Old name of `memory_reserved`."""
+        return self.memory_reserved(device_index)
 
-    @abstractmethod
     def max_memory_cached(self, device_index: int | None = None) -> int:
         """Old name of `max_memory_reserved`."""
+        return self.max_memory_reserved(device_index)
 
-    @abstractmethod
     def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        """Start the peak of `max_memory_reserved` anew."""
+        """Start the peak of `max_memory_reserved` anew, and with it all others."""
+        self.reset_peak_memory_stats(device_index)
 
     @abstractmethod
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
@@ -201,9 +216,14 @@ class DeepSpeedAccelerator(ABC):
         """True if float64 can be computed with."""
         return True
 
-    @abstractmethod
     def supported_dtypes(self) -> list[torch.dtype]:
         """Floating-point dtypes that can be computed with."""
+        optional = (
+            (torch.float16, self.is_fp16_supported()),
+            (torch.bfloat16, self.is_bf16_supported()),
+            (torch.float64, self.is_fp64_supported()),
+        )
+        return [torch.float32, *(dtype for dtype, supported in optional if supported)]
 
     # ---- misc -----------------------------------------------------------------------------------------------
 
@@ -211,25 +231,25 @@ class DeepSpeedAccelerator(ABC):
     def is_available(self) -> bool:
         """True if at least one device can be used; asking must not create a device context."""
 
-    @abstractmethod
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
-        """Open a named range for the device's profiler."""
+        """Open a named range for the device's profiler; nothing where none takes ranges through torch."""
+        return
 
-    @abstractmethod
     def range_pop(self, domain: str | None = None) -> None:
         """Close the range opened last."""
+        return
 
     @abstractmethod
     def lazy_call(self, callback: Callable[[], Any]) -> None:
         """Run `callback` once the device is initialised: now, or when that happens."""
 
-    @abstractmethod
     def communication_backend_name(self) -> str:
         """Name of the torch.distributed backend for tensors on this device."""
+        return self._communication_backend_name
 
-    @abstractmethod
     def is_triton_supported(self) -> bool:
         """True if Triton kernels run on this device and Triton is installed."""
+        return False
 
     def prefer_triton_grouped_mm(self) -> bool:
         """True if a Triton grouped matrix product beats torch's own on this device."""
@@ -249,39 +269,20 @@ class DeepSpeedAccelerator(ABC):
     def capture_to_graph(self, graph: Any, pool: Any = None, stream: Any = None) -> AbstractContextManager[Any]:
         """A context in which work is recorded into `graph`; with graph None it simply runs."""
 
-    @abstractmethod
     def replay_graph(self, graph: Any) -> None:
         """Run what was recorded; nothing for graph None."""
+        if graph is not None:
+            graph.replay()
 
     # ---- tensors: callables that make a tensor on the current device from data --------------------------------
 
-    @property
-    @abstractmethod
-    def BFloat16Tensor(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    @abstractmethod
-    def ByteTensor(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    @abstractmethod
-    def DoubleTensor(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    @abstractmethod
-    def FloatTensor(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    @abstractmethod
-    def HalfTensor(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    @abstractmethod
-    def IntTensor(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    @abstractmethod
-    def LongTensor(self) -> Callable[..., torch.Tensor]: ...
+    BFloat16Tensor = _tensors_of(torch.bfloat16)
+    ByteTensor = _tensors_of(torch.uint8)
+    DoubleTensor = _tensors_of(torch.float64)
+    FloatTensor = _tensors_of(torch.float32)
+    HalfTensor = _tensors_of(torch.float16)
+    IntTensor = _tensors_of(torch.int32)
+    LongTensor = _tensors_of(torch.int64)
 
     # ---- page-locked host memory ----------------------------------------------------------------------------
 
@@ -297,49 +298,63 @@ class DeepSpeedAccelerator(ABC):
         """What `pin_empty` returns starts at a multiple of this many bytes."""
         return 64
 
-    @abstractmethod
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
         """A page-locked tensor like `tensor`: with its values, unless make_copy is False; flat, unless match_shape."""
+        _check_pinning()
+        wanted = tensor if match_shape else tensor.reshape(-1)  # before pinning: it may have to copy
+        return wanted.pin_memory() if make_copy else self.pin_empty_like(wanted)
 
-    @abstractmethod
     def pin_empty(self, *size: Any, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
         """An uninitialised page-locked tensor."""
+        _check_pinning()
+        return torch.empty(*size, dtype=dtype, device=device, pin_memory=True)
 
-    @abstractmethod
     def pin_empty_like(
         self, tensor: torch.Tensor, device: str = "cpu", dtype: torch.dtype | None = None
     ) -> torch.Tensor:
         """An uninitialised page-locked tensor of the same shape."""
+        return self.pin_empty(tensor.shape, dtype=dtype or tensor.dtype, device=device)
 
-    @abstractmethod
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """True if the tensor lies in page-locked memory."""
+        return tensor.is_pinned()
 
     def unpin_memory(self, tensor: torch.Tensor) -> None:
         """Say that `tensor` need not stay page-locked; torch's allocator takes its memory back with the tensor."""
         return
 
-    @abstractmethod
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         """True if the tensor lies on a device of this kind."""
+        return tensor.device.type == self._name
 
     # ---- ops ------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def op_builder_dir(self) -> str:
         """Dotted name of the module that holds the op builders."""
+        return "deepspeed.ops.op_builder"
 
-    @abstractmethod
     def create_op_builder(self, class_name: str) -> Any:
         """An instance of the op builder with this class name, or None if there is none."""
+        builder = self.get_op_builder(class_name)
+        return None if builder is None else builder()
 
-    @abstractmethod
     def get_op_builder(self, class_name: str) -> Any:
         """The op builder class with this name, or None if there is none."""
+        # By name, since ops is a higher layer; a module that fails to import for another reason is told.
+        home = self.op_builder_dir()
+        try:
+            module = importlib.import_module(home)
+        except ModuleNotFoundError as error:
+            if error.name is not None and (home == error.name or home.startswith(error.name + ".")):
+                return None
+            raise
+        return getattr(module, class_name, None)
 
-    @abstractmethod
     def build_extension(self) -> Any:
         """The setuptools command class that compiles extensions for this device."""
+        from torch.utils.cpp_extension import BuildExtension  # needs setuptools, which torch does not require
+
+        return BuildExtension
 
     # ---- environment of launched processes ------------------------------------------------------------------
 
@@ -351,11 +366,12 @@ class DeepSpeedAccelerator(ABC):
     def visible_devices_envs(self) -> list[str]:
         """Environment variables that limit which devices a process sees."""
 
-    @abstractmethod
     def set_visible_devices_envs(
         self, current_env: MutableMapping[str, str], local_accelerator_ids: Sequence[int | str]
     ) -> None:
         """Write the ids into `current_env` under every variable of `visible_devices_envs`."""
+        for variable in self.visible_devices_envs():
+            current_env[variable] = ",".join(map(str, local_accelerator_ids))
 
     # ---- compile --------------------------------------------------------------------------------------------
 

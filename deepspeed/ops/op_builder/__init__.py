@@ -6,10 +6,10 @@ from typing import Any
 
 from deepspeed._package import submodule
 from deepspeed.ops.op_builder.builder import OpBuilder
-from deepspeed.ops.op_builder.builders import INCLUDED, TO_COME, builder_class
+from deepspeed.ops.op_builder.builders import BUILDERS, builder_class
 
-__all__ = ["OpBuilder", *INCLUDED]
+__all__ = ["OpBuilder", *BUILDERS]
 
 
 def __getattr__(name: str) -> Any:
-    return builder_class(name) if name in INCLUDED or name in TO_COME else submodule(__name__, name)
+    return builder_class(name) if name in BUILDERS else submodule(__name__, name)
