@@ -20,7 +20,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from deepspeed.pipe.schedule import SCHEDULES, Costs, make, simulate
+from deepspeed.pipe.schedule.generators import SCHEDULES, make
+from deepspeed.pipe.schedule.simulate import Costs, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
 OTHERS = ("torch", "DeepSpeed")

@@ -384,7 +384,7 @@ class PipelineEngine(DeepSpeedEngine):
             return None
         work = None
         if tell and layout.pipeline.size > 1:
-            source = layout.pipeline.ranks[module.last_owner]
+            source = layout.pipeline.ranks[module.owners[-1]]
             work = comm.broadcast(mean, src=source, group=layout.pipeline.group, async_op=True)
         return Pending(mean, work)
 
@@ -439,7 +439,6 @@ class PipelineEngine(DeepSpeedEngine):
             self._feed.reopen()
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Take training batches from an iterator."""
         self._feed.use_iterator(iterator)
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
@@ -468,7 +467,6 @@ class PipelineEngine(DeepSpeedEngine):
     # ---- where this rank is
 
     def is_first_stage(self) -> bool:
-        """True on the ranks of the first stage."""
         return self.module.first
 
     def is_last_stage(self) -> bool:
@@ -476,7 +474,6 @@ class PipelineEngine(DeepSpeedEngine):
         return self.module.last
 
     def get_pipeline_parallel_rank(self) -> int:
-        """This rank's place in the pipeline."""
         return self.module.stage_id
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -499,15 +496,12 @@ class PipelineEngine(DeepSpeedEngine):
     # ---- what a pipeline has no use for
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: a rank has a part of the model."""
         raise PipelineError(_refusal("forward"))
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: backward passes are interleaved with forward passes of other micro-batches."""
         raise PipelineError(_refusal("backward"))
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refused: the step belongs to the batch."""
         raise PipelineError(_refusal("step"))
 
 

@@ -1,15 +1,14 @@
 """A Transformers model as the layers of a pipeline: where its blocks are, its own forward without them, its parts.
 
-[Note: the model's own code] Nothing of a model is written again. Its forward runs over a view: copies of the containers
-around its blocks, with ghosts in the place of blocks. Stopped at a ghost, it has computed embeddings, masks and
-positions; run to the end with a ghost that gives out the hidden states of another stage, it computes norm and head.
+Its forward runs over a view: copies of the containers around its blocks, with stubs in the place of blocks. Stopped at
+a stub, it has computed embeddings, masks and positions; run to the end, it computes norm and head.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,7 +37,6 @@ class BlockCall:
     """Hidden states are passed by their name."""
 
     def run(self, block: nn.Module, hidden: Tensor) -> Any:
-        """Call a block so."""
         if self.by_name:
             return block(**{_HIDDEN: hidden}, **self.kwargs)
         return block(hidden, *self.args, **self.kwargs)
@@ -57,7 +55,7 @@ class BlockStubs:
     def __init__(self, blocks: nn.Module) -> None:
         self.modules = _twin(blocks)
         children = blocks._modules.items()
-        self.modules._modules = {name: self._ghost(int(name), block) for name, block in children if block is not None}
+        self.modules._modules = {name: self._stub(int(name), block) for name, block in children if block is not None}
         self._last = len(self.modules._modules) - 1
         self._calls: list[BlockCall] = []
         self._stop_at = -1
@@ -70,7 +68,7 @@ class BlockStubs:
         """Run a view until it calls a block: the hidden states at that point, and the calls until then."""
         self._calls, self._stop_at, self._tuples, self._given = [], number, tuples, None
         try:
-            _forward(view, inputs)
+            view(**inputs, use_cache=False)
         except _Stop as stop:
             return stop.hidden, self._calls
         finally:
@@ -81,15 +79,15 @@ class BlockStubs:
         """Run a view to its end, as if the last block had given these hidden states."""
         self._calls, self._stop_at, self._tuples, self._given = [], -1, tuples, hidden
         try:
-            return _forward(view, inputs)
+            return view(**inputs, use_cache=False)
         finally:
             self._calls, self._given = [], None
 
-    def _ghost(self, number: int, block: nn.Module) -> nn.Module:
-        ghost = _twin(block)
-        ghost._modules, ghost._buffers = {}, {}
-        ghost.forward = partial(self._called, number)
-        return ghost
+    def _stub(self, number: int, block: nn.Module) -> nn.Module:
+        stub = _twin(block)
+        stub._modules, stub._buffers = {}, {}
+        stub.forward = partial(self._called, number)
+        return stub
 
     def _called(self, number: int, *args: Any, **kwargs: Any) -> Any:
         by_name = not args
@@ -113,7 +111,6 @@ class ZeroModule(nn.Module):
         """Whose dtype and device they have."""
 
     def forward(self, value: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Zeros."""
         assert self.like is not None, "set before a view runs"
         shape = value.shape if self._adds else value.shape[:-1]
         width = value.shape[-1] if self._width is None else self._width
@@ -142,10 +139,6 @@ def _twin(module: nn.Module) -> nn.Module:
     return twin
 
 
-def _forward(view: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    return view(**inputs, use_cache=False)
-
-
 @dataclass(frozen=True)
 class TiedName:
     """A parameter that a module before the blocks shares with one after them."""
@@ -158,7 +151,6 @@ class TiedName:
 
     @property
     def name(self) -> str:
-        """The parameter's name in the whole model."""
         return f"{self.path}.{self.attribute}"
 
 
@@ -183,13 +175,14 @@ class Outline:
 def outline_of(model: nn.Module) -> Outline:
     """The parts of a model; a UsageError says why it cannot be cut."""
     path, blocks = _find_blocks(model)
-    containers = tuple(_above(path))
+    names = path.split(".")
+    containers = tuple(".".join(names[:length]) for length in range(len(names)))
     outside = list(_outside(model, containers, path))
     _require_plain(model, containers, path)
     early = _run_before_blocks(model, containers, path, outside)
-    before = tuple(each for each in outside if each in early and _has_state(model, each))
-    after = tuple(each for each in outside if each not in early and _has_state(model, each))
-    bare = tuple(each for each in outside if each not in before and each not in after)
+    bare = tuple(each for each in outside if not model.get_submodule(each).state_dict())
+    before = tuple(each for each in outside if each in early and each not in bare)
+    after = tuple(each for each in outside if each not in early and each not in bare)
     ties = tuple(_ties(model, path, before, after))
     return Outline(containers, path, len(blocks), before, after, bare, ties)
 
@@ -207,13 +200,6 @@ def _find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
         f"{type(model).__name__} has {len(found)} lists with config.num_hidden_layers = {count} blocks. Its lists: "
         f"{told}. Write the model as a list of layers (LayerSpec)"
     )
-
-
-def _above(path: str) -> Iterator[str]:
-    yield ""
-    names = path.split(".")[:-1]
-    for length in range(1, len(names) + 1):
-        yield ".".join(names[:length])
 
 
 def _outside(model: nn.Module, containers: Sequence[str], blocks: str) -> Iterator[str]:
@@ -258,35 +244,27 @@ def _require_plain(model: nn.Module, containers: Sequence[str], blocks: str) -> 
             )
 
 
-def _has_state(model: nn.Module, path: str) -> bool:
-    return bool(model.get_submodule(path).state_dict())
-
-
 def _run_before_blocks(model: nn.Module, containers: Sequence[str], blocks: str, outside: Sequence[str]) -> set[str]:
     """The modules that the model's forward calls before its first block, found by running it that far."""
     called: set[str] = set()
-    ghosts = BlockStubs(model.get_submodule(blocks))
-    view = view_of(model, containers, {blocks: ghosts.modules})
+    stubs = BlockStubs(model.get_submodule(blocks))
+    view = view_of(model, containers, {blocks: stubs.modules})
     handles = [
         model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.add(path)) for path in outside
     ]
     tokens = torch.zeros(1, 2, dtype=torch.long, device=next(model.parameters()).device)
     try:
         with torch.random.fork_rng(devices=[]):
-            _, calls = ghosts.until(0, view, {BLOCK_INPUT: tokens}, tuples=False)
+            _, calls = stubs.until(0, view, {BLOCK_INPUT: tokens}, tuples=False)
     finally:
         for handle in handles:
             handle.remove()
-    _require_constant(model, calls[0])
-    return called
-
-
-def _require_constant(model: nn.Module, call: BlockCall) -> None:
-    if any(isinstance(each, Tensor) and each.requires_grad for each in tensors_in((call.args, call.kwargs))):
+    if any(each.requires_grad for each in tensors_in((calls[0].args, calls[0].kwargs))):
         raise UsageError(
             f"{type(model).__name__} gives its blocks more than hidden states that needs a gradient; it cannot be cut. "
             "Write it as a list of layers (LayerSpec)"
         )
+    return called
 
 
 def _ties(model: nn.Module, blocks: str, before: Sequence[str], after: Sequence[str]) -> Iterator[TiedName]:
@@ -300,16 +278,13 @@ def _ties(model: nn.Module, blocks: str, before: Sequence[str], after: Sequence[
         for name, param in model.get_submodule(path).named_parameters():
             late.setdefault(id(param), []).append(f"{path}.{name}".rpartition(".")[0])
     for key, tie in named.items():
-        if key in inside or (key in late and not _all_tied(model, tie.path, late)):
+        every = model.get_submodule(tie.path).parameters()
+        if key in inside or (key in late and not all(id(param) in late for param in every)):
             raise UsageError(f"{tie.name} is shared in a way that cannot be cut; untie it, or write a list of layers")
         if key in late:
             yield replace(tie, layers=tuple(late[key]))
     if inside.intersection(late):
         raise UsageError(f"a block of {blocks} shares a weight with what follows the blocks; that cannot be cut")
-
-
-def _all_tied(model: nn.Module, path: str, late: Container[int]) -> bool:
-    return all(id(param) in late for param in model.get_submodule(path).parameters())
 
 
 Passed = tuple[Tensor, dict[str, Any], bool]
@@ -335,7 +310,6 @@ class ModelLayer:
         self._run = run
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The weights of its modules."""
         for module in self._modules:
             yield from module.parameters()
 
@@ -352,16 +326,18 @@ class ModelCut:
 
     def __init__(self, model: nn.Module) -> None:
         self.outline: Outline = outline_of(model)
-        self._model = model
-        self._config: Any = model.config
+        self.ties = self.outline.ties
+        self.model = model
+        """What lies on this rank, as a model."""
+        self.config: Any = model.config
         self._loss: Any = getattr(model, "loss_function", None)
         outline, path = self.outline, self.outline.blocks
         self._list = model.get_submodule(path)
-        self._ghosts = BlockStubs(self._list)
-        self._whole = view_of(model, outline.containers, {path: self._ghosts.modules})
+        self._stubs = BlockStubs(self._list)
+        self._whole = view_of(model, outline.containers, {path: self._stubs.modules})
         self._blanks = {each: ZeroModule(model.get_submodule(each)) for each in outline.before}
         silent = {each: nn.Identity() for each in outline.bare if isinstance(model.get_submodule(each), nn.Dropout)}
-        self._instead: dict[str, nn.Module] = {path: self._ghosts.modules, **self._blanks, **silent}
+        self._instead: dict[str, nn.Module] = {path: self._stubs.modules, **self._blanks, **silent}
         self._rest = view_of(model, outline.containers, self._instead)  # both anew when layers have left
         self._known: tuple[dict[str, Any], list[BlockCall]] = ({}, [])
         self._names = tuple(model.state_dict())
@@ -371,7 +347,7 @@ class ModelCut:
         self.layers = [*self._parts()]
 
     def _parts(self) -> Iterator[ModelLayer]:
-        get = self._model.get_submodule
+        get = self.model.get_submodule
         yield ModelLayer("Embeddings", [get(path) for path in self.outline.before], self._enter)
         for number, block in enumerate(self._list.children()):
             yield ModelLayer(type(block).__name__, [block], partial(self._block, number))
@@ -393,36 +369,20 @@ class ModelCut:
         gone += [path for path in outline.after if self._last not in here]
         for path in gone:
             parent, _, name = path.rpartition(".")
-            self._model.get_submodule(parent)._modules[name] = None
-        self._rest = view_of(self._model, outline.containers, self._instead)
-        self._whole = view_of(self._model, outline.containers, {outline.blocks: self._ghosts.modules})
-        return {name: child for name, child in self._model._modules.items() if child is not None}
+            self.model.get_submodule(parent)._modules[name] = None
+        self._rest = view_of(self.model, outline.containers, self._instead)
+        self._whole = view_of(self.model, outline.containers, {outline.blocks: self._stubs.modules})
+        return {name: child for name, child in self.model._modules.items() if child is not None}
 
     @property
     def _last(self) -> int:
         return self.outline.count + 1
-
-    @property
-    def ties(self) -> tuple[TiedName, ...]:
-        """Weights that the first layer shares with the last."""
-        return self.outline.ties
-
-    @property
-    def config(self) -> Any:
-        """The model's own configuration."""
-        return self._config
-
-    @property
-    def model(self) -> nn.Module:
-        """What lies on this rank, as a model."""
-        return self._model
 
     def block(self, number: int) -> nn.Module | None:
         """A block of the model, counted from its end if negative; None where it lies on another rank."""
         return self._list._modules.get(str(number % self.outline.count))
 
     def blocks(self) -> tuple[nn.Module, ...]:
-        """The blocks that lie on this rank."""
         return tuple(self._list.children())
 
     def knows(self, name: str) -> bool:
@@ -442,7 +402,7 @@ class ModelCut:
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The model's own loss."""
-        function: Callable[..., Tensor] = partial(self._loss, vocab_size=self._config.vocab_size)
+        function: Callable[..., Tensor] = partial(self._loss, vocab_size=self.config.vocab_size)
         with self._splitting():
             if self.sequences is not None:
                 return self.sequences.loss(function, logits, labels)
@@ -458,7 +418,7 @@ class ModelCut:
     @property
     def has_loss(self) -> bool:
         """Whether `loss` is that of the model: it predicts the next token."""
-        return self._loss is not None and type(self._model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
+        return self._loss is not None and type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
     @staticmethod
     def pair(batch: Any) -> Any:
@@ -474,7 +434,7 @@ class ModelCut:
         for container in self.outline.containers:
             self._whole.get_submodule(container).training = self._list.training
         with self._arguments(inputs) as arguments, self._numbers():
-            hidden, _ = self._ghosts.until(0, self._whole, arguments, tuples=False)
+            hidden, _ = self._stubs.until(0, self._whole, arguments, tuples=False)
         return hidden, inputs, False
 
     def _block(self, number: int, value: Passed) -> Passed:
@@ -491,7 +451,7 @@ class ModelCut:
         hidden, inputs, tuples = value
         self._dress(hidden)
         with self._splitting(), self._arguments(inputs) as arguments, self._numbers():
-            outputs = self._ghosts.pass_by(self._rest, arguments, hidden, tuples=tuples)
+            outputs = self._stubs.pass_by(self._rest, arguments, hidden, tuples=tuples)
         logits = getattr(outputs, "logits", None)
         return outputs[0] if logits is None else logits
 
@@ -502,7 +462,7 @@ class ModelCut:
             self._dress(hidden)
             stop = self.outline.count - 1 if number else 0  # what blocks give is known after the first one
             with torch.no_grad(), self._arguments(inputs) as arguments:
-                _, calls = self._ghosts.until(stop, self._rest, arguments, tuples=tuples)
+                _, calls = self._stubs.until(stop, self._rest, arguments, tuples=tuples)
             self._known = inputs, calls
         return calls[number]
 

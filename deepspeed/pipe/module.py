@@ -108,6 +108,8 @@ class PipelineModule(nn.Module):
         """Stage → pipeline rank; with several stages on a rank there are more of them than ranks."""
         self.parts = bounds_of(partition_method, self._layer_specs, len(self.owners), example_input)
         self.stages = tuple(stage for stage, owner in enumerate(self.owners) if owner == self.stage_id)
+        self.first, self.last = 0 in self.stages, len(self.owners) - 1 in self.stages
+        """Whether this rank takes the inputs; whether it computes the loss."""
         self._local_start, self._local_stop = self.parts[self.stages[0]], self.parts[self.stages[0] + 1]
         known = example_input is not None and is_fake_world()
         self.foretold = forms_of_inputs(self._layer_specs, self.parts, self.stages, example_input) if known else {}
@@ -205,7 +207,6 @@ class PipelineModule(nn.Module):
         yield from found.values()
 
     def keys_with_functions(self) -> set[str]:
-        """The keys of tied layers that are called by a function somewhere."""
         return {each.key for each in self._layer_specs if isinstance(each, TiedLayerSpec) and each.forward_fn}
 
     def _seed(self, seed: int) -> None:
@@ -266,23 +267,7 @@ class PipelineModule(nn.Module):
 
     # ---- what it is
 
-    @property
-    def first(self) -> bool:
-        """True if this rank holds the first stage."""
-        return 0 in self.stages
-
-    @property
-    def last(self) -> bool:
-        """True if this rank holds the last stage."""
-        return len(self.owners) - 1 in self.stages
-
-    @property
-    def last_owner(self) -> int:
-        """The pipeline rank that computes the loss."""
-        return self.owners[-1]
-
     def layers_of(self, stage: int) -> range:
-        """The numbers of a stage's layers."""
         return range(self.parts[stage], self.parts[stage + 1])
 
     def partitions(self) -> list[int]:
@@ -320,11 +305,9 @@ class PipelineModule(nn.Module):
         return None
 
     def topology(self) -> ProcessTopology:
-        """The topology of the pipeline."""
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
-        """The grid of the pipeline, an mpu."""
         return self._grid
 
     def use_topology(self, topology: ProcessTopology) -> None:
@@ -335,7 +318,6 @@ class PipelineModule(nn.Module):
         self.ties = StageTies(self._find_ties(), self._grid, self._tied_module)
 
     def num_pipeline_stages(self) -> int:
-        """Ranks of the pipeline."""
         return self.num_stages
 
     # ---- checkpoint files
@@ -381,7 +363,8 @@ class PipelineModule(nn.Module):
 
     def ckpt_prefix(self, checkpoints_path: str | os.PathLike[str], tag: str) -> str:
         """The beginning of the names of this rank's model files."""
-        return str(Path(checkpoints_path) / tag / f"module{self._slices()}")
+        words = self._grid.topology().get_rank_repr(self._grid.global_rank, ("data", "pipe", "sequence"))
+        return str(Path(checkpoints_path) / tag / (f"module-{words}" if words else "module"))
 
     def ckpt_layer_path(self, ckpt_dir: str | os.PathLike[str], local_layer_idx: int) -> str:
         """The file of this rank's layer of that number."""
@@ -395,12 +378,9 @@ class PipelineModule(nn.Module):
             return
         Path(save_dir).mkdir(parents=True, exist_ok=True)
         for number, module in self._with_files():
-            frozen = {name for name, param in module.named_parameters() if not param.requires_grad}
-            values = {
-                name: value
-                for name, value in module.state_dict().items()
-                if not (exclude_frozen_params and name in frozen)
-            }
+            params = module.named_parameters() if exclude_frozen_params else ()
+            frozen = {name for name, param in params if not param.requires_grad}
+            values = {name: value for name, value in module.state_dict().items() if name not in frozen}
             checkpoint_engine.save(values, str(Path(save_dir) / self._file(number)))
 
     def load_state_dir(self, load_dir: str | os.PathLike[str], checkpoint_engine: Any, strict: bool = True) -> None:
@@ -419,10 +399,6 @@ class PipelineModule(nn.Module):
     def _file(self, number: int) -> str:
         slices = self._grid.get_slice_parallel_world_size()
         return layer_file(number, self._grid.get_slice_parallel_rank() if slices > 1 else None)
-
-    def _slices(self) -> str:
-        words = self._grid.topology().get_rank_repr(self._grid.global_rank, ("data", "pipe", "sequence"))
-        return f"-{words}" if words else ""
 
 
 def _require_kinds(num_stages: object, chunks: object, method: object, checkpointable: object) -> None:

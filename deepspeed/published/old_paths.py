@@ -30,7 +30,7 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.pipe.dualpipev": "deepspeed.pipe.engine",
     "deepspeed.runtime.pipe.engine": "deepspeed.pipe.engine",
     "deepspeed.runtime.pipe.module": "deepspeed.pipe.module",
-    "deepspeed.runtime.pipe.schedule": "deepspeed.pipe.schedule",
+    "deepspeed.runtime.pipe.schedule": "deepspeed.pipe.schedule.views",
     "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed.sequence.parallel_state",
     "deepspeed.runtime.zenflow.zenflow_config": "deepspeed.config.zero",

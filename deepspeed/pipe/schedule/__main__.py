@@ -7,7 +7,7 @@ import math
 import sys
 
 from deepspeed.errors import DeepSpeedError, OpUnavailable, UsageError
-from deepspeed.pipe.schedule.actions import Action, PassKind
+from deepspeed.pipe.schedule.actions import PassKind
 from deepspeed.pipe.schedule.generators import SCHEDULES, make
 from deepspeed.pipe.schedule.simulate import Costs, Timeline, simulate
 
@@ -35,13 +35,14 @@ def text(timeline: Timeline) -> str:
     """A row for each rank; a column is the shortest computation, or what makes so many of them, dots are waiting."""
     shortest = min((end - begin for row in timeline.spans for _, begin, end in row if end > begin), default=1.0)
     unit = max(shortest, timeline.length / _MOST_COLUMNS)
-    width = max(len(_label(timeline, action)) for row in timeline.spans for action, _, _ in row) + 1
+    label = timeline.schedule.label
+    width = max(len(label(action)) for row in timeline.spans for action, _, _ in row) + 1
     lines = []
     for rank, row in enumerate(timeline.spans):
         columns = [".".ljust(width)] * math.ceil(timeline.length / unit - 1e-9)
         for action, begin, end in row:
             first, last = round(begin / unit), max(round(end / unit), round(begin / unit) + 1)
-            columns[first:last] = [_label(timeline, action).ljust(width)] + ["-".ljust(width)] * (last - first - 1)
+            columns[first:last] = [label(action).ljust(width)] + ["-".ljust(width)] * (last - first - 1)
         lines.append(f"rank {rank:<2} |{''.join(columns).rstrip()}")
     return "\n".join(lines)
 
@@ -68,10 +69,6 @@ def draw(timeline: Timeline, path: str) -> None:
         figure.savefig(path)
     except ValueError as error:  # no such kind of picture, or one that is too large
         raise UsageError(f"no picture can be drawn into {path!r}: {error}") from error
-
-
-def _label(timeline: Timeline, action: Action) -> str:
-    return str(action) if timeline.schedule.chunks > 1 else f"{action.op}{action.micro_batch}"
 
 
 def main(arguments: list[str] | None = None) -> int:

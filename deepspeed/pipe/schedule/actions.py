@@ -7,7 +7,6 @@ that generators write computations only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -76,7 +75,6 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Stages of the model, over all ranks."""
         return len(self.owners)
 
     @property
@@ -89,36 +87,31 @@ class Schedule:
         """True if gradients of inputs and of weights are computed apart."""
         return any(action.op is PassKind.WEIGHT for action in self.ranks[0])
 
+    def label(self, action: Action) -> str:
+        """An action as text: `F0`, with the stage in front where a rank holds several."""
+        return str(action) if self.chunks > 1 else f"{action.op}{action.micro_batch}"
+
     def rank(self, rank: int) -> str:
-        """A rank's computations as text: `F0 F1 B0 B1`, with the stage in front where a rank holds several."""
-        return " ".join(
-            str(action) if self.chunks > 1 else f"{action.op}{action.micro_batch}" for action in self.ranks[rank]
-        )
+        """A rank's computations as text: `F0 F1 B0 B1`."""
+        return " ".join(map(self.label, self.ranks[rank]))
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {self.rank(rank)}" for rank in range(len(self.ranks)))
 
     def received(self, action: Action) -> Message | None:
         """What another rank must have sent before an action; None if its input is on its own rank."""
-        if action.op is PassKind.FORWARD:
-            return self._message("activation", action.stage - 1, action.stage, action.micro_batch)
-        if action.op.passes_back:
-            return self._message("gradient", action.stage + 1, action.stage, action.micro_batch)
-        return None
+        return self._message(action, action.stage + (-1 if action.op is PassKind.FORWARD else 1), action.stage)
 
     def sent(self, action: Action) -> Message | None:
         """What an action gives to another rank; None if its result stays."""
-        if action.op is PassKind.FORWARD:
-            return self._message("activation", action.stage, action.stage + 1, action.micro_batch)
-        if action.op.passes_back:
-            return self._message("gradient", action.stage, action.stage - 1, action.micro_batch)
-        return None
+        return self._message(action, action.stage, action.stage + (1 if action.op is PassKind.FORWARD else -1))
 
-    def _message(self, kind: str, source: int, target: int, micro_batch: int) -> Message | None:
-        if not (0 <= source < self.stages and 0 <= target < self.stages):
+    def _message(self, action: Action, source: int, target: int) -> Message | None:
+        if action.op is PassKind.WEIGHT or min(source, target) < 0 or max(source, target) == self.stages:
             return None
+        kind = "activation" if action.op is PassKind.FORWARD else "gradient"
         owners = self.owners[source], self.owners[target]
-        return None if owners[0] == owners[1] else Message(kind, target, micro_batch, *owners)
+        return None if owners[0] == owners[1] else Message(kind, target, action.micro_batch, *owners)
 
 
 def waits_for(action: Action, stages: int) -> list[Action]:
@@ -130,13 +123,3 @@ def waits_for(action: Action, stages: int) -> list[Action]:
         return [Action(PassKind.INPUT, stage, micro_batch)]
     behind = [Action(op, stage + 1, micro_batch)] if stage + 1 < stages else []
     return [Action(PassKind.FORWARD, stage, micro_batch), *behind]
-
-
-def messages(schedule: Schedule, actions: Iterable[Action]) -> Iterator[tuple[str, Message]]:
-    """("receive" or "send", message) of some actions of one rank, in their order."""
-    for action in actions:
-        received, sent = schedule.received(action), schedule.sent(action)
-        if received is not None:
-            yield "receive", received
-        if sent is not None:
-            yield "send", sent

@@ -6,7 +6,7 @@ Where a rank holds the stages r and 2p-1-r, the loss is on the rank that begins,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from deepspeed.errors import UsageError
@@ -28,17 +28,24 @@ def require_sizes(name: str, ranks: int, micro_batches: int, *, least: int = 1, 
         )
 
 
+def straight(ranks: int, chunks: int = 1) -> tuple[int, ...]:
+    """Stage → rank where every rank holds one stage."""
+    return tuple(range(ranks))
+
+
+def folded(ranks: int, chunks: int = 2) -> tuple[int, ...]:
+    """Stage → rank where stages go down the ranks and up again: 0, 1, …, 1, 0."""
+    return (*range(ranks), *reversed(range(ranks)))
+
+
 def looped(ranks: int, chunks: int) -> tuple[int, ...]:
     """Stage → rank where stages go round the ranks: 0, 1, …, 0, 1, …."""
     return tuple(stage % ranks for stage in range(ranks * chunks))
 
 
-def _plain(
-    name: str, micro_batches: int, actions: Sequence[Iterable[Action]], limits: Iterable[int], *, only: bool = False
-) -> Schedule:
+def _plain(name: str, micro_batches: int, actions: Sequence[Iterable[Action]], limits: Iterable[int]) -> Schedule:
     """A schedule in which every rank holds one stage."""
-    owners = tuple(range(len(actions)))
-    return Schedule(name, micro_batches, owners, tuple(map(tuple, actions)), tuple(limits), only)
+    return Schedule(name, micro_batches, straight(len(actions)), tuple(map(tuple, actions)), tuple(limits))
 
 
 def gpipe(ranks: int, micro_batches: int) -> Schedule:
@@ -55,18 +62,13 @@ def gpipe(ranks: int, micro_batches: int) -> Schedule:
 def forward_only(ranks: int, micro_batches: int, owners: tuple[int, ...] | None = None) -> Schedule:
     """The forward of every micro-batch through the stages of `owners`; nothing is kept for a backward."""
     require_sizes("forward", ranks, micro_batches)
-    places = owners or tuple(range(ranks))
-    actions = tuple(
-        tuple(Action(_F, stage, mb) for mb, stage in _waves(places, rank, micro_batches)) for rank in range(ranks)
-    )
-    return Schedule("forward", micro_batches, places, actions, (0,) * ranks, forward_only=True)
-
-
-def _waves(owners: tuple[int, ...], rank: int, micro_batches: int) -> list[tuple[int, int]]:
-    """(micro-batch, stage) in the order in which inputs come if micro-batches follow each other at once."""
-    mine = [stage for stage, owner in enumerate(owners) if owner == rank]
-    pairs = [(mb, stage) for mb in range(micro_batches) for stage in mine]
-    return sorted(pairs, key=lambda pair: (pair[0] + pair[1], -pair[1]))
+    places = owners or straight(ranks)
+    rows: list[list[Action]] = [[] for _ in range(ranks)]
+    for stage, rank in enumerate(places):
+        rows[rank] += [Action(_F, stage, mb) for mb in range(micro_batches)]
+    for row in rows:  # in the order in which inputs come if micro-batches follow each other at once
+        row.sort(key=lambda action: (action.micro_batch + action.stage, -action.stage))
+    return Schedule("forward", micro_batches, places, tuple(map(tuple, rows)), (0,) * ranks, forward_only=True)
 
 
 def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
@@ -133,8 +135,7 @@ def _groups(ranks: int, micro_batches: int) -> list[range]:
 
     A smaller one would come round before the gradients that make room for it.
     """
-    count = max(1, micro_batches // ranks)
-    bounds = partition_uniform(micro_batches, count)
+    bounds = partition_uniform(micro_batches, max(1, micro_batches // ranks))
     return [range(first, last) for first, last in pairwise(bounds)]
 
 
@@ -155,11 +156,6 @@ _ORDERS = (
 
 _MESSAGES = (Costs(), Costs(message=0.05))
 """Without and with messages that take time."""
-
-
-def folded(ranks: int) -> tuple[int, ...]:
-    """Stage → rank where stages go down the ranks and up again: 0, 1, …, 1, 0."""
-    return (*range(ranks), *reversed(range(ranks)))
 
 
 def zbv(ranks: int, micro_batches: int) -> Schedule:
@@ -198,55 +194,45 @@ def _repeated(rank: int, ranks: int, micro_batches: int) -> Iterator[Action]:
             yield Action(op, 2 * ranks - 1 - rank if chunk else rank, micro_batch)
 
 
-@dataclass
-class _Rank:
-    """Where a rank is: how many of each kind it has done, by operation and chunk."""
-
-    done: dict[tuple[PassKind, int], int] = field(
-        default_factory=lambda: {(op, c): 0 for op in (_F, _I, _W) for c in (0, 1)}
-    )
-    held: int = 0
-    actions: list[Action] = field(default_factory=list)
-
-
 class _Play:
     """One time step after the other, in which every part of a stage takes one step."""
 
     def __init__(self, ranks: int, micro_batches: int, order: Sequence[tuple[PassKind, int]]) -> None:
         self.count, self.micro_batches, self.order = ranks, micro_batches, order
         self.limit = min(2 * ranks, 2 * micro_batches)
-        self.ranks = [_Rank() for _ in range(ranks)]
+        self.rows: list[list[Action]] = [[] for _ in range(ranks)]
+        self.done = [{(op, chunk): 0 for op in (_F, _I, _W) for chunk in (0, 1)} for _ in range(ranks)]
+        self.held = [0] * ranks
         self.ended: dict[Action, int] = {}
 
     def run(self) -> Schedule:
         """Play until everything is done."""
         total, now = 6 * self.micro_batches, 0
-        while any(len(rank.actions) < total for rank in self.ranks):
-            chosen = [(rank, self._choose(number, rank, now)) for number, rank in enumerate(self.ranks)]
-            for rank, action in chosen:
-                if action is not None:
-                    self._take(rank, action, now + 1)
+        while any(len(row) < total for row in self.rows):
+            chosen = [self._choose(rank, now) for rank in range(self.count)]
             now += 1
-        rows = tuple(tuple(rank.actions) for rank in self.ranks)
+            for rank, action in enumerate(chosen):
+                if action is not None:
+                    self._take(rank, action, now)
+        rows = tuple(map(tuple, self.rows))
         return Schedule("zbv", self.micro_batches, folded(self.count), rows, (self.limit,) * self.count)
 
-    def _choose(self, number: int, rank: _Rank, now: int) -> Action | None:
+    def _choose(self, rank: int, now: int) -> Action | None:
         for op, chunk in self.order:
-            micro_batch = rank.done[op, chunk]
+            micro_batch = self.done[rank][op, chunk]
             if micro_batch == self.micro_batches:
                 continue
-            if op is _F and rank.held > self.limit - 2 + chunk:
+            if op is _F and self.held[rank] > self.limit - 2 + chunk:
                 continue  # one place is kept for the way back to the loss, which makes room
-            action = Action(op, 2 * self.count - 1 - number if chunk else number, micro_batch)
+            action = Action(op, 2 * self.count - 1 - rank if chunk else rank, micro_batch)
             if all(self.ended.get(each, now + 1) <= now for each in waits_for(action, 2 * self.count)):
                 return action
         return None
 
-    def _take(self, rank: _Rank, action: Action, end: int) -> None:
-        chunk = int(action.stage >= self.count)
-        rank.done[action.op, chunk] += 1
-        rank.held += {_F: 1, _W: -1}.get(action.op, 0)
-        rank.actions.append(action)
+    def _take(self, rank: int, action: Action, end: int) -> None:
+        self.done[rank][action.op, int(action.stage >= self.count)] += 1
+        self.held[rank] += {_F: 1, _W: -1}.get(action.op, 0)
+        self.rows[rank].append(action)
         self.ended[action] = end
 
 
@@ -271,23 +257,23 @@ class _Dual:
     def actions(self) -> Iterator[Action]:
         after = self.ranks - self.rank - 1  # ranks further down
         for _ in range(2 * after):
-            yield self._forward(0)
+            yield self._next(_F, 0)
         for _ in range(self.rank + 1):
-            yield self._forward(0)
-            yield self._forward(1)
+            yield self._next(_F, 0)
+            yield self._next(_F, 1)
         for _ in range(after):
             yield self._input(1)
             yield from self._weight()
-            yield self._forward(1)
+            yield self._next(_F, 1)
         for _ in range(self.micro_batches - 2 * self.ranks + self.rank + 1):
-            yield self._forward(0)
-            yield self._backward(1)
-            yield self._forward(1)
-            yield self._backward(0)
+            yield self._next(_F, 0)
+            yield self._next(_B, 1)
+            yield self._next(_F, 1)
+            yield self._next(_B, 0)
         for _ in range(after):
-            yield self._backward(1)
-            yield self._forward(1)
-            yield self._backward(0)
+            yield self._next(_B, 1)
+            yield self._next(_F, 1)
+            yield self._next(_B, 0)
         yield from self._end(after)
 
     def _end(self, after: int) -> Iterator[Action]:
@@ -295,29 +281,24 @@ class _Dual:
         splits = False
         for turn in range(both):
             splits = splits or (turn == both // 2 and self.rank % 2 == 1)
-            yield self._input(1) if splits else self._backward(1)
+            yield self._input(1) if splits else self._next(_B, 1)
             splits = splits or (turn == both // 2 and self.rank % 2 == 0)
-            yield self._input(0) if splits else self._backward(0)
+            yield self._input(0) if splits else self._next(_B, 0)
         for _ in range(after):
             yield from self._weight()
             yield self._input(0)
         while self.waiting:
             yield from self._weight()
 
-    def _next(self, op: PassKind, chunk: int, counted: PassKind) -> Action:
+    def _next(self, op: PassKind, chunk: int) -> Action:
+        counted = _F if op is _F else _B
         micro_batch = self.done[counted, chunk]
         self.done[counted, chunk] += 1
         return Action(op, 2 * self.ranks - 1 - self.rank if chunk else self.rank, micro_batch)
 
-    def _forward(self, chunk: int) -> Action:
-        return self._next(_F, chunk, _F)
-
-    def _backward(self, chunk: int) -> Action:
-        return self._next(_B, chunk, _B)
-
     def _input(self, chunk: int) -> Action:
-        action = self._next(_I, chunk, _B)
-        self.waiting.append(Action(_W, action.stage, action.micro_batch))
+        action = self._next(_I, chunk)
+        self.waiting.append(action._replace(op=_W))
         return action
 
     def _weight(self) -> Iterator[Action]:
@@ -338,21 +319,13 @@ class ScheduleKind:
     """The config may say otherwise."""
 
 
-def _straight(ranks: int, chunks: int) -> tuple[int, ...]:
-    return tuple(range(ranks))
-
-
-def _folded(ranks: int, chunks: int) -> tuple[int, ...]:
-    return folded(ranks)
-
-
 SCHEDULES: dict[str, ScheduleKind] = {
-    "gpipe": ScheduleKind(gpipe, _straight),
-    "1f1b": ScheduleKind(one_f_one_b, _straight),
+    "gpipe": ScheduleKind(gpipe, straight),
+    "1f1b": ScheduleKind(one_f_one_b, straight),
     "interleaved": ScheduleKind(interleaved, looped, chunks=2, chosen=True),
-    "zb-h1": ScheduleKind(zb_h1, _straight),
-    "zbv": ScheduleKind(zbv, _folded, chunks=2),
-    "dualpipev": ScheduleKind(dual_pipe_v, _folded, chunks=2),
+    "zb-h1": ScheduleKind(zb_h1, straight),
+    "zbv": ScheduleKind(zbv, folded, chunks=2),
+    "dualpipev": ScheduleKind(dual_pipe_v, folded, chunks=2),
 }
 
 

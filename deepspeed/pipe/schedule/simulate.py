@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from deepspeed.errors import UsageError
-from deepspeed.pipe.schedule.actions import Action, Message, PassKind, Schedule, messages, waits_for
+from deepspeed.pipe.schedule.actions import Action, Message, PassKind, Schedule, waits_for
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class Timeline:
 
     @property
     def length(self) -> float:
-        """From the first begin to the last end."""
         return max(end for rank in self.spans for _, _, end in rank)
 
     @property
@@ -65,13 +63,9 @@ class Timeline:
         return 1.0 - sum(self.busy) / (len(self.spans) * self.length)
 
 
-def simulate(
-    schedule: Schedule, costs: Costs | None = None, time_of: Callable[[Action], float] | None = None
-) -> Timeline:
-    """Play a schedule through; `time_of` gives each action its own time. A UsageError if it cannot end."""
-    prices = costs or Costs()
-    chunks = schedule.chunks
-    measure = time_of or (lambda action: prices.of(action, chunks))
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Play a schedule through; a UsageError if it cannot end."""
+    prices, chunks = costs or Costs(), schedule.chunks
     ended: dict[Action, float] = {}
     spans: list[list[tuple[Action, float, float]]] = [[] for _ in schedule.ranks]
     places, free = [0] * len(spans), [0.0] * len(spans)
@@ -84,7 +78,7 @@ def simulate(
                 begin = _begin(schedule, action, free[rank], ended, prices.message)
                 if begin is None:
                     break
-                free[rank] = ended[action] = begin + measure(action)
+                free[rank] = ended[action] = begin + prices.of(action, chunks)
                 spans[rank].append((action, begin, free[rank]))
                 places[rank] += 1
                 moved = True
@@ -177,9 +171,11 @@ def _in_order(schedule: Schedule) -> None:
     """Every send has its receive, and messages between two ranks are received in the order in which they are sent."""
     sent: dict[tuple[str, int, int], list[Message]] = defaultdict(list)
     received: dict[tuple[str, int, int], list[Message]] = defaultdict(list)
-    for row in schedule.ranks:
-        for direction, message in messages(schedule, row):
-            (sent if direction == "send" else received)[message.channel].append(message)
+    for action in (action for row in schedule.ranks for action in row):
+        if message := schedule.received(action):
+            received[message.channel].append(message)
+        if message := schedule.sent(action):
+            sent[message.channel].append(message)
     for channel in sent.keys() | received.keys():
         if sent[channel] != received[channel]:
             kind, source, target = channel

@@ -100,27 +100,22 @@ class PipeSchedule(ABC):
 
     @property
     def stage(self) -> int:
-        """This stage."""
         return self.stage_id
 
     @property
     def num_stages(self) -> int:
-        """All stages."""
         return self.stages
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of a batch."""
         return self.micro_batches
 
     @property
     def is_first_stage(self) -> bool:
-        """True if this stage takes the inputs."""
         return self.stage_id == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """True if this stage computes the loss."""
         return self.stage_id == self.stages - 1
 
     def _valid_micro_batch(self, micro_batch_id: int) -> bool:
@@ -150,7 +145,6 @@ class TrainSchedule(PipeSchedule):
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """What is done in each step."""
         total = 2 * (self.micro_batches + self.stages - 1)
         for step in range(total):
             forward = (step - self.stage_id) % 2 == 0
@@ -188,11 +182,9 @@ class InferenceSchedule(PipeSchedule):
     """Forwards one after the other, with two buffers."""
 
     def num_pipe_buffers(self) -> int:
-        """Two: one that is computed, one that is sent."""
-        return 2
+        return 2  # one that is computed, one that is sent
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """What is done in each step."""
         for step in range(self.micro_batches + self.stages - 1):
             now = step - self.stage_id
             here, there = self._valid_micro_batch(now), self._valid_micro_batch(now - 1)
@@ -210,11 +202,9 @@ class DataParallelSchedule(PipeSchedule):
     """One stage: every micro-batch forward and backward, then the step."""
 
     def num_pipe_buffers(self) -> int:
-        """One."""
         return 1
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """What is done in each step."""
         for micro_batch in range(self.micro_batches):
             commands: list[PipeInstruction] = [LoadMicroBatch(0), ForwardPass(0), BackwardPass(0)]
             if micro_batch == self.micro_batches - 1:
@@ -236,7 +226,6 @@ class DualPipeVSchedule(PipeSchedule):
         return 2 * self.micro_batches
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """What is done in each step."""
         for action in self._schedule.ranks[self.stage_id]:
             if action.op is not PassKind.WEIGHT:
                 yield self._commands(action)

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.errors import UsageError
-from deepspeed.pipe.schedule import SCHEDULES, Action, Costs, PassKind, Schedule, forward_only, make, simulate, validate
 from deepspeed.pipe.schedule.__main__ import main, summary, text
-from deepspeed.pipe.schedule.generators import folded, looped
+from deepspeed.pipe.schedule.actions import Action, PassKind, Schedule
+from deepspeed.pipe.schedule.generators import SCHEDULES, folded, forward_only, looped, make
+from deepspeed.pipe.schedule.simulate import Costs, simulate, validate
 
 RANKS = st.integers(1, 6)
 MICRO_BATCHES = st.integers(1, 17)
@@ -105,7 +106,6 @@ def test_messages_of_zbv_have_time_to_arrive(ranks, more):
 
 def test_messages_take_time():
     assert simulate(make("1f1b", 2, 1), Costs(message=0.5)).length == 7.0
-    assert simulate(make("1f1b", 2, 1), time_of=lambda action: 4.0).length == 16.0
 
 
 def spoiled(schedule: Schedule, rank: int, row: tuple[Action, ...], **changes) -> Schedule:

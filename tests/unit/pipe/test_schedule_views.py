@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed.errors import UsageError
-from deepspeed.pipe import schedule as schedules
-from deepspeed.pipe.schedule import DualPipeVSchedule, ForwardPass, PipeInstruction, PipeSchedule, TrainSchedule
+from deepspeed.pipe.schedule import views as schedules
+from deepspeed.pipe.schedule.views import DualPipeVSchedule, ForwardPass, PipeInstruction, PipeSchedule, TrainSchedule
 
 LETTERS = {
     "LoadMicroBatch": "L",
