@@ -24,7 +24,7 @@ from deepspeed.tensor_parallel.layers import (
     SharedInput,
     VocabularyParallel,
 )
-from deepspeed.tensor_parallel.overlap import OverlappedInput
+from deepspeed.tensor_parallel.overlap import OverlappedInput, Uncopied
 from deepspeed.tensor_parallel.plan import SplitPlan
 from deepspeed.tensor_parallel.rules import SplitKind
 from deepspeed.transformers.replacement import class_before, put_whole, replacement
@@ -104,19 +104,16 @@ def _hook(param: nn.Parameter, hook: Callable[[Tensor], Tensor]) -> None:
 
 
 @dataclass
-class _Sum:
+class _Sum(Uncopied):
     axis: RankGroup
     needed: Callable[[], bool] | None
 
     def __call__(self, grad: Tensor) -> Tensor:
         return summed(grad, self.axis) if self.needed is None or self.needed() else grad
 
-    def __deepcopy__(self, _: Any) -> _Sum:
-        return self
-
 
 @dataclass
-class _IntoHeads:
+class _IntoHeads(Uncopied):
     """Lets the last outputs of a layer, of which all ranks have the whole, into the region of a rank's heads."""
 
     axis: RankGroup
@@ -126,12 +123,9 @@ class _IntoHeads:
         others, last = output.split([output.shape[-1] - self.last, self.last], -1)
         return torch.cat([others, enter(last, self.axis)], -1)
 
-    def __deepcopy__(self, _: Any) -> _IntoHeads:
-        return self
-
 
 @dataclass
-class _SumOfCopies:
+class _SumOfCopies(Uncopied):
     """Sums what backward brings for elements of which several ranks hold copies, each for its own queries."""
 
     axis: RankGroup
@@ -142,9 +136,6 @@ class _SumOfCopies:
         self.split.place(grad, self.axis.rank, whole)
         comm.all_reduce(whole, group=self.axis.group)
         return self.split.cut(whole, self.axis.rank)
-
-    def __deepcopy__(self, _: Any) -> _SumOfCopies:
-        return self
 
 
 def _named_splits(model: nn.Module) -> Iterator[tuple[str, DimSplit]]:

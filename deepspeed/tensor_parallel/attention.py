@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,12 +121,21 @@ class Attention:
             return [queries, _moved(keys, first), _moved(keys, first + heads.dim)], True
         return [[(3 * start, 3 * stop) for start, stop in queries]], False  # each head's query, key, value
 
-    def _codegen(self, leaf: str, ranks: int) -> list[list[tuple[int, int]]]:
-        heads = self.heads
-        try:
-            return _codegen_rows(3 * heads.query * heads.dim, ranks, heads.query)
-        except UsageError as error:
-            raise UsageError(f"tensor_parallel: {self.path}.{leaf}: {error}") from None
+    def _codegen(self, leaf: str, ranks: int, runs: int = 4) -> list[list[tuple[int, int]]]:
+        """Where a rank's queries, values and keys lie in the runs of CodeGen's weight, in the order of its own runs."""
+        heads, dim = self.heads.query, self.heads.dim
+        if heads % (runs * ranks):
+            raise UsageError(
+                f"tensor_parallel: {self.path}.{leaf}: {3 * heads * dim} rows (dim 0) of {heads} heads in {runs} runs "
+                f"do not divide by {ranks} ranks; expected a number of heads that {runs * ranks} divides"
+            )
+        in_run, own = heads // runs, heads // runs // ranks
+        cuts: list[list[tuple[int, int]]] = []
+        for run, part in itertools.product(range(runs), range(3)):
+            places = [divmod(rank * heads // ranks + run * own, in_run) for rank in range(ranks)]
+            starts = [((at * 3 + part) * in_run + inside) * dim for at, inside in places]
+            cuts.append([(start, start + own * dim) for start in starts])
+        return cuts
 
     def splits(self, leaf: str) -> bool:
         """Whether a projection of this name is cut by heads."""
@@ -227,14 +237,7 @@ def _number(names: Sequence[str], *holders: Any) -> int | None:
 
 
 def _outputs(layer: nn.Module) -> int | None:
-    return next(_sizes(layer), None)
-
-
-def _sizes(layer: nn.Module) -> Iterator[int]:
-    for name in ("out_features", "nf"):
-        value = getattr(layer, name, None) or getattr(getattr(layer, "base_layer", None), name, None)
-        if isinstance(value, int):
-            yield value
+    return _number(("out_features", "nf"), layer, getattr(layer, "base_layer", None))
 
 
 def _moved(cuts: list[tuple[int, int]], offset: int) -> list[tuple[int, int]]:
@@ -247,23 +250,3 @@ def _too_few(path: str, what: str, count: int, ranks: int) -> str:
         f"it cannot be split. Use tensor_parallel.autotp_size of at most {count}, or a rule with partition_type skip "
         "for it and the layer behind it"
     )
-
-
-def _codegen_rows(rows: int, ranks: int, heads: int, runs: int = 4) -> list[list[tuple[int, int]]]:
-    """Where a rank's queries, values and keys lie in the runs of CodeGen's weight, in the order of its own runs."""
-    if heads % (runs * ranks) or rows % (3 * heads):
-        raise UsageError(
-            f"{rows} rows (dim 0) of {heads} heads in {runs} runs do not divide by {ranks} ranks; expected a number of "
-            f"heads that {runs * ranks} divides"
-        )
-    dim, in_run, own = rows // (3 * heads), heads // runs, heads // runs // ranks
-    cuts: list[list[tuple[int, int]]] = []
-    for run in range(runs):
-        for part in range(3):
-            cut = []
-            for rank in range(ranks):
-                at, inside = divmod(rank * heads // ranks + run * own, in_run)
-                start = ((at * 3 + part) * in_run + inside) * dim
-                cut.append((start, start + own * dim))
-            cuts.append(cut)
-    return cuts

@@ -28,7 +28,7 @@ from deepspeed.tensor_parallel.layer_splits import check_products
 from deepspeed.tensor_parallel.layers import share_of
 from deepspeed.tensor_parallel.loss import SplitLogits, TileLoss, split_logits
 from deepspeed.tensor_parallel.model_init import asked_size, check_asked
-from deepspeed.tensor_parallel.plan import ModelStage, SplitPlan, plan, require_split
+from deepspeed.tensor_parallel.plan import ModelStage, Planner, SplitPlan, require_split
 from deepspeed.tensor_parallel.rules import (
     Rule,
     Rules,
@@ -156,9 +156,8 @@ def split_model(
     elsewhere = counted_elsewhere(model, axis.rank)
     kept = None if piece is None else logits
     decided = by_script or bool(made.changes)
-    return SplitModel(
-        InputCheck(axis), _fewest_heads(made), elsewhere, tile_loss, kept, len(made.heads), entrances, decided
-    )
+    heads = min((attention.heads.fewest(made.ranks) for attention in made.attention), default=None)
+    return SplitModel(InputCheck(axis), heads, elsewhere, tile_loss, kept, len(made.heads), entrances, decided)
 
 
 def split(
@@ -187,17 +186,7 @@ def split(
 
 def plan_model(section: TPTrainingConfig, model: nn.Module, ranks: int, piece: ModelStage | None = None) -> SplitPlan:
     """What becomes of each layer of a model, or of a piece of one, on so many ranks; changes nothing."""
-    grain, split_head = section.tensor_parallel.tp_grain_size, section.vocab_parallel_lm_head
-    tied = None if piece is None else piece.tied
-    return plan(
-        model,
-        find_rules(section, model),
-        ranks,
-        grain=grain,
-        split_head=split_head,
-        split_embedding=section.vocab_parallel_embedding,
-        tied=tied,
-    )
+    return Planner(model, find_rules(section, model), ranks, section, piece).plan()
 
 
 def find_rules(section: TPTrainingConfig, model: nn.Module) -> Rules:
@@ -244,10 +233,6 @@ def _tell_nodes(axis: AxisGroup) -> None:
             "fastest on one node: let tensor_parallel.autotp_size divide the ranks of a node",
             level=WARNING,
         )
-
-
-def _fewest_heads(made: SplitPlan) -> tuple[int, int] | None:
-    return min((attention.heads.fewest(made.ranks) for attention in made.attention), default=None)
 
 
 def _of_model(model: nn.Module) -> list[Rule]:

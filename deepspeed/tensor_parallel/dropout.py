@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from deepspeed.parallel.regions import RankGroup
 from deepspeed.parallel.rng import RankGenerator
 from deepspeed.tensor_parallel.layers import ColumnParallel, RowParallel
+from deepspeed.tensor_parallel.overlap import Uncopied
 from deepspeed.transformers.source import called_on_self, tree_of
 
 
@@ -38,7 +39,7 @@ def use_rank_generators(model: nn.Module, axis: RankGroup, inside: Sequence[nn.M
         _LateRates(list(rates), put).wait([model, *itertools.islice(layers, 1)])
 
 
-class _LateRates:
+class _LateRates(Uncopied):
     """A pre-hook that waits for a rate above zero."""
 
     def __init__(self, rates: Sequence[_Rate], put: Callable[[], None]) -> None:
@@ -55,9 +56,6 @@ class _LateRates:
         for handle in self.handles:
             handle.remove()
         self.put()
-
-    def __deepcopy__(self, _: Any) -> _LateRates:
-        return self
 
 
 def _put(model: nn.Module, axis: RankGroup, inside: Sequence[nn.Module]) -> None:

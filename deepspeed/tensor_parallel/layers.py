@@ -17,40 +17,11 @@ from torch.utils._pytree import tree_leaves
 
 from deepspeed.errors import UsageError
 from deepspeed.parallel.regions import ParameterCut, RankGroup, Way, between, enter, joined, leave, own, summed_part
-from deepspeed.tensor_parallel.overlap import OverlappedInput, overlapped_sum
-
-
-class SharedInput:
-    """`enter` for layers that read one tensor, such as the three projections of an attention: they share one sum.
-
-    It remembers the last tensor until its region is left, no longer.
-    """
-
-    def __init__(self, axis: RankGroup) -> None:
-        self._axis = axis
-        self._last: tuple[Tensor, tuple[int, bool], Tensor] | None = None
-
-    def __deepcopy__(self, _: Any) -> SharedInput:
-        return self
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """The tensor inside the region."""
-        if tensor.is_inference():
-            return tensor
-        as_it_is = tensor._version, torch.is_grad_enabled()
-        if self._last is not None and self._last[0] is tensor and self._last[1] == as_it_is:
-            return self._last[2]
-        entered = enter(tensor, self._axis)
-        self._last = tensor, as_it_is, entered
-        return entered
-
-    def forget(self) -> None:
-        """The region is left."""
-        self._last = None
+from deepspeed.tensor_parallel.overlap import OverlappedInput, SharedInput, Uncopied, overlapped_sum
 
 
 @dataclass
-class SplitSequence:
+class SplitSequence(Uncopied):
     """Splits hidden states [batch, sequence, hidden] from the first block of a model to the last.
 
     Only in training: sequences of any length, such as those of a generation, pass whole in eval mode.
@@ -59,9 +30,6 @@ class SplitSequence:
     axis: RankGroup
     active: bool = False
     """Whether the pass that goes on now has split sequences; the first block decides, in backward what it decided."""
-
-    def __deepcopy__(self, _: Any) -> SplitSequence:
-        return self
 
     def begin(self, block: nn.Module, hidden: Tensor) -> Tensor:
         """At the first block: this rank's part of the sequence."""

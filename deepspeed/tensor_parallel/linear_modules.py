@@ -21,9 +21,6 @@ from deepspeed.tensor_parallel import layers
 from deepspeed.tensor_parallel.apply import whole_of
 from deepspeed.tensor_parallel.layers import ShardInfo, SharedInput
 
-_HEADS = ("num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_heads", "n_heads", "n_head")
-_QUERIES = ("num_attention_heads", "n_heads", "n_head")
-_WIDTHS = ("n_embd", "hidden_size", "d_model")
 _WITHOUT_HEADS = ("mlp", "lm_head", "embed_out")
 """Parts of the name of a layer that is not cut by heads."""
 
@@ -36,16 +33,6 @@ class AutoTPMeta:
     num_attention_heads: int | None = None
     n_embd: int | None = None
     tp_grain_size: int = 1
-
-    @classmethod
-    def from_model_config(cls, model_config: Any, tp_grain_size: int = 1) -> AutoTPMeta:
-        """Of the config of a model of Transformers; None where it does not tell."""
-
-        def first(names: tuple[str, ...]) -> int | None:
-            found = (getattr(model_config, name, None) for name in names)
-            return next((value for value in found if isinstance(value, int)), None)
-
-        return cls(first(_HEADS), first(_QUERIES), first(_WIDTHS), tp_grain_size)
 
 
 def get_shard_size_list(

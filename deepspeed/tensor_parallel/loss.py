@@ -59,30 +59,6 @@ def _owner(model: nn.Module, head: nn.Module) -> Any:
     return None
 
 
-class _Begin:
-    """Before a forward: logits stay split if it trains and computes a loss."""
-
-    def __init__(self, share: ShardInfo) -> None:
-        self.share = share
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = kwargs.get("labels")
-        if given is None and args:
-            names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
-            given = dict(zip(names, args, strict=False)).get("labels")
-        self.share.keep_split = given is not None and module.training
-
-
-class _End:
-    """After a forward, however it ended."""
-
-    def __init__(self, share: ShardInfo) -> None:
-        self.share = share
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.share.keep_split = False
-
-
 class SplitLogits:
     """`loss_function(logits=…, labels=…, vocab_size=…, …)` of a model whose logits may be split."""
 
@@ -94,9 +70,32 @@ class SplitLogits:
     def attach(self) -> TileLoss | None:
         """Let the model's own forward keep logits split; a loss of some tokens comes back, for causal models."""
         self.owner.loss_function = self
-        self.owner.register_forward_pre_hook(_Begin(self.share), with_kwargs=True)
-        self.owner.register_forward_hook(_End(self.share), always_call=True)
-        return _SumOfTile(self.share) if self.kind == _CAUSAL else None
+        self.owner.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.owner.register_forward_hook(self._end, always_call=True)
+        return self._sum_of_tile if self.kind == _CAUSAL else None
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before a forward: logits stay split if it trains and computes a loss."""
+        given = kwargs.get("labels")
+        if given is None and args:
+            names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
+            given = dict(zip(names, args, strict=False)).get("labels")
+        self.share.keep_split = given is not None and module.training
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """After a forward, however it ended."""
+        self.share.keep_split = False
+
+    def _sum_of_tile(self, head: nn.Module, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        """A `TileLoss`. It says by itself that logits stay split, because backward computes a tile once more."""
+        with self.kept():
+            logits = head(hidden)
+        return self._losses(logits, labels, ignore_index).sum()
+
+    def _losses(self, logits: Tensor, target: Tensor, ignored: int) -> Tensor:
+        """Of every token, from this rank's part of the logits."""
+        axis = self.share.axis
+        return split_cross_entropy(logits, target, sum(self.share.sizes[: axis.rank]), axis.group, ignored)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -125,27 +124,6 @@ class SplitLogits:
         target = target.to(logits.device)
         items = options.get("num_items_in_batch")
         items = (target != ignored).sum() if items is None else items
-        return _losses(self.share, logits, target, ignored).sum() / (
+        return self._losses(logits, target, ignored).sum() / (
             items.to(logits.device) if isinstance(items, Tensor) else items
         )
-
-
-class _SumOfTile:
-    """A `TileLoss`. It says by itself that logits stay split, because backward computes a tile once more."""
-
-    def __init__(self, share: ShardInfo) -> None:
-        self.share = share
-
-    def __call__(self, head: nn.Module, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-        share = self.share
-        before, share.keep_split = share.keep_split, True
-        try:
-            logits = head(hidden)
-        finally:
-            share.keep_split = before
-        return _losses(share, logits, labels, ignore_index).sum()
-
-
-def _losses(share: ShardInfo, logits: Tensor, target: Tensor, ignored: int) -> Tensor:
-    """Of every token, from this rank's part of the logits."""
-    return split_cross_entropy(logits, target, sum(share.sizes[: share.axis.rank]), share.axis.group, ignored)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepspeed import comm
-from deepspeed.parallel.regions import RankGroup
+from deepspeed.parallel.regions import RankGroup, enter
 
 
 class _Flight:
@@ -86,8 +86,15 @@ class _First(torch.autograd.Function):
         return to_inputs, to_weight, to_bias, None
 
 
-class OverlappedInput:
-    """Where column layers enter a split region; those that read one tensor share one sum.
+class Uncopied:
+    """Something that refers to process groups, which a copy of a module shares."""
+
+    def __deepcopy__(self, _: Any) -> Any:
+        return self
+
+
+class SharedInput(Uncopied):
+    """`enter` for layers that read one tensor, such as the three projections of an attention: they share one sum.
 
     It remembers the last tensor until its region is left, no longer.
     """
@@ -96,25 +103,46 @@ class OverlappedInput:
         self._axis = axis
         self._last: tuple[Tensor, tuple[int, bool], Tensor] | None = None
 
-    def __deepcopy__(self, _: Any) -> OverlappedInput:
-        return self
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The tensor inside the region."""
+        if tensor.is_inference():
+            return tensor
+        entered = self._known(tensor)
+        return self._remember(tensor, enter(tensor, self._axis)) if entered is None else entered
 
-    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """`linear` of a whole input by this rank's rows; the same numbers as without overlap."""
-        as_it_is = inputs._version, torch.is_grad_enabled()
-        if self._last is not None and self._last[0] is inputs and self._last[1] == as_it_is:
-            return torch.nn.functional.linear(self._last[2], weight, bias)
-        flight = _Flight(self._axis)
-        arrived = _Arrive.apply(inputs, flight)  # type: ignore[no-untyped-call]
-        _, weight, bias = _cast(inputs, weight, bias)
-        late = _Late.apply(weight, flight)  # type: ignore[no-untyped-call]
-        entered = _Depart.apply(arrived, flight)  # type: ignore[no-untyped-call]
-        self._last = inputs, as_it_is, entered
-        return _First.apply(entered.to(late.dtype), late, bias, flight)  # type: ignore[no-any-return,no-untyped-call]
+    def _known(self, tensor: Tensor) -> Tensor | None:
+        """What was remembered of a tensor, which is as it was."""
+        if self._last is None or self._last[0] is not tensor or self._last[1] != _state(tensor):
+            return None
+        return self._last[2]
+
+    def _remember(self, tensor: Tensor, entered: Tensor) -> Tensor:
+        self._last = tensor, _state(tensor), entered
+        return entered
 
     def forget(self) -> None:
         """The region is left."""
         self._last = None
+
+
+def _state(tensor: Tensor) -> tuple[int, bool]:
+    return tensor._version, torch.is_grad_enabled()
+
+
+class OverlappedInput(SharedInput):
+    """The same, with a sum that runs concurrently with the product for the first layer's weight."""
+
+    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """`linear` of a whole input by this rank's rows; the same numbers as without overlap."""
+        known = self._known(inputs)
+        if known is not None:
+            return torch.nn.functional.linear(known, weight, bias)
+        flight = _Flight(self._axis)
+        arrived = _Arrive.apply(inputs, flight)  # type: ignore[no-untyped-call]
+        _, weight, bias = _cast(inputs, weight, bias)
+        late = _Late.apply(weight, flight)  # type: ignore[no-untyped-call]
+        entered = self._remember(inputs, _Depart.apply(arrived, flight))  # type: ignore[no-untyped-call]
+        return _First.apply(entered.to(late.dtype), late, bias, flight)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Halves(torch.autograd.Function):

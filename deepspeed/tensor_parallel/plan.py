@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.errors import UsageError
 from deepspeed.fragments import DimSplit, even, side_by_side
 from deepspeed.log import log_dist
@@ -71,26 +72,6 @@ class SplitPlan:
         return any(change.kind not in (SplitKind.WHOLE, SplitKind.WHOLE_INSIDE) for change in self.changes)
 
 
-def plan(
-    model: nn.Module,
-    rules: Rules,
-    ranks: int,
-    *,
-    grain: int = 1,
-    split_head: bool | None = None,
-    split_embedding: bool = False,
-    tied: Mapping[int, tuple[str, ...]] | None = None,
-) -> SplitPlan:
-    """What the rules make of the model; what cannot be split is an error that names the layer and the dim.
-
-    A part of a model may be without the output layer: it says which of its weights are `tied` to layers elsewhere.
-    """
-    planner = _Planner(model, rules, ranks, grain, split_head, tied)
-    if split_embedding:
-        planner.embedding = _input_embedding(model)
-    return planner.plan()
-
-
 def _input_embedding(model: nn.Module) -> nn.Module:
     find: Any = getattr(model, "get_input_embeddings", None)
     found = None if find is None else _base(find())
@@ -124,21 +105,21 @@ def require_split(made: SplitPlan, what: str) -> None:
     raise UsageError(f"tensor_parallel.autotp_size is {made.ranks}, but {found}, or leave autotp_size out")
 
 
-class _Planner:
+class Planner:
+    """Makes a plan of a model and rules; what cannot be split is an error that names the layer and the dim.
+
+    A part of a model may be without the output layer: it says which of its weights are `tied` to layers elsewhere.
+    """
+
     def __init__(
-        self,
-        model: nn.Module,
-        rules: Rules,
-        ranks: int,
-        grain: int,
-        split_head: bool | None,
-        tied: Mapping[int, tuple[str, ...]] | None,
+        self, model: nn.Module, rules: Rules, ranks: int, section: TPTrainingConfig, piece: ModelStage | None
     ) -> None:
-        self.model, self.rules, self.ranks, self.grain, self.split_head = model, rules, ranks, grain, split_head
+        self.model, self.rules, self.ranks = model, rules, ranks
+        self.grain, self.split_head = section.tensor_parallel.tp_grain_size, section.vocab_parallel_lm_head
         self.attention = find_attention(model, ranks)
         self.type = getattr(getattr(model, "config", None), "model_type", None)
-        self.tied = tied
-        self.embedding: nn.Module | None = None
+        self.tied = None if piece is None else piece.tied
+        self.embedding = _input_embedding(model) if section.vocab_parallel_embedding else None
         """One that is split by vocabulary, whatever it is tied to."""
 
     def plan(self) -> SplitPlan:
@@ -255,10 +236,11 @@ class _Planner:
     def _cut_outputs(
         self, path: str, module: nn.Module, rule: Rule, cuts: list[list[tuple[int, int]]], transposed: bool
     ) -> LayerSplit:
+        split = DimSplit.of(0, cuts)
         splits = {"weight": DimSplit.of(1 if transposed else 0, cuts)}
         if getattr(module, "bias", None) is not None:
-            splits["bias"] = DimSplit.of(0, cuts)
-        sizes = tuple(DimSplit.of(0, cuts).size(rank) for rank in range(self.ranks))
+            splits["bias"] = split
+        sizes = tuple(map(split.size, range(self.ranks)))
         if rule.gather_output and len(cuts) > 1:
             raise UsageError(
                 f"tensor_parallel: {path} is to be split in {len(cuts)} fused parts and its output gathered, which "
@@ -282,18 +264,13 @@ class _Planner:
 
     def _like(self, change: LayerSplit, path: str, module: nn.Module) -> LayerSplit:
         """An adapter's layer, cut as the layer that it belongs to."""
-        transposed = False
-        split = change.splits.get("weight")
-        if change.kind is SplitKind.COLUMN:
-            if split is None:
-                return LayerSplit(path, module, SplitKind.COLUMN, change.rule, {}, (), transposed, change.rows)
-            cuts = DimSplit(0, split.parts)
-            own = {"weight": cuts, **({"bias": cuts} if getattr(module, "bias", None) is not None else {})}
-            return LayerSplit(path, module, SplitKind.COLUMN, change.rule, own, change.sizes, transposed)
-        assert split is not None, "a row layer is always cut"
-        return LayerSplit(
-            path, module, SplitKind.ROW, change.rule, {"weight": DimSplit(1, split.parts)}, change.sizes, transposed
-        )
+        column = change.kind is SplitKind.COLUMN
+        kind, whole = SplitKind.COLUMN if column else SplitKind.ROW, change.splits.get("weight")
+        if whole is None:
+            return LayerSplit(path, module, kind, change.rule, rows=change.rows)
+        split = DimSplit(0 if column else 1, whole.parts)
+        bias = {"bias": split} if column and getattr(module, "bias", None) is not None else {}
+        return LayerSplit(path, module, kind, change.rule, {"weight": split, **bias}, change.sizes)
 
     def _vocabulary(self, path: str, module: nn.Module, rule: Rule) -> LayerSplit:
         weight = getattr(module, "weight", None)
@@ -303,14 +280,11 @@ class _Planner:
                 "vocabulary. Set tensor_parallel.vocab_parallel_lm_head to false"
             )
         cuts = [even(whole_shape(weight)[0], self.ranks)]
-        split = DimSplit.of(0, cuts)
         if isinstance(module, nn.Embedding):
             _check_plain_embedding(path, module)
-            return LayerSplit(path, module, SplitKind.VOCABULARY, rule, {"weight": split}, ())
-        splits = {"weight": split, **({"bias": split} if module.bias is not None else {})}
-        sizes = tuple(split.size(rank) for rank in range(self.ranks))
+            return LayerSplit(path, module, SplitKind.VOCABULARY, rule, {"weight": DimSplit.of(0, cuts)})
         gathered = Rule(rule.pattern, SplitKind.COLUMN, gather_output=True, source=rule.source, known=True)
-        return LayerSplit(path, module, SplitKind.COLUMN, gathered, splits, sizes)
+        return self._cut_outputs(path, module, gathered, cuts, False)
 
     def _parts(self, path: str, rule: Rule, total: int, dim: int) -> list[list[tuple[int, int]]]:
         """Each fused part of a dim, cut for all ranks."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from deepspeed.tensor_parallel.linear_modules import AutoTPMeta, get_shard_size_list
@@ -26,9 +24,3 @@ def test_sizes_of_shards(total, ranks, meta, attention, other):
     for name in ("lm_head", "mlp.up"):
         assert get_shard_size_list(total, ranks, meta, name) == other
     assert get_shard_size_list(total, ranks) == get_shard_size_list(total, ranks, AutoTPMeta())
-
-
-def test_what_a_model_tells():
-    config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=2, hidden_size=64)
-    assert AutoTPMeta.from_model_config(config, 4) == AutoTPMeta(2, 8, 64, 4)
-    assert AutoTPMeta.from_model_config(SimpleNamespace()) == AutoTPMeta()
