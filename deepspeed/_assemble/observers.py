@@ -71,7 +71,6 @@ def watch(parts: Parts, stack: ExitStack) -> None:
         parts.tput_timer = Throughput(
             lambda: parts.batch.train if parts.batch else 0,
             synchronized=schema.timers.throughput.synchronized,
-            devices=comm.get_world_size(),
         ).attach(events)
         stack.callback(parts.tput_timer.close)
     if shown:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from deepspeed.profiling.memory import MemoryBreakdown, see_memory_usage
 from deepspeed.profiling.progress import ProgressBar, StepLine
-from deepspeed.profiling.throughput import Throughput, training_flops_per_token
+from deepspeed.profiling.throughput import Throughput
 from deepspeed.profiling.timers import WallClock
 
 __all__ = [
@@ -14,5 +14,4 @@ __all__ = [
     "Throughput",
     "WallClock",
     "see_memory_usage",
-    "training_flops_per_token",
 ]

@@ -79,22 +79,11 @@ class StepLine:
 
     def _step_finished(self, event: StepFinished) -> None:
         if self._every is not None and event.step % self._every == 0:
-            self._write(" | ".join([*_of_step(event), *self._rates(), _memory()]))
+            self._write(" | ".join([*_of_step(event), *self._rate(), _memory()]))
 
-    def _rates(self) -> list[str]:
-        measured = self._throughput
-        if measured is None:
-            return []
-        samples, tokens = measured.current_samples_per_second, measured.current_tokens_per_second
-        tflops = measured.current_tflops_per_device
-        parts = []
-        if samples is not None:
-            parts.append(f"{short(samples)} samples/s")
-        if tokens is not None:
-            parts.append(f"{short(tokens)} tokens/s")
-        if tflops is not None:
-            parts.append(f"{short(tflops)} TFLOPS per device")
-        return parts
+    def _rate(self) -> list[str]:
+        samples = None if self._throughput is None else self._throughput.current_samples_per_second
+        return [] if samples is None else [f"{short(samples)} samples/s"]
 
 
 def _of_step(event: StepFinished) -> list[str]:

@@ -1,4 +1,4 @@
-"""Samples, tokens and floating-point operations per second: of an engine by itself, or of a script's own loop."""
+"""Samples per second: of an engine by itself, or of a script's own loop."""
 
 from __future__ import annotations
 
@@ -14,18 +14,7 @@ from deepspeed.events import EventStream, PhaseBegan, StepFinished, Subscription
 from deepspeed.log import print_dist
 from deepspeed.profiling.timers import NamedTimer
 
-Amount = float | Callable[[], float]
-
 _GB = 1024**3
-
-
-def training_flops_per_token(parameters: int) -> float:
-    """The usual estimate for forward and backward of a transformer: 6 per parameter, attention scores left out."""
-    return 6.0 * parameters
-
-
-def _value(amount: Amount) -> float:
-    return float(amount() if callable(amount) else amount)
 
 
 def _host_mark() -> Any:
@@ -43,24 +32,7 @@ class Throughput:
     is right only in the average. The first `start_step` steps are warm-up.
     """
 
-    tokens_per_sample: Amount | None
-    """Tokens of a sample, or a function that tells; None if samples have no tokens."""
-    flops_per_sample: Amount | None
-    """Floating-point operations of a sample, forward and backward; None if unknown."""
-
-    def __init__(
-        self,
-        batch_size: int | Callable[[], int],
-        *,
-        start_step: int = 2,
-        synchronized: bool = True,
-        devices: int = 1,
-        tokens_per_sample: Amount | None = None,
-        flops_per_sample: Amount | None = None,
-    ) -> None:
-        self.tokens_per_sample = tokens_per_sample
-        self.flops_per_sample = flops_per_sample
-        self.devices = devices
+    def __init__(self, batch_size: int | Callable[[], int], *, start_step: int = 2, synchronized: bool = True) -> None:
         self.epoch_count = 0
         self._batch_size = batch_size
         self._mark = mark if synchronized else _host_mark
@@ -105,30 +77,6 @@ class Throughput:
         """Of the last step after warm-up; None before there is a measurement."""
         return None if self._last is None else _rate(self._last[1], self._last[0].get_elapsed_msec())
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Average since warm-up; None where tokens are not known."""
-        return self._times(self.samples_per_second, self.tokens_per_sample)
-
-    @property
-    def current_tokens_per_second(self) -> float | None:
-        """Of the last step; None where tokens are not known."""
-        return self._times(self.current_samples_per_second, self.tokens_per_sample)
-
-    @property
-    def tflops_per_device(self) -> float | None:
-        """Average since warm-up, 10¹² operations per second on each device; None where they are not known."""
-        return self._times(self.samples_per_second, self.flops_per_sample, 1e-12 / self.devices)
-
-    @property
-    def current_tflops_per_device(self) -> float | None:
-        """Of the last step; None where they are not known."""
-        return self._times(self.current_samples_per_second, self.flops_per_sample, 1e-12 / self.devices)
-
-    @staticmethod
-    def _times(rate: float | None, amount: Amount | None, factor: float = 1.0) -> float | None:
-        return None if rate is None or amount is None else rate * _value(amount) * factor
-
     def _wait_for_phase(self) -> None:
         """Listen for the first phase of a step, and to no other: there are many in a step."""
         if self._waiting is None and self._events is not None:
@@ -152,7 +100,8 @@ class Throughput:
             return
         if began is None:  # attached in the middle of a step
             return
-        interval, samples = CudaEventTimer(began, self._ended), _value(self._batch_size)
+        interval = CudaEventTimer(began, self._ended)
+        samples = float(self._batch_size() if callable(self._batch_size) else self._batch_size)
         self._last = (interval, samples)
         self._time.add(interval)
         self._samples += samples

@@ -1,4 +1,4 @@
-"""Named timers that follow the device, a trimmed mean, and `WallClock`: how long forward, backward and step take.
+"""Named timers that follow the device, and `WallClock`: how long forward, backward and step take.
 
 Starting and stopping never waits for the device, reading a timer waits for its last event. Lines that a caller asks
 for go to standard output, as the library's logger is quiet by default.
@@ -28,18 +28,6 @@ class TimerError(DeepSpeedError, RuntimeError, AssertionError):
     """A timer was used in an order that measures nothing."""
 
 
-def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Mean without the smallest and the largest `trim_percent` (a fraction) of the values; 0 for no values."""
-    if not 0.0 <= trim_percent <= 1.0:
-        raise ValueError(f"trim_percent is {trim_percent}; it is a fraction between 0 and 1, such as 0.1")
-    count = len(data)
-    if count == 0:
-        return 0.0
-    cut = min(round(count * trim_percent), (count - 1) // 2)  # the median is always left
-    kept = sorted(data)[cut : count - cut]
-    return sum(kept) / len(kept)
-
-
 class NamedTimer:
     """Adds up intervals; times are in milliseconds."""
 
@@ -49,8 +37,6 @@ class NamedTimer:
         self._start: Any = None
         self._unread: list[CudaEventTimer] = []
         self._total = 0.0
-        self._unread_records: list[CudaEventTimer] = []
-        self._records: list[float] = []
 
     def start(self) -> None:
         """Begin an interval."""
@@ -59,25 +45,23 @@ class NamedTimer:
         self._start = mark()
         self.started_ = True
 
-    def stop(self, reset: bool = False, record: bool = False) -> None:
-        """End the interval; `reset` forgets the earlier ones, `record` keeps this one for `mean()`."""
+    def stop(self, reset: bool = False) -> None:
+        """End the interval; `reset` forgets the earlier ones."""
         if not self.started_:
             raise TimerError(f"timer {self.name_!r} is not running; call start() before stop()")
         if reset:
             self._unread, self._total = [], 0.0
         self.started_ = False
-        self.add(CudaEventTimer(self._start, mark()), record=record)
+        self.add(CudaEventTimer(self._start, mark()))
 
-    def add(self, interval: CudaEventTimer, record: bool = False) -> None:
+    def add(self, interval: CudaEventTimer) -> None:
         """Count an interval that was measured elsewhere."""
         self._unread.append(interval)
-        if record:
-            self._unread_records.append(interval)
-        if max(len(self._unread), len(self._unread_records)) >= _UNREAD_LIMIT:
+        if len(self._unread) >= _UNREAD_LIMIT:
             self._read(wait=False)
 
     def reset(self) -> None:
-        """Forget everything but the records, a running interval too."""
+        """Forget everything, a running interval too."""
         self.started_, self._start, self._unread, self._total = False, None, [], 0.0
 
     def elapsed(self, reset: bool = True) -> float:
@@ -93,27 +77,12 @@ class NamedTimer:
             self.start()
         return total
 
-    def mean(self) -> float:
-        """Mean of the recorded intervals, without the smallest and the largest tenth."""
-        self._read(wait=True)
-        return trim_mean(self._records, 0.1)
-
-    def forget_records(self) -> None:
-        """Start the mean anew."""
-        self._unread_records, self._records = [], []
-
     def _read(self, *, wait: bool) -> None:
-        times, self._unread = _split(self._unread, wait=wait)
-        self._total += sum(times)
-        times, self._unread_records = _split(self._unread_records, wait=wait)
-        self._records += times
-
-
-def _split(intervals: list[CudaEventTimer], *, wait: bool) -> tuple[list[float], list[CudaEventTimer]]:
-    """Milliseconds of those that are over, and the others; with `wait` all are waited for."""
-    over = [wait or interval.end_event.query() for interval in intervals]
-    times = [interval.get_elapsed_msec() for interval, done in zip(intervals, over, strict=True) if done]
-    return times, [interval for interval, done in zip(intervals, over, strict=True) if not done]
+        """Add up the intervals that are over; with `wait` all are waited for."""
+        over = [wait or interval.end_event.query() for interval in self._unread]
+        pairs = list(zip(self._unread, over, strict=True))
+        self._total += sum(interval.get_elapsed_msec() for interval, done in pairs if done)
+        self._unread = [interval for interval, done in pairs if not done]
 
 
 class SynchronizedWallClockTimer:
@@ -155,73 +124,32 @@ class SynchronizedWallClockTimer:
         ranks: Sequence[int] | None = None,
     ) -> None:
         """Write the named timers, each divided by `normalizer`, as one line; default rank 0."""
-        _check(normalizer)
+        if normalizer <= 0.0:
+            raise ValueError(f"normalizer is {normalizer}; times are divided by it, so give a number above zero")
         found = {name: self.timers[name].elapsed(reset=reset) / normalizer for name in names if name in self.timers}
-        line = times_line(found)
-        print_dist(f"{line} | {self.memory_usage()}" if memory_breakdown else line, ranks=ranks or [0])
-
-    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Mean of the recorded intervals of each named timer, divided by `normalizer`; `reset` forgets them."""
-        _check(normalizer)
-        found = [self.timers[name] for name in names if name in self.timers]
-        means = {timer.name_: timer.mean() / normalizer for timer in found}
-        if reset:
-            for timer in found:
-                timer.forget_records()
-        return means
+        if found:
+            line = times_line(found)
+            print_dist(f"{line} | {self.memory_usage()}" if memory_breakdown else line, ranks=ranks or [0])
 
 
-def _check(normalizer: float) -> None:
-    if normalizer <= 0.0:
-        raise ValueError(f"normalizer is {normalizer}; times are divided by it, so give a number above zero")
-
-
-class NoopTimer:
+class NoopTimer(SynchronizedWallClockTimer):
     """The same interface where nothing is to be timed: every time is 0."""
 
-    class Timer:
+    class Timer(NamedTimer):
         """A timer that never runs."""
 
         def start(self) -> None:
             """Nothing."""
 
-        def stop(self, reset: bool = False, record: bool = False) -> None:
+        def stop(self, reset: bool = False) -> None:
             """Nothing."""
-
-        def reset(self) -> None:
-            """Nothing."""
-
-        def elapsed(self, reset: bool = True) -> float:
-            """0."""
-            return 0.0
-
-        def mean(self) -> float:
-            """0."""
-            return 0.0
 
     def __init__(self) -> None:
-        self.timer = self.Timer()
+        super().__init__()
+        self.timer = self.Timer("off")
 
-    def __call__(self, name: str) -> NoopTimer.Timer:
+    def __call__(self, name: str) -> NamedTimer:
         return self.timer
-
-    def get_timers(self) -> dict[str, Any]:
-        """None at all."""
-        return {}
-
-    def log(
-        self,
-        names: Iterable[str],
-        normalizer: float = 1.0,
-        reset: bool = True,
-        memory_breakdown: bool = False,
-        ranks: Sequence[int] | None = None,
-    ) -> None:
-        """Nothing."""
-
-    def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """None at all."""
-        return {}
 
 
 TIMER_NAMES: Mapping[Phase, str] = {

@@ -292,7 +292,6 @@ SPLIT: dict[str, dict[str, str]] = {
         "STEP_MICRO_TIMER": "deepspeed.published.constants",
         "SynchronizedWallClockTimer": "deepspeed.profiling.timers",
         "ThroughputTimer": "deepspeed.profiling.throughput",
-        "trim_mean": "deepspeed.profiling.timers",
     },
 }
 
@@ -403,6 +402,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.set_optimizer_flags": "give parameter groups use_muon; else the engine chooses matrices for Muon",
     "deepspeed.utils.bwc": "ask the mpu itself",
     "deepspeed.utils.debug": "use model.named_parameters() and a parameter's ds_summary()",
+    "deepspeed.utils.timer.trim_mean": "use scipy.stats.trim_mean",
     "deepspeed.utils.types": "name an activation as torch does",
 }
 
