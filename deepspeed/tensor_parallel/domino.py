@@ -4,9 +4,8 @@
 begun. Halves take turns, so that each sum of forward runs beside a product of the other half; in backward each runs
 beside the product for a weight.
 
-[Note: a gradient on its way] The gradient of a column layer's input is a sum over ranks. The layer's backward begins
-it, computes the gradient of its weight meanwhile, and returns it unfinished; `_Wait`, through which the input came,
-waits for it.
+The gradient of a column layer's input is a sum over ranks, which `OverlappedInput` lets run beside the product for its
+weight.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from deepspeed.errors import UsageError
 from deepspeed.parallel.mpu import stage_of, tensor_group
 from deepspeed.parallel.regions import GroupMembers, RankGroup
 from deepspeed.parallel.rng import RankGenerator, rank_generator
-
-__all__ = ["AttnMaskType", "DominoTransformer", "DominoTransformerLayer", "LayerType", "ModelType"]
+from deepspeed.tensor_parallel.overlap import OverlappedInput
 
 _Turns = Generator[None, None, Tensor]
 _Rotate = Callable[[Tensor, Tensor], Tensor]
@@ -135,62 +133,6 @@ class ModelType(Enum):
     encoder_and_decoder = 2
 
 
-class _Handle:
-    """A tensor that is summed over ranks, from where that begins to where it is waited for."""
-
-    def __init__(self) -> None:
-        self.work: Any = None
-
-    def wait(self) -> None:
-        """Until the sum is there."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-
-
-class _Wait(torch.autograd.Function):
-    """The input as it is; its backward waits for the sum that the one layer behind it began."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, handle: _Handle) -> Tensor:
-        ctx.handle = handle
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.handle.wait()
-        return grads[0], None
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, handle: _Handle, group: Any) -> Tensor:
-        kind = inputs.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else inputs.dtype
-        ctx.dtypes = inputs.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.handle, ctx.group = handle, group
-        factors = inputs.to(dtype), weight if dtype is inputs.dtype else weight.to(dtype)
-        ctx.save_for_backward(*factors)
-        with torch.autocast(kind, enabled=False):
-            return F.linear(*factors, None if bias is None else bias.to(factors[1].dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad,), (inputs, weight) = grads, ctx.saved_tensors
-        of_inputs, of_weight, of_bias = ctx.dtypes
-        to_inputs = to_weight = to_bias = None
-        if ctx.needs_input_grad[0]:
-            to_inputs = grad.matmul(weight).to(of_inputs).contiguous()
-            if ctx.group.size() > 1:
-                ctx.handle.work = comm.all_reduce(to_inputs, group=ctx.group, async_op=True)
-        flat = grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[1]:
-            to_weight = flat.t().matmul(inputs.reshape(-1, inputs.shape[-1])).to(of_weight)
-        if of_bias is not None and ctx.needs_input_grad[2]:
-            to_bias = flat.sum(0).to(of_bias)
-        return to_inputs, to_weight, to_bias, None, None
-
-
 class _Linear(nn.Module):
     """A rank's part of a linear layer, which it draws by itself; `dim` of the weight is the one that ranks share."""
 
@@ -212,12 +154,10 @@ class _Linear(nn.Module):
 
 
 class _Column(_Linear):
-    """This rank's outputs of the whole input; see [Note: a gradient on its way]."""
+    """This rank's outputs of the whole input."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        handle = _Handle()
-        entered = _Wait.apply(inputs, handle)  # type: ignore[no-untyped-call]
-        return _Product.apply(entered, self.weight, self.bias, handle, self.peers.group)  # type: ignore[no-any-return,no-untyped-call]
+        return OverlappedInput(self.peers).linear(inputs, self.weight, self.bias)
 
 
 class _Row(_Linear):
@@ -451,12 +391,12 @@ class DominoTransformer(nn.Module):
 
 
 class _Begin(torch.autograd.Function):
-    """Begins the sum of summands over ranks in their own memory; the handle is waited for before it is read."""
+    """Begins the sum of summands over ranks in their own memory; its work is waited for before it is read."""
 
     @staticmethod
-    def forward(ctx: Any, summand: Tensor, peers: RankGroup, handle: _Handle) -> Tensor:
+    def forward(ctx: Any, summand: Tensor, peers: RankGroup, works: list[Any]) -> Tensor:
         ctx.mark_dirty(summand)
-        handle.work = comm.all_reduce(summand, group=peers.group, async_op=True)
+        works.append(comm.all_reduce(summand, group=peers.group, async_op=True))
         return summand
 
     @staticmethod
@@ -468,10 +408,10 @@ def _summed(summand: Tensor, peers: RankGroup) -> _Turns:
     """Begin a sum, let the other half have its turn, and wait."""
     if peers.size == 1:
         return summand
-    handle = _Handle()
-    output = _Begin.apply(summand.contiguous(), peers, handle)  # type: ignore[no-untyped-call]
+    works: list[Any] = []
+    output = _Begin.apply(summand.contiguous(), peers, works)  # type: ignore[no-untyped-call]
     yield
-    handle.wait()
+    works[0].wait()
     return output  # type: ignore[no-any-return]
 
 

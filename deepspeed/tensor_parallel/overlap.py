@@ -43,16 +43,18 @@ class _Node(torch.autograd.Function):
 class _Arrive(_Node):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.flight.work.wait()
-        ctx.flight.work = None
+        if ctx.flight.work is not None:
+            ctx.flight.work.wait()
+            ctx.flight.work = None
         return grads[0], None
 
 
 class _Depart(_Node):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        ctx.flight.work = comm.all_reduce(total, group=ctx.flight.axis.group, async_op=True)
+        total = grads[0].contiguous()  # a product, or a sum of products, which is nobody else's
+        if ctx.flight.axis.size > 1:
+            ctx.flight.work = comm.all_reduce(total, group=ctx.flight.axis.group, async_op=True)
         return total, None
 
 
