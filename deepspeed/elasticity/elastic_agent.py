@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import socket
 from collections.abc import Mapping
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -12,7 +10,6 @@ from torch.distributed.elastic.utils.api import macros
 
 from deepspeed.elasticity.agent import GuardedAgent
 from deepspeed.errors import ElasticityError
-from deepspeed.launcher.environment import mask_command
 from deepspeed.launcher.protocol import NodePlacement, NodePlan, RankPlan, log_files
 
 __all__ = ["DSElasticAgent"]
@@ -48,18 +45,14 @@ class DSElasticAgent(GuardedAgent):
     def _ranks(self, place: NodePlacement) -> NodePlan:
         environments = place.environments()
         logs = log_files(self._log_dir or "None", [int(each["RANK"]) for each in environments])
-        ranks = []
-        for local_rank, environment in enumerate(environments):
-            command = macros.substitute(list(self._command), str(local_rank))
-            number = int(environment["RANK"])
-            ranks.append(
-                RankPlan(
-                    rank=number,
-                    local_rank=local_rank,
-                    command=tuple(command),
-                    shown=shlex.join(mask_command(command)),
-                    environment=environment,
-                    log=logs.get(number),
-                )
+        ranks = [
+            RankPlan(
+                rank=int(environment["RANK"]),
+                local_rank=local_rank,
+                command=tuple(macros.substitute(list(self._command), str(local_rank))),
+                environment=environment,
+                log=logs.get(int(environment["RANK"])),
             )
-        return NodePlan(host=socket.gethostname(), ranks=tuple(ranks))
+            for local_rank, environment in enumerate(environments)
+        ]
+        return NodePlan(ranks=tuple(ranks))

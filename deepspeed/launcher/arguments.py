@@ -187,6 +187,12 @@ def elastic_nodes(args: argparse.Namespace, hosts: int) -> tuple[int, int]:
     return fewest, most
 
 
+def check_kind(args: argparse.Namespace) -> None:
+    """An error if the script is to be run in two ways."""
+    if args.module and args.no_python:
+        raise LaunchError("--module and --no_python contradict each other: a module is run by Python; give one of them")
+
+
 # ---- words for the nodes
 
 _PREFLIGHT = "deepspeed.preflight"
@@ -200,12 +206,8 @@ def node_words(
     master: tuple[str, int],
     save_pid: int = 0,
     store_kept: bool = False,
-    script: Sequence[str] | None = None,
 ) -> list[str]:
-    """What follows `python -m deepspeed.launcher.launch`; `script` replaces the user's script and arguments.
-
-    `store_kept`: the hosts of an elastic job meet at a store that no node keeps.
-    """
+    """What follows `python -m deepspeed.launcher.launch`; `store_kept`: no node keeps the store of an elastic job."""
     words = [f"--world_info={world_info}"]
     if node_rank is not None:
         words.append(f"--node_rank={node_rank}")
@@ -222,13 +224,11 @@ def node_words(
         words.append("--quiet")
     words.append(f"--log_level={args.log_level}")
     words += elastic_words(args, kept=store_kept)
-    return [*words, *([args.user_script, *args.user_args] if script is None else script)]
+    return [*words, args.user_script, *args.user_args]
 
 
 def preflight_of(args: argparse.Namespace) -> argparse.Namespace:
     """The same job with the preflight in the place of the script, which it gets as its arguments."""
-    if args.module and args.no_python:
-        raise LaunchError("--module and --no_python contradict each other: a module is run by Python; give one of them")
     job = copy.copy(args)
     kind = [f"--{name}" for name in ("module", "no_python") if getattr(args, name)]
     job.user_args = [*option_words("preflight_args", args.preflight_args), *kind, args.user_script, *args.user_args]

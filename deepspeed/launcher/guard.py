@@ -17,13 +17,14 @@ they became ready. So the first failure is known even when the guard was late an
 from __future__ import annotations
 
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,9 +32,8 @@ from typing import Any
 
 from deepspeed.comm.verdict_pipe import ReportedVerdict, VerdictPipe
 from deepspeed.launcher import processes
-from deepspeed.launcher.failure_report import RankEnd, failure_report, rank_list
 from deepspeed.launcher.output import OutputPipe, labelled, last_lines
-from deepspeed.launcher.process_loop import FAILURE_GRACE, SIGNAL_GRACE, STOPPING, TICK, ProcessLoop, run_plan
+from deepspeed.launcher.process_loop import FAILURE_GRACE, SIGNAL_GRACE, TICK, Child, ProcessLoop, run_plan
 from deepspeed.launcher.protocol import RETIRE, NodePlan, RankPlan, RelaySetting, encode
 from deepspeed.log import logger
 
@@ -41,17 +41,13 @@ _CHILDREN_GRACE = 2.0  # seconds that processes which ranks left behind get to e
 _KILL_WAIT = 10.0  # seconds after SIGKILL until a process counts as stuck in the kernel
 
 
-@dataclass
-class _RunningRank:
-    """A started rank; `code` is None while it runs, `told` means that it ended after the guard told it to."""
+@dataclass(kw_only=True)
+class _RunningRank(Child):
+    """A started rank; `at` is in seconds after the start, `told` means that it ended after the guard told it to."""
 
     plan: RankPlan
-    process: subprocess.Popen[bytes]
-    channels: list[OutputPipe]
     log_start: int
     started: float = field(default_factory=time.monotonic)
-    code: int | None = None
-    at: float = 0.0
     told: bool = False
     verdict: ReportedVerdict | None = None  # the newest one of its watch for hangs
 
@@ -71,13 +67,12 @@ class _RunningRank:
         return RankEnd(self.plan, self.process.pid, code, self.at, self.told, source, lines, verdict)
 
 
-class Guard(ProcessLoop):
+class Guard(ProcessLoop[_RunningRank]):
     """Runs the plan of one node."""
 
     def __init__(self, plan: NodePlan, control: int) -> None:
         super().__init__(control, plan.pid_file)
         self._plan = plan
-        self._ranks: list[_RunningRank] = []
         self._first: _RunningRank | None = None
         self._hurried = self._stuck = self._retiring = False
         self._locks = {1: threading.Lock(), 2: threading.Lock()}
@@ -91,13 +86,10 @@ class Guard(ProcessLoop):
         arm = processes.end_with_parent()
         for plan in self._plan.ranks:
             try:
-                self._ranks.append(self._spawn(plan, arm))
+                self._children.append(self._spawn(plan, arm))
             except (OSError, subprocess.SubprocessError) as error:
                 return f"rank {plan.rank} could not be started: {error}; its command is: {plan.shown}"
-        # Threads come after all forks: a forked child must not find a lock held by a thread that it does not have.
-        for rank in self._ranks:
-            for channel in rank.channels:
-                channel.start()
+        self._start_output()
         return None
 
     def _spawn(self, plan: RankPlan, arm: Callable[[], None]) -> _RunningRank:
@@ -134,7 +126,7 @@ class Guard(ProcessLoop):
             with suppress(OSError):  # a kernel before 5.3
                 descriptor = os.pidfd_open(process.pid)
                 self._selector.register(descriptor, selectors.EVENT_READ, process.pid)
-        return _RunningRank(plan, process, channels, log_start)
+        return _RunningRank(process=process, channels=channels, plan=plan, log_start=log_start)
 
     # ---- waiting
 
@@ -145,11 +137,8 @@ class Guard(ProcessLoop):
         self._reap([])  # what has just ended is not left to the parent of this process
         # All output that there is is passed on, unless the user is in a hurry.
         os.close(self._stop_write)
-        while not self._hurried and any(channel.busy() for rank in self._ranks for channel in rank.channels):
+        while not self._hurried and any(channel.busy() for rank in self._children for channel in rank.channels):
             self._turn(TICK / 10)
-
-    def _running(self) -> list[_RunningRank]:
-        return [rank for rank in self._ranks if rank.code is None]
 
     def _turn(self, wait: float | None) -> None:
         """Wait for something to happen, and deal with it."""
@@ -199,7 +188,7 @@ class Guard(ProcessLoop):
         if processes.LINUX:
             return processes.descendants(os.getpid())
         groups = []
-        for rank in self._ranks:
+        for rank in self._children:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.process.pid, 0)
                 groups.append(-rank.process.pid)
@@ -207,7 +196,7 @@ class Guard(ProcessLoop):
 
     def _on_verdicts(self) -> None:
         for number, told in self._verdicts.read().items():
-            for rank in self._ranks:
+            for rank in self._children:
                 if rank.plan.rank == number:
                     rank.verdict = told
 
@@ -224,13 +213,11 @@ class Guard(ProcessLoop):
         self._kill()
 
     def _on_signal(self, number: int) -> None:
-        if number in STOPPING:
-            self._on_stop(number)
-        elif number == RETIRE:
+        if number == RETIRE:
             self._retiring = True
             self._on_stop(signal.SIGTERM)
         elif number == signal.SIGWINCH:
-            for rank in self._ranks:
+            for rank in self._children:
                 for channel in rank.channels:
                     channel.resize()
         elif number in (signal.SIGTSTP, signal.SIGCONT):
@@ -309,7 +296,7 @@ class Guard(ProcessLoop):
 
     def _verdict(self) -> int:
         self._on_verdicts()
-        endings = [rank.ending() for rank in self._ranks]
+        endings = [rank.ending() for rank in self._children]
         if self._first is not None:
             first = self._first.ending()
             others = [ending for ending in endings if ending.plan.rank != first.plan.rank]
@@ -318,12 +305,100 @@ class Guard(ProcessLoop):
                 logger.error("%s", text)
             return processes.status(first.code)
         if self._signal is not None and any(ending.code != 0 for ending in endings):
-            if self._relayed is None and not self._retiring:
-                logger.error("the job was stopped by %s", signal.Signals(self._signal).name)
-            return 128 + self._signal
+            return 128 + self._signal if self._relayed is not None or self._retiring else self._stopped()
         return max((processes.status(ending.code) for ending in endings), default=0)
 
 
 def main(control: int) -> int:
     """Run the plan that comes through the launcher's pipe."""
     return run_plan(Guard, control)
+
+
+# ---- the report about a failed job: which rank is at fault or failed first, how, and the last it said
+
+_FRAME = re.compile(r'(\[rank\d+\]:)?\s+File ".*", line \d+, in ')  # a line of a traceback, with torch's prefix
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnd:
+    """How a rank ended: `code` as in `subprocess`, `at` in seconds after the start, by itself or told to stop."""
+
+    plan: RankPlan
+    pid: int
+    code: int
+    at: float
+    told: bool
+    source: str  # which output `lines` are from
+    lines: Sequence[str] = ()
+    verdict: ReportedVerdict | None = None  # whom its watch for hangs found at fault right before it ended
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """ "rank 3", "ranks 0, 1", or where they are many "ranks 0, 1, 2, … 63 (64 in all)"."""
+    numbers = sorted(ranks)
+    word = "rank" if len(numbers) == 1 else "ranks"
+    if len(numbers) > 8:
+        return f"{word} {', '.join(map(str, numbers[:3]))}, … {numbers[-1]} ({len(numbers)} in all)"
+    return f"{word} {', '.join(map(str, numbers))}"
+
+
+def failure_report(first: RankEnd, others: Sequence[RankEnd], host: str) -> str:
+    """The report about a failed job, for the end of its output.
+
+    A rank that ended because it waited in vain is a victim: the ranks' own verdict then says who is at fault.
+    """
+    verdict = first.verdict
+    if verdict is None:
+        text = [f"rank {first.plan.rank} failed first: it {_how(first)}", *_place(first, host), *_said(first)]
+    else:
+        text = [f"the job failed because {verdict.text}"]
+        here = {ending.plan.rank: ending for ending in (first, *others)}
+        for culprit in [here[rank] for rank in verdict.ranks if rank in here][:1]:
+            if not culprit.told:
+                text.append(f"  ended:   rank {culprit.plan.rank} {_how(culprit)}")
+            text += _place(culprit, host)
+            if not culprit.told and culprit.code != 0 and culprit is not first:
+                text += _said(culprit)
+        if first.plan.rank not in verdict.ranks[:1]:
+            text.append(f"  noticed: by rank {first.plan.rank}, which {_how(first)}")
+    for other in sorted(others, key=lambda ending: ending.at):
+        if not other.told and other.code != 0:
+            text.append(
+                f"  then, before it was told to stop, rank {other.plan.rank} {processes.describe_exit(other.code)}"
+            )
+    if told := [other.plan.rank for other in others if other.told]:
+        text.append(f"  stopped because of this: {rank_list(told)}")
+    return "\n".join(text)
+
+
+def _how(ending: RankEnd) -> str:
+    return f"{processes.describe_exit(ending.code)} after {ending.at:.1f} s"
+
+
+def _place(ending: RankEnd, host: str) -> list[str]:
+    plan = ending.plan
+    text = [f"  where:   host {host}, local rank {plan.local_rank}, pid {ending.pid}", f"  command: {plan.shown}"]
+    if plan.log is not None:
+        text.append(f"  log:     {plan.log}")
+    if not ending.told and (hint := _hint(ending.code)):
+        text.append(f"  hint:    {hint}")
+    return text
+
+
+def _said(ending: RankEnd) -> list[str]:
+    """The last lines of a rank; of a traceback that the user has seen already, the innermost line and the error."""
+    lines = ending.lines
+    if not lines:
+        return [f"  it wrote nothing to {ending.source}"]
+    frames = [at for at, line in enumerate(lines) if _FRAME.match(line)]
+    if frames and ending.plan.log is None:
+        lines = lines[frames[-1] :]
+    return [f"  its last lines ({ending.source}):", *(f"    | {line}" for line in lines)]
+
+
+def _hint(code: int) -> str | None:
+    if code == -signal.SIGKILL:
+        return "the launcher did not send it: another process did, or the kernel because memory ran out (see dmesg)"
+    if code in (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGILL, -signal.SIGABRT):
+        return "native code crashed; PYTHONFAULTHANDLER=1 shows the Python line it was called from"
+    return None

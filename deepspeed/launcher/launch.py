@@ -9,18 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.launcher.arguments import HelpFormatter, add_counts, elastic_nodes
+from deepspeed.launcher.arguments import HelpFormatter, add_counts, check_kind, elastic_nodes
 from deepspeed.launcher.binding import Binding, bind
-from deepspeed.launcher.environment import mask_command
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.hosts import Slots, decode_world_info
 from deepspeed.launcher.ports import DEFAULT_PORT, claim_port
@@ -82,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
 
         def crew(place: NodePlacement) -> NodePlan:
             plan = NodePlan(
-                host=socket.gethostname(),
                 ranks=tuple(_ranks(args, place)),
                 log_level=level,
                 pid_file=None if saved is None else str(saved),
@@ -141,7 +137,6 @@ def _ranks(args: argparse.Namespace, place: NodePlacement) -> Iterator[RankPlan]
             rank=int(environment["RANK"]),
             local_rank=local_rank,
             command=tuple(command),
-            shown=shlex.join(mask_command(command)),
             environment=environment,
             cores=cores,
             log=logs.get(int(environment["RANK"])),
@@ -162,8 +157,7 @@ def _command(args: argparse.Namespace, local_rank: int) -> list[str]:
 
 def _check_program(args: argparse.Namespace) -> None:
     script = args.training_script
-    if args.module and args.no_python:
-        raise LaunchError("--module and --no_python contradict each other: a module is run by Python; give one of them")
+    check_kind(args)
     if args.no_python:
         if shutil.which(script) is None:
             raise LaunchError(

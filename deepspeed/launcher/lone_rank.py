@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
-import socket
 import sys
 from collections.abc import Sequence
 
 from deepspeed.comm.discover import discover
 from deepspeed.errors import DeepSpeedError
-from deepspeed.launcher.environment import mask_command
 from deepspeed.launcher.errors import MISTAKE
 from deepspeed.launcher.guard import Guard
 from deepspeed.launcher.ports import DEFAULT_PORT
@@ -69,12 +66,10 @@ def _plan(args: argparse.Namespace, relay: str) -> NodePlan:
         rank=facts.rank,
         local_rank=facts.local_rank or 0,
         command=command,
-        shown=shlex.join(mask_command(command)),
         environment={name: str(value) for name, value in known.items() if value is not None},
         log=log_files(args.enable_each_rank_log, [facts.rank]).get(facts.rank),
     )
     return NodePlan(
-        host=socket.gethostname(),
         ranks=(rank,),
         log_level=args.log_level,
         forward_to_groups=args.no_python,

@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -20,27 +20,10 @@ from deepspeed.launcher.arguments import node_words
 from deepspeed.launcher.environment import ENVIRONMENT_FILE, ENVIRONMENT_FOLDERS, exported
 from deepspeed.launcher.errors import LaunchError, option_words
 from deepspeed.launcher.hosts import Slots, encode_world_info
-from deepspeed.launcher.multinode_runner import (
-    HELPER,
-    IMPIRunner,
-    MPICHRunner,
-    MultiNodeRunner,
-    MVAPICHRunner,
-    OpenMPIRunner,
-    PDSHRunner,
-    SlurmRunner,
-)
+from deepspeed.launcher.multinode_runner import RUNNERS, MultiNodeRunner, PDSHRunner
 from deepspeed.launcher.protocol import RELAY_VARIABLE, Link, RelayPlan, RelaySetting, new_token
 from deepspeed.launcher.supervise import pid_file, supervise
 from deepspeed.log import logger
-
-_BACKENDS: Mapping[str, Callable[[argparse.Namespace, str, Mapping[str, int]], MultiNodeRunner]] = {
-    "openmpi": OpenMPIRunner,
-    "mpich": MPICHRunner,
-    "impi": IMPIRunner,
-    "slurm": SlurmRunner,
-    "mvapich": MVAPICHRunner,
-}
 
 
 def run_on_hosts(args: argparse.Namespace, active: Slots) -> int:
@@ -56,8 +39,7 @@ def _run_on_hosts(args: argparse.Namespace, active: Slots, stack: ExitStack) -> 
         from deepspeed.elasticity.node import kept_store  # torch's agents, which every other start would wait for
 
         args.master_addr, args.master_port = stack.enter_context(kept_store(args))
-    token = new_token()
-    relayed = RelaySetting(token, labels=args.output != "plain")
+    relayed = RelaySetting(new_token(), labels=args.output != "plain")
     folders = [Path(folder) for folder in ENVIRONMENT_FOLDERS]
     exports = exported(os.environ, get_accelerator().export_envs(), folders, ENVIRONMENT_FILE)
     exports[RELAY_VARIABLE] = str(relayed)
@@ -65,8 +47,11 @@ def _run_on_hosts(args: argparse.Namespace, active: Slots, stack: ExitStack) -> 
     if args.launcher == "ssh":
         links = _ssh_links(args, active, exports, kept)
     else:
-        runner = _runner(args, active, exports)  # which keeps files that its program reads
-        links = (_link(runner, active, environment),)
+        runner = _runner(args, exports)  # which keeps files that its program reads
+        words = runner.get_cmd(environment, active)
+        # Several MPIs may be installed side by side, and only one of them is called mpirun.
+        program = next((found for name in runner.programs if (found := shutil.which(name))), words[0])
+        links = (Link(host="", command=[program, *words[1:]], forwards=runner.forwards),)
     world = sum(map(len, active.values()))
     logger.info(
         "starting %d ranks on %d hosts (%s) with %s", world, len(active), ", ".join(active), Path(links[0].command[0])
@@ -75,7 +60,7 @@ def _run_on_hosts(args: argparse.Namespace, active: Slots, stack: ExitStack) -> 
     plan = RelayPlan(
         links=links,
         world=world,
-        token=token,
+        token=relayed.token,
         style=args.output,
         elastic=args.elastic_training,
         hosts=tuple(active) if args.launcher == "pdsh" else (),
@@ -122,34 +107,21 @@ def _settle(args: argparse.Namespace, active: Slots) -> None:
         else:
             given = option_words("launcher_args", args.launcher_args) if args.launcher == "ssh" else []
             asked = list(active) if args.elastic_training else [first]  # of which some may be away
-            args.master_addr = first_address(asked, args.ssh_port, given)
+            args.master_addr = _first_address(asked, args.ssh_port, given)
 
 
-def _ssh_links(args: argparse.Namespace, active: Slots, exports: Mapping[str, str], kept: bool) -> tuple[Link, ...]:
-    info = encode_world_info(active)
-    master = (args.master_addr, args.master_port)
-    words = [node_words(args, info, node_rank=node, master=master, store_kept=kept) for node in range(len(active))]
-    return links(args, list(active), words, exports, option_words("launcher_args", args.launcher_args))
-
-
-def _runner(args: argparse.Namespace, active: Slots, exports: Mapping[str, str]) -> MultiNodeRunner:
+def _runner(args: argparse.Namespace, exports: Mapping[str, str]) -> MultiNodeRunner:
     """What builds the command of a launcher that is not built in; an error if that is not installed."""
-    info = encode_world_info(active)
-    runner: MultiNodeRunner
-    if args.launcher == "pdsh":
-        runner = PDSHRunner(args, info)
-    else:
-        kind = _BACKENDS[args.launcher]
-        pool = {host: len(slots) for host, slots in active.items()}
-        runner = kind(args if kind is MPICHRunner else _guarded(args), info, pool)
-        runner.add_export("MASTER_PORT", str(args.master_port))
-        if args.master_addr:
-            runner.add_export("MASTER_ADDR", args.master_addr)
-    if not runner.backend_exists():
+    runner = RUNNERS[args.launcher](args)
+    if not runner.installed():
         raise LaunchError(f"launcher '{runner.name}' not installed; --launcher ssh needs nothing but OpenSSH")
     for option in runner.unused:
         if getattr(args, option):
             logger.warning("--%s has no effect with --launcher %s", option, runner.name)
+    if not isinstance(runner, PDSHRunner):
+        runner.add_export("MASTER_PORT", str(args.master_port))
+        if args.master_addr:
+            runner.add_export("MASTER_ADDR", args.master_addr)
     for key, value in exports.items():
         runner.add_export(key, value)
     if runner.hidden and isinstance(runner, PDSHRunner):
@@ -161,26 +133,14 @@ def _runner(args: argparse.Namespace, active: Slots, exports: Mapping[str, str])
     return runner
 
 
-def _link(runner: MultiNodeRunner, active: Slots, environment: dict[str, str]) -> Link:
-    """The one program that starts all ranks; what it needs is added to `environment`."""
-    command = runner.get_cmd(environment, active)
-    words = list(command[0] if isinstance(command, tuple) else command)
-    if isinstance(runner, SlurmRunner):
-        words = runner.placed(words, environment, active)
-    # Several MPIs may be installed side by side, and only one of them is called mpirun.
-    program = next((found for name in runner.programs if (found := shutil.which(name))), words[0])
-    return Link(host="", command=[program, *words[1:]], forwards=runner.forwards)
-
-
-def _guarded(args: argparse.Namespace) -> argparse.Namespace:
-    """The job as one whose script is our helper, which runs the user's."""
-    inner = copy.copy(args)
-    words = ["--launcher", args.launcher, f"--enable_each_rank_log={args.enable_each_rank_log}"]
-    words.append(f"--log_level={'error' if args.quiet else args.log_level}")
-    words += [f"--{flag}" for flag in ("module", "no_python") if getattr(args, flag)]
-    inner.user_args = [*words, args.user_script, *args.user_args]
-    inner.user_script, inner.module, inner.no_python = str(HELPER), False, False
-    return inner
+def _first_address(hosts: Sequence[str], port: int | None, given: Sequence[str]) -> str:
+    """The address of the first host that answers; the error of the last one if none does."""
+    for host in hosts[:-1]:
+        try:
+            return address_of(host, port, given)
+        except LaunchError as error:
+            logger.warning("%s", error)
+    return address_of(hosts[-1], port, given)
 
 
 # ---- ssh
@@ -206,31 +166,19 @@ def ssh_words(host: str, port: int | None, given: Sequence[str] = ()) -> list[st
     return [*words, *(["-p", str(port)] if port is not None else []), "--", host]
 
 
-def links(
-    args: argparse.Namespace,
-    hosts: Sequence[str],
-    words: Sequence[Sequence[str]],
-    environment: Mapping[str, str],
-    given: Sequence[str] = (),
-) -> tuple[Link, ...]:
-    """One link for each host; `words` are the options of its per-node launcher."""
+def _ssh_links(args: argparse.Namespace, active: Slots, exports: Mapping[str, str], kept: bool) -> tuple[Link, ...]:
+    """One link for each host."""
+    info, master = encode_world_info(active), (args.master_addr, args.master_port)
+    given = option_words("launcher_args", args.launcher_args)
     source = f"source {shlex.quote(args.venv_script)} && " if args.venv_script else ""
-    python = shlex.join([f"PYTHONPATH={environment['PYTHONPATH']}", sys.executable])
+    python = shlex.join([f"PYTHONPATH={exports['PYTHONPATH']}", sys.executable])
     start = f"{source}cd {shlex.quote(os.getcwd())} && exec env {python} -u -m deepspeed.launcher.remote"
-    return tuple(
-        Link(host=host, command=[*ssh_words(host, args.ssh_port, given), start], opening=remote.job(own, environment))
-        for host, own in zip(hosts, words, strict=True)
-    )
-
-
-def first_address(hosts: Sequence[str], port: int | None, given: Sequence[str] = ()) -> str:
-    """The address of the first host that answers; the error of the last one if none does."""
-    for host in hosts[:-1]:
-        try:
-            return address_of(host, port, given)
-        except LaunchError as error:
-            logger.warning("%s", error)
-    return address_of(hosts[-1], port, given)
+    found = []
+    for node, host in enumerate(active):
+        words = node_words(args, info, node_rank=node, master=master, store_kept=kept)
+        command = [*ssh_words(host, args.ssh_port, given), start]
+        found.append(Link(host=host, command=command, opening=remote.job(words, exports)))
+    return tuple(found)
 
 
 def address_of(host: str, port: int | None, given: Sequence[str] = ()) -> str:

@@ -1,8 +1,4 @@
-"""What the guard and the relay share: a small process that starts others, waits for them, and ends them.
-
-It reads a pipe whose other end only the launcher holds. A byte there is the number of a signal to pass on; the end of
-the pipe means that the launcher is dead, in whatever way.
-"""
+"""What the guard and the relay share: a small process that starts others, waits for them, and ends them."""
 
 from __future__ import annotations
 
@@ -11,13 +7,16 @@ import os
 import pickle
 import selectors
 import signal
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from deepspeed.launcher import processes
+from deepspeed.launcher.output import OutputPipe
 from deepspeed.launcher.protocol import NodePlan, RelayPlan, receive
 from deepspeed.log import logger, set_log_level_from_string
 
@@ -27,12 +26,30 @@ TICK = 0.05  # seconds between looks at what does not wake the loop
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class ProcessLoop(ABC):
-    """Runs a plan; `control` is the reading end of the launcher's pipe, `pid_file` goes if the launcher is killed."""
+@dataclass(kw_only=True)
+class Child:
+    """A started process; `code` is None while it runs, `at` is when it ended."""
+
+    process: subprocess.Popen[bytes]
+    channels: list[OutputPipe]
+    code: int | None = None
+    at: float = 0.0
+
+
+C = TypeVar("C", bound=Child)
+
+
+class ProcessLoop(ABC, Generic[C]):
+    """Runs a plan: starts processes, waits for them, and ends them.
+
+    `control` is the reading end of a pipe whose other end only the launcher holds. A byte there is the number of a
+    signal to pass on; the end of the pipe means that the launcher is dead, in whatever way. Then `pid_file` is removed.
+    """
 
     def __init__(self, control: int, pid_file: str | None) -> None:
         self._control = control
         self._pid_file = pid_file
+        self._children: list[C] = []
         self._signal: int | None = None  # that the user sent to stop the job
         self._agenda: list[tuple[float, Callable[[], None]]] = []  # what happens if processes do not end by then
         self._stopping = self._killed = False
@@ -53,6 +70,21 @@ class ProcessLoop(ABC):
             return 127
         return self._verdict()
 
+    def _running(self) -> list[C]:
+        return [child for child in self._children if child.code is None]
+
+    def _start_output(self) -> None:
+        """Threads come after all forks: a forked child must not find a lock held by a thread that it does not have."""
+        for child in self._children:
+            for channel in child.channels:
+                channel.start()
+
+    def _stopped(self) -> int:
+        """Say that the user stopped the job, and return its exit status."""
+        assert self._signal is not None, "asked before"
+        logger.error("the job was stopped by %s", signal.Signals(self._signal).name)
+        return 128 + self._signal
+
     @abstractmethod
     def _start(self) -> str | None:
         """Start every process; what went wrong if one could not be started."""
@@ -67,11 +99,14 @@ class ProcessLoop(ABC):
 
     @abstractmethod
     def _on_signal(self, number: int) -> None:
-        """Pass on a signal that the launcher got."""
+        """Pass on a signal that the launcher got, other than one of `STOPPING`."""
 
     @abstractmethod
+    def _on_stop(self, number: int) -> None:
+        """Stop the job: the launcher, or this process itself, got one of `STOPPING`."""
+
     def _on_own_signal(self, number: int) -> None:
-        """A signal that stops a job was sent to this process itself."""
+        self._on_stop(number)
 
     @abstractmethod
     def _on_orphaned(self) -> None:
@@ -84,7 +119,7 @@ class ProcessLoop(ABC):
     def _on_control(self) -> None:
         numbers = os.read(self._control, 4096)
         for number in numbers:
-            self._on_signal(number)
+            (self._on_stop if number in STOPPING else self._on_signal)(number)
         if not numbers:
             self._selector.unregister(self._control)
             if self._pid_file is not None:
@@ -122,7 +157,7 @@ class ProcessLoop(ABC):
             signal.set_wakeup_fd(-1)
 
 
-def run_plan(kind: Callable[[Any, int], ProcessLoop], control: int) -> int:
+def run_plan(kind: Callable[[Any, int], ProcessLoop[Any]], control: int) -> int:
     """Read a plan from the launcher's pipe, run it, and return the exit status."""
     os.set_inheritable(control, False)
     data = receive(control)

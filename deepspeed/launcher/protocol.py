@@ -11,12 +11,15 @@ import base64
 import json
 import os
 import secrets
+import shlex
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from deepspeed.launcher.environment import mask_command
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.hosts import Slots
 from deepspeed.log import logger
@@ -74,10 +77,14 @@ class RankPlan:
     rank: int
     local_rank: int
     command: tuple[str, ...]
-    shown: str  # the command as messages show it, without secrets
     environment: Mapping[str, str]
     cores: tuple[int, ...] = ()
     log: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The command as messages show it, without secrets."""
+        return shlex.join(mask_command(self.command))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,8 +95,8 @@ class NodePlan:
     """
 
     program: ClassVar[str] = "guard"
-    host: str
     ranks: tuple[RankPlan, ...]
+    host: str = field(default_factory=socket.gethostname)
     log_level: str = "info"
     pid_file: str | None = None
     forward_to_groups: bool = False

@@ -17,18 +17,19 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from deepspeed.launcher import processes
-from deepspeed.launcher.failure_report import SSH_FAILED, LostHosts, lost_report
 from deepspeed.launcher.output import HostOutput, OutputPipe
-from deepspeed.launcher.process_loop import FAILURE_GRACE, SIGNAL_GRACE, STOPPING, TICK, ProcessLoop, run_plan
+from deepspeed.launcher.process_loop import FAILURE_GRACE, SIGNAL_GRACE, TICK, Child, ProcessLoop, run_plan
 from deepspeed.launcher.protocol import Link, MessageReader, RelayPlan
 from deepspeed.launcher.supervise import BEAT
 from deepspeed.log import logger
 
+_SSH_FAILED = 255
 _BEAT_EVERY = 15.0
 _SLACK = 5.0  # seconds that a host gets beyond what its own guard takes
 _DRAIN = 2.0  # seconds until the output of a program that has ended counts as read
@@ -36,16 +37,12 @@ _LONGEST = 16  # times the first wait for a host that stays away
 _ORPHAN_GRACE = 3.0  # seconds that programs get to end after the launcher was killed
 
 
-@dataclass
-class RunningLink:
-    """A started link; `code` is None while it runs, `failed` means that a rank's failure came through it."""
+@dataclass(kw_only=True)
+class RunningLink(Child):
+    """A started link; `failed` means that a rank's failure came through it."""
 
     link: Link
-    process: subprocess.Popen[bytes]
-    channels: list[OutputPipe]
     waiting: bytearray  # for its stdin
-    code: int | None = None
-    at: float = 0.0
     judged: bool = False
     failed: bool = False
 
@@ -54,23 +51,15 @@ class RunningLink:
         return not any(channel.busy() for channel in self.channels) or time.monotonic() > self.at + _DRAIN
 
 
-@dataclass
-class _Reported:
-    """What ranks told about themselves."""
-
-    failed: list[dict[str, Any]] = field(default_factory=list)  # in the order of arrival
-    stories: dict[int, str] = field(default_factory=dict)
-
-
-class Relay(ProcessLoop):
+class Relay(ProcessLoop[RunningLink]):
     """Runs the links of a job that ends with its first failure."""
 
     def __init__(self, plan: RelayPlan, control: int) -> None:
         super().__init__(control, plan.pid_file)
         self._plan = plan
-        self._links: list[RunningLink] = []
-        self._told = _Reported()
-        self._lost: LostHosts | None = None  # a link that ended badly, and no rank said why
+        self._failures: list[dict[str, Any]] = []  # that ranks reported, in the order of arrival
+        self._reports: dict[int, str] = {}  # of the guards of these ranks
+        self._lost: RunningLink | None = None  # a link that ended badly, and no rank said why
         self._wake_read, self._wake_write = os.pipe()
         self._inbox: deque[tuple[RunningLink, dict[str, Any]]] = deque()
         self._printer = HostOutput(plan)
@@ -83,12 +72,10 @@ class Relay(ProcessLoop):
         arm = processes.end_with_parent(signal.SIGTERM)
         for link in self._plan.links:
             try:
-                self._links.append(self._spawn(link, arm))
+                self._children.append(self._spawn(link, arm))
             except (OSError, subprocess.SubprocessError) as error:
                 return f"{link.name}: {link.command[0]} could not be started: {error}"
-        for each in self._links:  # threads come after all forks
-            for channel in each.channels:
-                channel.start()
+        self._start_output()
         return None
 
     def _spawn(self, link: Link, arm: Callable[[], None]) -> RunningLink:
@@ -114,7 +101,7 @@ class Relay(ProcessLoop):
             start_new_session=True,
             preexec_fn=arm,
         )
-        running.append(RunningLink(link, process, channels, bytearray()))
+        running.append(RunningLink(process=process, channels=channels, link=link, waiting=bytearray()))
         if link.opening:
             assert process.stdin is not None, "it was asked for"
             os.set_blocking(process.stdin.fileno(), False)
@@ -161,14 +148,11 @@ class Relay(ProcessLoop):
     # ---- waiting
 
     def _wait(self) -> None:
-        while any(not each.judged for each in self._links):
+        while any(not each.judged for each in self._children):
             self._turn()
         os.close(self._stop_write)
         self._printer.close()
         processes.send(signal.SIGKILL, processes.descendants(os.getpid()))  # what a program left on this host
-
-    def _running(self) -> list[RunningLink]:
-        return [each for each in self._links if each.code is None]
 
     def _turn(self) -> None:
         """Wait for something to happen, and deal with it."""
@@ -177,7 +161,7 @@ class Relay(ProcessLoop):
             self._next_beat = now + _BEAT_EVERY
             for each in self._running():
                 self._say(each, bytes([BEAT]))
-        ended = any(each.code is not None and not each.judged for each in self._links)
+        ended = any(each.code is not None and not each.judged for each in self._children)
         wait = TICK if ended else max(0.0, min(self._dues()) - now)
         for key, _ in self._selector.select(wait):
             key.data()
@@ -187,7 +171,7 @@ class Relay(ProcessLoop):
                 each.code, each.at = code, time.monotonic()
         while self._inbox:
             self._on_message(*self._inbox.popleft())
-        for each in self._links:
+        for each in self._children:
             if each.code is not None and not each.judged and each.drained() and not self._inbox:
                 self._judge(each, each.code)
         self._do_due()
@@ -201,14 +185,14 @@ class Relay(ProcessLoop):
         if not isinstance(rank, int) or kind not in ("failed", "story"):
             return  # a rank that prints lines of this job's token, for fun
         if kind == "story":
-            self._told.stories[rank] = str(message.get("text"))
-            if self._told.failed and self._told.failed[0]["rank"] == rank and not each.link.opening:
+            self._reports[rank] = str(message.get("text"))
+            if self._failures and self._failures[0]["rank"] == rank and not each.link.opening:
                 self._plan_end(0.0, self._end)  # nothing more is to be expected of it
             return
         each.failed = True
         code = message.get("code")
         message = {"rank": rank, "host": message.get("host"), "code": code if isinstance(code, int) else 1}
-        self._told.failed.append({**message, "told": self._stopping or self._signal is not None})
+        self._failures.append({**message, "told": self._stopping or self._signal is not None})
         self._fail(each)
 
     def _judge(self, each: RunningLink, code: int) -> None:
@@ -221,7 +205,7 @@ class Relay(ProcessLoop):
             return
         told = self._stopping or self._signal is not None
         if code != 0 and not each.failed and not told and self._lost is None:
-            self._lost = LostHosts(each.link.host, tuple(each.link.command), code, each.channels[1].tail.lines())
+            self._lost = each
             self._fail(each)
 
     def _fail(self, culprit: RunningLink) -> None:
@@ -240,13 +224,7 @@ class Relay(ProcessLoop):
         self._signal = self._signal or signal.SIGKILL
         self._end(_ORPHAN_GRACE)
 
-    def _on_own_signal(self, number: int) -> None:
-        self._on_stop(number)
-
     def _on_signal(self, number: int) -> None:
-        if number in STOPPING:
-            self._on_stop(number)
-            return
         if number == signal.SIGWINCH:
             return
         for each in self._running():
@@ -288,35 +266,35 @@ class Relay(ProcessLoop):
         self._plan_end(TICK, self._kill)
 
     def _verdict(self) -> int:
-        failed = self._told.failed
-        if failed and (self._lost is None or not failed[0]["told"]):
-            first, *others = failed
-            story = self._told.stories.get(first["rank"])
-            text = [story or f"rank {first['rank']} failed first: it {processes.describe_exit(first['code'])}"]
+        if self._signal is None and self._failures and (self._lost is None or not self._failures[0]["told"]):
+            first, *others = self._failures
+            report = self._reports.get(first["rank"])
+            text = [report or f"rank {first['rank']} failed first: it {processes.describe_exit(first['code'])}"]
             text += [
                 f"  then, on host {each['host']}, rank {each['rank']} {processes.describe_exit(each['code'])}"
                 for each in others
                 if not each["told"]
             ]
-            if self._signal is None:
-                logger.error("%s", "\n".join(text))
-                return processes.status(first["code"])
+            logger.error("%s", "\n".join(text))
+            return processes.status(first["code"])
         if self._lost is not None:
-            logger.error("%s", lost_report(self._lost))
-            return processes.status(self._lost.code)
-        codes = [each.code or 0 for each in self._links]
+            return self._lost_status(self._lost)
+        codes = [each.code or 0 for each in self._children]
         if self._signal is not None and any(codes):
-            logger.error("the job was stopped by %s", signal.Signals(self._signal).name)
-            return 128 + self._signal
+            return self._stopped()
         return max((processes.status(code) for code in codes), default=0)
 
-
-@dataclass
-class _LostHost:
-    """A host that was lost, or never reached, and when it is tried again."""
-
-    link: Link
-    due: float
+    def _lost_status(self, lost: RunningLink) -> int:
+        """Say that a host could not be reached, or that its ranks never came to start; the exit status."""
+        code, program = lost.code or 0, Path(lost.link.command[0]).name
+        text = [f"{lost.link.name}: {program} {processes.describe_exit(code)}, and no rank there told of a failure"]
+        if program == "ssh" and code == _SSH_FAILED:
+            host = lost.link.host
+            text.append(f"  hint:    the host was not reached, or the connection broke; try: ssh {host} true")
+        if lines := lost.channels[1].tail.lines():
+            text += ["  its last lines (stderr):", *(f"    | {line}" for line in lines)]
+        logger.error("%s", "\n".join(text))
+        return processes.status(code)
 
 
 class ElasticRelay(Relay):
@@ -328,25 +306,25 @@ class ElasticRelay(Relay):
 
     def __init__(self, plan: RelayPlan, control: int) -> None:
         super().__init__(plan, control)
-        self._absent: dict[str, _LostHost] = {}
+        self._absent: dict[str, tuple[float, Link]] = {}  # lost hosts, or never reached, and when they are tried again
         self._waits: dict[str, float] = {}  # which grow with every attempt
         self._status: int | None = None  # with which an agent ended the job
         self._arm = processes.end_with_parent(signal.SIGTERM)
 
     def _turn(self) -> None:
         now = time.monotonic()
-        for absent in [each for each in self._absent.values() if each.due <= now]:
-            del self._absent[absent.link.host]
-            logger.info("host %s is tried again", absent.link.host)
+        for link in [link for due, link in self._absent.values() if due <= now]:
+            del self._absent[link.host]
+            logger.info("host %s is tried again", link.host)
             # Between fork and exec the child only calls what was loaded before, so that our threads do not matter.
-            again = self._spawn(absent.link, self._arm)
-            self._links.append(again)
+            again = self._spawn(link, self._arm)
+            self._children.append(again)
             for channel in again.channels:
                 channel.start()
         super()._turn()
 
     def _dues(self) -> list[float]:
-        return [*super()._dues(), *(each.due for each in self._absent.values())]
+        return [*super()._dues(), *(due for due, _ in self._absent.values())]
 
     def _on_message(self, each: RunningLink, message: dict[str, Any]) -> None:
         """Guards of an elastic job send none: this is a rank that prints lines of this job's token, for fun."""
@@ -356,7 +334,7 @@ class ElasticRelay(Relay):
         self._close_stdin(each)
         if self._status is not None or self._signal is not None:
             return
-        if 0 <= code != SSH_FAILED:
+        if 0 <= code != _SSH_FAILED:
             self._status = code
             self._absent.clear()
             if code == 0:  # which an agent says when all ranks have ended; the others have the same to say
@@ -364,17 +342,16 @@ class ElasticRelay(Relay):
             else:
                 self._fail(each)
             return
-        loss = LostHosts(each.link.host, tuple(each.link.command), code, each.channels[1].tail.lines())
         if not self._running():
-            self._lost = loss
+            self._lost = each
             return
-        wait = self._waits.get(each.link.host, self._plan.again)
-        self._waits[each.link.host] = min(2 * wait, _LONGEST * self._plan.again)
-        self._absent[each.link.host] = _LostHost(each.link, time.monotonic() + wait)
-        what = processes.describe_exit(code)
+        host = each.link.host
+        wait = self._waits.get(host, self._plan.again)
+        self._waits[host] = min(2 * wait, _LONGEST * self._plan.again)
+        self._absent[host] = (time.monotonic() + wait, each.link)
         logger.warning(
             "host %s is lost (%s %s): the job goes on without it, and it is tried again in %.0f s",
-            *(each.link.host, each.link.command[0], what, wait),
+            *(host, each.link.command[0], processes.describe_exit(code), wait),
         )
 
     def _on_stop(self, number: int) -> None:
@@ -382,15 +359,11 @@ class ElasticRelay(Relay):
         super()._on_stop(number)
 
     def _verdict(self) -> int:
-        if self._signal is not None and any(each.code for each in self._links):
-            logger.error("the job was stopped by %s", signal.Signals(self._signal).name)
-            return 128 + self._signal
+        if self._signal is not None and any(each.code for each in self._children):
+            return self._stopped()
         if self._status is not None:
             return self._status
-        if self._lost is not None:
-            logger.error("%s", lost_report(self._lost))
-            return processes.status(self._lost.code)
-        return 0
+        return 0 if self._lost is None else self._lost_status(self._lost)
 
 
 def main(control: int) -> int:

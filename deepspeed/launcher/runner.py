@@ -11,36 +11,20 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.interface import DeepSpeedAccelerator
 from deepspeed.errors import AcceleratorError
 from deepspeed.launcher import launch
-from deepspeed.launcher.arguments import elastic_nodes, node_words, parse_args, preflight_of
+from deepspeed.launcher.arguments import check_kind, elastic_nodes, node_words, parse_args, preflight_of
 from deepspeed.launcher.environment import ENVIRONMENT_FILE
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.hosts import (
     Slots,
     apply_num_nodes_and_gpus,
-    decode_world_info,
     encode_world_info,
     fetch_hostfile,
     parse_inclusion_exclusion,
-    parse_node_config,
-    parse_node_config_list,
-    parse_resource_filter,
 )
 from deepspeed.launcher.multi_host import run_here, run_on_hosts
 from deepspeed.log import logger, set_log_level_from_string
 
-__all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "apply_num_nodes_and_gpus",
-    "decode_world_info",
-    "encode_world_info",
-    "fetch_hostfile",
-    "main",
-    "parse_args",
-    "parse_inclusion_exclusion",
-    "parse_node_config",
-    "parse_node_config_list",
-    "parse_resource_filter",
-]
+__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "fetch_hostfile", "main", "parse_args", "parse_inclusion_exclusion"]
 
 DEEPSPEED_ENVIRONMENT_NAME = ENVIRONMENT_FILE
 
@@ -93,6 +77,7 @@ def _refuse(args: argparse.Namespace) -> None:
         raise LaunchError("--autotuning is not part of this version; start the job without it")
     if max(args.min_elastic_nodes, args.max_elastic_nodes) > 0 and not args.elastic_training:
         raise LaunchError("--min_elastic_nodes and --max_elastic_nodes belong to --elastic_training; give that, too")
+    check_kind(args)
     if args.preflight_args and not args.preflight:
         raise LaunchError("--preflight_args are options of --preflight, which is not given")
     chosen = [name for name in ("include", "exclude") if getattr(args, name)]

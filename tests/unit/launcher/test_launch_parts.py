@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from deepspeed.comm.verdict_pipe import ReportedVerdict
 from deepspeed.launcher import processes
 from deepspeed.launcher.errors import LaunchError
-from deepspeed.launcher.failure_report import RankEnd, failure_report, rank_list
+from deepspeed.launcher.guard import RankEnd, failure_report, rank_list
 from deepspeed.launcher.hosts import encode_world_info
 from deepspeed.launcher.launch import parse_args
 from deepspeed.launcher.output import LINES, LastLines, last_lines
@@ -65,7 +65,7 @@ def test_the_tail_of_a_file(tmp_path):
 
 
 def ending(rank, code, *, told=False, at=1.0, lines=(), log=None, verdict=None):
-    plan = RankPlan(rank=rank, local_rank=rank, command=("c",), shown="c --x", environment={}, log=log)
+    plan = RankPlan(rank=rank, local_rank=rank, command=("c", "--x"), environment={}, log=log)
     return RankEnd(plan, 100 + rank, code, at, told, "stderr", lines, verdict)
 
 
@@ -208,9 +208,7 @@ def test_signals_to_the_dead_do_not_matter():
 
 def test_a_plan_survives_the_pipe():
     odd = b"\xff".decode("utf-8", "surrogateescape")
-    rank = RankPlan(
-        rank=1, local_rank=0, command=("a", odd, "é\n"), shown="a", environment={"X": odd}, cores=(1, 2), log="/l"
-    )
+    rank = RankPlan(rank=1, local_rank=0, command=("a", odd, "é\n"), environment={"X": odd}, cores=(1, 2), log="/l")
     plan = NodePlan(host="h", ranks=(rank,), log_level="error", pid_file="/p", forward_to_groups=True)
     assert pickle.loads(pickle.dumps(plan)) == plan
 

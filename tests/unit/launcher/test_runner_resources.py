@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deepspeed.errors import DeepSpeedError
-from deepspeed.launcher.runner import (
+from deepspeed.launcher.hosts import (
     apply_num_nodes_and_gpus,
     decode_world_info,
     encode_world_info,
