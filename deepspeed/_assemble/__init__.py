@@ -218,7 +218,14 @@ class _Assembly:
         assert batch is not None, "a config that is not partial has its batch sizes"
         accumulation = Accumulation(batch.steps, managed=self.schema.managed_gradient_accumulation)
         events, scale = EventStream(), make_scale(self.schema, self.precision)
-        trains = self.optimizer is not None
+        backward = Backward(
+            held.reducer,
+            accumulation,
+            scale,
+            events,
+            parameters=self.module.parameters,
+            listens=self.optimizer is not None,
+        )
         return Parts(
             config=self.config,
             module=self.module,
@@ -230,7 +237,7 @@ class _Assembly:
             scale=scale,
             accumulation=accumulation,
             reducer=held.reducer,
-            backward=Backward(held.reducer, accumulation, scale, events, listens=trains),
+            backward=backward,
             events=events,
             forward=self._forward(),
             make_loader=partial(
@@ -281,7 +288,6 @@ class _Assembly:
             return
         self.stack.callback(states.end_norm)
         owner = open_access(parts, basic, states, self.stack)
-        trained = {id(param) for group in states.groups for param in group.params}
         updates = parts.backward.updates = update_in_backward(parts, basic, states)
         if updates is not None:
             self.stack.callback(updates.close)
@@ -296,7 +302,7 @@ class _Assembly:
             clipping=self.schema.gradient_clipping,
             report_norm=self.zero.compute_grad_norm,
             stop=self.schema.nonfinite_gradients == "stop",
-            others=[param for param in self.module.parameters() if id(param) not in trained],
+            parameters=self.module.parameters,
             in_backward=updates,
         )
         parts.optimizer = returned_optimizer(parts, basic, parts.stepper, owner, self.stack)

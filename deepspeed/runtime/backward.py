@@ -9,10 +9,12 @@ of both kinds meet in one step, the gradients that are there are brought to the 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.events import EventStream, Phase
@@ -62,13 +64,18 @@ class Backward:
         scale: LossScale,
         events: EventStream,
         *,
+        parameters: Callable[[], Iterable[nn.Parameter]],
         listens: bool = True,
     ) -> None:
-        """An engine that does not train must not `listen`: another one may train the same parameters."""
+        """`parameters` are the model's.
+
+        An engine that does not train must not `listen`: another one may train the same parameters.
+        """
         self._reducer = reducer
         self._accumulation = accumulation
         self._scale = scale
         self._events = events
+        self._parameters = parameters
         self._running = False
         self._plain_task = -1
         self._scaled_by_user = False
@@ -198,8 +205,23 @@ class Backward:
     def _plain(self, grad: Tensor) -> None:
         """A gradient flows into an output of the module; the first one of a user's backward prepares for the rest."""
         task = torch._C._current_graph_task_id()
-        if not self._running and task != self._plain_task:
+        if self._running or task == self._plain_task:
+            return
+        if self._adds_up():
             self._begin_plain()
+            return
+        self._plain_task, self._reduce = task, False
+        self._enter_plain()
+
+    def _adds_up(self) -> bool:
+        """False in `torch.autograd.grad`, which returns gradients and adds none to those of parameters."""
+        trained = (param for param in self._parameters() if param.requires_grad)
+        if any(_runs(get_gradient_edge(param).node) for param in trained):
+            return True
+        node = torch._C._current_autograd_node()
+        while node is not None and node.next_functions:
+            node = next((each for each, _ in node.next_functions if each is not None), None)
+        return node is None or _runs(node)  # a backward through no parameter runs all leaves
 
     def _noticed(self) -> None:
         """A gradient has arrived in a user's backward through something else than our outputs."""
@@ -225,6 +247,9 @@ class Backward:
             )
         self._reduce = self._begin(self._plain_unit())
         self._scaled_by_user = False
+        self._enter_plain()
+
+    def _enter_plain(self) -> None:
         self._entered()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
@@ -232,3 +257,11 @@ class Backward:
         """An optimizer step begins: gradients of a backward that nothing has told of are those of a plain one."""
         if not self._has_gradients:
             self.unit = self._plain_unit()
+
+
+def _runs(node: Any) -> bool:
+    """Whether the backward that runs now comes to this node; torch raises for a leaf whose gradient it returns."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return False

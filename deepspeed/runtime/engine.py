@@ -33,6 +33,7 @@ from deepspeed.runtime.offload_states import move_states, require_here, return_s
 from deepspeed.runtime.out_of_memory import held_tensors
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.phases import phase
+from deepspeed.runtime.place_module import refuse_forward
 from deepspeed.runtime.saving.checkpoints import Checkpoints
 from deepspeed.runtime.saving.methods import CheckpointMethods
 from deepspeed.runtime.step.stepper import StepOutcome
@@ -257,9 +258,9 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop every gradient."""
         if self._parts.stepper is not None:
-            self._parts.stepper.zero_grad()
-        else:
-            self._parts.backward.forget()
+            self._parts.stepper.drop_gradients()
+            return
+        self._parts.backward.forget()
         for param in self.module.parameters():
             param.grad = None
 
@@ -432,9 +433,11 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
         if isinstance(self._parts, Destroyed):
             return
         self._log_end()
-        gone = Destroyed(self._parts, here())
+        place = here()
+        gone = Destroyed(self._parts, place)
         try:
             close(self._parts)
+            refuse_forward(self.module, place)
         finally:
             self.optimizer = self.basic_optimizer = self.lr_scheduler = None
             for name in self._collaborators:

@@ -1,8 +1,9 @@
-"""A user's module becomes an engine's: its device, its dtype, and equal values on all ranks."""
+"""A user's module becomes an engine's: its device, dtype and equal values on all ranks; and is one no more."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from deepspeed.config.zero import DeepSpeedZeroConfig
 from deepspeed.errors import UsageError
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
-from deepspeed.zero.interface import LiesOn, convert_shards, put_away, shard_of
+from deepspeed.zero.interface import LiesOn, convert_shards, put_away, shard_of, shards_of
 
 
 def place(
@@ -23,6 +24,7 @@ def place(
 
     Where parameters live elsewhere (`remote`) only buffers move: the whole model may be larger than the device.
     """
+    _accept_forward(module)
     put_away(module)
     _require_values(module)
     if remote:
@@ -70,3 +72,33 @@ def spread(tensors: Iterable[tuple[str, torch.Tensor]], lies_on: LiesOn) -> None
         if axis.size > 1:
             with comm.labelled("first values of parameters and buffers"):
                 broadcast_coalesced(whole, src=axis.ranks[0], group=axis.group)
+
+
+class _RefusesForward:
+    """A hook before the forward of a module whose parameters are in shards, which no engine gathers any more."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def __call__(self, module: nn.Module, _: Any) -> None:
+        empty = [shard.name for shard in shards_of(module.parameters(recurse=False)) if shard.numel and not shard.whole]
+        if empty:
+            raise UsageError(
+                f"{empty[0]} is in shards, because the engine of this model was destroyed at {self._place}. Call "
+                "deepspeed.initialize again with the model, or take engine.module_state_dict() before destroy()"
+            )
+
+
+def refuse_forward(model: nn.Module, place: str) -> None:
+    """The engine was destroyed at `place`: a forward of what it left in shards is an error."""
+    for module in model.modules():
+        if shards_of(module.parameters(recurse=False)):
+            module.register_forward_pre_hook(_RefusesForward(place))
+
+
+def _accept_forward(model: nn.Module) -> None:
+    """A new engine takes the model."""
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for key in [key for key, hook in hooks.items() if isinstance(hook, _RefusesForward)]:
+            del hooks[key]

@@ -60,3 +60,22 @@ def test_layer_zero_is_free_of_torch(graph):
     for module in graph.modules:
         if module.startswith(("deepspeed.config", "deepspeed.errors", "deepspeed.events", "deepspeed.log")):
             assert not graph.direct_import_exists(importer=module, imported="torch"), module
+
+
+def test_the_engine_uses_zero_by_its_interface(graph):
+    """`zero/interface.py` is the seam; names that are imported past it stay few."""
+    inside = [
+        (found["importer"], found["imported"])
+        for module in graph.modules
+        if module.startswith("deepspeed.runtime")
+        for imported in graph.find_modules_directly_imported_by(module)
+        if imported.startswith("deepspeed.zero.") and imported != "deepspeed.zero.interface"
+        for found in graph.get_import_details(importer=module, imported=imported)
+    ]
+    assert len(inside) <= 10, inside
+
+
+def test_the_construction_of_an_engine_asks_for_no_class_of_models(graph):
+    """What differs for a pipeline are methods of `PipelineKind`."""
+    for module in ("deepspeed._api", "deepspeed._assemble", "deepspeed._assemble.observers"):
+        assert not graph.direct_import_exists(importer=module, imported="deepspeed.pipe.module"), module

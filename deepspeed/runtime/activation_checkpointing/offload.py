@@ -20,7 +20,7 @@ import torch
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
-from deepspeed.memory.copy_stream import CopyStream, DirectCopies, PendingCopy, copy_stream_for
+from deepspeed.memory.copy_stream import CopyStream, PendingCopy, copy_stream_for
 
 
 class CheckpointingError(DeepSpeedError, RuntimeError):
@@ -323,7 +323,7 @@ class ActivationOffload:
     ) -> None:
         self._limits = limits
         self._pinned = pinned
-        self._make_lane: Callable[[torch.device], CopyStream] = lane if streams else lambda device: DirectCopies()
+        self._make_lane: Callable[[torch.device], CopyStream] = lane if streams else lambda device: CopyStream()
         self._lanes: dict[torch.device, CopyStream] = {}
         self._last_turn: weakref.ref[CallGroup] | None = None
         self._newest: deque[weakref.ref[OffloadedTensor]] = deque()

@@ -247,7 +247,7 @@ class Restoring:
             if (shard.whole or shard.pending is not None) and shard.numel and not (shard.persistent or shard.alone):
                 shard.release()
         if self._parts.sharded.coordinator is not None:
-            self._parts.sharded.coordinator.invalidate()
+            self._parts.sharded.coordinator.schedule.invalidate()
 
     def _read_weights(self) -> None:
         kind = self._wish.weights

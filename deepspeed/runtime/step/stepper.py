@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -127,11 +127,11 @@ class Stepper:
     check_overflow: bool
     """A step whose gradients are inf or NaN is skipped."""
     clipping: float
+    parameters: Callable[[], Iterable[nn.Parameter]]
+    """Those of the model, whoever trains them."""
     report_norm: bool = True
     stop: bool = False
     """Such a step is an error, unless a loss scale adapts to it."""
-    others: Sequence[nn.Parameter] = ()
-    """Parameters of the model that the optimizer did not have from the first."""
     in_backward: Updates | None = None
     """What has updated parameters already while backward ran."""
 
@@ -143,13 +143,13 @@ class Stepper:
         self.reducer.conclude()
         if self.in_backward is not None:
             found = self.in_backward.complete(self.backward.unit)
-            self._drop_gradients()
+            self.drop_gradients()
             shown = found if found is None or found.device.type != "cpu" else float(found)
             norm = self._reported(Pending(shown))
             value = self.scale.value
             return StepOutcome(found is not None, norm, value, value, empty=found is None)
-        if self.reducer.empty and not self.states.staged:  # else all stages measure and count the step
-            self._drop_gradients()
+        if self._empty and not self.states.staged:  # else all stages measure and count the step
+            self.drop_gradients()
             return StepOutcome(False, Pending(None), self.scale.value, self.scale.value, empty=True)
         device = self.states.device
         ahead = not self.states.away and steps_ahead(self.optimizer, device)
@@ -160,6 +160,15 @@ class Stepper:
         take = self._step_ahead if ahead else self._step_behind
         norm, overflow = take(one_pass=one_pass)
         return self._finished(norm, overflow, before)
+
+    @property
+    def _empty(self) -> bool:
+        """True if no rank has had a gradient of what the optimizer trains; the same on all of them."""
+        replicated = self.reducer.replicated
+        if replicated is None or self.reducer.empty:
+            return self.reducer.empty
+        trained = (param for group in self.states.groups for param in group.params)
+        return all(param.grad is None and replicated.holder(param).grad is None for param in trained)
 
     @property
     def _judges(self) -> bool:
@@ -208,7 +217,7 @@ class Stepper:
         return reads_narrow(self.optimizer, device)
 
     def _finished(self, norm: Pending[Norm], overflow: bool, before: float) -> StepOutcome:
-        self._drop_gradients()
+        self.drop_gradients()
         if overflow and self.stop and not self.scale.dynamic:
             raise DeepSpeedError(
                 f"nonfinite_gradients is 'stop', and the norm of the gradients of this step is {norm.wait()}: some "
@@ -252,11 +261,12 @@ class Stepper:
         self.states.zero_grad()
         self.backward.forget()
 
-    def _drop_gradients(self) -> None:
-        """A step is over: no gradient of it may count in another one, also not of parameters that join later."""
+    def drop_gradients(self) -> None:
+        """Drop all gradients, also of parameters that the optimizer does not have: none may count in a later step."""
         self.zero_grad()
-        for param in self.others:
-            param.grad = None
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad = None
 
     def _known(self, norm: Tensor) -> float | None:
         """The norm as a number, where waiting for it costs nothing or is needed anyway."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ import deepspeed
 from deepspeed.events import StepFinished
 from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from tests.harness import ranks
+from tests.told import Told
 
 CONFIG = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.0}
 
@@ -334,3 +337,46 @@ def test_two_engines_do_not_know_each_other():
     assert not torch.equal(generator.weight, start)
     assert_same_everywhere(generator)
     assert_same_everywhere(critic)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks(1, 2)
+def test_a_step_drops_gradients_of_parameters_that_joined_the_model(stage):
+    model = nn.Linear(4, 1)
+    engine = engine_of(model, zero_optimization={"stage": stage}, zero_allow_untested_optimizer=True)
+    model.extra = nn.Linear(4, 1)  # not in the optimizer
+    batch = torch.ones(2, 4)
+    for _ in range(2):
+        engine.backward(engine(batch).mean() + model.extra(batch).mean())
+        assert model.extra.weight.grad is not None
+        engine.step()
+        assert model.extra.weight.grad is None
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks(1, 2)
+def test_autograd_grad_is_no_backward(stage):
+    """It adds nothing to the gradients: no micro batch is counted, and no loss had to be scaled."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    config = {"managed_gradient_accumulation": False, "zero_allow_untested_optimizer": True, "zero_optimization": zero}
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    plain = copy.deepcopy(model)
+    engine = engine_of(model, **config, fp16={"enabled": True})
+    batch = torch.ones(2, 4, dtype=torch.half, requires_grad=True)
+    with Told() as lines:
+        for _ in range(3):
+            (found,) = torch.autograd.grad(engine(batch).sum(), batch)
+    assert lines == []
+    wanted = torch.ones(2, 4, requires_grad=True)
+    torch.testing.assert_close(found.float(), torch.autograd.grad(plain(wanted).sum(), wanted)[0], rtol=1e-2, atol=1e-2)
+    engine.backward(engine(batch).float().mean())
+    engine.step()
+    assert (engine.global_steps, engine.global_samples) == (1, 2 * dist.get_world_size())
+    if stage < 3:
+        loss = engine(batch).float().mean()
+        grads = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(grad is not None for grad in grads)
+        assert not engine._parts.backward.has_gradients
+    torch.autograd.backward(engine.scale(engine(batch).float().mean()), inputs=list(model.parameters()))
+    engine.step()
+    assert (engine.global_steps, engine.global_samples) == (2, 4 * dist.get_world_size())

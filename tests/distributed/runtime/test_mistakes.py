@@ -277,6 +277,22 @@ def test_a_destroyed_engine_says_so_and_where(tmp_path, stage):
 
 
 @ranks(2)
+def test_a_model_left_in_shards_says_so_and_where():
+    engine = build(3)
+    engine.destroy()
+    model, batch = engine.module, torch.ones(2, 8)
+    for use in (model, model[0]):
+        with pytest.raises(UsageError, match=r"0\.weight is in shards.*destroyed at .*test_mistakes\.py:\d+"):
+            use(batch)
+    again = build(3, model=model)
+    train(again)
+    again.destroy()
+    kept = build(3, model=nn.Linear(8, 2), zero_optimization={"stage": 3})  # small parameters stay whole
+    kept.destroy()
+    assert kept.module(batch).shape == (2, 2)
+
+
+@ranks(2)
 def test_a_destroyed_pipeline_says_so_and_where():
     row = deepspeed.pipe.PipelineModule([nn.Linear(8, 8), nn.Linear(8, 2)], num_stages=2, loss_fn=nn.MSELoss())
     engine = build(0, model=row)
@@ -307,7 +323,7 @@ def _steps_without_backward(stage):
     assert engine.global_steps == 2
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", STAGES)
 @ranks(2)
 def test_a_backward_that_gives_the_optimizer_nothing_is_told(stage):
     """The loss depends on a layer that the optimizer does not have."""
