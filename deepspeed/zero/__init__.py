@@ -14,16 +14,6 @@ _LAZY = {
     "unwrap_model_for_generation": "deepspeed.zero.public.gathered:unwrap_model_for_generation",
 }
 
-__all__ = [
-    "GatheredParameters",
-    "Init",
-    "TiledLinear",
-    "TiledLinearReturnBias",
-    "ZeroParamStatus",
-    "ZeroParamType",
-    "register_external_parameter",
-    "unregister_external_parameter",
-    "unwrap_model_for_generation",
-]
+__all__ = sorted(_LAZY)
 
 __getattr__ = lazy(__name__, _LAZY)

@@ -165,8 +165,8 @@ class ZeroModel:
         """Where parameters are gathered, let gradients leave by their passes: [Note: gradients leave by the plan]."""
         coordinator = self.coordinator
         if coordinator is not None and self.hooks is not None and self.hooks.handles:
-            self.reducer.arrivals.clock = lambda: coordinator.position
-            coordinator.send_with(self.reducer)
+            self.reducer.arrivals.clock = lambda: coordinator.schedule.position
+            coordinator.schedule.departing = self.reducer
 
 
 def hold_model_states(

@@ -237,8 +237,7 @@ def _remote(schema: Schema, folder: Path | None, limits: ChunkLimits, stack: Exi
     if folder is None:
         return HostChunks(device, pinned=limits.pinned)
     key = "zero_optimization.offload_param.nvme_path" if schema.memory.path is None else "memory.path"
-    swap = SwapFile(folder, key)
-    stack.callback(swap.close)
+    swap = _swap(folder, key, stack)
     engine = file_engine(schema.aio)
     stack.callback(engine.close)
     return FileChunks(device, swap, engine, limits)

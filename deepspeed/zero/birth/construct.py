@@ -1,9 +1,7 @@
 """Tells when a module is constructed: before its outermost `__init__` begins, and when that is through.
 
-[Note: birth] Python has no event "an object was made", so the `__init__` of every class of modules is wrapped while
-somebody watches, also of classes that are defined meanwhile, and put back afterwards. A class calls the `__init__` of
-its base on the same object: only the first of these calls counts. The modules that an `__init__` makes are through
-before it is.
+Python has no event for that, so the `__init__` of every class of modules is wrapped while somebody watches, also of
+classes that are defined meanwhile. A class calls the `__init__` of its base on the same object: only the first counts.
 """
 
 from __future__ import annotations

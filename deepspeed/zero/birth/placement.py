@@ -1,10 +1,7 @@
 """Where the tensors of a model under construction live, in which dtype, and over which ranks they are sharded.
 
 [Note: dtype at birth] Factory functions keep torch's default dtype; a module's parameters are cast once its constructor
-is through. So initialisers draw the values that they draw without `zero.Init`, which the engine casts in the same way,
-and tables that need fp32, like those of rotary embeddings, are not spoiled. The price is one module's parameters in
-the default dtype for a moment. Spellings that no mode of torch can see (`torch.Tensor(2, 2)`, `torch.FloatTensor`)
-need no care either: they make host tensors, which follow with the rest.
+is through. So initialisers draw the same values as without `zero.Init`, and tables that need fp32 are not spoiled.
 """
 
 from __future__ import annotations

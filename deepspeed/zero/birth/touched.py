@@ -1,10 +1,9 @@
 """Sharded parameters that constructors touch: they become whole, and what rank 0 wrote into them is kept.
 
-[Note: touch] A module is sharded as soon as it is constructed, but whoever made it goes on: it initialises the weights
-of the layers it consists of, reads their shapes, applies functions. Written for plain PyTorch, such code must find
-whole parameters. So while a constructor runs, a function of torch that is given a sharded parameter finds it whole. One
-that writes into it leaves it sharded again. After any other, since views may be around, it stays whole until the
-constructor, or the visit of `Module.apply`, ends. Constructors run alike on all ranks, which gathering needs.
+[Note: touch] Whoever made a module goes on to initialise its weights and to read their shapes. So while a constructor
+runs, a function of torch that is given a sharded parameter finds it whole. One that writes into it leaves it sharded
+again; after any other it stays whole until the constructor, or the visit of `Module.apply`, ends: there may be views.
+Constructors run alike on all ranks, which gathering needs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Gradients that travel together: their layout for the ranks that own parts, buckets on their way, where they land.
+"""Gradients that travel together: their layout for the ranks that own parts, buckets in flight, where they land.
 
-[Note: in flight] The oldest bucket is landed before another one is packed. On a device packing happens on the stream
-that computes gradients, reduction and landing on a stream beside it, and the memory of a bucket returns when the first
-stream has waited for its landing.
+The oldest bucket is landed before another one is packed. On a device packing happens on the stream that computes,
+reduction and landing on a second one; the memory of a bucket returns when the first has waited for its landing.
 """
 
 from __future__ import annotations
@@ -68,11 +67,6 @@ class Bucket:
             self._lay_owned()
 
     @property
-    def label(self) -> str:
-        """What errors and logs call it."""
-        return label(self.entries)
-
-    @property
     def nbytes(self) -> int:
         """Bytes of all its gradients on their way."""
         return sum(entry.numel for entry in self.entries) * self.dtype.itemsize
@@ -87,7 +81,9 @@ class Bucket:
         """The slice of the first owner first; zeros stand for absent ones."""
         if self._even:
             return self._pack_even(grads)
-        flats = self._flat(grads)
+        flats = [
+            as_flat(grad, entry.numel, self.dtype, self.device) for entry, grad in zip(self.entries, grads, strict=True)
+        ]
         if self._line:
             return flats[0] if len(flats) == 1 else torch.cat(flats)
         if len(flats) == 1 and not self._pads:
@@ -98,11 +94,6 @@ class Bucket:
             if self._pads.get(owner):
                 lines.append(torch.zeros(self._pads[owner], dtype=self.dtype, device=self.device))
         return torch.cat(lines)
-
-    def _flat(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        return [
-            as_flat(grad, entry.numel, self.dtype, self.device) for entry, grad in zip(self.entries, grads, strict=True)
-        ]
 
     def _pack_even(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Every rank owns a chunk of each; one whose rows can be dealt out evenly is cut as it is."""
@@ -322,7 +313,7 @@ class BucketsInFlight:
         beside = self._beside.get(bucket.device)
         if beside is None:
             beside = self._beside[bucket.device] = SideStream(bucket.device)
-        with comm.labelled(bucket.label), beside:
+        with comm.labelled(label(bucket.entries)), beside:
             flight = _Flight(bucket, packed, bucket.reduction.start(packed, bucket.share), told)
             if beside.device:
                 self._land(flight)

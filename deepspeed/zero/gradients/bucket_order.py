@@ -1,15 +1,10 @@
 """The order in which gradients leave, the same on all ranks, and when each bucket goes: no tensors, no ranks.
 
-[Note: one order] All ranks send the same buckets in the same order, whatever order their gradients arrive in. A bucket
-goes when its turn has come and everything expected in it is there, or when more waits than the budget allows: then it
-goes with what is there, zeros standing for the rest. What arrives for a bucket that has gone is late: it waits for a
-second round, which ranks agree upon before the optimizer step. Sums of shards are additive, so a part that is sent
-later, or a parameter that arrives twice, is nothing special. So what waits is bounded from the first backward on,
-with any number of groups, unused parameters and branches; only what comes out of order costs a second round.
+[Note: one order] A bucket leaves when it is its turn and everything expected in it has arrived, or when more waits than
+the budget allows: zeros stand for what is absent. What arrives later goes in a second round, before the optimizer step.
 
-[Note: what is expected] Expected are the parameters that arrived in the last backward of this rank, as often as they
-did then: under reentrant checkpointing a parameter of several segments arrives several times. Which parameters travel
-together is shared by all ranks, what a rank waits for is its own affair.
+Expected are the parameters that arrived in the last backward of this rank, as often as they did then: under reentrant
+checkpointing a parameter of several segments arrives several times.
 """
 
 from __future__ import annotations

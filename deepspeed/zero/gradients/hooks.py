@@ -1,16 +1,13 @@
 """Hooks on parameters: which gradients have arrived in this backward, and in which buckets they leave.
 
-[Note: two manners] Shards may leave at any time, also in parts: see [Note: one order]. Whole gradients that are
-all-reduced where they lie (stage 0) may not: a gradient that arrives in memory which is on its way would spoil it. So
-`whole` ones leave early only after a first backward has shown how this model behaves, and never where reentrant
+[Note: two manners] Shards may leave at any time, also in parts. A whole gradient that is reduced where it lies (stage
+0) must not arrive while it is sent. So `whole` ones leave early only after a first backward, and never where reentrant
 checkpointing runs a backward inside a backward.
 
-[Note: cost per parameter] With hundreds of tiny layers, ten microseconds per parameter are a tenth of a step. So hooks
-do little.
+[Note: several passes] The last backward before an optimizer step may consist of several passes over other layers (the
+stages of a pipeline on one rank). Only arrivals in `final` passes count, and the last one has no `more` after it.
 
-[Note: several passes] The last backward before an optimizer step may consist of several passes, each over other layers
-(the stages of a pipeline on one rank), with earlier passes of yet other layers in between. Only arrivals in passes that
-are told to be `final` count, and nothing is over before the one after which there are no `more`.
+With hundreds of tiny layers, ten microseconds per parameter are a tenth of a step: hooks do little.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """What the reducer of gradients and the owners of gradients know of each other: entries of buckets, and protocols.
 
-[Note: gradients that are used up] Who updates parameters while backward runs must not do so before their gradients are
-whole: a rank may send a gradient in two rounds, or have none. So each bucket is followed by one flag per gradient,
-which travels between hosts: on this rank nothing more comes. Where all ranks say so the gradient is handed over when it
-has landed. All others, absent ones among them, add up as ever and wait for what ranks agree upon before the step.
+[Note: gradients that are used up] Who updates parameters while backward runs may do so only once their gradients are
+whole. So each bucket is followed by a flag per gradient between hosts: on this rank nothing more comes. A gradient of
+which all ranks say so is handed over when it has landed; the others wait for the agreement before the step.
 """
 
 from __future__ import annotations

@@ -434,7 +434,7 @@ class GradientReducer:
         for place in sorted(late):
             self._launch(place)
         if late and self._passes is not None:
-            self._passes.retrace()
+            self._passes.schedule.retrace()
         self.land()
         self._absent = frozenset(range(count)) - had
         if order is not None:

@@ -1,7 +1,6 @@
 """How one bucket of gradients gets to its owners: `Reduction`, and the plain one over the ranks of an axis.
 
-Codecs (quantised in two hops, signs with error feedback) are other objects with the same methods, which
-`deepspeed.zero.build.make_reduction` chooses.
+Codecs are other objects with the same methods, which `deepspeed.zero.build.make_reduction` chooses.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 Who needs what at this moment is `UseCounts`; what is gathered when, and how ranks agree on it, is `FetchSchedule`.
 
-[Note: differentiated twice] A backward with `create_graph=True` makes a graph of its own. Its nodes need parameters,
-belong to no module, and may run before anything else of the backward that differentiates them. So the parameters of
-all modules that such a backward came to stay whole until the next optimizer step, which changes them.
+[Note: differentiated twice] The graph that a backward with `create_graph=True` makes needs parameters, belongs to no
+module, and may run first in the next backward. So the parameters of all modules that such a backward came to stay whole
+until the next optimizer step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor, nn
 
-from deepspeed.zero.parameters.fetch_schedule import FetchSchedule, LeavingBuckets
+from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
 from deepspeed.zero.parameters.shard import Shard, shards_of
 from deepspeed.zero.parameters.uses import ModuleUse, UseCounts
 
@@ -22,9 +22,9 @@ from deepspeed.zero.parameters.uses import ModuleUse, UseCounts
 class FetchCoordinator:
     """Makes parameters whole before modules need them, and lets go of them afterwards."""
 
-    def __init__(self, passes: FetchSchedule) -> None:
-        self._passes = passes
-        self._holds = UseCounts(passes.left, passes.loosened)
+    def __init__(self, schedule: FetchSchedule) -> None:
+        self.schedule = schedule
+        self._holds = UseCounts(schedule.left, schedule.loosened)
         self._uses: dict[int, ModuleUse] = {}
         self._users: dict[int, ModuleUse] = {}
         """A use of each shard, by its number."""
@@ -47,75 +47,47 @@ class FetchCoordinator:
         self._uses[use.number] = use
         for shard in use.shards:
             self._users.setdefault(shard.number, use)
-        self._passes.add(use)
+        self.schedule.add(use)
 
     def clear(self) -> None:
         """Forget every use and every plan."""
         self.forget_graphs()
-        self._passes.clear()
+        self.schedule.clear()
         self._uses.clear()
         self._users.clear()
         self._holds.clear()
         self._forwards.clear()
         self.in_backward = False
 
-    def invalidate(self) -> None:
-        """Forget the plans."""
-        self._passes.invalidate()
-
     @property
     def current(self) -> ModuleUse | None:
         """The innermost module that is running."""
         return self._holds.current
 
-    @property
-    def gathers(self) -> int:
-        """Parameters gathered so far."""
-        return self._passes.gathers
-
-    @property
-    def live(self) -> int:
-        """Elements that are whole now, without those that always are."""
-        return self._passes.live
-
     def first_uses(self) -> Iterator[nn.Parameter]:
         """Parameters in the order in which the first forward used them, the same on all ranks."""
-        for number in self._passes.first:
+        for number in self.schedule.first:
             for shard in self._uses[number].shards:
                 yield shard.param
-
-    @property
-    def position(self) -> int:
-        """How many uses all ranks have come to in the pass that runs."""
-        return self._passes.position
-
-    def send_with(self, departing: LeavingBuckets) -> None:
-        """Let gradients leave at places of the pass that all ranks come to."""
-        if self._uses:
-            self._passes.departing = departing
-
-    def retrace(self) -> None:
-        """Gradients came late: let the next backward passes be traced anew."""
-        self._passes.retrace()
 
     # ---- forward
 
     def enter(self, use: ModuleUse) -> None:
         """A module begins to run."""
-        if not self._passes.running:
+        if not self.schedule.running:
             self._bring()
-            self._passes.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
-        self._passes.need(use)
+            self.schedule.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
+        self.schedule.need(use)
         self._holds.push(use)
 
     def leave(self, use: ModuleUse) -> None:
         """A module has run, or failed."""
         if self.in_backward:
             self._holds.keep_frozen(use)
-        if self._holds.pop(use) and not self._holds.running and not self.in_backward and self._passes.running:
-            if self._passes.grad:
-                self._forwards.add(self._passes.key)
-            self._passes.close()
+        if self._holds.pop(use) and not self._holds.running and not self.in_backward and self.schedule.running:
+            if self.schedule.grad:
+                self._forwards.add(self.schedule.key)
+            self.schedule.close()
 
     def pass_by(self) -> None:
         """Take part in a forward that the other ranks run and this one does not."""
@@ -129,15 +101,15 @@ class FetchCoordinator:
         if use is None:
             return
         if shard not in use.shards:
-            self._passes.extend(use, shard)
-        self._passes.need(use)
+            self.schedule.extend(use, shard)
+        self.schedule.need(use)
         self._holds.also(shard)
 
     def hand_over(self, use: ModuleUse, shard: Shard) -> None:
         """A module returns one of its parameters: whoever called it uses that from now on."""
         caller = self._holds.caller_of(use)
         if caller is not None and shard not in caller.shards:
-            self._passes.extend(caller, shard)
+            self.schedule.extend(caller, shard)
             self._holds.lend(caller, shard)
 
     # ---- backward
@@ -149,7 +121,7 @@ class FetchCoordinator:
             return
         self.in_backward = True
         kinds = self.kind or tuple(sorted(self._forwards, key=repr))
-        self._passes.open(("backward", kinds, tuple(sorted(self._passes.kept)), False))
+        self.schedule.open(("backward", kinds, tuple(sorted(self.schedule.kept)), False))
 
     def _bring(self) -> None:
         if self.bring is not None:
@@ -165,7 +137,7 @@ class FetchCoordinator:
                 self.notice()
             self.begin_backward()
         if not self._holds.holds_all(use):
-            self._passes.need(use)
+            self.schedule.need(use)
             self._holds.keep(use)
         self._holds.release_frozen(use)
         if recorded:
@@ -173,7 +145,7 @@ class FetchCoordinator:
 
     def forget_graphs(self) -> None:
         """Parameters are about to change: no graph that was made with them is differentiated any more."""
-        self._passes.let_go(self._holds.end_step())
+        self.schedule.let_go(self._holds.end_step())
 
     def before_weights(self, params: Iterable[Tensor]) -> None:
         """The gradients of these are computed next, apart from those of their modules' inputs."""
@@ -196,7 +168,7 @@ class FetchCoordinator:
         self._holds.end_backward()
         self.in_backward = False
         self._forwards.clear()
-        self._passes.close()
+        self.schedule.close()
 
     def abandon(self) -> None:
         """A backward failed."""
@@ -204,4 +176,4 @@ class FetchCoordinator:
             self.in_backward = False
             self._forwards.clear()
             self._holds.end_backward()
-            self._passes.abandon()
+            self.schedule.abandon()

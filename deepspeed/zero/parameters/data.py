@@ -1,10 +1,8 @@
 """What scripts write into parameters: whether it happened, and how a parameter gets its memory back.
 
-[Note: edits] A master, a flat buffer or a shard has to follow what a script writes into the parameter. It can write in
-three ways. In place: the parameter's version counter tells. In place through `param.data`, which has a counter of its
-own: all tensors that a watched parameter gives away as its data share one counter, and that is kept. By another tensor
-as the data, as `module.to` and `vector_to_parameters` do: the address tells, and the values are copied to where the
-engine publishes its updates. Nothing of this reads values, so that looking costs no wait for a device.
+[Note: edits] Masters follow what a script writes: in place, which the parameter's version counter shows; through
+`param.data`, whose tensors share one counter that is kept here; or by another tensor as the data, which the address
+shows. Nothing of this reads values, so that looking costs no wait for a device.
 """
 
 from __future__ import annotations

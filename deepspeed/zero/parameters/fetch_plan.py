@@ -1,11 +1,10 @@
 """What a pass over the model uses, in order, and the plan made from it: when to gather ahead, what to keep.
 
-The plan is a pure function of the trace and the limits. Every rank has the same trace, so every rank issues the same
-gathers in the same order without asking. It takes time linear in the trace.
+The plan is a pure function of the trace and the limits, linear in the trace. Every rank has the same trace, so that
+every rank issues the same gathers in the same order without asking.
 
-[Note: blocks] Modules that stand in a list of similar ones (the layers of a transformer) are blocks. The parameters of
-a block are gathered by one operation when its first module runs, or before, since a few large operations cost less
-than many small ones. What is gathered ahead is counted beyond the block that is running.
+[Note: blocks] Modules in a list of similar ones are blocks. The parameters of a block are gathered by one operation,
+when its first module runs or before. What is gathered ahead is counted beyond the block that is running.
 """
 
 from __future__ import annotations

@@ -1,20 +1,12 @@
 """`FetchSchedule`: gathers by a plan that all ranks share, or by asking, where ranks may take different branches.
 
-[Note: passes] A pass is one forward (from the outermost module's begin to its end) or one backward. Its first run
-asks: every module that needs parameters tells the other ranks, and all gather what any of them needs. That gives a
-trace, the same on all ranks, from which a plan is made. Later runs follow the plan without asking: gathers are issued
-ahead of their use.
+A pass is one forward (of the outermost module) or one backward. Its first run asks: all ranks gather what any of them
+needs. That gives a trace, and from it a plan, which later runs follow without asking. A rank that skips a use takes
+part in its gathers. A rank that needs something outside the plan first completes the plan, and then asks. A rank that
+is through with a pass serves the others.
 
-[Note: branches] A rank that skips a use takes part in its gathers all the same, and goes on. A rank that needs
-something which the plan does not have first takes part in the rest of the plan, so that nobody waits for it, and then
-asks. Whoever is through with the pass serves those who are not. So ranks may take different branches; it costs time
-only in the passes where they do. What remains impossible, ranks that do different numbers of passes or steps, is told
-to all of them at once.
-
-[Note: gradients leave by the plan] A rank that waits for its gradients to arrive at their owners would keep others
-waiting for its parameters, who may not be able to send theirs. So at stage 3 buckets leave at places of the pass that
-all ranks come to: at steps of the plan, or, while ranks ask, as many as they agree upon in every exchange. Whoever
-waits for a bucket then waits for ranks that can come to that place with the gathers issued so far.
+[Note: gradients leave by the plan] A rank that waits for its gradients could keep others waiting for its parameters. So
+buckets leave only at places that all ranks come to: at steps of the plan, or as agreed upon in each exchange.
 """
 
 from __future__ import annotations
@@ -93,7 +85,8 @@ class FetchSchedule:
         self._live: dict[int, Shard] = {}
         self._pass: _Pass | None = None
         self._keep: dict[int, frozenset[int]] = {}
-        self._kept: frozenset[int] = frozenset()
+        self.kept: frozenset[int] = frozenset()
+        """What stays whole for the next pass."""
         self.first: list[int] = []
         """The uses of the last forward that was asked for, in order."""
         self.departing: LeavingBuckets | None = None
@@ -150,11 +143,6 @@ class FetchSchedule:
         now = self._pass
         return 0 if now is None else len(now.served) if now.plan is None else now.next
 
-    @property
-    def kept(self) -> frozenset[int]:
-        """What stays whole for the next pass."""
-        return self._kept
-
     # ---- begin and end
 
     def open(self, key: tuple[object, ...], use: ModuleUse | None = None) -> None:
@@ -182,9 +170,9 @@ class FetchSchedule:
             self._depart(now, None)
         alone = not self._serve(now)
         known = self._known.setdefault(now.key, _Known())
-        whole, self._kept = self._kept, frozenset()
+        whole, self.kept = self.kept, frozenset()
         if now.plan is not None and alone:
-            self._kept = now.plan.kept
+            self.kept = now.plan.kept
         if not planned:
             self._depart(now, None)
             known.plan = self._planned(now, whole)
@@ -197,14 +185,14 @@ class FetchSchedule:
             known.misfits += 1
             self._explain(now)
         self._keep.clear()
-        self.let_go(list(self._live.values()), self._kept)
+        self.let_go(list(self._live.values()), self.kept)
 
     def abandon(self) -> None:
         """The pass failed; whatever is whole and not held is let go."""
         if self._pass is not None:
             self._pass = None
             self._keep.clear()
-            self._kept = frozenset()
+            self.kept = frozenset()
             self.let_go(list(self._live.values()))
 
     def retrace(self) -> None:

@@ -1,8 +1,6 @@
 """`Gather`: how shards become whole. One operation for a block, without a copy where the backend can batch.
 
-How bytes move is this file's affair; who gathers what, when, and how ranks agree is the coordinator's. Each shard
-knows its gather, so that whoever makes it whole, the engine or a user, does so in the same way. Quantised gathers or
-those from a nearer copy are other objects with the same method, which `deepspeed.zero.build` chooses.
+Each shard knows its gather, so that the engine and users make it whole in the same way. `deepspeed.zero.build` chooses.
 """
 
 from __future__ import annotations

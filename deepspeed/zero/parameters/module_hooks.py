@@ -1,13 +1,9 @@
-"""Hooks on unmodified modules: parameters become whole before a module runs and before its backward does.
-
-[Note: not torch.compiler.disable] That would load the compiler, which takes seconds, in runs that compile nothing, and
-adds a call. What it does is small: it marks the function, and its code as not to be compiled, with all it calls.
-"""
+"""Hooks on unmodified modules: parameters become whole before a module runs and before its backward does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def hidden(function: F) -> F:
-    """The function, invisible to torch.compile."""
+    """The function, hidden from torch.compile; `torch.compiler.disable` would load the compiler, which is slow."""
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
         skip = frames._FrameAction.SKIP
@@ -36,20 +32,13 @@ def hidden(function: F) -> F:
 _KEY = "_external_params"
 
 
-class _Fetches(Protocol):
-    @property
-    def current(self) -> Any: ...
-
-    def also(self, shard: Shard) -> None: ...
-
-
 class WatchedParameters(dict[str, Any]):
     """A module's own parameters; reading one that is not whole while the model runs makes it whole.
 
     The module that is running then uses it from now on: it is gathered with that module's own parameters.
     """
 
-    def __init__(self, parameters: Mapping[str, Any], coordinator: _Fetches) -> None:
+    def __init__(self, parameters: Mapping[str, Any], coordinator: FetchCoordinator) -> None:
         super().__init__(parameters)
         self._coordinator = coordinator
 
@@ -136,11 +125,11 @@ class ModuleHooks:
             for name, module, shards in self._units():
                 if id(module) not in self._known:
                     self._hook(name, module, shards)
-            self._coordinator.invalidate()
+            self._coordinator.schedule.invalidate()
 
     def forget_plans(self) -> None:
         """Let the next passes be traced anew."""
-        self._coordinator.invalidate()
+        self._coordinator.schedule.invalidate()
 
     def as_units(self, modules: Iterable[nn.Module]) -> None:
         """Gather each of these modules with all that is below it: nothing of ours runs inside them any more."""
@@ -174,7 +163,7 @@ class ModuleHooks:
                 shard.store()
             shard.release()
         if idle:
-            self._coordinator.invalidate()  # plans may count on what is whole between passes
+            self._coordinator.schedule.invalidate()  # plans may count on what is whole between passes
         self._expect_return()
 
     def _absent(self) -> list[Shard]:

@@ -1,12 +1,9 @@
 """`Shard`: what this rank holds of one stage-3 parameter, and how that becomes whole and is let go.
 
 [Note: one storage] A parameter alternates between an empty placeholder and one stable tensor whose storage is resized.
-What autograd saved of the whole parameter, views of it for instance, aliases that storage, so that a parameter that
-was released after forward and gathered again before backward needs no patched functions. Filling the storage goes
-through a tensor of its own, whose version counter no saved tensor knows.
+Views that autograd saved alias that storage. Filling it goes through a tensor whose version counter no view knows.
 
 [Note: one rank] On an axis of one rank the chunk is the whole: both are the same memory, which is never freed.
-Gathering and letting go only change what the parameter shows.
 """
 
 from __future__ import annotations

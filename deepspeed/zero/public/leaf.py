@@ -1,10 +1,8 @@
 """Leaf modules: subtrees that stage 3 gathers and releases as one unit, marked by class, name, suffix or config.
 
-A module is marked by its attribute `_z3_leaf`, a parameter below it by `ds_z3_leaf_module`; clients read both.
-
-The granularity of a module is params // (1 + descendants). Hooks cost time per module, so where that number is at
-most `stage3_module_granularity_threshold` the subtree is better gathered at once. Lists, dicts and sequences of modules
-only hold others: they neither count nor become units.
+A module is marked by its attribute `_z3_leaf`, a parameter below it by `ds_z3_leaf_module`; clients read both. The
+granularity of a module is params // (1 + descendants), without lists, dicts and sequences of modules: where it is at
+most `stage3_module_granularity_threshold` the subtree is better gathered at once.
 """
 
 from __future__ import annotations

@@ -21,36 +21,12 @@ partitioned_param_data_shape = [0]
 """The shape of a sharded parameter that is not in use."""
 
 
-def _params(states: OptimizerStates, optimizer: Optimizer) -> list[list[nn.Parameter]]:
-    """Per group the model's parameters."""
-    return [list(group.params) for group in states.groups]
-
-
-def _masters(states: OptimizerStates, optimizer: Optimizer) -> list[Tensor]:
-    """Per group this rank's masters as one tensor, padded as in DeepSpeed's files."""
-    return [_flat(group) for group in states.groups]
-
-
-def _chunks(states: OptimizerStates, optimizer: Optimizer) -> list[list[Tensor]]:
-    """Per group this rank's part of each parameter, in the model's dtype."""
-    return [[_chunk(group, place) for place in range(len(group.params))] for group in states.groups]
-
-
-def _flat_chunks(states: OptimizerStates, optimizer: Optimizer) -> list[Tensor]:
-    """Per group this rank's parts as one tensor."""
-    return [_joined(chunks) for chunks in _chunks(states, optimizer)]
-
-
-def _whole_flat(states: OptimizerStates, optimizer: Optimizer) -> list[Tensor]:
-    """Per group all parameters as one tensor."""
-    return [_concatenated(group) for group in states.groups]
-
-
-def _by_rank(states: OptimizerStates, optimizer: Optimizer) -> list[list[Tensor]]:
-    """Per group the equal slices of all parameters that the ranks own."""
-    flats = _whole_flat(states, optimizer)
-    sizes = _counts(states, optimizer)
-    return [list(flat.view(size, -1)) for flat, size in zip(flats, sizes, strict=True)]
+def find(name: str) -> Callable[[OptimizerStates, Optimizer], Any] | None:
+    """How to compute an attribute from the states and the optimizer; None if there is no such attribute."""
+    if name in _OF_EACH_GROUP:
+        compute = _OF_EACH_GROUP[name]
+        return lambda states, optimizer: [compute(group) for group in states.groups]
+    return _OF_ALL.get(name)
 
 
 def _gradients(states: OptimizerStates, optimizer: Optimizer) -> dict[int, list[Tensor]]:
@@ -65,15 +41,6 @@ def _gradients(states: OptimizerStates, optimizer: Optimizer) -> dict[int, list[
     return {number: grads for number, grads in kept.items() if grads}
 
 
-def _counts(states: OptimizerStates, optimizer: Optimizer) -> list[int]:
-    return [group.axis.size for group in states.groups]
-
-
-def _padding(states: OptimizerStates, optimizer: Optimizer) -> list[int]:
-    """Per group the elements of padding on this rank."""
-    return [g.layout.shard_numel - sum(piece.master.numel() for piece in g.pieces) for g in states.groups]
-
-
 def _owners(states: OptimizerStates, optimizer: Optimizer) -> dict[int, int]:
     """Our group → the optimizer's."""
     places = {id(options): place for place, options in enumerate(optimizer.param_groups)}
@@ -82,34 +49,17 @@ def _owners(states: OptimizerStates, optimizer: Optimizer) -> dict[int, int]:
 
 def _lasting(states: OptimizerStates, optimizer: Optimizer) -> list[nn.Parameter]:
     """Parameters that stay whole between uses."""
-    shards = [shard_of(param) for params in _params(states, optimizer) for param in params]
+    shards = [shard_of(param) for group in states.groups for param in group.params]
     return [shard.param for shard in shards if shard is not None and shard.persistent]
-
-
-VIEWS: dict[str, Callable[[Any, Optimizer], Any]] = {
-    "averaged_gradients": _gradients,
-    "bit16_groups": _params,
-    "bit16_groups_flat": _whole_flat,
-    "fp16_groups": _params,
-    "fp16_partitioned_groups": _chunks,
-    "fp16_partitioned_groups_flat": _flat_chunks,
-    "fp32_partitioned_groups_flat": _masters,
-    "groups_padding": _padding,
-    "parallel_partitioned_bit16_groups": _by_rank,
-    "partition_count": _counts,
-    "persistent_parameters": _lasting,
-    "single_partition_of_fp32_groups": _masters,
-    "sub_group_to_group_id": _owners,
-}
-
-
-def find(name: str) -> Callable[[Any, Optimizer], Any] | None:
-    """How to compute an attribute from the states and the optimizer; None if it is not in the table."""
-    return VIEWS.get(name)
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().reshape(-1) for tensor in tensors]) if tensors else torch.zeros(0)
+
+
+def _chunks(group: ShardGroup) -> list[Tensor]:
+    """This rank's part of each parameter, in the model's dtype."""
+    return [_chunk(group, place) for place in range(len(group.params))]
 
 
 def _chunk(group: ShardGroup, place: int) -> Tensor:
@@ -145,3 +95,23 @@ def _concatenated(group: ShardGroup) -> Tensor:
     for start, param in zip(layout.starts, group.params, strict=True):
         flat[start : start + param.numel()] = param.detach().reshape(-1)
     return flat
+
+
+_OF_EACH_GROUP: dict[str, Callable[[ShardGroup], Any]] = {
+    "bit16_groups": lambda group: list(group.params),
+    "bit16_groups_flat": _concatenated,
+    "fp16_groups": lambda group: list(group.params),
+    "fp16_partitioned_groups": _chunks,
+    "fp16_partitioned_groups_flat": lambda group: _joined(_chunks(group)),
+    "fp32_partitioned_groups_flat": _flat,
+    "groups_padding": lambda g: g.layout.shard_numel - sum(piece.master.numel() for piece in g.pieces),
+    "parallel_partitioned_bit16_groups": lambda group: list(_concatenated(group).view(group.axis.size, -1)),
+    "partition_count": lambda group: group.axis.size,
+    "single_partition_of_fp32_groups": _flat,
+}
+
+_OF_ALL: dict[str, Callable[[OptimizerStates, Optimizer], Any]] = {
+    "averaged_gradients": _gradients,
+    "persistent_parameters": _lasting,
+    "sub_group_to_group_id": _owners,
+}

@@ -1,13 +1,11 @@
 """Steps of tiles away from the device: by the host, or by the device with states that come over the bus.
 
-The bus and the memory of the host have room while the host updates other tiles, so that both together are faster than
-either. Two tiles are on their way at a time. Where the device has memory to spare, a few others stay there as well:
-their gradients do, too, and what became of them goes to the host when somebody asks for it. These are the tiles that
-the next forward needs first, so that it begins at once and follows the host through the others.
+Both work at once, two tiles on their way at a time. A few tiles, which the next forward needs first, may stay on the
+device with their gradients; their states go to the host when somebody asks for them.
 
 [Note: a step of the host] Gradients and hyperparameters are those of the moment at which the step began: the worker has
-an optimizer of its own that shares nothing but the states. New weights return to the device while the next tile is
-updated. Whoever needs a parameter, a state or the memory of a gradient waits for its tile; see `late_parameters.py`.
+an optimizer of its own that shares only the states. Whoever needs a parameter, a state or the memory of a gradient
+waits for its tile; see `late_parameters.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Parameters whose update is still on its way: whoever uses one waits for it, and nobody else does.
 
-[Note: late parameters] The step of states in host memory goes on while the engine's caller does. Until a parameter's
-new values are queued on the device, the parameter has another class, which any function of torch that is given it, and
-any attribute that reads its values, finds; modules wait for their own parameters before they run, since kernels of
-other libraries do not ask for a class. Waiting gives the parameter its class back.
+[Note: late parameters] Until its new values are queued on the device, a parameter has another class: any function of
+torch that is given it, and any attribute that reads its values, waits first. Modules wait for their own parameters
+before they run, since kernels of other libraries do not ask for a class. Waiting gives the class back.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Whole matrices from fragments and back, each computed on one rank: what Muon needs of a sharded parameter.
 
-The plan follows from the layout alone, so that all ranks have the same one and nothing is agreed upon at run time. A
-matrix that lies on one rank is computed there. The others travel in rounds: each goes to a rank that holds a part of
-it, the least busy one so far, by one all-to-all, and the parts of the results come back by another.
-
-A round does not look at ranks one by one: the ranks between the ends of a matrix hold equally much of it.
+The plan follows from the layout alone, the same on all ranks. A matrix that lies on one rank is computed there. The
+others travel in rounds: each goes by one all-to-all to the least busy rank that holds a part of it, and the parts of
+the results come back by another. A round does not look at ranks one by one.
 """
 
 from __future__ import annotations

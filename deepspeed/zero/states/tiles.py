@@ -47,7 +47,8 @@ def tiles_well(optimizer: Optimizer) -> bool:
     """
     home = type(optimizer).__module__
     known = f"{home}.".startswith(("torch.optim.", "deepspeed.ops."))
-    return known and not isinstance(optimizer, LBFGS) and not _mixes(optimizer)
+    mixes = getattr(optimizer, "whole", None) is not None  # pieces of different ranks meet in its step
+    return known and not isinstance(optimizer, LBFGS) and not mixes
 
 
 def tile(optimizer: Optimizer, away: Mapping[int, StatePiece], limit: int) -> list[Tile]:
@@ -59,7 +60,7 @@ def tile(optimizer: Optimizer, away: Mapping[int, StatePiece], limit: int) -> li
     if not away and not limit:
         return [Tile([options["params"] for options in optimizer.param_groups], [])]
     rows = [
-        _Row(place, master, away.get(id(master)))
+        (place, master, away.get(id(master)))
         for place, options in enumerate(optimizer.param_groups)
         for master in options["params"]
     ]
@@ -67,10 +68,10 @@ def tile(optimizer: Optimizer, away: Mapping[int, StatePiece], limit: int) -> li
         return [_tile(rows, count)]
     arenas: dict[OffloadedTile, list[_Row]] = {}
     for row in rows:
-        if row.piece is not None and row.piece.arena is not None:
-            arenas.setdefault(row.piece.arena, []).append(row)
-    here = [row for row in rows if row.piece is None]
-    tiles = [_tile(run, count) for run in runs(here, lambda row: row.master.numel(), limit)]
+        if row[2] is not None and row[2].arena is not None:
+            arenas.setdefault(row[2].arena, []).append(row)
+    here = [row for row in rows if row[2] is None]
+    tiles = [_tile(run, count) for run in runs(here, lambda row: row[1].numel(), limit)]
     tiles += [replace(_tile(run, count), arena=arena) for arena, run in arenas.items()]
     return tiles or [_tile([], count)]  # an optimizer without parameters steps, too
 
@@ -99,24 +100,15 @@ def twin(optimizer: Optimizer) -> Optimizer:
     return other
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    place: int
-    """The number of the parameter group."""
-    master: nn.Parameter
-    piece: StatePiece | None
+_Row = tuple[int, nn.Parameter, StatePiece | None]
+"""The number of the parameter group, a master, its piece if that lives away from the device."""
 
 
 def _tile(rows: Sequence[_Row], count: int) -> Tile:
     params: list[list[nn.Parameter]] = [[] for _ in range(count)]
-    for row in rows:
-        params[row.place].append(row.master)
-    return Tile(params, [row.piece for row in rows if row.piece is not None])
-
-
-def _mixes(optimizer: Optimizer) -> bool:
-    """True if pieces of different ranks meet in the step, which then is one for all."""
-    return getattr(optimizer, "whole", None) is not None
+    for place, master, _ in rows:
+        params[place].append(master)
+    return Tile(params, [piece for _, _, piece in rows if piece is not None])
 
 
 class TileUpdate:

@@ -1,10 +1,8 @@
 """ZenFlow: the device updates the columns with the largest gradients, the host defers and applies the rest.
 
-[Note: deferred gradients] Gradients come to host memory as with any offload. Of each parameter the columns whose
-gradients have most energy are chosen, and have master and moments of their own where the parameter is used: each step
-updates them. The rest is added up on the host; now and then a step applies its mean to everything there, and what the
-chosen columns have become in between is written over it. Whoever looks at states finds those of the chosen columns in
-them, since they are given back first.
+[Note: deferred gradients] The chosen columns of a parameter have master and moments of their own where the parameter is
+used: each step updates them. The rest is added up on the host; now and then a step applies its mean to everything
+there, and writes the chosen columns over it. They are given back before anybody looks at states.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_blocks_of_experts_are_one_unit():
     for step in range(4):
         given = batches(step, dist.get_world_size())
         for each in (engine, slow):
-            hosts = each._parts.sharded.coordinator._passes._agreement
+            hosts = each._parts.sharded.coordinator.schedule._agreement
             before = hosts.exchanges
             each.backward(each(given[dist.get_rank()]))
             each.step()
@@ -98,7 +98,7 @@ def test_experts_that_a_rank_alone_holds_need_no_asking():
     """Spread over all ranks, by the layer or by the config: a steady step exchanges as often as a dense model's."""
     for model, section in ((Layers(2, 2, k=1), {}), (StackedModel(), {"enabled": True, "autoep_size": 2})):
         engine, *_ = deepspeed.initialize(model=model, config={**config(), "expert_parallel": section})
-        hosts = engine._parts.sharded.coordinator._passes._agreement
+        hosts = engine._parts.sharded.coordinator.schedule._agreement
         counts = []
         for step in range(4):
             before = hosts.exchanges
@@ -122,7 +122,7 @@ def test_a_mixtral_of_transformers():
     plain = copy.deepcopy(model)
     engine, *_ = deepspeed.initialize(model=model, config=config())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-    hosts = engine._parts.sharded.coordinator._passes._agreement
+    hosts = engine._parts.sharded.coordinator.schedule._agreement
     for step in range(3):
         tokens = torch.randint(0, 32, (2, 1, 3), generator=torch.Generator().manual_seed(step))
         before = hosts.exchanges

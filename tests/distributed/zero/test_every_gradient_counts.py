@@ -224,5 +224,5 @@ def test_stage_3_differentiates_twice():
                 optimizer.step()
                 optimizer.zero_grad()
                 compare(engine, plain, (loss_of.__name__, way, keys))
-                assert engine._parts.sharded.coordinator.live == 0, "nothing stays whole after a step"
+                assert engine._parts.sharded.coordinator.schedule.live == 0, "nothing stays whole after a step"
         engine.destroy()

@@ -77,9 +77,9 @@ def test_gathers_ahead_are_few_and_large():
     coordinator = engine._parts.sharded.coordinator
     counts = []
     for _ in range(3):
-        before = coordinator.gathers
+        before = coordinator.schedule.gathers
         engine.backward(engine(torch.randn(2, WIDTH)))
-        counts.append(coordinator.gathers - before)
+        counts.append(coordinator.schedule.gathers - before)
         engine.step()
     assert counts == [2 * LAYERS] * 3, "each layer once in forward and once in backward"
 
@@ -91,11 +91,11 @@ def test_reuse_distance_keeps_parameters_for_backward():
     for _ in range(2):
         engine.backward(engine(torch.randn(2, WIDTH)))
         engine.step()
-    before = coordinator.gathers
+    before = coordinator.schedule.gathers
     loss = engine(torch.randn(2, WIDTH))
     assert live(engine.module) == LAYERS * WIDTH * WIDTH
     engine.backward(loss)
-    assert coordinator.gathers - before == LAYERS, "gathered once for both passes"
+    assert coordinator.schedule.gathers - before == LAYERS, "gathered once for both passes"
     assert live(engine.module) == 0
     engine.step()
     assert dist.is_initialized()

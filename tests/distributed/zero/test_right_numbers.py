@@ -174,7 +174,7 @@ def test_forwards_without_a_backward_are_forgotten():
     for step in range(3):
         engine.backward(engine(batch(step, dist.get_rank())))
         engine.step()
-    hosts = coordinator._passes._agreement
+    hosts = coordinator.schedule._agreement
     before = hosts.exchanges
     for step in range(2):
         for _ in range(5):
