@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,6 @@ from deepspeed.ops.grouped import Groups
 from deepspeed.ops.model.assignments import RowAssignment
 from deepspeed.ops.registry import op
 from deepspeed.parallel import AxisGroup
-
-if TYPE_CHECKING:
-    from deepspeed.parallel import AxisGroup
 
 
 @dataclass(frozen=True)
@@ -118,12 +115,9 @@ class TwoHops:
 
     inter: AxisGroup
     intra: AxisGroup
-    goes: Counts
-    """[node][place]: rows for each rank."""
-    passing: Counts
-    """[place][node]: rows that each neighbour hands to this rank, for its place on each node."""
-    comes: Counts
-    """[node][place]: rows from each rank."""
+    goes: Counts  # [node][place]: rows for each rank
+    passing: Counts  # [place][node]: rows that each neighbour hands to this rank, for its place on each node
+    comes: Counts  # [node][place]: rows from each rank
 
     @classmethod
     def plan(
@@ -133,7 +127,7 @@ class TwoHops:
         inter, intra = nodes
         outward, inward = _by_node(goes, intra.size), _by_node(comes, intra.size)
         if equal:
-            return cls(inter, intra, outward, [list(column) for column in zip(*outward, strict=True)], inward)
+            return cls(inter, intra, outward, _turned(outward), inward)
         told = torch.tensor(outward, device=like.device).t().contiguous()  # [place, node]
         heard = torch.empty_like(told)
         with comm.labelled("numbers of tokens that pass"):
@@ -162,7 +156,10 @@ class TwoHops:
         return swapped(by_place, _turned(self.goes))
 
 
-def _send(rows: Tensor, received: Tensor, axis: AxisGroup, comes: list[int], goes: list[int]) -> Any:
+Splits = list[int] | None
+
+
+def _send(rows: Tensor, received: Tensor, axis: AxisGroup, comes: Splits, goes: Splits) -> Any:
     with comm.labelled("tokens to their experts"):
         return comm.all_to_all_single(received, rows.contiguous(), comes, goes, group=axis.group, async_op=True)
 
@@ -181,9 +178,6 @@ def _sums(counts: Counts) -> list[int]:
 
 def _total(counts: Counts) -> int:
     return sum(_sums(counts))
-
-
-Splits = list[int] | None
 
 
 def exchange(
@@ -236,25 +230,20 @@ class _Trip:
         self._sent: Tensor | None = None
         self._received: Tensor | None = None
         self._hops: TwoHops | None = None
-        self._turns = False
-        """What is on the way goes back."""
+        self._turns = False  # what is on the way goes back
 
     def leave(self, rows: Tensor, *, back: bool = False) -> Tensor:
         """Send; what is returned has the shape of what will have arrived."""
         comes, goes = (self._goes, self._comes) if back else (self._comes, self._goes)
         self._sent, self._turns = rows.contiguous(), back
-        if self._axis.nodes is not None:
+        shaped = rows.new_empty(len(rows) if comes is None else sum(comes), *rows.shape[1:])
+        if self._axis.nodes is None:
+            self._received, self._work = shaped, _send(self._sent, shaped, self._axis, comes, goes)
+        else:
             if self._hops is None:
                 self._hops = self._plan(self._axis.nodes, rows)
             self._received, self._work = (self._hops.back if back else self._hops.out)(self._sent)
-            return rows.new_empty(len(rows) if comes is None else sum(comes), *rows.shape[1:])
-        received = rows.new_empty(len(rows) if comes is None else sum(comes), *rows.shape[1:])
-        with comm.labelled("tokens to their experts"):
-            self._work = comm.all_to_all_single(
-                received, self._sent, comes, goes, group=self._axis.group, async_op=True
-            )
-        self._received = received
-        return received
+        return shaped
 
     def _plan(self, nodes: tuple[AxisGroup, AxisGroup], rows: Tensor) -> TwoHops:
         size = self._axis.size
@@ -264,7 +253,6 @@ class _Trip:
         return TwoHops.plan(nodes, self._comes, self._goes, rows, equal=False)
 
     def arrive(self) -> Tensor:
-        """What came, once it is here."""
         if self._work is not None:
             self._work.wait()
         received = self._received

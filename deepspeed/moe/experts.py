@@ -138,7 +138,6 @@ class GroupedProduct:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The layers."""
         return tuple(str(node.target) for node in self.nodes)
 
 
@@ -180,8 +179,7 @@ class ExpertGraph:
         self._kinds = kinds
         self._experts: list[nn.Module] = []
         self._found: list[_FoundModule] = []
-        self._layers: dict[str, list[Any]] = {}
-        """The linear layers of all experts by path."""
+        self._layers: dict[str, list[Any]] = {}  # the linear layers of all experts by path
 
     def __deepcopy__(self, _: Any) -> ExpertGraph:
         return ExpertGraph(self._graph, self._products, self._kinds)  # the copies are looked up again
@@ -329,7 +327,6 @@ def _products(expert: nn.Module, graph: fx.Graph, linears: Sequence[str]) -> lis
 
 
 def _gated_or_not(expert: nn.Module, nodes: Sequence[fx.Node]) -> GroupedProduct:
-    """The product of some layers; two of them may be gate and value, and then the gate is the first."""
     widths = {expert.get_submodule(str(node.target)).out_features for node in nodes}
     if len(nodes) == 2 and len(widths) == 1 and all(len(node.users) == 1 for node in nodes):
         for first, second in (nodes, nodes[::-1]):
@@ -366,8 +363,6 @@ def _allowed(node: fx.Node) -> bool:
 
 
 class _Tracer(fx.Tracer):
-    """Goes into modules until it finds one without children."""
-
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return not any(True for _ in m.children())
 

@@ -37,12 +37,10 @@ from deepspeed.parallel.mpu import current_layout
 class SpreadLayer:
     """One layer of experts."""
 
-    begin: str
-    """What the names of its experts begin with."""
+    begin: str  # what the names of its experts begin with
     group_name: str
     experts: int
-    local: int
-    """Experts on each rank."""
+    local: int  # experts on each rank
     groups: ExpertGroups
     stacked: frozenset[str] = frozenset()
     """Parameters in which the experts lie one behind the other: each rank has a slice, under the name of the whole."""
@@ -91,7 +89,6 @@ class SpreadExperts:
         return self._groups[name].edp
 
     def frozen(self, module: nn.Module) -> list[str]:
-        """This rank's parameters of experts that are not trained, by their names here."""
         named = module.named_parameters()
         return [name for name, param in named if is_moe_param(param) and not param.requires_grad]
 
@@ -129,7 +126,6 @@ class SpreadExperts:
 
     @property
     def most(self) -> ExpertGroups:
-        """The ranks of the experts that are spread over the largest number of ranks."""
         return max(self._groups.values(), key=lambda groups: groups.ep.size)
 
     @property
@@ -154,7 +150,6 @@ class SpreadExperts:
 
     @property
     def splits(self) -> Mapping[str, DimSplit]:
-        """How stacked parameters are cut over the ranks that share them."""
         return {
             name: DimSplit.of(0, [even(layer.experts, layer.groups.ep.size)])
             for layer in self.layers

@@ -31,20 +31,13 @@ Noise = Callable[[Tensor], Tensor]
 class Routes:
     """Where each assignment goes, [k, S] each; the first row has the first choices."""
 
-    loss: Tensor
-    """The auxiliary loss that balances the experts, a scalar."""
-    experts: Tensor
-    """The expert that the gate chose."""
-    kept: Tensor
-    """False for what is dropped: the expert does not count."""
-    weights: Tensor
-    """What the expert's output is multiplied by; 0 for what is dropped."""
-    counts: Tensor
-    """[experts]: assignments of each before any was dropped."""
-    capacity: int | None
-    """Tokens that an expert takes; None: all."""
-    place: Callable[[], Tensor]
-    """How `places` are found, which takes a sort that not everybody needs."""
+    loss: Tensor  # the auxiliary loss that balances the experts, a scalar
+    experts: Tensor  # the expert that the gate chose
+    kept: Tensor  # False for what is dropped: the expert does not count
+    weights: Tensor  # what the expert's output is multiplied by; 0 for what is dropped
+    counts: Tensor  # [experts]: assignments of each before any was dropped
+    capacity: int | None  # tokens that an expert takes; None: all
+    place: Callable[[], Tensor]  # how `places` are found, which takes a sort that not everybody needs
 
     @cached_property
     def places(self) -> Tensor:
@@ -53,12 +46,10 @@ class Routes:
 
     @property
     def num_experts(self) -> int:
-        """Experts to choose from."""
         return self.counts.numel()
 
 
 def capacity_of(tokens: int, experts: int, factor: float, least: int) -> int:
-    """How many tokens an expert takes."""
     return max(math.ceil(tokens / experts * factor), least)
 
 
@@ -189,7 +180,6 @@ def random_scores(logits: Tensor) -> Tensor:
 
 
 def einsum(rule: str, a: Tensor, b: Tensor) -> Tensor:
-    """torch.einsum of two tensors."""
     return torch.einsum(rule, a, b)
 
 

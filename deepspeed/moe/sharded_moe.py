@@ -204,7 +204,7 @@ class MOELayer(nn.Module):
                 "deepspeed.initialize, or call set_deepspeed_parallelism() of the MoE layer."
             )
         alone = self.ep_size == 1 and self._slices is None
-        if routes.capacity is not None and not (alone and _as_one(self.experts)):
+        if routes.capacity is not None and not (alone and isinstance(self.experts, Experts) and self.experts.as_one):
             combined = self._by_slots(tokens, routes, most_of_all(routes.capacity, self._hosts), beside)
         elif self._slices is not None or not isinstance(self.experts, Experts):
             combined = self._by_slots(tokens, routes, common_capacity(routes, self.ep_group), beside)
@@ -258,7 +258,3 @@ def _copy(module: M, memo: dict[int, Any], *shared: Any) -> M:
     memo[id(module)] = made
     made.__dict__.update(copy.deepcopy(module.__getstate__(), memo))  # type: ignore[no-untyped-call]
     return made
-
-
-def _as_one(experts: nn.Module) -> bool:
-    return isinstance(experts, Experts) and experts.as_one

@@ -43,7 +43,6 @@ class _Call:
 
     @property
     def simple(self) -> bool:
-        """With one argument."""
         return len(self.node.args) == 1 and not self.node.keywords
 
 
@@ -84,7 +83,8 @@ def _tree(block: type[nn.Module]) -> ast.AST | None:
 def _calls(tree: ast.AST) -> Iterator[_Call]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and (name := called_on_self(node)) is not None:
-            yield _Call(name, _begin(node), _end(node), node)
+            end = node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
+            yield _Call(name, _begin(node), end, node)
 
 
 def _once(calls: list[_Call], name: str) -> _Call | None:
@@ -121,10 +121,6 @@ def _begin(node: ast.expr) -> Place:
     return node.lineno, node.col_offset
 
 
-def _end(node: ast.expr) -> Place:
-    return node.end_lineno or node.lineno, node.end_col_offset or node.col_offset
-
-
 _VIEWS = frozenset(["ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "AliasBackward0"])
 
 
@@ -156,12 +152,10 @@ class SharedExpertAhead:
         self._promise: LazyOutput | None = None
 
     def note(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The block begins with these."""
         given = args[0] if args else kwargs.get("hidden_states")
         self._inside, self._given = True, given if isinstance(given, Tensor) else None
 
     def forget(self, *_: Any) -> None:
-        """The block is through."""
         self._inside, self._given, self._result, self._promise = False, None, None, None
 
     def __call__(self) -> None:
@@ -208,13 +202,11 @@ class LazyOutput(Tensor):
 
     @classmethod
     def of(cls, path: str, module: nn.Module, given: Tensor) -> LazyOutput:
-        """A promise of what the module called `path` computes."""
         made: LazyOutput = torch.Tensor._make_subclass(cls, torch.empty(0))
         made.path, made.module, made.given, made.version, made.result = path, module, given, _version(given), None
         return made
 
     def kept(self) -> Any:
-        """The result."""
         if self.given is not None:
             if _version(self.given) != self.version:
                 raise UsageError(
@@ -235,7 +227,6 @@ def _kept(value: Any) -> Any:
 
 
 def plain_call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The module's own call, with its hooks."""
     return nn.Module.__call__(module, *args, **kwargs)
 
 

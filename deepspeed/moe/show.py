@@ -20,15 +20,12 @@ _MOST_BYTES = 2**30
 class History:
     """One layer: for each metric the values by samples, in order."""
 
-    entropy: dict[int, float] = field(default_factory=dict)
-    """Of the load, 1 where all experts have as many tokens."""
-    dropped: dict[int, float] = field(default_factory=dict)
-    """The share of assignments that no expert took."""
+    entropy: dict[int, float] = field(default_factory=dict)  # of the load, 1 where all experts have as many tokens
+    dropped: dict[int, float] = field(default_factory=dict)  # the share of assignments that no expert took
     loads: dict[int, dict[int, float]] = field(default_factory=dict)
     """By expert: tokens as a multiple of an equal share."""
 
     def last_loads(self) -> list[float]:
-        """Of each expert at the end."""
         return [list(self.loads[number].values())[-1] for number in sorted(self.loads) if self.loads[number]]
 
 
@@ -68,7 +65,6 @@ def table(layers: Mapping[str, History]) -> str:
 
 
 def draw(layers: Mapping[str, History], path: str) -> None:
-    """The load of every expert at the end, and entropy and dropped tokens over time."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -94,7 +90,6 @@ def draw(layers: Mapping[str, History], path: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m deepspeed.moe.show", description=__doc__)
     parser.add_argument("folder", type=Path, help="<output_path>/<job_name> of csv_monitor")
     parser.add_argument("--plot", metavar="FILE", help="draw into this file (png, svg or pdf)")

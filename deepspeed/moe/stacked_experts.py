@@ -11,6 +11,7 @@ import inspect
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -136,9 +137,12 @@ def _holds(act: Callable[[Tensor], Tensor], way: Cuts, cut: list[tuple[int, int]
     whole = act(given.clone())
     for rank, (start, stop) in enumerate(cut):
         part = act(split.cut(given, rank).clone())
-        if part.shape != (2, stop - start) or not torch.allclose(part, whole[:, start:stop], rtol=1e-5, atol=1e-6):
+        if part.shape != (2, stop - start) or not _near(part, whole[:, start:stop]):
             return False
     return True
+
+
+_near = partial(torch.allclose, rtol=1e-5, atol=1e-6)
 
 
 def _refuse(path: str, why: str) -> NoReturn:
@@ -154,19 +158,14 @@ class StackedExperts:
     """What a module of experts knows of the others."""
 
     path: str
-    experts: int
-    """Of the whole model."""
+    experts: int  # of the whole model
     groups: ExpertGroups
-    grouped: bool
-    """Computed by grouped products here; else by the module's own code."""
-    arguments: tuple[str, ...]
-    """What the module's own code calls them."""
+    grouped: bool  # computed by grouped products here; else by the module's own code
+    arguments: tuple[str, ...]  # what the module's own code calls them
     tensor: AxisGroup
     """Tensor-parallel ranks, which have equal tokens: each sends a part of them, unless they share every expert."""
-    gate: str | None = None
-    """What its gate is, if it is one that there is a kernel for."""
-    peers: AxisGroup | None = None
-    """Ranks that are asked whether they chose alike; None: nobody is."""
+    gate: str | None = None  # what its gate is, if it is one that there is a kernel for
+    peers: AxisGroup | None = None  # ranks that are asked whether they chose alike; None: nobody is
 
     @property
     def local(self) -> int:
@@ -175,7 +174,6 @@ class StackedExperts:
 
     @property
     def group_name(self) -> str:
-        """The mark of its parameters."""
         return f"ep_size_{self.groups.ep.size}"
 
     def taken(self, tensor: Tensor, dim: int) -> Tensor:
@@ -253,11 +251,8 @@ def _kind_of_gate(module: nn.Module) -> str | None:
     given = torch.linspace(-9.0, 9.0, 48, device="cpu", dtype=torch.float32).view(2, 24)
     found = module._apply_gate(given.clone())  # type: ignore[operator]
     expected = {kind: halves_reference(given, kind) for kind in ACTIVATIONS}
-    return next((kind for kind, values in expected.items() if _close(found, values)), None)
-
-
-def _close(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    alike = (kind for kind, value in expected.items() if value.shape == found.shape and _near(found, value))
+    return next(alike, None)
 
 
 class SpreadStack(nn.Module):
@@ -265,13 +260,10 @@ class SpreadStack(nn.Module):
 
     stack: StackedExperts
     listener: Listener | None = None
-    beside: Callable[[], None] | None = None
-    """What is done while tokens travel."""
-    share: ParameterCut | None = None
-    """How ranks that have equal tokens share every expert; None: they do not."""
+    beside: Callable[[], None] | None = None  # what is done while tokens travel
+    share: ParameterCut | None = None  # how ranks that have equal tokens share every expert; None: they do not
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the module's own; every rank of the experts calls it."""
         stack = self.stack
         given = dict(zip(stack.arguments, args, strict=False)) | kwargs
         values = [given.get(name) for name in stack.arguments]

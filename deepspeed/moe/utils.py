@@ -35,7 +35,6 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param(param: Tensor) -> bool:
-    """True for a parameter of an expert."""
     return hasattr(param, "allreduce") and not param.allreduce
 
 

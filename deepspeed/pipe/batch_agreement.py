@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from deepspeed.errors import PipelineError
@@ -15,7 +15,6 @@ from deepspeed.zero.agreement import RankAgreement
 _FINE, _FAILED, _DRAGGED = 0, 1, 2
 _NO_DATA_NEEDED = -1
 _END = 4  # words that each rank says at the end
-_WORD, _FLOAT = struct.Struct("q"), struct.Struct("d")
 
 
 class BatchAgreement:
@@ -71,12 +70,13 @@ class BatchAgreement:
         """
         text = b"" if failure is None else str(failure).encode()
         code = _FINE if not failed else _DRAGGED if failure is None else _FAILED
-        words = [code, len(text), loss is not None, _bits(loss or 0.0)]
+        bits = int(torch.tensor(loss or 0.0, dtype=torch.float64).view(torch.int64))  # a number among whole ones
+        words = [code, len(text), loss is not None, bits]
         assert len(words) == _END, "as many as are listened for"
         # Backward ends on the first stage, so that its first rank comes last.
-        codes, sizes, has, bits = self._hosts.exchange_at_end(words, "end of a batch").t().tolist()
-        self._raise_first(codes, sizes, text, error, "")
-        losses = [_number(each) for each, known in zip(bits, has, strict=True) if known]
+        said = self._hosts.exchange_at_end(words, "end of a batch").t().contiguous()
+        self._raise_first(said[0].tolist(), said[1].tolist(), text, error, "")
+        losses: list[float] = said[3].view(torch.float64)[said[2].bool()].tolist()
         return sum(losses) / len(losses) if losses else None
 
     def _raise_first(self, codes: list[int], sizes: list[int], text: bytes, error: Exception | None, what: str) -> None:
@@ -87,14 +87,3 @@ class BatchAgreement:
         rank = self._layout.rank if self._hosts.alone else source
         message = f"rank {rank}{f' {what}' if what else ''}: {told}. Nothing was updated."
         raise PipelineError(message) from (error if rank == self._layout.rank else None)
-
-
-def _bits(number: float) -> int:
-    """A number among whole ones."""
-    found: int = _WORD.unpack(_FLOAT.pack(number))[0]
-    return found
-
-
-def _number(bits: int) -> float:
-    found: float = _FLOAT.unpack(_WORD.pack(bits))[0]
-    return found

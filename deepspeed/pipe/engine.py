@@ -104,11 +104,6 @@ class BatchSource:
         return batch[0], batch[1]
 
 
-def number(value: Any) -> Tensor:
-    """One number as a tensor without its history."""
-    return value.detach().float() if isinstance(value, Tensor) else torch.tensor(float(value))
-
-
 def averaged(outputs: list[Any]) -> Any:
     """The mean over micro-batches, tensor by tensor; None without outputs."""
     if not outputs:
@@ -193,16 +188,11 @@ def naming_stages(topology: ProcessTopology) -> Iterator[None]:
     try:
         yield
     except CommError as error:
-        raise CommError(_with_stages(str(error), topology)) from error
-
-
-def _with_stages(message: str, topology: ProcessTopology) -> str:
-    """The first line says who is at fault; behind it stands which stages these ranks have."""
-    first, *rest = message.split("\n", 1)
-    named = {int(rank) for found in _RANKS.findall(first) for rank in found.split(", ")}
-    known = sorted(rank for rank in named if rank < topology.world_size())
-    stages = ", ".join(f"stage {getattr(topology.get_coord(rank), 'pipe', 0)} on rank {rank}" for rank in known)
-    return "\n".join([f"{first}; the pipeline has {stages}" if stages else first, *rest])
+        first, *rest = str(error).split("\n", 1)  # who is at fault; why
+        named = {int(rank) for found in _RANKS.findall(first) for rank in found.split(", ")}
+        known = sorted(rank for rank in named if rank < topology.world_size())
+        stages = ", ".join(f"stage {getattr(topology.get_coord(rank), 'pipe', 0)} on rank {rank}" for rank in known)
+        raise CommError("\n".join([f"{first}; the pipeline has {stages}" if stages else first, *rest])) from error
 
 
 class PipelineEngine(DeepSpeedEngine):
@@ -319,7 +309,8 @@ class PipelineEngine(DeepSpeedEngine):
             self.module.eval()
             try:
                 with torch.no_grad(), self._wires.other_forms():
-                    return self._play(self._forward_plan(count), *loaded, compute_loss=compute_loss, keep_outputs=keep)
+                    plan = self._plan(count, train=False)
+                    return self._play(plan, *loaded, compute_loss=compute_loss, keep_outputs=keep)
             finally:
                 self.module.train(training)
 
@@ -392,23 +383,20 @@ class PipelineEngine(DeepSpeedEngine):
         """Further losses of this rank's last stage, averaged over its micro-batches."""
         if not results.extra:
             return None
-        names = results.extra[0]
-        return {name: torch.stack([number(extra[name]) for extra in results.extra]).mean() for name in names}
+        rows = {name: [torch.as_tensor(extra[name]) for extra in results.extra] for name in results.extra[0]}
+        return {name: torch.stack([each.detach().float() for each in row]).mean() for name, row in rows.items()}
 
     # ---- schedules
 
-    def _plan(self, count: int) -> Schedule:
-        key = (self.schedule_name, count)
-        if key not in self._schedules:
-            chunks = self.module.chunks if kind_of(self.schedule_name).chosen else None
-            self._schedules[key] = make(self.schedule_name, self.module.num_stages, count, chunks)
-        return self._schedules[key]
-
-    def _forward_plan(self, count: int) -> Schedule:
-        key = ("forward", count)
-        if key not in self._schedules:
-            self._schedules[key] = forward_only(self.module.num_stages, count, self.module.owners)
-        return self._schedules[key]
+    def _plan(self, count: int, *, train: bool = True) -> Schedule:
+        module, name = self.module, self.schedule_name if train else "forward"
+        if (name, count) not in self._schedules:
+            if train:
+                made = make(name, module.num_stages, count, module.chunks if kind_of(name).chosen else None)
+            else:
+                made = forward_only(module.num_stages, count, module.owners)
+            self._schedules[name, count] = made
+        return self._schedules[name, count]
 
     def _splits(self) -> bool:
         """Whether gradients of weights can wait, where the schedule wants them to."""
@@ -442,7 +430,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._feed.use_iterator(iterator)
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Make a pair (inputs, labels) of every batch by a function."""
         self._feed.batch_fn = fn
 
     def reset_activation_shape(self) -> None:
@@ -470,7 +457,6 @@ class PipelineEngine(DeepSpeedEngine):
         return self.module.first
 
     def is_last_stage(self) -> bool:
-        """True on the ranks of the last stage, which compute the loss."""
         return self.module.last
 
     def get_pipeline_parallel_rank(self) -> int:

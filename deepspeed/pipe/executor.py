@@ -91,14 +91,10 @@ class Pass:
     """One action as a rank runs it."""
 
     action: Action
-    received: Message | None = None
-    """What another rank sends for it."""
-    sent: Message | None = None
-    """What it gives to another rank."""
-    final: bool = False
-    """The weights that it brings gradients to get no more of them."""
-    more: bool = False
-    """Another final pass follows on this rank."""
+    received: Message | None = None  # what another rank sends for it
+    sent: Message | None = None  # what it gives to another rank
+    final: bool = False  # the weights that it brings gradients to get no more of them
+    more: bool = False  # another final pass follows on this rank
 
 
 def passes_of(schedule: Schedule, rank: int, *, splits: bool) -> list[Pass]:
@@ -132,8 +128,6 @@ Batch = tuple[Any, Any]
 
 @dataclass(frozen=True)
 class Failure:
-    """What a stage could not do."""
-
     action: Action
     error: Exception
 
@@ -149,34 +143,23 @@ class Failure:
 class Results:
     """What became of a batch on this rank."""
 
-    losses: list[Tensor] = field(default_factory=list)
-    """On the last stage: of each micro-batch."""
-    outputs: list[Any] = field(default_factory=list)
-    """On the last stage, where they are asked for."""
+    losses: list[Tensor] = field(default_factory=list)  # on the last stage: of each micro-batch
+    outputs: list[Any] = field(default_factory=list)  # on the last stage, where they are asked for
     loss: float | None = None
     """The mean of those of all ranks, where it was computed on hosts; they tell it when they agree upon the end."""
-    extra: list[dict[str, Any]] = field(default_factory=list)
-    """Further losses of the module, of each micro-batch."""
-    failed: bool = False
-    """This stage, or one that it depends on, could not do its part."""
-    failure: Failure | None = None
-    """What this rank itself could not do."""
+    extra: list[dict[str, Any]] = field(default_factory=list)  # further losses of the module, of each micro-batch
+    failed: bool = False  # this stage, or one that it depends on, could not do its part
+    failure: Failure | None = None  # what this rank itself could not do
 
 
 @dataclass
 class _Held:
-    """A micro-batch between its forward and its backward."""
-
-    leaves: list[Tensor]
-    """Inputs for which a gradient goes back."""
-    roots: list[Tensor]
-    """Outputs for which a gradient comes, or the loss."""
+    leaves: list[Tensor]  # inputs for which a gradient goes back
+    roots: list[Tensor]  # outputs for which a gradient comes, or the loss
 
 
 @dataclass
 class _Play:
-    """One batch on its way."""
-
     schedule: Schedule
     batches: Sequence[Batch]
     train: bool
@@ -185,8 +168,7 @@ class _Play:
     results: Results = field(default_factory=Results)
     held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     rests: dict[tuple[int, int], WeightBackward] = field(default_factory=dict)
-    nearby: dict[tuple[str, int, int], Any] = field(default_factory=dict)
-    """Between two stages of this rank."""
+    nearby: dict[tuple[str, int, int], Any] = field(default_factory=dict)  # between two stages of this rank
 
 
 class Executor:

@@ -36,7 +36,6 @@ class LayerSpec:
         self.global_rank = -1
 
     def build(self, log: bool = False) -> nn.Module:
-        """A new module."""
         if log:
             logger.info("rank %s builds %r", self.global_rank, self)
         return self.typename(*self.module_args, **self.module_kwargs)
@@ -72,7 +71,6 @@ class RemoteLayer:
         self.__name__ = name
 
     def __call__(self, *_: Any) -> Any:
-        """Refused."""
         raise UsageError(f"the layer {self.__name__} lies on another stage")
 
 

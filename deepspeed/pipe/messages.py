@@ -52,8 +52,6 @@ class TensorForm:
 Structure = tuple[str, Any]
 """("tensor", its number), ("plain", type and value), ("tuple" or "list", parts) or ("dict", pairs of name and part)."""
 
-_LONE: Structure = ("tensor", 0)
-
 
 @dataclass(frozen=True)
 class MessageForm:
@@ -70,7 +68,7 @@ class MessageForm:
     @cached_property
     def lone(self) -> bool:
         """Whether it is that of a tensor by itself, as most stages give."""
-        return self.structure == _LONE
+        return self.structure == ("tensor", 0)
 
     def is_of(self, value: Any) -> bool:
         """Whether it is the form of a lone tensor; True saves `flatten`."""
@@ -86,7 +84,6 @@ class MessageForm:
 
     @classmethod
     def parse(cls, text: str) -> MessageForm:
-        """The form that `text()` wrote."""
         structure, kinds = json.loads(text)
         known = tuple(TensorForm(getattr(torch, name), tuple(shape), bool(trained)) for name, shape, trained in kinds)
         return cls(_frozen(structure), known)
@@ -156,20 +153,13 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-class _Failed:
-    def __repr__(self) -> str:
-        return "FAILED"
-
-
-FAILED = _Failed()
+FAILED = object()
 """In place of a value that a stage could not compute."""
 
 _TAGS = {"activation": 11, "gradient": 12}  # gloo keeps messages of different tags apart
 
 
 class _Posted(NamedTuple):
-    """A receive that was begun."""
-
     form: MessageForm
     kinds: Sequence[TensorForm]
     tensors: list[Tensor]
@@ -200,8 +190,7 @@ class StageLinks:
         self._passed: dict[tuple[int, int], MessageForm] = {}
         self._posted: dict[Message, _Posted] = {}
         self._sending: deque[tuple[Any, Tensor]] = deque()
-        self.sent = {"activation": 0, "gradient": 0, "form": 0}
-        """Bytes since the beginning, by kind."""
+        self.sent = {"activation": 0, "gradient": 0, "form": 0}  # bytes since the beginning, by kind
 
     def open(self) -> None:
         """Make the groups that a backend without tags needs, one for each kind and direction; on all ranks together."""
@@ -209,7 +198,6 @@ class StageLinks:
             self._groups = {(kind, up): self._axis.twin() for kind in _TAGS for up in (False, True)}
 
     def forget_forms(self) -> None:
-        """Let forms be told anew: the next batch may have other shapes."""
         self._forms.clear()
 
     @contextmanager
@@ -364,7 +352,6 @@ class StageLinks:
     # ---- the end of a batch
 
     def settle(self) -> None:
-        """Everything that was sent has left."""
         for work, _ in self._sending:
             work.wait()
         self._sending.clear()

@@ -33,8 +33,7 @@ class BlockCall:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    by_name: bool
-    """Hidden states are passed by their name."""
+    by_name: bool  # hidden states are passed by their name
 
     def run(self, block: nn.Module, hidden: Tensor) -> Any:
         if self.by_name:
@@ -107,8 +106,7 @@ class ZeroModule(nn.Module):
         super().__init__()
         self._width = getattr(module, "embedding_dim", getattr(module, "out_features", None))
         self._adds = isinstance(module, nn.Embedding)
-        self.like: Tensor | None = None
-        """Whose dtype and device they have."""
+        self.like: Tensor | None = None  # whose dtype and device they have
 
     def forward(self, value: Tensor, *_: Any, **__: Any) -> Tensor:
         assert self.like is not None, "set before a view runs"
@@ -118,7 +116,6 @@ class ZeroModule(nn.Module):
 
 
 def view_of(model: nn.Module, containers: Sequence[str], instead: Mapping[str, nn.Module], at: str = "") -> nn.Module:
-    """A copy of a model's containers, with other modules at some paths."""
     view = _twin(model)
     for name, child in model._modules.items():
         path = f"{at}.{name}" if at else name
@@ -143,11 +140,9 @@ def _twin(module: nn.Module) -> nn.Module:
 class TiedName:
     """A parameter that a module before the blocks shares with one after them."""
 
-    path: str
-    """The module before the blocks, by whose name the parameter goes."""
+    path: str  # the module before the blocks, by whose name the parameter goes
     attribute: str
-    layers: tuple[str, ...] = ()
-    """The layers after the blocks that have it, too."""
+    layers: tuple[str, ...] = ()  # the layers after the blocks that have it, too
 
     @property
     def name(self) -> str:
@@ -158,17 +153,12 @@ class TiedName:
 class Outline:
     """The parts of a model, by their paths."""
 
-    containers: tuple[str, ...]
-    """From the model itself, "", down to the module whose forward calls the blocks."""
-    blocks: str
-    """The list of them."""
+    containers: tuple[str, ...]  # from the model itself, "", down to the module whose forward calls the blocks
+    blocks: str  # the list of them
     count: int
-    before: tuple[str, ...]
-    """What has weights and runs before the first block."""
-    after: tuple[str, ...]
-    """What else has weights outside of the blocks."""
-    bare: tuple[str, ...]
-    """What has none, such as rotary embeddings; every stage keeps it."""
+    before: tuple[str, ...]  # what has weights and runs before the first block
+    after: tuple[str, ...]  # what else has weights outside of the blocks
+    bare: tuple[str, ...]  # what has none, such as rotary embeddings; every stage keeps it
     ties: tuple[TiedName, ...]
 
 
@@ -327,8 +317,7 @@ class ModelCut:
     def __init__(self, model: nn.Module) -> None:
         self.outline: Outline = outline_of(model)
         self.ties = self.outline.ties
-        self.model = model
-        """What lies on this rank, as a model."""
+        self.model = model  # what lies on this rank, as a model
         self.config: Any = model.config
         self._loss: Any = getattr(model, "loss_function", None)
         outline, path = self.outline, self.outline.blocks
@@ -341,8 +330,7 @@ class ModelCut:
         self._rest = view_of(model, outline.containers, self._instead)  # both anew when layers have left
         self._known: tuple[dict[str, Any], list[BlockCall]] = ({}, [])
         self._names = tuple(model.state_dict())
-        self.sequences: SharedSequences | None = None
-        """Where ranks share sequences, how."""
+        self.sequences: SharedSequences | None = None  # where ranks share sequences, how
         self._logits: SplitLogits | None = None
         self.layers = [*self._parts()]
 
@@ -401,7 +389,6 @@ class ModelCut:
     # ---- data
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The model's own loss."""
         function: Callable[..., Tensor] = partial(self._loss, vocab_size=self.config.vocab_size)
         with self._splitting():
             if self.sequences is not None:
@@ -417,7 +404,6 @@ class ModelCut:
 
     @property
     def has_loss(self) -> bool:
-        """Whether `loss` is that of the model: it predicts the next token."""
         return self._loss is not None and type(self.model).__name__.endswith(("ForCausalLM", "LMHeadModel"))
 
     @staticmethod

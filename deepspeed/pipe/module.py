@@ -94,8 +94,7 @@ class PipelineModule(nn.Module):
         self.later = DeferredBackward()
         self.micro_offset = 0
         comm.init_distributed()
-        self.sized_by_stages = topology is None
-        """The number of stages was given, and what the other axes are is open."""
+        self.sized_by_stages = topology is None  # the number of stages was given, and what the other axes are is open
         self._topo = _topology(num_stages, topology)
         self._grid = PipelineParallelGrid(topology=self._topo)
         self.global_rank, self.world_size = self._grid.global_rank, self._grid.world_size
@@ -271,7 +270,6 @@ class PipelineModule(nn.Module):
         return range(self.parts[stage], self.parts[stage + 1])
 
     def partitions(self) -> list[int]:
-        """The first layer of every stage, and the number of layers."""
         return self.parts
 
     def stage_owner(self, layer_idx: int) -> int:
@@ -426,7 +424,6 @@ def _require_layers(layers: Sequence[object]) -> None:
 
 
 def _is_model(layers: object) -> TypeGuard[nn.Module]:
-    """True for a model that is no row of layers."""
     if isinstance(layers, str) or not isinstance(layers, (nn.Module, Iterable)):
         raise UsageError(f"layers is a {type(layers).__name__}; expected a list of layers, an nn.Sequential or a model")
     return isinstance(layers, nn.Module) and not isinstance(layers, (nn.Sequential, nn.ModuleList))

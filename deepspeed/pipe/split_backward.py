@@ -129,8 +129,7 @@ class DeferredBackward:
     """The backward of layers that run again, as a part of one in two parts; see [Note: run again]."""
 
     def __init__(self) -> None:
-        self.wanted = False
-        """Backward comes in two parts."""
+        self.wanted = False  # backward comes in two parts
         self._rest: WeightBackward | None = None
 
     def collect(self, rest: WeightBackward | None) -> None:

@@ -27,10 +27,8 @@ class TiedWeights:
     """One key of tied layers."""
 
     key: str
-    attributes: tuple[str, ...]
-    """What of the module is shared; everything else is each stage's own."""
-    ranks: list[int] = field(default_factory=list)
-    """The pipeline ranks that have it, in the order of the stages."""
+    attributes: tuple[str, ...]  # what of the module is shared; everything else is each stage's own
+    ranks: list[int] = field(default_factory=list)  # the pipeline ranks that have it, in the order of the stages
 
 
 class StageTies:

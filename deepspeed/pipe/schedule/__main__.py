@@ -22,7 +22,6 @@ _WIDEST = 100.0  # inches
 
 
 def summary(timeline: Timeline) -> str:
-    """The numbers in one line."""
     schedule = timeline.schedule
     peaks = " ".join(f"{peak / schedule.chunks:g}" for peak in timeline.peaks)
     return (
@@ -72,7 +71,6 @@ def draw(timeline: Timeline, path: str) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit status."""
     given = _parser().parse_args(arguments)
     try:
         schedule = make(given.name, given.stages, given.micro_batches, given.chunks)

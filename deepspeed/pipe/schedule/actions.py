@@ -16,12 +16,9 @@ class PassKind(Enum):
     """What is computed of one stage and one micro-batch."""
 
     FORWARD = "F"
-    BACKWARD = "B"
-    """Gradients of inputs and of weights."""
-    INPUT = "I"
-    """The gradients of the inputs alone, which the stage before waits for."""
-    WEIGHT = "W"
-    """The gradients of the weights, which nobody waits for."""
+    BACKWARD = "B"  # gradients of inputs and of weights
+    INPUT = "I"  # the gradients of the inputs alone, which the stage before waits for
+    WEIGHT = "W"  # the gradients of the weights, which nobody waits for
 
     def __str__(self) -> str:
         return self.value
@@ -46,10 +43,8 @@ class Action(NamedTuple):
 class Message(NamedTuple):
     """Activations or gradients of one micro-batch on their way from one rank to another."""
 
-    kind: str
-    """"activation" into `stage`, or "gradient" of what `stage` gave out."""
-    stage: int
-    """The stage that receives it."""
+    kind: str  # "activation" into `stage`, or "gradient" of what `stage` gave out
+    stage: int  # the stage that receives it
     micro_batch: int
     source: int
     target: int
@@ -66,11 +61,9 @@ class Schedule:
 
     name: str
     micro_batches: int
-    owners: tuple[int, ...]
-    """Stage → the rank that holds it."""
+    owners: tuple[int, ...]  # stage → the rank that holds it
     ranks: tuple[tuple[Action, ...], ...]
-    limits: tuple[int, ...]
-    """Rank → of how many micro-batches and stages it may hold activations at a time."""
+    limits: tuple[int, ...]  # rank → of how many micro-batches and stages it may hold activations at a time
     forward_only: bool = False
 
     @property
@@ -79,7 +72,6 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """Stages on each rank."""
         return self.stages // len(self.ranks)
 
     @property

@@ -44,7 +44,6 @@ def looped(ranks: int, chunks: int) -> tuple[int, ...]:
 
 
 def _plain(name: str, micro_batches: int, actions: Sequence[Iterable[Action]], limits: Iterable[int]) -> Schedule:
-    """A schedule in which every rank holds one stage."""
     return Schedule(name, micro_batches, straight(len(actions)), tuple(map(tuple, actions)), tuple(limits))
 
 
@@ -206,7 +205,6 @@ class _Play:
         self.ended: dict[Action, int] = {}
 
     def run(self) -> Schedule:
-        """Play until everything is done."""
         total, now = 6 * self.micro_batches, 0
         while any(len(row) < total for row in self.rows):
             chosen = [self._choose(rank, now) for rank in range(self.count)]
@@ -311,12 +309,9 @@ class ScheduleKind:
     """A schedule that can be chosen."""
 
     make: Callable[..., Schedule]
-    owners: Callable[[int, int], tuple[int, ...]]
-    """(ranks, stages on each) → stage → rank."""
-    chunks: int = 1
-    """Stages on each rank, unless the config says otherwise."""
-    chosen: bool = False
-    """The config may say otherwise."""
+    owners: Callable[[int, int], tuple[int, ...]]  # (ranks, stages on each) → stage → rank
+    chunks: int = 1  # stages on each rank, unless the config says otherwise
+    chosen: bool = False  # the config may say otherwise
 
 
 SCHEDULES: dict[str, ScheduleKind] = {

@@ -17,8 +17,7 @@ class Costs:
     forward: float = 1.0
     input: float = 1.0
     weight: float = 1.0
-    message: float = 0.0
-    """From the end of a computation to the moment when another rank has its result."""
+    message: float = 0.0  # from the end of a computation to the moment when another rank has its result
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -28,7 +27,6 @@ class Costs:
             raise UsageError("forward, input and weight all take 0, so that there is nothing to show; give one a time")
 
     def of(self, action: Action, chunks: int) -> float:
-        """The time of one action."""
         whole = {
             PassKind.FORWARD: self.forward,
             PassKind.BACKWARD: self.input + self.weight,
@@ -43,10 +41,8 @@ class Timeline:
     """What a simulation found."""
 
     schedule: Schedule
-    spans: tuple[tuple[tuple[Action, float, float], ...], ...]
-    """By rank: (action, begin, end)."""
-    peaks: tuple[int, ...]
-    """By rank: of how many micro-batches and stages it held activations at most."""
+    spans: tuple[tuple[tuple[Action, float, float], ...], ...]  # by rank: (action, begin, end)
+    peaks: tuple[int, ...]  # by rank: of how many micro-batches and stages it held activations at most
 
     @property
     def length(self) -> float:
@@ -54,7 +50,6 @@ class Timeline:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """By rank: how long it computed."""
         return tuple(sum(end - begin for _, begin, end in rank) for rank in self.spans)
 
     @property
