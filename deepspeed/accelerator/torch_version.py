@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import zip_longest
 
 import torch
 
@@ -11,18 +10,14 @@ __all__ = ["required_torch_version"]
 
 
 def _release(version: str | float) -> tuple[int, ...]:
-    """The numbers in front: "2.6.0a0+git1" → (2, 6, 0). Nightly and vendor builds count as their release."""
+    """The numbers in front without zeros at the end, "2.6.0a0+git1" → (2, 6): a nightly build counts as its release."""
     match = re.match(r"\d+(\.\d+)*", str(version))
     if match is None:
         raise ValueError(f"{version!r} is not a version; expected numbers such as '2.6'")
-    return tuple(int(part) for part in match[0].split("."))
-
-
-def _compare(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    for left, right in zip_longest(one, other, fillvalue=0):
-        if left != right:
-            return left - right
-    return 0
+    numbers = [int(part) for part in match[0].split(".")]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
 
 
 def required_torch_version(min_version: str | float | None = None, max_version: str | float | None = None) -> bool:
@@ -30,5 +25,5 @@ def required_torch_version(min_version: str | float | None = None, max_version: 
     if min_version is None and max_version is None:
         raise ValueError("required_torch_version needs a min_version, a max_version, or both")
     installed = _release(torch.__version__)
-    enough = min_version is None or _compare(installed, _release(min_version)) >= 0
-    return enough and (max_version is None or _compare(installed, _release(max_version)) <= 0)
+    enough = min_version is None or installed >= _release(min_version)
+    return enough and (max_version is None or installed <= _release(max_version))

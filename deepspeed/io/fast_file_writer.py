@@ -7,12 +7,13 @@ import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from deepspeed.errors import FileError, UsageError
+from deepspeed.ops.aio.handle import aio_handle
 from deepspeed.ops.host_memory import bytes_of, copy_bytes
 
 __all__ = ["FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"]
@@ -53,21 +54,11 @@ class BaseFileWriter(ABC):
         self.close()
 
 
-class AioHandle(Protocol):
-    """What a writer needs of an `aio_handle`."""
-
-    def async_pwrite(self, buffer: Tensor, filename: str | int, file_offset: int = 0) -> int: ...
-
-    def wait(self) -> int: ...
-
-    def get_alignment(self) -> int: ...
-
-
 @dataclass
 class FastFileWriterConfig:
     """How a file is written. Handle and memory are the writer's alone until it is closed."""
 
-    dnvme_handle: AioHandle
+    dnvme_handle: aio_handle
     pinned_tensor: Tensor
     """Where bytes are gathered; best from the handle's `new_cpu_locked_tensor`."""
     double_buffer: bool = True

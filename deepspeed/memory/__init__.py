@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from deepspeed.memory.budget import (
-    Budget,
     ModelStates,
     Spread,
-    StatePart,
-    StateUnit,
-    TierPlan,
     Widths,
-    budgets_of,
     model_states,
-    place,
     plan_states,
     show,
 )
@@ -29,14 +23,9 @@ from deepspeed.memory.estimate import (
 )
 
 __all__ = [
-    "Budget",
     "ModelStates",
     "Spread",
-    "StatePart",
-    "StateUnit",
-    "TierPlan",
     "Widths",
-    "budgets_of",
     "estimate_zero1_model_states_mem_needs",
     "estimate_zero1_model_states_mem_needs_all_cold",
     "estimate_zero1_model_states_mem_needs_all_live",
@@ -47,7 +36,6 @@ __all__ = [
     "estimate_zero3_model_states_mem_needs_all_cold",
     "estimate_zero3_model_states_mem_needs_all_live",
     "model_states",
-    "place",
     "plan_states",
     "show",
 ]

@@ -41,7 +41,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from types import MappingProxyType
 from typing import TextIO
 
 from deepspeed.config.memory import MemoryConfig, size_text
@@ -107,7 +106,7 @@ def model_states(
     params, grads, masters, states = whole + sum(frozen), whole, whole, whole
     if spread.stage > 0 and spread.world > 1:
         layouts = [_layout(tuple(group), spread) for group in groups]
-        states = sum(_held(layout, spread.rank) for layout in layouts)
+        states = sum(sum(_intervals(layout, spread.rank)) for layout in layouts)
         grads = whole if spread.stage == 1 else states
         if spread.stage == 3:
             everything = (*chain.from_iterable(groups), *frozen)
@@ -137,11 +136,6 @@ def fragments(group: Sequence[int], spread: Spread) -> list[int]:
     return _intervals(_layout(tuple(group), spread), spread.rank)
 
 
-def _held(layout: FlatLayout, rank: int) -> int:
-    """Elements of the rank's fragments."""
-    return sum(_intervals(layout, rank))
-
-
 def _intervals(layout: FlatLayout, rank: int) -> list[int]:
     intervals = (layout.interval(param, rank) for param in range(len(layout.numels)))
     return [stop - start for start, stop in intervals]
@@ -151,8 +145,6 @@ DEVICE, HOST, DISK = "device", "host", "disk"
 """Names of the tiers, which are the keys of the config's `memory` section."""
 
 _ORDER = (DEVICE, HOST, DISK)
-
-_NO_WINDOWS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,12 +253,13 @@ class TierPlan:
             if budget.window and any(slower.tier in self.tiers for slower in self.budgets[at + 1 :]):
                 kinds["on the way"] = (0, budget.window)
             for kind, (elements, nbytes) in kinds.items():
-                found.append(TierUse(budget.tier, kind, elements, nbytes, _share(nbytes, budget.limit)))
+                share = None if budget.limit is None else nbytes / budget.limit if budget.limit else 0.0
+                found.append(TierUse(budget.tier, kind, elements, nbytes, share))
         return found
 
 
 def budgets_of(
-    section: MemoryConfig, *, ranks: int = 1, windows: Mapping[str, int] = _NO_WINDOWS
+    section: MemoryConfig, *, ranks: int = 1, windows: Mapping[str, int] | None = None
 ) -> tuple[Budget, ...]:
     """What each of `ranks` ranks on a machine may use, the fastest tier first; without a size there is no disk."""
     if ranks < 1:
@@ -277,7 +270,7 @@ def budgets_of(
     }
     if section.disk is not None:
         limits[DISK] = section.disk // ranks
-    return tuple(Budget(tier, limit, windows.get(tier, 0)) for tier, limit in limits.items())
+    return tuple(Budget(tier, limit, (windows or {}).get(tier, 0)) for tier, limit in limits.items())
 
 
 def place(units: Sequence[StateUnit], budgets: Sequence[Budget]) -> TierPlan:
@@ -303,12 +296,6 @@ def place(units: Sequence[StateUnit], budgets: Sequence[Budget]) -> TierPlan:
     if len(tiers) < len(units):
         raise _no_place(units, units[len(tiers) :], budgets)
     return TierPlan(tuple(units), tuple(budgets), tuple(tiers))
-
-
-def _share(nbytes: int, limit: int | None) -> float | None:
-    if limit is None:
-        return None
-    return nbytes / limit if limit else 0.0
 
 
 def _too_small(budget: Budget, stays: int) -> DeepSpeedConfigError:
@@ -382,7 +369,8 @@ def plan_states(
         )
     pieces = list(_pieces(named, spread, widths))
     largest = max((part.elements for unit in pieces for part in unit.parts), default=0)
-    window = _ON_THE_WAY * max(min(tile, elements.optimizer), largest) * _away_width(widths)
+    away = (widths.master or widths.param) + widths.optimizer  # bytes of an element that is not on the device
+    window = _ON_THE_WAY * max(min(tile, elements.optimizer), largest) * away
     return place([*parameters, *pieces], budgets_of(section, ranks=ranks, windows={HOST: math.ceil(window)}))
 
 
@@ -392,11 +380,6 @@ def _named(sizes: Sizes, pattern: str) -> list[tuple[str, int]]:
 
 def _numels(group: Sequence[tuple[str, int]]) -> list[int]:
     return [numel for _, numel in group]
-
-
-def _away_width(widths: Widths) -> float:
-    """Bytes of masters and moments together, per element that is not on the device."""
-    return (widths.master or widths.param) + widths.optimizer
 
 
 def _at_home(elements: ModelStates, widths: Widths) -> StateUnit:

@@ -9,7 +9,7 @@ computes later wait for a copy.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,47 +22,30 @@ def on_device(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-class PendingCopy(Protocol):
-    """A copy that was asked for."""
+class PendingCopy:
+    """A copy that was asked for; this one is in the order of what computes."""
 
     def done(self) -> bool:
         """True once the values are there and the source is no longer read."""
+        return True
 
     def join(self) -> None:
         """What is queued from now on runs after the copy."""
 
 
-class CopyStream(Protocol):
-    """Runs copies, first come first served."""
+class CopyStream:
+    """Runs copies, first come first served; this one among what computes, which waits for them."""
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> PendingCopy:
         """Copy once all that is queued so far is done."""
+        into.copy_(source, non_blocking=True)
+        return PendingCopy()
 
     def synchronize(self) -> None:
         """Wait until all copies are done."""
 
 
-class _Done:
-    def done(self) -> bool:
-        return True
-
-    def join(self) -> None:
-        """Whatever comes later comes after it anyway."""
-
-
-class DirectCopies:
-    """Copies among the work that computes: in its order, and it waits for them."""
-
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> PendingCopy:
-        """See `CopyStream`."""
-        into.copy_(source, non_blocking=True)
-        return _Done()
-
-    def synchronize(self) -> None:
-        """Every copy is in order already."""
-
-
-class _Behind:
+class _CopyOnStream(PendingCopy):
     def __init__(self, event: Any, index: int | None) -> None:
         self._event = event
         self._index = index
@@ -76,7 +59,7 @@ class _Behind:
             self._event.wait(accelerator.current_stream())
 
 
-class DeviceCopyStream:
+class DeviceCopyStream(CopyStream):
     """Copies on a stream of their own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -86,15 +69,13 @@ class DeviceCopyStream:
         self._last: Any = None
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> PendingCopy:
-        """See `CopyStream`."""
         with get_accelerator().device(self._index):
             with self._beside:
                 into.copy_(source, non_blocking=True)
             self._last = self._beside.record()
-        return _Behind(self._last, self._index)
+        return _CopyOnStream(self._last, self._index)
 
     def synchronize(self) -> None:
-        """See `CopyStream`."""
         if self._last is not None:
             self._last.synchronize()
 
@@ -103,4 +84,4 @@ def copy_stream_for(device: torch.device) -> CopyStream:
     """A stream of the device's own where it has streams."""
     accelerator = get_accelerator()
     has_streams = accelerator.Stream is not None and device.type == accelerator.device_name()
-    return DeviceCopyStream(device) if has_streams else DirectCopies()
+    return DeviceCopyStream(device) if has_streams else CopyStream()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import weakref
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -64,17 +64,7 @@ class gds_handle(aio_handle):
         ready = torch.cuda.Event()
         ready.record(torch.cuda.current_stream(buffer.device))
         moved = self._threads.submit(_move, buffer, place, offset, write, ready)
-        return FileRequest(_Moved(moved), buffer, buffer, place, offset, write, validate)
-
-
-class _Moved:
-    """A ticket for what another thread does."""
-
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        self._future.result()
+        return FileRequest(moved.result, buffer, buffer, place, offset, write, validate)
 
 
 def _storage(tensor: Tensor) -> Any:

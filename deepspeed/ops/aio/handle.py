@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -141,20 +141,15 @@ class aio_handle(LockedTensors):
             if write:
                 host.copy_(buffer)
         ticket = (self._engine.write if write else self._engine.read)(place, host, offset)
-        return FileRequest(ticket, buffer, host, place, offset, write, validate)
-
-
-class FileWaitable(Protocol):
-    """What a request waits for, such as a `Ticket`."""
-
-    def wait(self) -> None: ...
+        return FileRequest(ticket.wait, buffer, host, place, offset, write, validate)
 
 
 @dataclass(frozen=True, slots=True)
 class FileRequest:
     """A read or write that was begun, of `buffer` by way of `host`, which may be the same."""
 
-    ticket: FileWaitable
+    wait: Callable[[], object]
+    """Returns when the bytes are moved, or raises."""
     buffer: Tensor
     host: Tensor
     place: Place
@@ -164,7 +159,7 @@ class FileRequest:
 
     def finish(self) -> None:
         """Return when it is done; raises what went wrong."""
-        self.ticket.wait()
+        self.wait()
         if self.validate:
             self._compare()
         if self.host is not self.buffer and not self.write:
@@ -189,9 +184,6 @@ class pin_handle(LockedTensors):
     def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
         """As `free_cpu_locked_tensor`, by where the memory begins."""
         return unlock(address)
-
-
-__all__ = ["aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"]
 
 
 def aio_read(

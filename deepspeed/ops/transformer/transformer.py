@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -213,31 +214,24 @@ class DeepSpeedTransformerLayer(nn.Module):
         return checkpoint(run, x, use_reentrant=False) if asked and torch.is_grad_enabled() else run(x)
 
 
+@dataclass(eq=False)
 class TransformerConfig:
     """The shape of a model's layers."""
 
-    def __init__(
-        self,
-        batch_size: int,
-        hidden_size: int,
-        intermediate_size: int,
-        heads: int,
-        attn_dropout_ratio: float,
-        hidden_dropout_ratio: float,
-        num_hidden_layers: int,
-        initializer_range: float,
-    ) -> None:
+    batch_size: int
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    attn_dropout_ratio: float
+    hidden_dropout_ratio: float
+    num_hidden_layers: int
+    initializer_range: float
+
+    def __post_init__(self) -> None:
         self.layer_id = -1
-        self.batch_size = batch_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.heads = heads
-        self.attn_dropout_ratio = attn_dropout_ratio
-        self.hidden_dropout_ratio = hidden_dropout_ratio
-        self.num_hidden_layers = num_hidden_layers
-        self.initializer_range = initializer_range
 
 
+@dataclass(eq=False)
 class DeepSpeedTransformerConfig(TransformerConfig):
     """Options of `DeepSpeedTransformerLayer`.
 
@@ -247,52 +241,32 @@ class DeepSpeedTransformerConfig(TransformerConfig):
     kernels have one way.
     """
 
-    def __init__(
-        self,
-        batch_size: int = -1,
-        hidden_size: int = -1,
-        intermediate_size: int = -1,
-        heads: int = -1,
-        attn_dropout_ratio: float = -1,
-        hidden_dropout_ratio: float = -1,
-        num_hidden_layers: int = -1,
-        initializer_range: float = -1,
-        layer_norm_eps: float = 1e-12,
-        local_rank: int = -1,
-        seed: int = -1,
-        fp16: bool = False,
-        pre_layer_norm: bool = True,
-        normalize_invertible: bool = False,
-        gelu_checkpoint: bool = False,
-        adjust_init_range: bool = True,
-        attn_dropout_checkpoint: bool = False,
-        stochastic_mode: bool = False,
-        return_tuple: bool = False,
-        training: bool = True,
-    ) -> None:
-        super().__init__(
-            batch_size,
-            hidden_size,
-            intermediate_size if intermediate_size > 0 else 4 * hidden_size,
-            heads,
-            attn_dropout_ratio,
-            hidden_dropout_ratio,
-            num_hidden_layers,
-            initializer_range,
-        )
-        self.layer_norm_eps = layer_norm_eps
-        self.local_rank = local_rank
-        self.seed = seed
-        self.fp16 = fp16
-        self.pre_layer_norm = pre_layer_norm
-        self.normalize_invertible = normalize_invertible
-        self.gelu_checkpoint = gelu_checkpoint
-        self.adjust_init_range = adjust_init_range
-        self.attn_dropout_checkpoint = attn_dropout_checkpoint
-        self.stochastic_mode = stochastic_mode
-        self.return_tuple = return_tuple
-        self.training = training
+    batch_size: int = -1
+    hidden_size: int = -1
+    intermediate_size: int = -1
+    heads: int = -1
+    attn_dropout_ratio: float = -1
+    hidden_dropout_ratio: float = -1
+    num_hidden_layers: int = -1
+    initializer_range: float = -1
+    layer_norm_eps: float = 1e-12
+    local_rank: int = -1
+    seed: int = -1
+    fp16: bool = False
+    pre_layer_norm: bool = True
+    normalize_invertible: bool = False
+    gelu_checkpoint: bool = False
+    adjust_init_range: bool = True
+    attn_dropout_checkpoint: bool = False
+    stochastic_mode: bool = False
+    return_tuple: bool = False
+    training: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.test_gemm = False
+        if self.intermediate_size <= 0:
+            self.intermediate_size = 4 * self.hidden_size
 
     @classmethod
     def from_dict(cls, json_object: dict[str, Any]) -> DeepSpeedTransformerConfig:

@@ -95,7 +95,7 @@ def test_a_failure_does_not_leave_others_behind(handle, tmp_path):
 def test_validate_finds_other_bytes(handle, tmp_path):
     path = tmp_path / "file"
     handle.pwrite(noise(5000), str(path), True, True)
-    handle._pending[0].ticket.wait()
+    handle._pending[0].wait()
     path.write_bytes(b"x" * 5000)
     with pytest.raises(FileError, match="a plain read finds other bytes between 0 and 5000") as caught:
         handle.wait()
