@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -239,10 +240,6 @@ def _elements(values: Any) -> int:
     return 0
 
 
-_ATTRIBUTE = "__ds_profile__"
-"""Of a module: its record in each profile, by the profile's number, the one that began last behind all others."""
-
-
 @dataclass(slots=True)
 class Record:
     """One module."""
@@ -254,23 +251,21 @@ class Record:
     """One entry for each call that has not ended: a module may call itself."""
 
 
-class Hooks:
-    """Measures a model from construction to `close`; records stay at the modules until `forget`."""
+class ModuleProfile:
+    """Measures a model, module by module, from construction to `close`; what was measured stays."""
 
     def __init__(self, model: nn.Module, ignore: Collection[type[nn.Module]] = ()) -> None:
-        self._model = model
+        self.model = model
         self._ignore = tuple(ignore)
+        self._records: defaultdict[nn.Module, Record] = defaultdict(Record)
         self._running: list[Record] = []
         self._handles: list[Any] = []
-        self.number = id(self)
-        """Tells the records of this profile from those of others that run at the same time."""
-        self.reset()
         _load_formulas()
         self.open()
 
     def open(self) -> None:
         """Go on measuring after `close`; what was measured stays."""
-        for module in self._model.modules():
+        for module in self.model.modules():
             if self._ignore and isinstance(module, self._ignore):
                 continue
             self._handles.append(module.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -287,22 +282,22 @@ class Hooks:
         self._handles.clear()
         self._running.clear()
 
-    def forget(self) -> None:
-        """Remove every trace from the model."""
-        self.close()
-        for module in self._model.modules():
-            records = module.__dict__.get(_ATTRIBUTE, {})
-            records.pop(self.number, None)
-            if not records:
-                module.__dict__.pop(_ATTRIBUTE, None)
-
     def reset(self) -> None:
         """Begin to count from zero."""
-        for module in self._model.modules():
-            records = module.__dict__.setdefault(_ATTRIBUTE, {})
-            records.pop(self.number, None)
-            records[self.number] = Record()
+        self._records.clear()
         self._running.clear()
+
+    def flops(self, module: nn.Module) -> float:
+        """Operations of a module and all inside it."""
+        return sum(self._records[inner].flops for inner in module.modules())
+
+    def macs(self, module: nn.Module) -> float:
+        """Multiplications with an addition of a module and all inside it."""
+        return sum(self._records[inner].macs for inner in module.modules())
+
+    def duration(self, module: nn.Module) -> float:
+        """Seconds from begin to end of a module; of one that is only a container, those of what it contains."""
+        return self._records[module].duration or sum(map(self.duration, module.children()))
 
     def _add(self, work: Work) -> None:
         if self._running:
@@ -310,13 +305,13 @@ class Hooks:
             self._running[-1].macs += work[1]
 
     def _begin(self, module: nn.Module, *_: Any) -> None:
-        record = self._record(module)
+        record = self._records[module]
         get_accelerator().synchronize()
         record.began.append(time.perf_counter())
         self._running.append(record)
 
     def _end(self, module: nn.Module, *_: Any) -> None:
-        record = self._record(module)
+        record = self._records[module]
         if not record.began:
             return
         get_accelerator().synchronize()
@@ -326,39 +321,11 @@ class Hooks:
         while self._running and self._running.pop() is not record:
             pass  # modules that ended by an exception
 
-    def _record(self, module: nn.Module) -> Record:
-        records: dict[int, Record] = module.__dict__.setdefault(_ATTRIBUTE, {})
-        return records.setdefault(self.number, Record())
-
 
 def _load_formulas() -> None:
     """Let torch load what its first formula needs, which takes seconds, before anything is timed."""
     with Counter(lambda _: None):
         torch.mm(torch.ones(1, 1, device="cpu"), torch.ones(1, 1, device="cpu"))
-
-
-def _record(module: nn.Module, profile: int | None) -> Record:
-    """Of one profile, or of the last that began; an empty one where there is none."""
-    records: dict[int, Record] = module.__dict__.get(_ATTRIBUTE, {})
-    if profile is None:
-        profile = next(reversed(records), None)
-    return records.get(profile, Record()) if profile is not None else Record()
-
-
-def get_module_flops(module: nn.Module, profile: int | None = None) -> float:
-    """Operations of a module and all inside it, in the profile of this number, or the last that began."""
-    return sum(_record(inner, profile).flops for inner in module.modules())
-
-
-def get_module_macs(module: nn.Module, profile: int | None = None) -> float:
-    """Multiplications with an addition of a module and all inside it."""
-    return sum(_record(inner, profile).macs for inner in module.modules())
-
-
-def get_module_duration(module: nn.Module, profile: int | None = None) -> float:
-    """Seconds from begin to end of a module; of one that is only a container, those of what it contains."""
-    own = _record(module, profile).duration
-    return own or sum(get_module_duration(child, profile) for child in module.children())
 
 
 def params_of(module: nn.Module) -> int:

@@ -12,42 +12,18 @@ from torch import nn
 from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.profiling.common import write_report
-from deepspeed.profiling.flops_profiler.count import (
-    Hooks,
-    get_module_duration,
-    get_module_flops,
-    get_module_macs,
-    params_of,
-    wrapFunc,
-)
+from deepspeed.profiling.flops_profiler.count import ModuleProfile, params_of, wrapFunc
 from deepspeed.profiling.flops_profiler.report import (
     Facts,
     aggregated,
-    bytes_to_string,
     detailed,
-    duration_to_string,
     facts_of,
-    flops_to_string,
-    macs_to_string,
     number_to_string,
     params_to_string,
     summary,
 )
 
-__all__ = [
-    "FlopsProfiler",
-    "bytes_to_string",
-    "duration_to_string",
-    "flops_to_string",
-    "get_model_profile",
-    "get_module_duration",
-    "get_module_flops",
-    "get_module_macs",
-    "macs_to_string",
-    "number_to_string",
-    "params_to_string",
-    "wrapFunc",
-]
+__all__ = ["FlopsProfiler", "get_model_profile", "wrapFunc"]
 
 
 class FlopsProfiler:
@@ -71,7 +47,8 @@ class FlopsProfiler:
         """What is known of the job, where an engine tells it."""
         self.flops = self.macs = self.params = 0
         """Of the last profile, also when it was ended."""
-        self._hooks: Hooks | None = None
+        self.profile: ModuleProfile | None = None
+        """Of the modules, until `end_profile`."""
 
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
         """Begin to count from zero; modules of the ignored types are not told apart from what calls them."""
@@ -81,53 +58,49 @@ class FlopsProfiler:
         if wrong:
             raise UsageError(f"start_profile: {wrong[0]!r} is no type of module to ignore; give classes, as nn.Dropout")
         self.end_profile()
-        self._hooks = Hooks(self.model, ignore_list or ())
+        self.profile = ModuleProfile(self.model, ignore_list or ())
         self.started = True
 
     def resume_profile(self) -> None:
         """Count further passes, on top of what was counted before `stop_profile`."""
-        if self.started or self._hooks is None:
+        if self.started or self.profile is None:
             raise UsageError("resume_profile: there is no profile that was stopped; call start_profile")
-        self._hooks.open()
+        self.profile.open()
         self.started = True
 
     def stop_profile(self) -> None:
         """Stop counting; what was counted can be read and printed."""
-        if self._hooks is not None:
-            self._hooks.close()
+        if self.profile is not None:
+            self.profile.close()
             self.flops, self.macs = self.get_total_flops(), self.get_total_macs()
             self.params = self.get_total_params()
         self.started = False
 
     def reset_profile(self) -> None:
         """Begin to count from zero again."""
-        if self._hooks is not None:
-            self._hooks.reset()
+        if self.profile is not None:
+            self.profile.reset()
 
     def end_profile(self) -> None:
         """Stop counting and forget what was counted; the model is as it was."""
-        if self._hooks is not None:
-            self._hooks.forget()
-        self._hooks, self.started = None, False
-
-    @property
-    def _number(self) -> int:
-        return 0 if self._hooks is None else self._hooks.number  # no profile has the number 0
+        if self.profile is not None:
+            self.profile.close()
+        self.profile, self.started = None, False
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Floating-point operations of all forward passes."""
-        total = int(get_module_flops(self.model, self._number))
+        total = 0 if self.profile is None else int(self.profile.flops(self.model))
         return number_to_string(total) if as_string else total
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Multiplications with an addition among them."""
-        total = int(get_module_macs(self.model, self._number))
-        return macs_to_string(total) if as_string else total
+        total = 0 if self.profile is None else int(self.profile.macs(self.model))
+        return number_to_string(total, "MACs") if as_string else total
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Seconds of all forward passes, with the measuring in them."""
-        total = get_module_duration(self.model, self._number)
-        return duration_to_string(total) if as_string else total
+        total = 0.0 if self.profile is None else self.profile.duration(self.model)
+        return number_to_string(total, "s") if as_string else total
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Parameters of the model, whole where they are spread over ranks."""
@@ -143,9 +116,9 @@ class FlopsProfiler:
         output_file: str | None = None,
     ) -> None:
         """Print numbers of the whole, the heaviest modules, and with `detailed` the whole tree; or write that."""
-        self._require_profile("print_model_profile")
+        profile = self._measured("print_model_profile")
         facts = self.facts or facts_of(self.ds_engine, self.recompute_fwd_factor)
-        lines = summary(self.model, facts, profile_step, self._number)
+        lines = summary(profile, facts, profile_step)
         for stage in facts.stages:
             lines += stage.modules
         if not facts.stages:
@@ -164,17 +137,18 @@ class FlopsProfiler:
                 f"FlopsProfiler: module_depth is {module_depth} and top_modules {top_modules}; expected a depth "
                 "from 0, or -1 for all of them, and at least 1 module"
             )
-        lines = aggregated(self.model, module_depth, top_modules, self._number)
-        return lines + (_detailed(self.model, self._number) if detailed else [])
+        profile = self._measured("modules_profile")
+        lines = aggregated(profile, module_depth, top_modules)
+        return lines + (_detailed(profile) if detailed else [])
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print the heaviest modules alone."""
-        self._require_profile("print_model_aggregated_profile")
         sys.stdout.write("\n".join(self.modules_profile(module_depth, top_modules, detailed=False)) + "\n")
 
-    def _require_profile(self, caller: str) -> None:
-        if self._hooks is None:
+    def _measured(self, caller: str) -> ModuleProfile:
+        if self.profile is None:
             raise UsageError(f"{caller}: nothing was profiled; call start_profile and run the model first")
+        return self.profile
 
 
 _detailed = detailed  # a parameter of print_model_profile has the same name

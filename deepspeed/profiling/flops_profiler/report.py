@@ -8,12 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from deepspeed.profiling.flops_profiler.count import (
-    get_module_duration,
-    get_module_flops,
-    get_module_macs,
-    params_of,
-)
+from deepspeed.profiling.flops_profiler.count import ModuleProfile, params_of
 
 _WIDTH = 72
 
@@ -84,14 +79,15 @@ def facts_of(engine: Any, recompute: float = 0.0) -> Facts:
     )
 
 
-def summary(model: nn.Module, facts: Facts, step: int, profile: int | None = None) -> list[str]:
-    """The numbers of the whole model, a line each, from the profile of this number, or the last that began."""
+def summary(profile: ModuleProfile, facts: Facts, step: int) -> list[str]:
+    """The numbers of the whole model, a line each."""
     lines = ["", f"{'-' * 26} {_TITLE} {'-' * 26}", f"Profile of step {step}", *_NOTES, ""]
-    return lines + [f"{name + ':':<{_WIDTH}}{value}" for name, value in _rows(model, facts, profile)]
+    return lines + [f"{name + ':':<{_WIDTH}}{value}" for name, value in _rows(profile, facts)]
 
 
-def _rows(model: nn.Module, facts: Facts, profile: int | None) -> Iterator[tuple[str, str]]:
-    flops, params, slices = get_module_flops(model, profile), params_of(model), facts.model_parallel
+def _rows(profile: ModuleProfile, facts: Facts) -> Iterator[tuple[str, str]]:
+    model, slices = profile.model, facts.model_parallel
+    flops, params = profile.flops(model), params_of(model)
     for name, number in (
         ("world size", facts.world),
         ("data parallel size", facts.data_parallel),
@@ -105,11 +101,11 @@ def _rows(model: nn.Module, facts: Facts, profile: int | None) -> Iterator[tuple
         return
     yield "params per GPU", params_to_string(params)
     yield "params of model = params per GPU * mp_size", params_to_string(params * slices)
-    yield "fwd MACs per GPU", macs_to_string(get_module_macs(model, profile))
+    yield "fwd MACs per GPU", number_to_string(profile.macs(model), "MACs")
     yield "fwd flops per GPU", number_to_string(flops)
     yield "fwd flops of model = fwd flops per GPU * mp_size", number_to_string(flops * slices)
-    forward = facts.phases.get("fwd", 0.0) / facts.micro_steps or get_module_duration(model, profile)
-    yield "fwd latency", duration_to_string(forward)
+    forward = facts.phases.get("fwd", 0.0) / facts.micro_steps or profile.duration(model)
+    yield "fwd latency", number_to_string(forward, "s")
     yield "fwd FLOPS per GPU = fwd flops per GPU / fwd latency", _rate(flops, forward)
     if "bwd" in facts.phases and "step" in facts.phases:
         yield from _whole_step(flops, forward, facts)
@@ -122,18 +118,18 @@ def _of_stages(facts: Facts) -> Iterator[tuple[str, str]]:
     for number, stage in enumerate(facts.stages):
         forward, backward = (stage.phases.get(name, 0.0) / passes for name in ("fwd", "bwd"))
         yield f"pipeline rank {number}, params", params_to_string(stage.params)
-        yield f"pipeline rank {number}, fwd MACs", macs_to_string(stage.macs)
+        yield f"pipeline rank {number}, fwd MACs", number_to_string(stage.macs, "MACs")
         yield f"pipeline rank {number}, fwd flops", number_to_string(stage.flops)
-        yield f"pipeline rank {number}, fwd latency", duration_to_string(forward)
-        yield f"pipeline rank {number}, bwd latency", duration_to_string(backward)
+        yield f"pipeline rank {number}, fwd latency", number_to_string(forward, "s")
+        yield f"pipeline rank {number}, bwd latency", number_to_string(backward, "s")
     flops = slices * sum(stage.flops for stage in facts.stages)
     words = "sum over pipeline ranks * tp_size"
     yield f"params of model = {words}", params_to_string(slices * sum(stage.params for stage in facts.stages))
-    yield f"fwd MACs of model = {words}", macs_to_string(slices * sum(stage.macs for stage in facts.stages))
+    yield f"fwd MACs of model = {words}", number_to_string(slices * sum(stage.macs for stage in facts.stages), "MACs")
     yield f"fwd flops of model = {words}", number_to_string(flops)
     total, times, devices = facts.iteration, 3.0 + facts.recompute, slices * len(facts.stages)
-    yield "step latency", duration_to_string(facts.stages[0].phases.get("step", 0.0))
-    yield "iter latency, ranks that wait included", duration_to_string(total)
+    yield "step latency", number_to_string(facts.stages[0].phases.get("step", 0.0), "s")
+    yield "iter latency, ranks that wait included", number_to_string(total, "s")
     label = f"FLOPS per GPU = {passes} * {times:g} * fwd flops of model / {devices} / iter latency"
     yield label, _rate(passes * times * flops / devices, total)
     yield from _efficiency(f"{passes} * 3 * fwd flops of model / {devices}", passes * flops / devices, total, facts)
@@ -144,13 +140,13 @@ def _whole_step(flops: float, forward: float, facts: Facts) -> Iterator[tuple[st
     backward, step = facts.phases["bwd"] / passes, facts.phases["step"]
     total = passes * (forward + backward) + step
     both = (1 + times) * flops
-    yield "bwd latency", duration_to_string(backward)
+    yield "bwd latency", number_to_string(backward, "s")
     yield f"bwd FLOPS per GPU = {times:g} * fwd flops per GPU / bwd latency", _rate(times * flops, backward)
     label = f"fwd+bwd FLOPS per GPU = {1 + times:g} * fwd flops per GPU / (fwd+bwd latency)"
     yield label, _rate(both, forward + backward)
-    yield "step latency", duration_to_string(step)
+    yield "step latency", number_to_string(step, "s")
     count = f"{passes} * " if passes > 1 else ""
-    yield f"iter latency = {count}(fwd+bwd latency) + step latency", duration_to_string(total)
+    yield f"iter latency = {count}(fwd+bwd latency) + step latency", number_to_string(total, "s")
     yield f"FLOPS per GPU = {count}{1 + times:g} * fwd flops per GPU / iter latency", _rate(passes * both, total)
     yield from _efficiency(f"{count}3 * fwd flops per GPU", passes * flops, total, facts)
 
@@ -158,34 +154,34 @@ def _whole_step(flops: float, forward: float, facts: Facts) -> Iterator[tuple[st
 def _efficiency(words: str, forward_flops: float, total: float, facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.peak:
         share = 3 * forward_flops / total / facts.peak if total else 0.0
-        yield f"MFU = {words} / iter latency / {flops_to_string(facts.peak)}", f"{share:.1%}"
+        yield f"MFU = {words} / iter latency / {number_to_string(facts.peak, 'FLOPS')}", f"{share:.1%}"
     if facts.samples:
         yield "samples/second", number_to_string(facts.samples / total if total else 0.0).strip()
 
 
 def _rate(work: float, seconds: float) -> str:
-    return flops_to_string(work / seconds if seconds else 0.0)
+    return number_to_string(work / seconds if seconds else 0.0, "FLOPS")
 
 
-def aggregated(model: nn.Module, depth: int = -1, top: int = 1, profile: int | None = None) -> list[str]:
+def aggregated(profile: ModuleProfile, depth: int = -1, top: int = 1) -> list[str]:
     """The heaviest kinds of modules at each depth, or at one: by parameters, MACs and latency."""
     levels: dict[int, dict[str, list[float]]] = {}
 
     def walk(module: nn.Module, at: int) -> None:
         held = levels.setdefault(at, {}).setdefault(type(module).__name__, [0.0, 0.0, 0.0])
-        for place, value in enumerate(_measured(module, profile)):
+        for place, value in enumerate(_measured(profile, module)):
             held[place] += value
         for child in module.children():
             walk(child, at + 1)
 
-    walk(model, 0)
+    walk(profile.model, 0)
     chosen = levels if depth == -1 else {min(depth, max(levels)): levels[min(depth, max(levels))]}
     lines = ["", f"{'-' * 29} Aggregated Profile per GPU {'-' * 29}"]
     lines.append(f"The {top} heaviest kinds of modules at each depth, by params, MACs and fwd latency")
     shows: tuple[tuple[str, Callable[[float], str]], ...] = (
         ("params     ", params_to_string),
-        ("MACs       ", macs_to_string),
-        ("fwd latency", duration_to_string),
+        ("MACs       ", lambda number: number_to_string(number, "MACs")),
+        ("fwd latency", lambda number: number_to_string(number, "s")),
     )
     for at, kinds in chosen.items():
         lines.append(f"depth {at}:")
@@ -195,7 +191,7 @@ def aggregated(model: nn.Module, depth: int = -1, top: int = 1, profile: int | N
     return lines
 
 
-def detailed(model: nn.Module, profile: int | None = None) -> list[str]:
+def detailed(profile: ModuleProfile) -> list[str]:
     """The tree of modules as torch prints it, each with its share of the whole."""
     lines = [
         "",
@@ -204,72 +200,48 @@ def detailed(model: nn.Module, profile: int | None = None) -> list[str]:
         "What a module computes by functions is its own: the difference between its numbers and its children's.",
         "",
     ]
-    return lines + _tree(model, "", _measured(model, profile), profile)
+    return lines + _tree(profile, profile.model, "", _measured(profile, profile.model))
 
 
-def _measured(module: nn.Module, profile: int | None) -> tuple[float, float, float]:
+def _measured(profile: ModuleProfile, module: nn.Module) -> tuple[float, float, float]:
     """Parameters, MACs and latency."""
-    return params_of(module), get_module_macs(module, profile), get_module_duration(module, profile)
+    return params_of(module), profile.macs(module), profile.duration(module)
 
 
-def _tree(module: nn.Module, name: str, totals: tuple[float, float, float], profile: int | None) -> list[str]:
+def _tree(profile: ModuleProfile, module: nn.Module, name: str, totals: tuple[float, float, float]) -> list[str]:
     label = f"({name}): " if name else ""
-    said = ", ".join(part for part in (_numbers(module, totals, profile), module.extra_repr()) if part)
+    said = ", ".join(part for part in (_numbers(profile, module, totals), module.extra_repr()) if part)
     children = list(module.named_children())
     if not children:
         return [f"{label}{type(module).__name__}({said})"]
-    inner = [f"  {line}" for child, part in children for line in _tree(part, child, totals, profile)]
+    inner = [f"  {line}" for child, part in children for line in _tree(profile, part, child, totals)]
     return [f"{label}{type(module).__name__}(", f"  {said}", *inner, ")"]
 
 
-def _numbers(module: nn.Module, totals: tuple[float, float, float], profile: int | None) -> str:
-    params, macs, duration = _measured(module, profile)
-    shares = [value / total if total else 0.0 for value, total in zip((params, macs, duration), totals, strict=True)]
+def _numbers(profile: ModuleProfile, module: nn.Module, totals: tuple[float, float, float]) -> str:
+    params, macs, duration = measured = _measured(profile, module)
+    shares = [
+        f"{round(100 * value / total, 2) if total else 0.0:g}%" for value, total in zip(measured, totals, strict=True)
+    ]
     return ", ".join(
         (
-            f"{params_to_string(params)} = {_percent(shares[0])} Params",
-            f"{macs_to_string(macs)} = {_percent(shares[1])} MACs",
-            f"{duration_to_string(duration)} = {_percent(shares[2])} latency",
-            _rate(get_module_flops(module, profile), duration),
+            f"{params_to_string(params)} = {shares[0]} Params",
+            f"{number_to_string(macs, 'MACs')} = {shares[1]} MACs",
+            f"{number_to_string(duration, 's')} = {shares[2]} latency",
+            _rate(profile.flops(module), duration),
         )
     )
 
 
-def _percent(share: float) -> str:
-    return f"{round(100 * share, 2):g}%"
+_PREFIXES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
 
 
-_UNITS = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+def number_to_string(num: float, unit: str = "") -> str:
+    """The number with the largest prefix of its unit that leaves at least 1 before the point."""
+    prefix = next((prefix for prefix, size in _PREFIXES.items() if num >= size), "u") if num > 0 else ""
+    return f"{round(num / _PREFIXES[prefix], 2):g} {prefix}{unit}"
 
 
-def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """The number with a prefix: the one given, or the largest that leaves at least 1 before the point."""
-    if units is None:
-        units = next((unit for unit, size in _UNITS.items() if num >= size), "u") if num > 0 else ""
-    return f"{round(num / _UNITS.get(units, 1.0), precision):g} {units}"
-
-
-def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Operations per second."""
-    return f"{number_to_string(flops, units, precision)}FLOPS"
-
-
-def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Multiplications with an addition."""
-    return f"{number_to_string(macs, units, precision)}MACs"
-
-
-def bytes_to_string(b: float, units: str | None = None, precision: int = 2) -> str:
-    """Bytes, in powers of a thousand."""
-    return f"{number_to_string(b, units, precision)}B"
-
-
-def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Seconds."""
-    return f"{number_to_string(duration, units, precision)}s"
-
-
-def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+def params_to_string(params_num: float) -> str:
     """Parameters, a billion of which are 1 B."""
-    wanted = None if units is None else units.replace("B", "G")
-    return number_to_string(params_num, wanted, precision).replace("G", "B").strip()
+    return number_to_string(params_num).replace("G", "B").strip()

@@ -77,8 +77,8 @@ def test_operations_are_counted_by_stage_and_summed():
         if dist.get_rank() == 0:
             rows = dict(line.split(":", 1) for line in output.splitlines() if line.count(":") == 1)
             shown = {name: value.strip() for name, value in rows.items()}
-            assert shown["fwd MACs of model = sum over pipeline ranks * tp_size"] == flops_profiler().macs_to_string(
-                macs
+            assert shown["fwd MACs of model = sum over pipeline ranks * tp_size"] == flops_profiler().number_to_string(
+                macs, "MACs"
             )
             assert shown["pipeline ranks"] == str(stages)
             held = [shown[f"pipeline rank {number}, params"] for number in range(stages)]
@@ -89,7 +89,6 @@ def test_operations_are_counted_by_stage_and_summed():
             assert all(f"= pipeline rank {number} (stage" in output for number in range(stages)), "modules of each"
             assert output.count("Detailed Profile per GPU") == stages
             assert float(shown["iter latency, ranks that wait included"].split()[0]) > 0
-        assert not any("__ds_profile__" in module.__dict__ for module in engine.module.modules())
         engine.destroy()
 
 

@@ -11,18 +11,8 @@ from deepspeed.errors import UsageError
 from deepspeed.ops.model.linear_loss import linear_loss
 from deepspeed.profiling.flops_profiler import FlopsProfiler, get_model_profile
 from deepspeed.profiling.flops_profiler.count import work_of
-from deepspeed.profiling.flops_profiler.profiler import (
-    duration_to_string,
-    flops_to_string,
-    get_module_duration,
-    get_module_flops,
-    get_module_macs,
-    macs_to_string,
-    number_to_string,
-    params_to_string,
-    wrapFunc,
-)
-from deepspeed.profiling.flops_profiler.report import Facts, summary
+from deepspeed.profiling.flops_profiler.profiler import wrapFunc
+from deepspeed.profiling.flops_profiler.report import Facts, number_to_string, params_to_string, summary
 
 
 class Call(nn.Module):
@@ -157,14 +147,14 @@ def test_work_is_told_by_module_and_the_model_is_as_it_was():
         model(torch.ones(3, 8))
     profiler.stop_profile()
     model(torch.ones(3, 8))
-    assert [get_module_flops(child) for child in model] == [2 * 768, 2 * 48, 2 * 240, 2 * 384, 2 * 12]
-    assert get_module_macs(model) == profiler.get_total_macs() == profiler.macs == 2 * 576
+    assert [profiler.profile.flops(child) for child in model] == [2 * 768, 2 * 48, 2 * 240, 2 * 384, 2 * 12]
+    assert profiler.get_total_macs() == profiler.macs == 2 * 576
     assert profiler.get_total_params(as_string=True) == "244"
-    assert profiler.get_total_duration() >= get_module_duration(model[0]) > 0
+    assert profiler.get_total_duration() >= profiler.profile.duration(model[0]) > 0
     profiler.end_profile()
     assert [set(module.__dict__) for module in model.modules()] == kept
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    assert get_module_flops(model) == 0
+    assert profiler.get_total_flops() == 0
     assert (profiler.flops, profiler.params) == (2 * 1452, 244)
 
 
@@ -206,14 +196,13 @@ def test_profiles_at_the_same_time_count_apart():
     whole.start_profile()
     part.start_profile()
     model(torch.ones(3, 8))
-    assert get_module_macs(model[0]) == 384
+    assert whole.profile.macs(model[0]) == part.profile.macs(model[0]) == 384
     part.stop_profile()
     whole.stop_profile()
     assert (whole.flops, whole.macs, part.macs) == (1452, 576, 384)
     part.end_profile()
     assert (whole.get_total_macs(), part.get_total_macs()) == (576, 0)
     whole.end_profile()
-    assert not any("__ds_profile__" in module.__dict__ for module in model.modules())
 
 
 def test_profiles_may_end_in_the_order_of_their_beginning():
@@ -237,7 +226,7 @@ def test_ignored_modules_count_for_what_calls_them():
     profiler.start_profile(ignore_list=[nn.Linear])
     model(torch.ones(3, 8))
     profiler.stop_profile()
-    assert get_module_flops(model[0]) == 0
+    assert profiler.profile.flops(model[0]) == 0
     assert profiler.get_total_flops() == 1452
     profiler.end_profile()
 
@@ -294,7 +283,7 @@ def test_a_whole_step_is_counted_with_its_micro_steps(capsys):
     profiler.stop_profile()
     phases = {"fwd": 2.0, "bwd": 4.0, "step": 2.0}
     facts = Facts(world=8, data_parallel=8, batch=1, samples=16, micro_steps=2, recompute=1.0, phases=phases, peak=1e9)
-    lines = {line.partition(":")[0]: line.partition(":")[2].strip() for line in summary(model, facts, 3)}
+    lines = {line.partition(":")[0]: line.partition(":")[2].strip() for line in summary(profiler.profile, facts, 3)}
     assert lines["fwd latency"] == "1 s"
     assert lines["bwd FLOPS per GPU = 3 * fwd flops per GPU / bwd latency"] == "1.5 GFLOPS"
     assert lines["iter latency = 2 * (fwd+bwd latency) + step latency"] == "8 s"
@@ -350,10 +339,8 @@ def test_numbers_as_text():
     assert [number_to_string(n) for n in (0, 5e-7, 0.5, 1, 999, 1e3, 1.5e9, 3e15)] == [
         "0 ", "0.5 u", "500 m", "1 ", "999 ", "1 K", "1.5 G", "3000 T",
     ]  # fmt: skip
-    assert flops_to_string(1234567, precision=4) == "1.2346 MFLOPS"
-    assert macs_to_string(1234567, units="K") == "1234.57 KMACs"
+    assert [number_to_string(1234567, "FLOPS"), number_to_string(0.012, "s")] == ["1.23 MFLOPS", "12 ms"]
     assert (params_to_string(1.5e9), params_to_string(7)) == ("1.5 B", "7")
-    assert duration_to_string(0.012) == "12 ms"
 
 
 def test_peaks_of_devices():
