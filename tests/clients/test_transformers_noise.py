@@ -1,4 +1,4 @@
-"""What people see: nothing but what the client prints itself; an error about the config names the key."""
+"""What people see: the start and end of a run and what was loaded; an error about the config names the key."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import deepspeed
 from tests.clients import tiny
@@ -54,6 +55,27 @@ def test_a_usual_run_is_quiet(tmp_path, stage, bf16):
         made.save_model(str(tmp_path / "saved"))
         made.accelerator.free_memory()
     assert heard == []  # not even the start of a run: Trainer sets this library's level to its own, "warning"
+
+
+@ranks(2)
+def test_a_usual_run_says_that_it_began_what_it_loaded_and_that_it_ended(tmp_path):
+    """Without a Trainer, which sets this library's level to "warning"."""
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    config["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-3}}
+    with noise() as heard:
+        engine, *_ = deepspeed.initialize(model=tiny.llama(), config=config)
+        ids = torch.arange(16).view(2, 8)
+        for _ in range(2):
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+        engine.destroy()
+    said = ["parameters, ", "was loaded from", "ended at step 2"] if dist.get_rank() == 0 else []
+    assert len(heard) == len(said), heard
+    for line, words in zip(heard, said, strict=True):
+        assert line.startswith("NOTICE")
+        assert words in line
 
 
 @ranks(2)
