@@ -1,11 +1,9 @@
 """Shared experts of a block, which see every token: computed while tokens travel to the others.
 
-[Note: shared experts] A block calls its shared expert itself, by its own code. Where that code calls it after the
-experts that are spread, and with the tokens that the block was given, the result can be had before: it is computed
-between the leaving and the arriving of the tokens, and is there when the block asks. Where it calls it before them and
-only computes with the result behind them, it gets a promise, which is kept while tokens travel. Whether the code is of
-either kind is read from its source (`reading`), and not learned on the way: a recomputation must do what the first pass
-did.
+A block calls its shared expert by its own code. Where it does so after the experts that are spread, and with the tokens
+that it was given, the result is computed before, while tokens travel. Where it calls it first and uses the result only
+behind the experts, it gets a `LazyOutput`. Which of the two it is, is read from the source and not learned in the first
+pass: a recomputation must repeat that one.
 """
 
 from __future__ import annotations

@@ -4,15 +4,13 @@
 error if it changes, unless shapes are dynamic: then every message has its form. Gradients have the shapes of what they
 are the gradients of, so nothing is said about them.
 
-[Note: failed stages] A stage that failed goes on with its messages, so that nobody waits for it and nothing is left in
-the wires: where the form is known it sends zeros, which are thrown away in the end, and where it would have to send a
-form it says that there is none. No gradient comes back for what was never sent.
+[Note: failed stages] A stage that failed continues with its messages: zeros where the form is known, else a note that
+there is none. No gradient comes back for what was never sent.
 
-[Note: pretended ranks] Where torch pretends that there are other ranks, nothing is received: what comes into a stage
-has the form that was foretold, and is zeros.
+[Note: pretended ranks] With torch's backend "fake" nothing is received: what comes into a stage has the form that was
+foretold, and is zeros.
 
-Receives are posted ahead of their use, so that bytes move while the stage computes; sends are waited for at the end of
-the batch. Messages of one kind between two ranks keep their order, which the validator of schedules looks at.
+Receives are posted ahead of their use; sends are waited for at the end of the batch.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from deepspeed.errors import UsageError
 from deepspeed.tensor_parallel.loss import SplitLogits
 from deepspeed.zero.parameters.nested_tensors import tensors_in
+
+if TYPE_CHECKING:
+    from deepspeed.pipe.axes import StageSequences
 
 BLOCK_INPUT = "input_ids"
 """What a tensor alone means as the input of a model."""
@@ -281,16 +284,6 @@ Passed = tuple[Tensor, dict[str, Any], bool]
 """Hidden states, the model's inputs, and whether blocks give tuples: what goes from layer to layer."""
 
 
-class SharedSequences(Protocol):
-    """Sequences that ranks share; see `pipe/axes`."""
-
-    def part(self, inputs: dict[str, Any]) -> dict[str, Any]: ...
-    def arguments(self, inputs: dict[str, Any]) -> AbstractContextManager[dict[str, Any]]: ...
-    def numbers(self, layer: nn.Module) -> AbstractContextManager[None]: ...
-    def block(self, block: nn.Module) -> AbstractContextManager[None]: ...
-    def loss(self, function: Callable[..., Tensor], logits: Tensor, labels: Tensor) -> Tensor: ...
-
-
 class ModelLayer:
     """One layer of a model that was cut: some of its modules, and how they are run."""
 
@@ -330,7 +323,7 @@ class ModelCut:
         self._rest = view_of(model, outline.containers, self._instead)  # both anew when layers have left
         self._known: tuple[dict[str, Any], list[BlockCall]] = ({}, [])
         self._names = tuple(model.state_dict())
-        self.sequences: SharedSequences | None = None  # where ranks share sequences, how
+        self.sequences: StageSequences | None = None  # where ranks share sequences, how
         self._logits: SplitLogits | None = None
         self.layers = [*self._parts()]
 

@@ -49,13 +49,10 @@ class Timeline:
         return max(end for rank in self.spans for _, _, end in rank)
 
     @property
-    def busy(self) -> tuple[float, ...]:
-        return tuple(sum(end - begin for _, begin, end in rank) for rank in self.spans)
-
-    @property
     def bubble(self) -> float:
         """The part of all ranks' time in which they wait."""
-        return 1.0 - sum(self.busy) / (len(self.spans) * self.length)
+        busy = sum(end - begin for rank in self.spans for _, begin, end in rank)
+        return 1.0 - busy / (len(self.spans) * self.length)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
