@@ -1,8 +1,8 @@
-"""A plan becomes true on this rank: parameters are cut in place, layers get their share, attention modules are told."""
+"""Makes a plan true on this rank: cuts parameters in place, gives layers their share and attention its heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -69,12 +69,17 @@ def _explained(region: SplitRegion, forward: Callable[..., Any], module: nn.Modu
 
 def splits_of(model: nn.Module) -> dict[str, DimSplit]:
     """How the parameters that ranks share are cut, by their names in the model; a tied one under each of its names."""
-    return dict(_named_splits(model))
+    found = {}
+    for path, module in model.named_modules():
+        share = cut_of(module)
+        if share is not None:
+            found.update({f"{path}.{name}".lstrip("."): split for name, split in share.splits.items()})
+    return found
 
 
 def cuts_of(model: nn.Module, rank: int) -> dict[str, tuple[DimSplit, int]]:
     """The same, each with the part that a rank has."""
-    return {name: (split, rank) for name, split in _named_splits(model)}
+    return {name: (split, rank) for name, split in splits_of(model).items()}
 
 
 def sum_gradient(param: nn.Parameter, axis: RankGroup, needed: Callable[[], bool] | None = None) -> None:
@@ -138,13 +143,6 @@ class _SumOfCopies(Uncopied):
         return self.split.cut(whole, self.axis.rank)
 
 
-def _named_splits(model: nn.Module) -> Iterator[tuple[str, DimSplit]]:
-    for path, module in model.named_modules():
-        share = cut_of(module)
-        if share is not None:
-            yield from ((f"{path}.{name}" if path else name, split) for name, split in share.splits.items())
-
-
 def _cut(change: LayerSplit, axis: RankGroup, done: set[int]) -> None:
     for name, split in change.splits.items():
         param = change.module._parameters[name]
@@ -183,22 +181,17 @@ def _convert(change: LayerSplit, axis: RankGroup, entrance: SharedInput, gate: O
     if kind is not None:
         module.__class__ = class_before(kind, type(module))
     module.share = share  # type: ignore[assignment]
-    _tell_sizes(module, change, rank)
+    _set_sizes(module, change, rank)
 
 
-def _tell_sizes(module: nn.Module, change: LayerSplit, rank: int) -> None:
+def _set_sizes(module: nn.Module, change: LayerSplit, rank: int) -> None:
     """A layer's own attributes say what lies here."""
     if change.kind is SplitKind.VOCABULARY:
         start, stop = change.splits["weight"].parts[rank][0]
         module.num_embeddings = stop - start  # type: ignore[assignment]
-    elif change.sizes and isinstance(module, nn.Linear):
-        if change.kind is SplitKind.COLUMN:
-            module.out_features = change.sizes[rank]
-        else:
-            module.in_features = change.sizes[rank]
     elif change.sizes:
-        name = "nf" if change.kind is SplitKind.COLUMN else "nx"
-        setattr(module, name, change.sizes[rank])
+        outputs, inputs = ("out_features", "in_features") if isinstance(module, nn.Linear) else ("nf", "nx")
+        setattr(module, outputs if change.kind is SplitKind.COLUMN else inputs, change.sizes[rank])
 
 
 def whole_of(part: Tensor, split: DimSplit, axis: RankGroup) -> Tensor:
@@ -224,18 +217,12 @@ def whole_parameters(module: nn.Module) -> dict[int, Tensor]:
 def cut_state(model: nn.Module, state: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """A state dict of whole values as this rank holds them; values that have the size of a part already stay."""
     splits = splits_of(model)
-    return {name: _cut_value(value, splits.get(name), rank) for name, value in state.items()}
-
-
-def _cut_value(value: Any, split: DimSplit | None, rank: int) -> Any:
-    if (
-        split is None
-        or not isinstance(value, Tensor)
-        or value.dim() <= split.dim
-        or value.shape[split.dim] != split.total
-    ):
-        return value
-    return split.cut(value, rank)
+    found = dict(state)
+    for name in splits.keys() & state.keys():
+        value, split = state[name], splits[name]
+        if isinstance(value, Tensor) and value.dim() > split.dim and value.shape[split.dim] == split.total:
+            found[name] = split.cut(value, rank)
+    return found
 
 
 def marked_splits(model: nn.Module, ranks: int, known: Collection[str]) -> dict[str, DimSplit] | None:

@@ -138,7 +138,7 @@ def split_model(
             "mpu or mesh agree with it"
         )
     check_asked(model, schema, axis, mpu)
-    _tell_nodes(axis)
+    _warn_of_nodes(axis)
     by_script = _check_split(model, axis)
     half = schema.bf16.enabled or schema.fp16.enabled
     made = split(model, axis, section, opened, piece=piece, required=not by_script, element_size=2 if half else None)
@@ -152,7 +152,7 @@ def split_model(
     logits = split_logits(owner, made) if section.vocab_parallel_lm_head and made.heads else None
     tile_loss = None if logits is None or piece is not None else logits.attach()
     if made.divides:
-        _tell(made)
+        _log_plan(made)
     elsewhere = counted_elsewhere(model, axis.rank)
     kept = None if piece is None else logits
     decided = by_script or bool(made.changes)
@@ -223,7 +223,7 @@ def _check_split(model: nn.Module, axis: AxisGroup) -> bool:
     return bool(shares)
 
 
-def _tell_nodes(axis: AxisGroup) -> None:
+def _warn_of_nodes(axis: AxisGroup) -> None:
     """Ranks that share layers wait for each other several times per block: they belong on one node."""
     here = local_ranks(unknown=comm.get_world_size())
     nodes = {rank // here for rank in axis.ranks}
@@ -236,14 +236,14 @@ def _tell_nodes(axis: AxisGroup) -> None:
 
 
 def _of_model(model: nn.Module) -> list[Rule]:
-    told = model_plan(model)
-    in_blocks = of_plan({path: style for path, style in told.items() if "*" in path})
+    found = model_plan(model)
+    in_blocks = of_plan({path: style for path, style in found.items() if "*" in path})
     paths = [plain_path(path) for path, _ in model.named_modules()]
     fits = any(rule.matches(path, None) for rule in in_blocks for path in paths)
-    return of_plan(told) if fits else [*of_plan(told), *by_names()]
+    return of_plan(found) if fits else [*of_plan(found), *by_names()]
 
 
-def _tell(made: SplitPlan) -> None:
+def _log_plan(made: SplitPlan) -> None:
     kinds = [change.kind for change in made.changes]
     columns, rows = kinds.count(SplitKind.COLUMN), kinds.count(SplitKind.ROW)
     sources = sorted({change.rule.source for change in made.changes})

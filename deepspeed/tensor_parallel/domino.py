@@ -66,35 +66,35 @@ class _Sizes:
     def of(cls, config: Any) -> _Sizes:
         """Of an object with Megatron's attributes; what is not there is as Megatron has it by default."""
 
-        def told(name: str, default: Any) -> Any:
+        def given(name: str, default: Any) -> Any:
             value = getattr(config, name, None)
             return default if value is None else value
 
         for name, what in _NOT_HERE.items():
-            if told(name, False):
+            if given(name, False):
                 raise UsageError(
                     f"Domino: config.{name} is {getattr(config, name)!r}; there is no {what}. Leave it out"
                 )
-        kind = told("normalization", "LayerNorm")
+        kind = given("normalization", "LayerNorm")
         if kind not in ("LayerNorm", "RMSNorm"):
             raise UsageError(f"Domino: config.normalization is {kind!r}; expected LayerNorm or RMSNorm")
         hidden, heads = config.hidden_size, config.num_attention_heads
-        gated = bool(told("gated_linear_unit", False) or told("swiglu", False))
+        gated = bool(given("gated_linear_unit", False) or given("swiglu", False))
         return cls(
             hidden=hidden,
             heads=heads,
-            groups=told("num_query_groups", heads) if told("group_query_attention", True) else heads,
-            head_dim=told("kv_channels", hidden // heads),
-            inner=told("ffn_hidden_size", 4 * hidden),
-            eps=told("layernorm_epsilon", 1e-5),
-            drop_scores=told("attention_dropout", 0.1),
-            drop_hidden=told("hidden_dropout", 0.1),
-            bias=told("add_bias_linear", True),
+            groups=given("num_query_groups", heads) if given("group_query_attention", True) else heads,
+            head_dim=given("kv_channels", hidden // heads),
+            inner=given("ffn_hidden_size", 4 * hidden),
+            eps=given("layernorm_epsilon", 1e-5),
+            drop_scores=given("attention_dropout", 0.1),
+            drop_hidden=given("hidden_dropout", 0.1),
+            bias=given("add_bias_linear", True),
             gated=gated,
-            activation=told("activation_func", F.silu if gated else F.gelu),
+            activation=given("activation_func", F.silu if gated else F.gelu),
             rms=kind == "RMSNorm",
-            residual_of_norm=told("apply_residual_connection_post_layernorm", False),
-            dtype=told("params_dtype", torch.get_default_dtype()),
+            residual_of_norm=given("apply_residual_connection_post_layernorm", False),
+            dtype=given("params_dtype", torch.get_default_dtype()),
         )
 
     def norm(self) -> nn.Module:

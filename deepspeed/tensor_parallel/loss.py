@@ -33,21 +33,19 @@ def split_logits(model: nn.Module, plan: SplitPlan) -> SplitLogits | None:
     owner = _owner(model, change.module)
     share = share_of(change.module)
     assert share is not None, "the plan's output layer was split"
-    reason = ""
+    kind = getattr(owner, "loss_type", None)
     if others:
         reason = f"it has {1 + len(others)} output layers"
     elif change.path.endswith(".base_layer"):
         reason = "its output layer has an adapter"
     elif owner is None:
         reason = "its class computes the loss by itself, not by self.loss_function"
-    if reason or owner is None:
-        log_dist(f"vocab_parallel_lm_head: logits of {type(model).__name__} are gathered, because {reason}")
-        return None
-    kind = getattr(owner, "loss_type", None)
-    if kind not in _KINDS:
-        log_dist(f"vocab_parallel_lm_head: logits are gathered, because the loss is of the type {kind!r}")
-        return None
-    return SplitLogits(owner, share, kind)
+    elif kind not in _KINDS:
+        reason = f"its loss is of the type {kind!r}"
+    else:
+        return SplitLogits(owner, share, kind)
+    log_dist(f"vocab_parallel_lm_head: logits of {type(model).__name__} are gathered, because {reason}")
+    return None
 
 
 def _owner(model: nn.Module, head: nn.Module) -> Any:

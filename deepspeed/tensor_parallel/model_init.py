@@ -49,10 +49,10 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: torch.dtype, config: An
         )
     if not isinstance(tp_size, int) or isinstance(tp_size, bool) or tp_size < 1:
         raise UsageError(f"tp_model_init: tp_size is {tp_size!r}, expected a number of ranks from 1")
-    told = (config.get("tensor_parallel") or {}).get("autotp_size") if isinstance(config, Mapping) else None
-    if isinstance(told, int) and told > 1 and told != tp_size:
+    given = (config.get("tensor_parallel") or {}).get("autotp_size") if isinstance(config, Mapping) else None
+    if isinstance(given, int) and given > 1 and given != tp_size:
         raise UsageError(
-            f"tp_model_init: tp_size is {tp_size}, but tensor_parallel.autotp_size of its config is {told}"
+            f"tp_model_init: tp_size is {tp_size}, but tensor_parallel.autotp_size of its config is {given}"
         )
     if group is not None and group.size() != tp_size:
         raise UsageError(f"tp_model_init: tp_size is {tp_size}, but tp_group has {group.size()} ranks; let them agree")
@@ -68,12 +68,12 @@ def set_autotp_mode(training: bool = False) -> None:
 
 
 def is_autotp_training_mode() -> bool:
-    """What `set_autotp_mode` was told last; training at first."""
+    """The last value of `set_autotp_mode`; training at first."""
     return _mode["training"]
 
 
 def with_asked(model: nn.Module, config: RawConfig) -> RawConfig:
-    """The config of `initialize`, with the number of ranks that `tp_model_init` was told where it says none itself."""
+    """The config of `initialize`, with the number of ranks of `tp_model_init` where it has none itself."""
     asked = _asked.get(model)
     section = config.values.get("tensor_parallel")
     if asked is None or asked.size < 2:

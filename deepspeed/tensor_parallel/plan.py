@@ -166,11 +166,9 @@ class Planner:
             if isinstance(module, nn.Embedding) and rule is not None and rule.kind is not SplitKind.VOCABULARY:
                 return None
             return None if self.split_head is False and rule is not None and rule.kind is SplitKind.VOCABULARY else rule
-        told = self.rules.find(head, self.type)
-        if self.split_head is False:
-            told = None
-        if self.split_head or (told is not None and told.kind not in (SplitKind.WHOLE, SplitKind.WHOLE_INSIDE)):
-            return told if told is not None and head == name else _SPLIT_VOCABULARY
+        of_head = None if self.split_head is False else self.rules.find(head, self.type)
+        if self.split_head or (of_head is not None and of_head.kind not in (SplitKind.WHOLE, SplitKind.WHOLE_INSIDE)):
+            return of_head if of_head is not None and head == name else _SPLIT_VOCABULARY
         if module is self.embedding:
             raise UsageError(
                 f"tensor_parallel.vocab_parallel_embedding is true, but {name} is tied to {head}, which stays whole. "
