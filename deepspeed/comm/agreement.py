@@ -1,10 +1,9 @@
-"""A few numbers from every rank, on the hosts, in a few rounds of messages: what ranks agree by.
+"""Gathers a few numbers from every rank, between hosts, in a few rounds of messages: how ranks agree.
 
-A backend's own all-gather or all-reduce of host tensors is a ring: as many hops one after the other as there are ranks.
-Here the messages of one round go out side by side, and after each round a rank knows `RADIX` times as many numbers, so
-that 1,024 ranks need 5 rounds and 16,384 need 7. A `FEW` ranks tell one of them, which tells all: that takes two
-rounds, but two messages for each rank where all would send to all, and such ranks often share cores. Who comes last
-does best to be that one: it does not wait.
+A backend's own all-gather or all-reduce of host tensors is a ring with one hop per rank. Here the messages of a round
+go out concurrently, and each round multiplies what a rank knows by `RADIX`. Up to `FEW` ranks send to one of them, the
+collector, which answers all: two rounds with few messages, since such ranks often share cores. The rank that arrives
+last should collect, because it does not wait.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _TAGS = 1 << 20  # from here on: a group may carry messages of others, with thei
 Message = tuple[int, int]
 """(distance, rows): the rank that is so far behind gets the first so many rows, the one ahead sends as many."""
 
-_EARLY = 1 << 16  # added to tags of agreements for which somebody may listen early: any others may come in between
+_EARLY = 1 << 16  # added to tags of agreements whose receives may begin early: any others may come in between
 _run = DEFAULT.run
 _LOG = (False, "gather_words", None)
 
@@ -51,22 +50,22 @@ def _are_few(size: int) -> bool:
     return 2 < size <= FEW
 
 
-class WordCollector(NamedTuple):
-    """Who tells a few ranks what all said: best the one that comes last."""
+class Collector(NamedTuple):
+    """Which of a few ranks collects the numbers of all and sends them back."""
 
     place: int = -1
     """In the group."""
     early: bool = False
-    """Whether it may have listened before; the same on all ranks."""
-    ears: EarlyReceives | None = None
-    """What it heard then."""
+    """Whether it may have begun to receive before; the same on all ranks."""
+    received: EarlyReceives | None = None
+    """What it has received by then."""
 
 
-LAST = WordCollector()
+LAST = Collector()
 
 
 class EarlyReceives:
-    """The receives of the one that tells, begun before it has anything to say itself: what came is there by then."""
+    """The collector's receives, begun before it has numbers of its own."""
 
     __slots__ = ("rows", "works")
 
@@ -77,18 +76,18 @@ class EarlyReceives:
         self.works = [group.recv([self.rows[rank]], rank, _TAGS + _EARLY) for rank in others]
 
 
-class _Few:
-    """All tell one rank, which tells all when it waits."""
+class _AtOneRank:
+    """All send to the collector, which answers when it waits."""
 
-    def __init__(self, words: Tensor, group: Any, teller: WordCollector) -> None:
-        self._group, place = group, teller.place % group.size()
-        self._tells = group.rank() == place
+    def __init__(self, words: Tensor, group: Any, collector: Collector) -> None:
+        self._group, place, received = group, collector.place % group.size(), collector.received
+        self._collects = group.rank() == place
         self._others = [rank for rank in range(group.size()) if rank != place]
-        self._tag = _TAGS + (_EARLY if teller.early else 0)
-        self._rows = teller.ears.rows if teller.ears is not None else words.new_empty(group.size(), words.numel())
-        if self._tells:
+        self._tag = _TAGS + (_EARLY if collector.early else 0)
+        self._rows = words.new_empty(group.size(), words.numel()) if received is None else received.rows
+        if self._collects:
             self._rows[place] = words
-            works = [] if teller.ears is None else teller.ears.works
+            works = [] if received is None else received.works
             works = works or [group.recv([self._rows[rank]], rank, self._tag) for rank in self._others]
         else:
             works = [group.recv([self._rows], place, self._tag + 1), group.send([words], place, self._tag)]
@@ -96,22 +95,22 @@ class _Few:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self._works.wait(timeout)
-        if self._tells:
-            self._tells = False
-            telling = [self._group.send([self._rows], rank, self._tag + 1) for rank in self._others]
-            AllOf(telling, DEFAULT.limit).wait(timeout)
+        if self._collects:
+            self._collects = False
+            answers = [self._group.send([self._rows], rank, self._tag + 1) for rank in self._others]
+            AllOf(answers, DEFAULT.limit).wait(timeout)
         return True
 
     def is_completed(self) -> bool:
-        return not self._tells and self._works.is_completed()
+        return not self._collects and self._works.is_completed()
 
     def found(self) -> Tensor:
         """The numbers of all ranks, in their order."""
         return self._rows
 
 
-class _Many:
-    """The messages of the first round are under way; those of the others are sent by `wait`."""
+class _InRounds:
+    """The messages of the first round are under way; `wait` sends those of the others."""
 
     def __init__(self, words: Tensor, group: Any) -> None:
         self._rows = words.new_empty(group.size(), words.numel())  # from this rank on
@@ -142,14 +141,14 @@ class _Many:
         return self._rows.roll(self._group.rank(), 0)
 
 
-_Gathering = _Few | _Many
+_Gathering = _AtOneRank | _InRounds
 
 
 def _gather(
-    kept: list[_Gathering], words: Tensor, group: Any, teller: WordCollector, async_op: bool
+    kept: list[_Gathering], words: Tensor, group: Any, collector: Collector, async_op: bool
 ) -> _Gathering | None:
-    """Begin, and wait unless `async_op`; who knows what was found is `kept`."""
-    gathering = _Few(words, group, teller) if _are_few(group.size()) else _Many(words, group)
+    """Begin, and wait unless `async_op`; the object that has the result goes into `kept`."""
+    gathering = _AtOneRank(words, group, collector) if _are_few(group.size()) else _InRounds(words, group)
     kept.append(gathering)
     if async_op:
         return gathering
@@ -173,14 +172,14 @@ _UNITE = CommOperation("unite", _unite)
 
 
 def receive_early(count: int, group: Any = None, *, place: int = 0) -> EarlyReceives | None:
-    """Begin to receive `count` words of each other rank for a `WordCollector` here; None if that gains nothing."""
+    """Begin to receive `count` words of each other rank for a `Collector` here; None if that gains nothing."""
     real: Any = td.group.WORLD if group is None else group
     return EarlyReceives(real, count) if _are_few(real.size()) and real.rank() == place % real.size() else None
 
 
-def gather_words(words: Tensor, group: Any = None, *, teller: WordCollector = LAST) -> Tensor:
+def gather_words(words: Tensor, group: Any = None, *, collector: Collector = LAST) -> Tensor:
     """[ranks, words]: the int64 `words` of every rank, in the order of the ranks; all ranks of the group call it."""
-    return _begin(words, group, teller, False).wait()
+    return _begin(words, group, collector, False).wait()
 
 
 def begin_to_gather_words(words: Tensor, group: Any = None) -> Pending[Tensor]:
@@ -188,17 +187,17 @@ def begin_to_gather_words(words: Tensor, group: Any = None) -> Pending[Tensor]:
     return _begin(words, group, LAST, True)
 
 
-def _begin(words: Tensor, group: Any, teller: WordCollector, async_op: bool) -> Pending[Tensor]:
+def _begin(words: Tensor, group: Any, collector: Collector, async_op: bool) -> Pending[Tensor]:
     real: Any = td.group.WORLD if group is None else group
     if real.size() == 1:
         return Pending(words.clone()[None])
     kept: list[_Gathering] = []
-    work = _run(_GATHER, (kept, words, real, teller, async_op), words, group, async_op, _LOG)
+    work = _run(_GATHER, (kept, words, real, collector, async_op), words, group, async_op, _LOG)
     return Pending(words, work, lambda _: kept[0].found())
 
 
 def unite(mask: Tensor, group: Any = None) -> Tensor:
-    """The union over the ranks of a group of what each marked in its uint8 `mask`, which becomes that."""
+    """Set the uint8 `mask` to the union of what each rank of the group marked in its own."""
     real: Any = td.group.WORLD if group is None else group
     if real.size() > 1:
         _run(_UNITE, (mask, real), mask, group, False, (False, "unite", None))

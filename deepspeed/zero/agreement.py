@@ -15,8 +15,8 @@ from deepspeed import comm
 from deepspeed.comm import Pending
 from deepspeed.comm.agreement import (
     LAST,
+    Collector,
     EarlyReceives,
-    WordCollector,
     begin_to_gather_words,
     gather_words,
     receive_early,
@@ -54,7 +54,7 @@ class RankAgreement:
         self.alone = axis.size == 1 or dist.get_backend(axis.group) == "fake"
         """Nobody answers but this process."""
         self._flags: Any = None
-        self._ears: EarlyReceives | None = None
+        self._received: EarlyReceives | None = None
         self.exchanges = 0
         """How many there have been: each costs `deepspeed.comm.agreement.rounds` messages one after the other."""
 
@@ -69,21 +69,21 @@ class RankAgreement:
 
     def exchange_at_end(self, words: Sequence[int], what: str) -> Tensor:
         """The same where the first rank comes last, as a rule: it need not wait if it listened."""
-        ears, self._ears = self._ears, None
-        return self._exchange(words, what, WordCollector(0, early=True, ears=ears))
+        received, self._received = self._received, None
+        return self._exchange(words, what, Collector(0, early=True, received=received))
 
     def receive_early(self, count: int) -> None:
         """Soon there will be an exchange at the end, of so many words: the first rank gets ready."""
-        if not self.alone and self._ears is None:
-            self._ears = receive_early(count, self._group)
+        if not self.alone and self._received is None:
+            self._received = receive_early(count, self._group)
 
-    def _exchange(self, words: Sequence[int], what: str, teller: WordCollector) -> Tensor:
+    def _exchange(self, words: Sequence[int], what: str, collector: Collector) -> Tensor:
         self.exchanges += 1
         mine = torch.tensor(words, dtype=torch.int64)
         if self.alone:
             return mine.view(1, -1)
         with comm.labelled(what):
-            return gather_words(mine, self._group, teller=teller)
+            return gather_words(mine, self._group, collector=collector)
 
     def begin_exchange(self, words: Sequence[int], what: str) -> Pending[Tensor]:
         """As `exchange`, without waiting yet; until then these ranks exchange nothing else."""

@@ -75,7 +75,7 @@ class Host:
             return whole
         if self._stand_ins is not None and numel * dtype.itemsize >= LEAST and all(p.dtype == dtype for _, p in parts):
             return self._stand_ins.flat(parts, numel, dtype)
-        result = (self._allocate or _plain_memory)(numel, dtype)
+        result = torch.empty(numel, dtype=dtype) if self._allocate is None else self._allocate(numel, dtype)
         reached = 0
         for position, part in sorted(parts, key=lambda item: item[0]):
             result[reached:position].zero_()
@@ -97,10 +97,6 @@ def rank_entries(state: TrainingState, host: Host) -> dict[str, Any] | None:
             name: {key: host.take(tensor) for key, tensor in kept.items()} for name, kept in state.reductions.items()
         }
     return entries
-
-
-def _plain_memory(numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(numel, dtype=dtype)
 
 
 def _already_flat(parts: list[tuple[int, Tensor]], numel: int, dtype: torch.dtype) -> Tensor | None:

@@ -22,9 +22,10 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from deepspeed import comm
 from deepspeed.comm.watch.threads import positions
@@ -35,50 +36,6 @@ T = TypeVar("T")
 WAIT = 10.0
 PATIENCE = 60
 """A busy rank is waited for this many times `wait`."""
-
-
-class KeyValueStore(Protocol):
-    """What is used of torch's stores."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Write a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """Read a key that exists."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of these exist."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Raise a number and return it."""
-
-    def delete_key(self, key: str, /) -> bool:
-        """Remove a key."""
-
-
-class RankMeeting(Protocol):
-    """The steps of one save or load."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Give a JSON value; returns those of all ranks, by rank."""
-
-
-class RankExchange(Protocol):
-    """Where ranks meet."""
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def world(self) -> int:
-        """How many ranks meet."""
-
-    def meeting(self, what: str) -> contextlib.AbstractContextManager[RankMeeting]:
-        """Open a meeting about `what`, words for error messages; all ranks do so in the same order."""
-
-    def close(self) -> None:
-        """There will be no more meetings."""
 
 
 class SingleRank:
@@ -109,13 +66,13 @@ class StoreExchange:
 
     def __init__(
         self,
-        store: KeyValueStore,
+        store: Store,
         rank: int,
         world: int,
         *,
         wait: float = WAIT,
         late: bool = False,
-        connect: Callable[[], KeyValueStore] | None = None,
+        connect: Callable[[], Store] | None = None,
     ) -> None:
         self.rank = rank
         self.world = world
@@ -133,23 +90,26 @@ class StoreExchange:
         self._closed = False
 
     @functools.cached_property
-    def store(self) -> KeyValueStore:
+    def store(self) -> Store:
         """The connection of the meetings."""
         return self._connect()
 
     @contextlib.contextmanager
     def meeting(self, what: str) -> Iterator[RankMeeting]:
-        """Open a meeting; this rank counts as alive until the block is left."""
+        """Open a meeting about `what`, words for error messages; all ranks do so in the same order.
+
+        This rank counts as alive until the block is left.
+        """
         with _store_errors(what):
             number = self.store.add(f"{self.root}/number", 0)
-            meeting = _StoreMeeting(self, number, what)
+            meeting = StoreMeeting(self, number, what)
         try:
             yield meeting
         finally:
             self._last_left = number
             meeting.close()
 
-    def answer(self, store: KeyValueStore) -> None:
+    def answer(self, store: Store) -> None:
         """Answer ranks that ask how far this one is; called from the thread of the hang watch, with its connection."""
         key = f"{self.root}/asked/{self.rank}"
         if self._closed or not store.check([key]):
@@ -164,6 +124,9 @@ class StoreExchange:
         self._closed = True
 
 
+RankExchange = SingleRank | StoreExchange
+
+
 class _Missing(DeepSpeedError):
     """Rank 0 has waited for ranks that did not come."""
 
@@ -172,8 +135,8 @@ class _Missing(DeepSpeedError):
         self.ranks = ranks
 
 
-class _StoreMeeting:
-    """One meeting in a store."""
+class StoreMeeting:
+    """The steps of one save or load."""
 
     def __init__(self, exchange: StoreExchange, number: int, what: str) -> None:
         self._exchange = exchange
@@ -200,6 +163,7 @@ class _StoreMeeting:
         self._heartbeat.start()
 
     def gather(self, value: Any) -> list[Any]:
+        """Give a JSON value; returns those of all ranks, by rank."""
         with _store_errors(self._what):
             own, result = self._key(self._rank), self._key("all")
             self._store.set(own, json.dumps(value))
@@ -295,6 +259,7 @@ class _StoreMeeting:
         )
 
     def close(self) -> None:
+        """This rank takes part no longer."""
         self._left.set()
         self._heartbeat.join()
         with contextlib.suppress(RuntimeError):
@@ -323,6 +288,9 @@ class _StoreMeeting:
                 self._store.add(self._alive_key(self._rank), 1)
             except RuntimeError:  # the store is gone, which the next step reports
                 return
+
+
+RankMeeting = SingleRank | StoreMeeting
 
 
 def is_ahead(theirs: dict[str, int], ours: dict[str, int]) -> bool:

@@ -24,7 +24,7 @@ from deepspeed.comm.records import Entry
 from deepspeed.comm.watch.neighbours import Neighbours, host_name
 from deepspeed.comm.watch.report import GroupProgress, RankReport, WaitingCall, call_of
 from deepspeed.comm.watch.store import WatchStore
-from deepspeed.comm.watch.threads import all_stacks, main_place
+from deepspeed.comm.watch.threads import all_stacks, main_place, positions
 from deepspeed.comm.watch.verdict import HangVerdict, judge
 
 _HISTORY = 32  # calls of each group that are told
@@ -64,18 +64,13 @@ class ReportBuilder:
         calls: dict[str, list[Entry]] = {}
         for entry in self._entries():
             calls.setdefault(entry[2].name, []).append(entry)
-        found = {}
-        world = td.GroupMember.WORLD
+        found, counted = {}, positions()
         groups: Any = c10d._world.pg_names  # torch has no public list of them
         for group, name in tuple(groups.items()):
-            ours = "world" if group is world else name
+            ours = "world" if group is td.GroupMember.WORLD else name
             own = calls.get(ours, [])
             entered = max((entry[0] for entry in own if not entry[1].p2p), default=0)
-            try:
-                position = group._get_sequence_number_for_group()
-            except RuntimeError:  # a backend that does not count
-                position = None
-            found[ours] = GroupProgress(entered, position, tuple(call_of(entry) for entry in own[-_HISTORY:]))
+            found[ours] = GroupProgress(entered, counted.get(name), tuple(call_of(entry) for entry in own[-_HISTORY:]))
         return found
 
 

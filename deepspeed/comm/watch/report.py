@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from deepspeed.comm.records import Entry, OperationRecord, read, shown_path
+from deepspeed.comm.records import Entry, read, shown_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +85,13 @@ def call_of(entry: Entry) -> CollectiveCall:
         sequence=record.sequence,
         op=record.op,
         p2p=record.p2p,
-        shape=_shape(record),
+        shape=record.what.rpartition(" (")[0],
         numel=record.bytes // entry[4].itemsize if entry[4] is not None else 0,
         dtype=record.dtype,
         peer=record.peer,
         label=record.label,
         place=f"{shown_path(record.file)}:{record.line}",
     )
-
-
-def _shape(record: OperationRecord) -> str:
-    return record.what.rpartition(" (")[0]
 
 
 def as_text(report: RankReport) -> str:

@@ -54,13 +54,6 @@ class _Failed:
     verdict: HangVerdict = NO_VERDICT
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """The watch ends; `words` tell the others why, unless empty."""
-
-    words: str
-
-
 class Answering(Protocol):
     """An object that answers other ranks in the watcher's thread."""
 
@@ -90,7 +83,8 @@ class Watcher:
         self._finders = finders
         self._world: Any = weakref.ref(td.GroupMember.WORLD)
         self._address = store_address()
-        self._jobs: queue.SimpleQueue[_Failed | _End] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[_Failed | str] = queue.SimpleQueue()
+        """Calls that failed; a text ends the watch and tells the others why, unless empty."""
         self._entries = entries
         self._reporter = ReportBuilder(self.rank, entries, None)
         self._since: dict[tuple[Any, ...], float] = {}
@@ -105,7 +99,7 @@ class Watcher:
         self._silent_at = math.inf  # when neighbours that have not answered are looked at
         self._found: dict[str, Any] | None = None
         self._used: set[str] = set()  # incidents whose verdicts this rank has raised
-        self._decided = ("", 0)  # the incident that this rank decided last, and how many ranks have to hear of it
+        self._decided = ("", 0)  # the incident that this rank decided last, and how many ranks have to read it
         self._store: WatchStore | None = None
         self._answering: tuple[weakref.ref[Answering], ...] = ()
         self._thread = threading.Thread(target=self._live, name="deepspeed-hangs", daemon=True)
@@ -123,11 +117,14 @@ class Watcher:
 
     def limit(self, group: str) -> float:
         """Seconds that an operation of this group may take."""
-        return self.settings.timeout or _limit(group)
+        if self.settings.timeout:
+            return self.settings.timeout
+        found = [known for known, name in tuple(c10d._world.pg_names.items()) if name == group]
+        return seconds_of(found[0] if found else td.GroupMember.WORLD)
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """Other ranks of this host whose boxes are open here."""
+        """Other ranks of this host whose call logs are open here."""
         found = self._reporter.neighbours
         return () if found is None else tuple(found.found)
 
@@ -154,7 +151,7 @@ class Watcher:
         """Stop soon, and leave `words` for the others."""
         if words and self.call_log is not None:
             self.call_log.write_end(words)
-        self._jobs.put(_End(words))
+        self._jobs.put(words)
 
     def join(self, wait: float) -> None:
         """Wait for the thread's end, so many seconds."""
@@ -165,8 +162,8 @@ class Watcher:
 
     def _live(self) -> None:
         self._open()
-        job: _Failed | _End | None = None
-        while not isinstance(job := self._next(), _End):
+        job: _Failed | str | None = None
+        while not isinstance(job := self._next(), str):
             if isinstance(job, _Failed):
                 job.verdict = self._explained(job.wait)
                 job.done.set()
@@ -178,8 +175,8 @@ class Watcher:
                 with self._lost_store():
                     self._tick()
         with self._lost_store():
-            if isinstance(job, _End) and job.words and self._store is not None:
-                self._store.publish(replace(self._reporter.report(0, ()), ended=job.words))
+            if isinstance(job, str) and job and self._store is not None:
+                self._store.publish(replace(self._reporter.report(0, ()), ended=job))
         self._lose()
 
     def _open(self) -> None:
@@ -203,7 +200,7 @@ class Watcher:
             self._store.close()
             self._store = None
 
-    def _next(self) -> _Failed | _End | None:
+    def _next(self) -> _Failed | str | None:
         expecting = time.monotonic() < self._alert or self._settling()
         try:
             return self._jobs.get(timeout=min(_QUICK if expecting else _TICK, self._soonest() / 8))
@@ -427,10 +424,3 @@ class Watcher:
             f"; the job's store at {self._address[0]}:{self._address[1]}, which {keeper} keeps, {state}: that process "
             "has ended or is stopped, or its host cannot be reached"
         )
-
-
-def _limit(name: str) -> float:
-    """Seconds that an operation of this group may take."""
-    world = td.GroupMember.WORLD
-    found = next((group for group, known in tuple(c10d._world.pg_names.items()) if known == name), world)
-    return seconds_of(found)

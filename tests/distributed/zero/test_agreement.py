@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.comm.agreement import WordCollector, begin_to_gather_words, gather_words, unite
+from deepspeed.comm.agreement import Collector, begin_to_gather_words, gather_words, unite
 from deepspeed.comm.point_to_point import gather_parts
 from deepspeed.errors import CommError
 from deepspeed.parallel import ParallelLayout
@@ -23,9 +23,9 @@ def test_words_and_unions():
     for turn in range(3):
         words = gather_words(torch.tensor([rank + turn, rank * rank]))
         assert words.tolist() == [[each + turn, each * each] for each in range(world)]
-        for teller in range(-1, world):
-            words = gather_words(torch.tensor([rank * turn]), teller=WordCollector(teller))
-            assert words.tolist() == [[each * turn] for each in range(world)], f"told by {teller}"
+        for collector in range(-1, world):
+            words = gather_words(torch.tensor([rank * turn]), collector=Collector(collector))
+            assert words.tolist() == [[each * turn] for each in range(world)], f"collected by {collector}"
         later = begin_to_gather_words(torch.tensor([rank - turn]))
         assert later.wait().tolist() == [[each - turn] for each in range(world)], "of what was waited for later"
         mask = torch.zeros(2 * world, dtype=torch.uint8)
