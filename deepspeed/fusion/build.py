@@ -128,12 +128,6 @@ def _kept(exclude: Sequence[str]) -> Callable[[str], bool]:
     return lambda name: not any(pattern.match(name) for pattern in hidden)
 
 
-def unmatched(model: nn.Module, exclude: Sequence[str]) -> list[str]:
-    """Those patterns that leave nothing of a model alone."""
-    names = [name for name, _ in model.named_modules()]
-    return [pattern for pattern in exclude if not any(map(re.compile(pattern).match, names))]
-
-
 def put(findings: Sequence[FusionFinding], undo: ExitStack) -> None:
     """Put everything in place that was found; `undo` takes it back."""
     for finding in findings:
@@ -258,12 +252,13 @@ def _tell_missed(model: nn.Module, kinds: Sequence[str], found: Sequence[FusionF
 
 def _tell_unmatched(schema: Schema, model: nn.Module) -> None:
     """A pattern that was meant to leave a layer alone and does not is no error: a config may be for many models."""
-    for name, section in (("fused_kernels", schema.fused_kernels), ("fp8", schema.fp8)):
+    names = [name for name, _ in model.named_modules()]
+    for key, section in (("fused_kernels", schema.fused_kernels), ("fp8", schema.fp8)):
         given = section.exclude if section.enabled and "exclude" in section.model_fields_set else []
-        for pattern in unmatched(model, given):
-            last = [each for each, _ in model.named_modules()][-1]
-            log_dist(
-                f"{name}.exclude: {pattern!r} matches the name of no module from its start, so that it leaves nothing "
-                f"alone; the last module of this model is {last!r}",
-                level=WARNING,
-            )
+        for pattern in given:
+            if not any(map(re.compile(pattern).match, names)):
+                log_dist(
+                    f"{key}.exclude: {pattern!r} matches the name of no module from its start, so that it leaves "
+                    f"nothing alone; the last module of this model is {names[-1]!r}",
+                    level=WARNING,
+                )

@@ -19,6 +19,7 @@ from deepspeed.transformers.attention import (
     CoreAttention,
     Masks,
     SequenceInfo,
+    configs_in,
     core_attention,
     free_name,
     is_causal,
@@ -160,15 +161,7 @@ class SequenceAttention:
         attention = cls(core_attention(model.config._attn_implementation, type(model)), ways)
         name = free_name("deepspeed_sequence")
         stack.callback(register_attention(name, attention, attention.mask))
-        for config in _configs(module):
+        for config in configs_in(module):
             stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
             config._attn_implementation = name
         return attention
-
-
-def _configs(module: nn.Module) -> list[Any]:
-    """Those that say which attention is used: the models', and those of attention modules that have their own."""
-    from transformers import PreTrainedConfig
-
-    configs = [getattr(each, "config", None) for each in module.modules()]
-    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())

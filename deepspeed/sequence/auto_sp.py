@@ -38,18 +38,6 @@ from deepspeed.transformers.attention import (
     require_functions,
 )
 
-__all__ = [
-    "InternVLFusionAdapter",
-    "LlavaFusionAdapter",
-    "ModalityFusionSPAdapter",
-    "Qwen2VLFusionAdapter",
-    "SPModelInfo",
-    "UlyssesSPViTAttention",
-    "auto_wrap_model_for_sp",
-    "detect_model_sp_info",
-]
-
-
 _ATTENTION = re.compile(r"\w*Attention(2|Fast)?$")
 _VISION_CLASS = re.compile(r"ViT|CLIP|S[iI]g[lL]ip|Vision|Dino|DeiT|Beit|Intern(?!LM)")
 _VISION_PATH = re.compile(r"(^|\.)(vision\w*|visual\w*|image\w*)(\.|$)")
@@ -146,12 +134,12 @@ def _changed(found: Any, change: Any) -> Any:
     return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)
 
 
-class _Fusion(nn.Module):
-    """What all adapters share; `fuse` says where features go."""
+class ModalityFusionSPAdapter(nn.Module):
+    """The base of adapters; `fuse` of a subclass says where features go, such as to the places of `image_token_id`."""
 
-    def __init__(self, projection: nn.Module, process_group: ProcessGroup) -> None:
+    def __init__(self, projection: nn.Module, process_group: ProcessGroup, image_token_id: int = -200) -> None:
         super().__init__()
-        self.projection, self.process_group = projection, process_group
+        self.projection, self.process_group, self.image_token_id = projection, process_group, image_token_id
 
     def forward(self, visual_features: Tensor, text_embeds: Tensor, input_ids: Tensor) -> Tensor:
         """This rank's part, [batch, part, hidden], padded with zeros behind where ranks do not divide the whole.
@@ -173,19 +161,11 @@ class _Fusion(nn.Module):
         raise UsageError(f"{type(self).__name__} does not say where the features of images go; use a subclass.")
 
 
-class ModalityFusionSPAdapter(_Fusion):
-    """The base of adapters that know images by one token, `image_token_id`; a subclass has `fuse`."""
-
-    def __init__(self, projection: nn.Module, process_group: ProcessGroup, image_token_id: int = -200) -> None:
-        super().__init__(projection, process_group)
-        self.image_token_id = image_token_id
-
-
 class LlavaFusionAdapter(ModalityFusionSPAdapter):
     """One token stands for an image, and all of the image's features take its place; rows are padded to the longest."""
 
     def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        """See `_Fusion`."""
+        """See `ModalityFusionSPAdapter`."""
         rows = [self._row(*each) for each in zip(visual, text, ids, strict=True)]
         return pad_sequence(rows, batch_first=True)
 
@@ -209,11 +189,11 @@ class InternVLFusionAdapter(ModalityFusionSPAdapter):
     """Each token that stands for a feature gets one, in their order."""
 
     def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        """See `_Fusion`."""
+        """See `ModalityFusionSPAdapter`."""
         return _placed(visual, text, ids == self.image_token_id)
 
 
-class Qwen2VLFusionAdapter(_Fusion):
+class Qwen2VLFusionAdapter(ModalityFusionSPAdapter):
     """What lies between the tokens that begin and end an image gets its features, in their order."""
 
     def __init__(
@@ -223,7 +203,7 @@ class Qwen2VLFusionAdapter(_Fusion):
         self.vision_start_token_id, self.vision_end_token_id = vision_start_token_id, vision_end_token_id
 
     def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        """See `_Fusion`."""
+        """See `ModalityFusionSPAdapter`."""
         begins, ends = ids == self.vision_start_token_id, ids == self.vision_end_token_id
         inside = (begins.cumsum(1) > ends.cumsum(1)) & ~begins
         return _placed(visual, text, inside)

@@ -5,7 +5,6 @@ Parts of a vocabulary are the last dim of the logits, parts of a sequence the fi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,63 +15,30 @@ from deepspeed import comm
 from deepspeed.errors import UsageError
 from deepspeed.parallel.regions import GroupMembers, between, joined, leave, own, split_cross_entropy, summed_part
 
-__all__ = [
-    "VocabParallelCrossEntropyLoss",
-    "vocab_parallel_cross_entropy",
-    "vocab_sequence_parallel_cross_entropy",
-]
 
-
-@dataclass(frozen=True)
-class _Columns:
-    """Which tokens of the vocabulary a rank's logits are for: [start, stop), of `size` in all."""
-
-    start: int
-    stop: int
-    size: int
-
-    @classmethod
-    def of(
-        cls, width: int, group: ProcessGroup | None, start: int | None, stop: int | None, size: int | None
-    ) -> _Columns:
-        """As they were given; equal parts in the order of ranks where nothing is."""
-        if (start is None) != (stop is None):
-            raise UsageError(f"vocab_start_index is {start} and vocab_end_index is {stop}; give both of them or none.")
-        if size is not None and start is None:
-            raise UsageError(
-                f"global_vocab_size is {size}, which needs explicit vocab_start_index and vocab_end_index: columns "
-                "beyond it are padding, and it must be known whose they are."
-            )
-        ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
-        if start is None or stop is None:
-            return cls(rank * width, (rank + 1) * width, ranks * width)
-        if stop - start != width:
-            raise UsageError(
-                f"the logits have {width} columns, but vocab_start_index to vocab_end_index is {start} to {stop}."
-            )
-        if size is None:
-            ends = torch.tensor(stop, device=comm.group_device())
-            if group is not None:
-                comm.all_reduce(ends, comm.ReduceOp.MAX, group=group)
-            size = int(ends)
-        return cls(start, stop, size)
-
-    def masked(self, logits: Tensor) -> Tensor:
-        """The logits with padding that no token is."""
-        real = max(0, self.size - self.start)
-        if real >= logits.shape[-1]:
-            return logits
-        padding = torch.arange(logits.shape[-1], device=logits.device) >= real
-        return logits.masked_fill(padding, -torch.inf)
-
-    def check(self, target: Tensor, ignored: int) -> None:
-        """Raise where a target is no token."""
-        strange = (target != ignored) & ((target < 0) | (target >= self.size))
-        if bool(strange.any()):
-            raise UsageError(
-                f"a target is {int(target[strange][0])}, out of range for a vocabulary of {self.size} tokens; tokens "
-                f"that are not to be counted have the target {ignored} (ignore_index)."
-            )
+def _columns(
+    width: int, group: ProcessGroup | None, start: int | None, stop: int | None, size: int | None
+) -> tuple[int, int]:
+    """(the first token that a rank's logits are for, tokens in all): by default equal parts in the order of ranks."""
+    if (start is None) != (stop is None):
+        raise UsageError(f"vocab_start_index is {start} and vocab_end_index is {stop}; give both of them or none.")
+    if size is not None and start is None:
+        raise UsageError(
+            f"global_vocab_size is {size}, which needs explicit vocab_start_index and vocab_end_index: columns beyond "
+            "it are padding, and it must be known whose they are."
+        )
+    if start is None or stop is None:
+        return (0, width) if group is None else (group.rank() * width, group.size() * width)
+    if stop - start != width:
+        raise UsageError(
+            f"the logits have {width} columns, but vocab_start_index to vocab_end_index is {start} to {stop}."
+        )
+    if size is None:
+        ends = torch.tensor(stop, device=comm.group_device())
+        if group is not None:
+            comm.all_reduce(ends, comm.ReduceOp.MAX, group=group)
+        size = int(ends)
+    return start, size
 
 
 def vocab_parallel_cross_entropy(
@@ -95,10 +61,18 @@ def vocab_parallel_cross_entropy(
     """
     _check(reduction, gather_sequence_loss, backend)
     width = vocab_parallel_logits.shape[-1]
-    columns = _Columns.of(width, tp_group, vocab_start_index, vocab_end_index, global_vocab_size)
-    columns.check(target, ignore_index)
-    logits = columns.masked(vocab_parallel_logits)
-    losses = split_cross_entropy(logits, target, columns.start, tp_group, ignore_index)
+    start, size = _columns(width, tp_group, vocab_start_index, vocab_end_index, global_vocab_size)
+    strange = (target != ignore_index) & ((target < 0) | (target >= size))
+    if bool(strange.any()):
+        raise UsageError(
+            f"a target is {int(target[strange][0])}, out of range for a vocabulary of {size} tokens; tokens that are "
+            f"not to be counted have the target {ignore_index} (ignore_index)."
+        )
+    logits = vocab_parallel_logits
+    if start + width > size:
+        padding = torch.arange(width, device=logits.device) >= max(0, size - start)
+        logits = logits.masked_fill(padding, -torch.inf)
+    losses = split_cross_entropy(logits, target, start, tp_group, ignore_index)
     if reduction == "none":
         return _gathered(losses, sp_group, sums=True) if gather_sequence_loss and sp_group is not None else losses
     return _over_tokens(losses, target != ignore_index, sp_group, mean=reduction == "mean")

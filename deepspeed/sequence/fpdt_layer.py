@@ -32,8 +32,6 @@ from deepspeed.sequence.block_attention import AttentionBlock
 from deepspeed.sequence.exchange import gather_heads, head_plan, of_all_ranks, scatter_queries_keys_values
 from deepspeed.sequence.layer import apply_rotary_pos_emb
 
-__all__ = ["FPDT_FFN", "FPDT_Attention", "FPDT_InputConstruct", "FPDT_LogitsLoss"]
-
 
 class _Chunk:
     """A tensor in host memory, and on the device from `load` to `drop`: a part of a sequence that waits for its use.
@@ -292,7 +290,12 @@ class FPDT_Attention(nn.Module):
         self.spg, self.return_bias = sequence_process_group, return_bias
         self.chunk_size, self.enable_offloading = chunk_size, enable_offloading
         self.plan = head_plan(self.heads, self.key_heads, sequence_process_group.size())
-        _check_rows(first_weight, (self.heads + 2 * self.key_heads) * self.width)
+        rows = (self.heads + 2 * self.key_heads) * self.width
+        if first_weight.shape[0] not in (0, rows):  # 0: sharded by ZeRO
+            raise UsageError(
+                f"first_weight has {first_weight.shape[0]} rows; the heads of the config need {rows}: queries, keys, "
+                "values."
+            )
 
     def forward(
         self,
@@ -457,10 +460,3 @@ def _part_of(length: int, ranks: int, chunk: int) -> int:
             f"{ranks} must divide {chunk}, and {chunk} must divide {length * ranks}. Choose another chunk_size."
         )
     return part
-
-
-def _check_rows(weight: Tensor, expected: int) -> None:
-    if weight.shape[0] not in (0, expected):  # 0: sharded by ZeRO
-        raise UsageError(
-            f"first_weight has {weight.shape[0]} rows; the heads of the config need {expected}: queries, keys, values."
-        )

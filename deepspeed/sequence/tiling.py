@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.log import log_dist
 from deepspeed.sequence.inputs import IGNORED, shifted
-from deepspeed.transformers.attention import models_in
+from deepspeed.transformers.attention import has_causal_loss, models_in
 from deepspeed.transformers.replacement import put_attribute
 
 if TYPE_CHECKING:
@@ -84,17 +84,10 @@ class SequenceTiledCompute:
     ) -> Any:
         """`args` are the values of `keys_to_shard`, then those of `keys_to_pass`."""
         cut = len(keys_to_shard)
-        return sequence_tiled_compute(
-            fn,
-            seqlen,
-            shards,
-            dict(zip(keys_to_shard, args[:cut], strict=True)),
-            dict(zip(keys_to_pass, args[cut:], strict=True)),
-            grad_requiring_tensor_key,
-            compute_params,
-            output_unshard_dimension,
-            output_reduction,
-        )
+        cut_up = dict(zip(keys_to_shard, args[:cut], strict=True))
+        passed = dict(zip(keys_to_pass, args[cut:], strict=True))
+        key, dim = grad_requiring_tensor_key, output_unshard_dimension
+        return sequence_tiled_compute(fn, seqlen, shards, cut_up, passed, key, compute_params, dim, output_reduction)
 
 
 class TiledMLP:
@@ -268,9 +261,7 @@ class _TiledLoss:
     """A causal model's forward in which logits exist for a tile; see [Note: logits that never are]."""
 
     def __init__(self, model: Any, tokens: int, stack: ExitStack, forward: Forward, tile_loss: TileLoss | None) -> None:
-        from transformers.loss.loss_utils import ForCausalLMLoss
-
-        known = tile_loss is not None or getattr(model, "loss_function", None) is ForCausalLMLoss
+        known = tile_loss is not None or has_causal_loss(model)
         self._model, self._name, self._tokens, self._forward = model, type(model).__name__, tokens, forward
         self._takes = inspect.signature(model.forward)
         self._head: Any = model.get_output_embeddings()

@@ -24,8 +24,7 @@ from deepspeed.transformers.attention import (
     SequenceInfo,
     core_attention,
     register_attention,
-    require_attention,
-    require_functions,
+    text_config_of,
 )
 
 
@@ -130,7 +129,7 @@ class UlyssesSPAttentionHF(nn.Module):
         if max_length is not None:
             warn_once("max_length of register_with_transformers is the old name of seq_length; please use that")
             seq_length = max_length if seq_length is None else seq_length
-        config = _config_of(model_name_or_path, core_attn_implementation)
+        config = text_config_of(model_name_or_path, core_attn_implementation)
         comm.init_distributed()
         parallel_state.initialize_sequence_parallel(sequence_parallel_size)
         attention = cls.of_config(
@@ -185,35 +184,6 @@ class UlyssesSPAttentionHF(nn.Module):
             None if positions is None else joined[0],
             None if mask is None else joined[-1].bool(),
         )
-
-
-def _config_of(model: Any, implementation: str) -> Any:
-    """The config of the text model, of a model, a config, or a name."""
-    if isinstance(model, str) or hasattr(model, "__fspath__"):
-        from transformers import AutoConfig
-
-        model = AutoConfig.from_pretrained(model)
-    config = getattr(model, "config", model).get_text_config()
-    kind = type(model) if isinstance(model, nn.Module) else _class_of(config)
-    require_functions(
-        kind, "Use a model that does, or deepspeed.sequence.layer.DistributedAttention inside of this one."
-    )
-    require_attention(type(config).__name__ if kind is None else kind.__name__, config)
-    used = config._attn_implementation
-    if isinstance(model, nn.Module) and used != implementation:
-        raise UsageError(
-            f"the model uses the attention {used!r}, but core_attn_implementation is {implementation!r}. Load the "
-            f"model with attn_implementation={implementation!r}."
-        )
-    return config
-
-
-def _class_of(config: Any) -> Any:
-    """The class of models that Transformers makes of a config; None if it knows none."""
-    from transformers import MODEL_MAPPING
-
-    found = MODEL_MAPPING.get(type(config), None)
-    return found[0] if isinstance(found, tuple) else found
 
 
 class UlyssesSPDataLoaderAdapter:

@@ -246,6 +246,43 @@ def models_in(module: nn.Module) -> list[Any]:
     return [each for each in module.modules() if isinstance(each, PreTrainedModel)]
 
 
+def configs_in(module: nn.Module) -> list[Any]:
+    """Those that say which attention is used: the models', and those of attention modules that have their own."""
+    from transformers import PreTrainedConfig
+
+    configs = [getattr(each, "config", None) for each in module.modules()]
+    return list({id(config): config for config in configs if isinstance(config, PreTrainedConfig)}.values())
+
+
+def text_config_of(model: Any, implementation: str) -> Any:
+    """The config of the text model, of a model, a config, or a name; refuses what cannot use the attention function."""
+    from transformers import MODEL_MAPPING, AutoConfig
+
+    if isinstance(model, str) or hasattr(model, "__fspath__"):
+        model = AutoConfig.from_pretrained(model)
+    config = getattr(model, "config", model).get_text_config()
+    kind = type(model) if isinstance(model, nn.Module) else MODEL_MAPPING.get(type(config), None)
+    kind = kind[0] if isinstance(kind, tuple) else kind
+    require_functions(
+        kind, "Use a model that does, or deepspeed.sequence.layer.DistributedAttention inside of this one."
+    )
+    require_attention(type(config).__name__ if kind is None else kind.__name__, config)
+    used = config._attn_implementation
+    if isinstance(model, nn.Module) and used != implementation:
+        raise UsageError(
+            f"the model uses the attention {used!r}, but core_attn_implementation is {implementation!r}. Load the "
+            f"model with attn_implementation={implementation!r}."
+        )
+    return config
+
+
+def has_causal_loss(model: Any) -> bool:
+    """Whether a model computes the loss of the next token by Transformers' function for it."""
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    return getattr(model, "loss_function", None) is ForCausalLMLoss
+
+
 def require_attention(name: str, config: Any) -> None:
     """Refuse a model in which tokens meet in other layers than attention: parts of a sequence would not, silently."""
     text = config.get_text_config()
