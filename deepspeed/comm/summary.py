@@ -16,20 +16,12 @@ from deepspeed.comm.operations import ReduceOp
 TRIM = 0.1
 
 # How an operation loads the links: what all ranks exchange together, and how much of it crosses a link.
-_GATHER, _EXCHANGE, _REDUCE, _PLAIN = "gather", "exchange", "reduce", "plain"
-_TRAFFIC: Mapping[str, str] = {
-    "all_gather": _GATHER,
-    "all_gather_into_tensor": _GATHER,
-    "all_gather_coalesced": _GATHER,
-    "reduce_scatter": _GATHER,
-    "reduce_scatter_tensor": _GATHER,
-    "all_to_all": _EXCHANGE,
-    "all_to_all_single": _EXCHANGE,
-    "reduce_scatter_coalesced": _EXCHANGE,
-    "all_reduce": _REDUCE,
-    "all_reduce_coalesced": _REDUCE,
-    "inference_all_reduce": _REDUCE,
-}
+_GATHERS = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_coalesced"),
+    *("reduce_scatter", "reduce_scatter_tensor"),
+)
+_EXCHANGES = ("all_to_all", "all_to_all_single", "reduce_scatter_coalesced")
+_REDUCTIONS = ("all_reduce", "all_reduce_coalesced", "inference_all_reduce")
 
 
 def bandwidth(op: str, size: int, duration: float, ranks: int) -> tuple[float, float]:
@@ -40,14 +32,13 @@ def bandwidth(op: str, size: int, duration: float, ranks: int) -> tuple[float, f
     """
     if duration <= 0:
         return 0.0, 0.0
-    traffic = _TRAFFIC.get(op, _PLAIN)
     share = (ranks - 1) / ranks
-    if traffic == _REDUCE:
+    if op in _REDUCTIONS:
         algorithm, bus = 2 * size / duration, size / duration * 2 * share
-    elif traffic == _GATHER:
+    elif op in _GATHERS:
         algorithm = size * ranks / duration
         bus = algorithm * share
-    elif traffic == _EXCHANGE:
+    elif op in _EXCHANGES:
         algorithm = size / duration
         bus = algorithm * share
     else:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, batch_of
 from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.renamed import RENAMED
+from deepspeed.config.schema import Schema
 from deepspeed.config.schema_walk import keys_of
 
 if TYPE_CHECKING:
     from deepspeed.config.load import Loaded
-    from deepspeed.config.schema import Schema
-from deepspeed.config.renamed import RENAMED
-from deepspeed.config.schema import Schema
 
 _SECRET = ("api_key", "apikey", "token", "password", "secret")
 

@@ -180,21 +180,17 @@ def not_boolean(value: Any) -> Any:
 
 
 def _positive_or_auto(value: Any) -> Any:
-    if value == "auto":
-        return value
     number = from_text(value)
-    if number is None or number != math.floor(number) or number < 1:
+    if value != "auto" and (number is None or number != math.floor(number) or number < 1):
         raise ValueError(f'expected a whole number above zero or "auto", found {value!r}')
-    return int(number)
+    return value if number is None else int(number)
 
 
 def _number_or_auto(value: Any) -> Any:
-    if value == "auto":
-        return value
     number = from_text(value)
-    if number is None:
+    if value != "auto" and number is None:
         raise ValueError(f'expected a number or "auto", found {value!r}')
-    return number
+    return value if number is None else number
 
 
 def from_text(value: Any) -> float | None:

@@ -28,20 +28,6 @@ from .model import (
     raise_together,
 )
 
-__all__ = [
-    "DEFAULT_LEAF_MODULE_CLASSES",
-    "DEFAULT_LEAF_MODULE_NAMES",
-    "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
-    "DeepSpeedZeroConfig",
-    "DeepSpeedZeroLeafModuleConfig",
-    "DeepSpeedZeroOffloadOptimizerConfig",
-    "DeepSpeedZeroOffloadParamConfig",
-    "OffloadDeviceEnum",
-    "OffloadStateTypeEnum",
-    "ZenFlowConfig",
-    "ZeroStageEnum",
-]
-
 
 class OffloadDeviceEnum(str, Enum):
     """Where offloaded state lives."""
@@ -157,8 +143,6 @@ DEFAULT_LEAF_MODULE_CLASSES: list[str] = [
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 ]
-DEFAULT_LEAF_MODULE_NAMES: list[str] = []
-DEFAULT_LEAF_MODULE_NAME_SUFFIXES: list[str] = []
 
 
 class DeepSpeedZeroLeafModuleConfig(Section):
@@ -169,12 +153,8 @@ class DeepSpeedZeroLeafModuleConfig(Section):
         "Classes, by fully qualified name, whose subtree is gathered whole; a list given here replaces the default "
         "list.",
     )
-    names: OneOrMoreNames = key(
-        DEFAULT_LEAF_MODULE_NAMES, "Modules, by path in the model, whose subtree is gathered whole."
-    )
-    name_suffixes: OneOrMoreNames = key(
-        DEFAULT_LEAF_MODULE_NAME_SUFFIXES, "Endings of module paths whose subtree is gathered whole."
-    )
+    names: OneOrMoreNames = key([], "Modules, by path in the model, whose subtree is gathered whole.")
+    name_suffixes: OneOrMoreNames = key([], "Endings of module paths whose subtree is gathered whole.")
 
 
 class ZenFlowConfig(Section):

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -89,40 +90,40 @@ def _inside(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
         yield (row, *offsets), (1, *sizes)
 
 
-class FlatLayout(Protocol):
+@dataclass(frozen=True)
+class FlatLayout(ABC):
     """How a list of parameters is spread over ranks; every rank has a shard of the same length."""
 
-    @property
-    def numels(self) -> tuple[int, ...]:
-        """Elements of each parameter."""
+    numels: tuple[int, ...]
+    """Elements of each parameter."""
+    world: int
+    """Ranks."""
 
     @property
-    def world(self) -> int:
-        """Ranks."""
-
-    @property
+    @abstractmethod
     def shard_numel(self) -> int:
         """Elements of a rank's shard, padding included."""
 
+    @abstractmethod
     def interval(self, param: int, rank: int) -> tuple[int, int]:
         """The [start, stop) of the parameter that the rank holds; empty if it holds nothing of it."""
 
+    @abstractmethod
     def position(self, param: int, rank: int) -> int:
         """Where that interval begins in the rank's shard."""
 
+    @abstractmethod
     def holders(self, param: int) -> range:
         """The ranks that hold elements of the parameter; between the first and the last all hold equally many."""
 
 
 @dataclass(frozen=True)
-class ContiguousLayout:
+class ContiguousLayout(FlatLayout):
     """Split the concatenation of all parameters into equal contiguous parts.
 
     `align` makes the shard a multiple of so many elements; `gap` begins every parameter at a multiple of so many.
     """
 
-    numels: tuple[int, ...]
-    world: int
     align: int = 2
     gap: int = 1
     starts: tuple[int, ...] = field(init=False)
@@ -141,7 +142,6 @@ class ContiguousLayout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of a rank's shard, padding included."""
         unit = self.world * self.align
         return -(-self.filled // unit) * self.align
 
@@ -151,18 +151,15 @@ class ContiguousLayout:
         return self.shard_numel * self.world
 
     def interval(self, param: int, rank: int) -> tuple[int, int]:
-        """The [start, stop) of the parameter that the rank holds; empty if it holds nothing of it."""
         begin, numel, shard = self.starts[param], self.numels[param], self.shard_numel
         start = min(max(rank * shard - begin, 0), numel)
         stop = min(max((rank + 1) * shard - begin, 0), numel)
         return start, stop
 
     def position(self, param: int, rank: int) -> int:
-        """Where that interval begins in the rank's shard."""
         return max(self.starts[param] - rank * self.shard_numel, 0)
 
     def holders(self, param: int) -> range:
-        """The ranks that hold elements of the parameter; between the first and the last all hold equally many."""
         begin, numel, shard = self.starts[param], self.numels[param], self.shard_numel
         return range(begin // shard, (begin + numel - 1) // shard + 1) if numel else range(0)
 
@@ -176,11 +173,9 @@ class ContiguousLayout:
 
 
 @dataclass(frozen=True)
-class StripedLayout:
+class StripedLayout(FlatLayout):
     """Split every parameter by itself: rank r holds its r-th part of ceil(numel / world) elements."""
 
-    numels: tuple[int, ...]
-    world: int
     offsets: tuple[int, ...] = field(init=False)
     """Where each parameter's part begins in a rank's shard."""
 
@@ -193,7 +188,6 @@ class StripedLayout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of a rank's shard, padding included."""
         return self.offsets[-1]
 
     def chunk(self, param: int) -> int:
@@ -201,16 +195,13 @@ class StripedLayout:
         return -(-self.numels[param] // self.world)
 
     def interval(self, param: int, rank: int) -> tuple[int, int]:
-        """The [start, stop) of the parameter that the rank holds; empty if it holds nothing of it."""
         chunk, numel = self.chunk(param), self.numels[param]
         return min(rank * chunk, numel), min((rank + 1) * chunk, numel)
 
     def position(self, param: int, rank: int) -> int:
-        """Where that interval begins in the rank's shard."""
         return self.offsets[param]
 
     def holders(self, param: int) -> range:
-        """The ranks that hold elements of the parameter; between the first and the last all hold equally many."""
         chunk, numel = self.chunk(param), self.numels[param]
         return range(-(-numel // chunk)) if numel else range(0)
 

@@ -18,7 +18,6 @@ from deepspeed.trust import flaw_of_name
 
 if TYPE_CHECKING:
     from deepspeed.config.monitor import CometConfig, CSVConfig, DeepSpeedMonitorConfig, TensorBoardConfig, WandbConfig
-__all__ = ["CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]
 
 
 class Entry(NamedTuple):

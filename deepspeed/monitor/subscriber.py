@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,15 +13,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.events import EventStream, ExpertsUsed, Phase, StepFinished, Subscription
 from deepspeed.monitor.monitor import Monitor, writes_here
 
+if TYPE_CHECKING:
+    from deepspeed.profiling.timers import WallClock
+
 _PREFIX = "Train/Samples/"
 _EXPERTS = "Train/Experts/"
-
-
-class StepTimes(Protocol):
-    """Whatever measures the phases of a step (`profiling.wall_clock.WallClock`)."""
-
-    def listen(self, handler: Callable[[StepFinished, Mapping[Phase, float]], None]) -> Any:
-        """Call `handler` with each step and its milliseconds per phase; what is returned has `close()`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +37,7 @@ class MonitorSubscriber:
     work, and the step is written when the copy is there: at once, at the next step, or by `flush()`.
     """
 
-    def __init__(self, monitor: Monitor, *, times: StepTimes | None = None) -> None:
+    def __init__(self, monitor: Monitor, *, times: WallClock | None = None) -> None:
         self._monitor = monitor
         self._times = times
         self._unread: _PendingMetrics | None = None

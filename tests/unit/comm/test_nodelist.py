@@ -4,30 +4,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.comm.discover import expand, first_host
+from deepspeed.comm.discover import first_host
 from deepspeed.errors import RendezvousError
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"),
+    ("text", "host"),
     [
-        ("gpu5", ["gpu5"]),
-        ("node[01-03,7]", ["node01", "node02", "node03", "node7"]),
-        ("a,b-c.d", ["a", "b-c.d"]),
-        ("a[1-2],b,c[08-10]x", ["a1", "a2", "b", "c08x", "c09x", "c10x"]),
-        ("r[1-2]n[0,5]", ["r1n0", "r1n5", "r2n0", "r2n5"]),
-        (" n[9-11] ", ["n9", "n10", "n11"]),
+        ("gpu5", "gpu5"),
+        ("node[01-03,7]", "node01"),
+        ("a,b-c.d", "a"),
+        ("a[1-2],b,c[08-10]x", "a1"),
+        ("r[1-2]n[0,5]", "r1n0"),
+        (" n[ 9-11] ", "n9"),
+        ("c[08-10]x,a[1-2]", "c08x"),
     ],
 )
-def test_expand(text, hosts):
-    assert list(expand(text)) == hosts
-    assert first_host(text) == hosts[0]
+def test_first_host(text, host):
+    assert first_host(text) == host
 
 
-@pytest.mark.parametrize("text", ["", " ", "n[", "n]1", "n[a-b]", "n[3-1]", "n[]", "a,,b", ",a", "n[1-2-3]"])
+@pytest.mark.parametrize("text", ["", " ", "n[", "n]1", "n[a-b]", "n[]", "a,,b", ",a", "n[1-2-3]"])
 def test_malformed_lists_say_so(text):
     with pytest.raises(RendezvousError, match="MASTER_ADDR"):
-        list(expand(text))
+        first_host(text)
 
 
 def _ranges(numbers, width):
@@ -51,10 +51,10 @@ prefixes = st.from_regex(r"[a-z][a-z.-]{0,5}", fullmatch=True)
         max_size=4,
     )
 )
-def test_expand_undoes_compaction(parts):
+def test_compact_lists_of_many_hosts(parts):
     hosts, items = [], []
     for prefix, numbers, width, suffix in parts:
         ordered = sorted(numbers)
         hosts += [f"{prefix}{str(number).zfill(width)}{suffix}" for number in ordered]
         items.append(f"{prefix}[{_ranges(ordered, width)}]{suffix}")
-    assert list(expand(",".join(items))) == hosts
+    assert first_host(",".join(items)) == hosts[0]
