@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from deepspeed.checkpoint.formats.adapters import JoinedSlices, Resliced, Stages
 from deepspeed.checkpoint.formats.checked_files import Opener
@@ -24,11 +22,8 @@ from deepspeed.errors import CheckpointError
 from deepspeed.fragments import DimSplit
 from deepspeed.trust import inside
 
-
-class OfRank(Protocol):
-    """What a model-parallel rank wrote; `reads_order`: a reader's own groups tell the order of parameters there."""
-
-    def __call__(self, rank: int, *, reads_order: bool = True) -> DeepSpeedSource | NativeSource: ...
+OfRank = Callable[[int, bool], DeepSpeedSource | NativeSource]
+"""What a model-parallel rank wrote, and whether a reader's own groups tell the order of parameters there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,7 @@ def open_checkpoint(
         with reading(path):
             stages, slices = _dimensions(found, opener)
 
-        def of_rank(rank: int, *, reads_order: bool = True) -> DeepSpeedSource:
+        def of_rank(rank: int, reads_order: bool = True) -> DeepSpeedSource:
             return DeepSpeedSource(
                 path,
                 rank,
@@ -102,7 +97,7 @@ def _open_native(path: Path, opener: Opener, mp_rank: int, share: ModelShare) ->
     if stages * slices == 1:
         return _cut(_joined(first), share.splits, mp_rank)
 
-    def of_rank(rank: int, *, reads_order: bool = True) -> NativeSource:
+    def of_rank(rank: int, reads_order: bool = True) -> NativeSource:
         return NativeSource(path, rank, opener=opener)
 
     if stages == 1:
@@ -118,8 +113,8 @@ def _of_stages(
     mine, place = divmod(mp_rank, _ranks_of(splits) or slices)
 
     def of_stage(stage: int) -> Source:
-        of_slice = functools.partial(of_rank, reads_order=stage == mine)
-        return _joined(_of_ranks(lambda part: of_slice(stage * slices + part), range(slices), splits, place))
+        first = stage * slices
+        return _joined(_of_ranks(lambda part: of_rank(first + part, stage == mine), range(slices), splits, place))
 
     return Stages([of_stage(stage) for stage in range(stages)], mine)
 

@@ -1,7 +1,7 @@
 """The manifest of a checkpoint: which files belong to it, their sizes and checksums; written last, checked on load.
 
 [Note: what a reader checks] `check` compares names and sizes and reads no data. `verify` reads every byte. In between,
-a reader that takes a part of a file goes through `blocks.FileCheck`, which compares the blocks under that range, each
+a reader that takes a part of a file goes through `FileCheck`, which compares the blocks under that range, each
 once. The manifest is compared with its own canonical text, so that no byte of it can change unnoticed.
 """
 
@@ -157,16 +157,21 @@ def _parse(found: Mapping[str, Any]) -> Manifest:
     return Manifest(tag, form, world, files, found["facts"], found["saved_at"], found["written_by"])
 
 
-def check(path: str | os.PathLike[str]) -> list[FileProblem]:
-    """The cheap look at a checkpoint: is the manifest whole, are all files there with their sizes."""
-    directory = Path(path)
+def _listed(directory: Path) -> tuple[Mapping[str, FileFacts], list[FileProblem]]:
+    """The files that a checkpoint's manifest lists, or why it lists none."""
     try:
         manifest = read(directory)
     except CheckpointError as error:
-        return [FileProblem(str(directory / NAME), str(error))]
+        return {}, [FileProblem(str(directory / NAME), str(error))]
     if manifest is None:
-        return [FileProblem(str(directory / NAME), "there is no manifest")]
-    return sizes(directory, manifest.files)
+        return {}, [FileProblem(str(directory / NAME), "there is no manifest, so nothing can be compared")]
+    return manifest.files, []
+
+
+def check(path: str | os.PathLike[str]) -> list[FileProblem]:
+    """The cheap look at a checkpoint: is the manifest whole, are all files there with their sizes."""
+    files, problems = _listed(Path(path))
+    return problems or sizes(Path(path), files)
 
 
 def sizes(directory: Path, files: Mapping[str, FileFacts]) -> list[FileProblem]:
@@ -180,17 +185,12 @@ def verify(
 ) -> list[FileProblem]:
     """Read every byte of a checkpoint, or of some of its files, and compare; an empty list is good news."""
     directory = Path(directory)
-    try:
-        manifest = read(directory)
-    except CheckpointError as error:
-        return [FileProblem(str(directory / NAME), str(error))]
-    if manifest is None:
-        return [FileProblem(str(directory / NAME), "there is no manifest, so nothing can be compared")]
-    wanted = list(manifest.files) if files is None else list(files)
-    problems = [
-        FileProblem(str(directory / name), "not in the manifest") for name in wanted if name not in manifest.files
-    ]
-    listed = {name: manifest.files[name] for name in wanted if name in manifest.files}
+    known, problems = _listed(directory)
+    if problems:
+        return problems
+    wanted = known if files is None else list(files)
+    problems = [FileProblem(str(directory / name), "not in the manifest") for name in wanted if name not in known]
+    listed = {name: known[name] for name in wanted if name in known}
     problems += sizes(directory, listed)
     odd = {problem.file for problem in problems}
     for name, facts in listed.items():

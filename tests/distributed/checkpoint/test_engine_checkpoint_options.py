@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import socket
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed import comm
 from deepspeed.checkpoint.formats.bulk_read import BulkRead
 from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.checkpoint.storage import manifest, rank_meeting
@@ -440,9 +442,14 @@ class Touch(logging.Handler):
             self.path.touch()
 
 
+@pytest.mark.parametrize("hangs", [True, False])
 @ranks(2)
-def test_a_rank_that_is_busy_is_waited_for(tmp_path):
-    engine = build(2, checkpoint={"rank_wait": 2.0})
+def test_a_rank_that_is_busy_is_waited_for(tmp_path, hangs):
+    """The thread that answers for it also runs where hangs are not watched, and there is no other one between saves."""
+    engine = build(2, checkpoint={"rank_wait": 2.0}, hangs={"enabled": hangs})
+    assert comm.dispatcher.watch.running == hangs
+    names = {thread.name for thread in threading.enumerate()}
+    assert {name for name in names if name.startswith(("checkpoint", "deepspeed-hangs"))} == {"deepspeed-hangs"}
     waiting = tmp_path / "waiting"
     if dist.get_rank() == 0:
         while not waiting.exists():  # such as writing a model for export
