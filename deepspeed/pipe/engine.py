@@ -226,7 +226,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._feed = BatchSource(parts.training_dataloader, needed=module.first or module.last)
         self._feed.batch_fn = None if module.cut is None else module.cut.pair
         self._plan(self.gradient_accumulation_steps())
-        self._at_boundary = False
         self._additional: dict[str, Tensor] | None = None
         self.agg_train_loss: Tensor | None = None
         log_dist(f"pipeline: {self.schedule_name}; {module.describe()}")
@@ -261,12 +260,13 @@ class PipelineEngine(DeepSpeedEngine):
         return self.agg_train_loss
 
     def _take_batch_step(self, count: int) -> None:
-        self._parts.accumulation.micro_steps += count - 1
-        self._at_boundary = True
+        accumulation = self._parts.accumulation
+        accumulation.micro_steps += count - 1
+        accumulation.boundary = True  # the count alone would not say so once the size of a batch has changed
         try:
             super().step()
         finally:
-            self._at_boundary = False
+            accumulation.boundary = None
 
     def eval_batch(
         self,
@@ -383,8 +383,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Further losses of this rank's last stage, averaged over its micro-batches."""
         if not results.extra:
             return None
-        rows = {name: [torch.as_tensor(extra[name]) for extra in results.extra] for name in results.extra[0]}
-        return {name: torch.stack([each.detach().float() for each in row]).mean() for name, row in rows.items()}
+        return {name: torch.stack([extra[name] for extra in results.extra]).mean() for name in results.extra[0]}
 
     # ---- schedules
 
@@ -464,7 +463,7 @@ class PipelineEngine(DeepSpeedEngine):
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """True while the optimizer steps: a batch is one accumulation."""
-        return self._at_boundary
+        return self._parts.accumulation.boundary is True
 
     def get_global_grad_norm(self) -> float | None:
         """As of any engine; a stage that was lost while it was being found is named."""

@@ -147,7 +147,7 @@ class Results:
     outputs: list[Any] = field(default_factory=list)  # on the last stage, where they are asked for
     loss: float | None = None
     """The mean of those of all ranks, where it was computed on hosts; they tell it when they agree upon the end."""
-    extra: list[dict[str, Any]] = field(default_factory=list)  # further losses of the module, of each micro-batch
+    extra: list[dict[str, Tensor]] = field(default_factory=list)  # further losses of the module, of each micro-batch
     failed: bool = False  # this stage, or one that it depends on, could not do its part
     failure: Failure | None = None  # what this rank itself could not do
 
@@ -356,8 +356,9 @@ class Executor:
         loss = self._loss(outputs, play.batches[action.micro_batch][1])
         play.results.losses.append(loss.detach().float())
         extra = self._module.get_additional_losses()
-        if extra:
-            play.results.extra.append(extra)
+        if extra:  # the module may change these for the next micro-batch
+            numbers = {name: torch.as_tensor(value).detach().float().clone() for name, value in extra.items()}
+            play.results.extra.append(numbers)
         if play.train:
             play.held[action.stage, action.micro_batch] = _Held(leaves, [loss])
 

@@ -1,5 +1,7 @@
 """What layers do with what goes from stage to stage, and losses that are modules: the same numbers as one process."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -222,6 +224,33 @@ def test_losses_that_are_modules():
         engine.load_checkpoint(path, tag="t")
         assert float(engine.eval_batch(batches(2, labels))) == pytest.approx(value, abs=1e-6)
         engine.destroy()
+
+
+@ranks(2)
+def test_batches_of_other_sizes_are_whole_steps():
+    """Also with evaluations in between, and where data ended inside a batch."""
+    layers = [Linear(0), Linear(1), Linear(2)]
+    whole = nn.Sequential(*copy.deepcopy(layers))
+    optimizer = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    engine, *_ = deepspeed.initialize(model=PipelineModule(layers, 2, loss_fn=mse_loss), config=config(2))
+
+    def loss_of(pairs):
+        return sum(mse_loss(whole(inputs), labels) for inputs, labels in pairs) / len(pairs)
+
+    for step, count in enumerate((2, 3, 3, 1, 4), start=1):
+        engine.set_train_batch_size(2 * count)
+        pairs = list(batches(count))
+        loss = loss_of(pairs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert float(engine.train_batch(iter(pairs))) == pytest.approx(float(loss.detach()), abs=1e-6), step
+        if count > 1:
+            with pytest.raises(StopIteration):
+                engine.train_batch(iter(pairs[:1]))
+        value = float(engine.eval_batch(batches(5), num_micro_batches=5))
+        assert value == pytest.approx(float(loss_of(list(batches(5))).detach()), abs=1e-6), step
+        assert engine.global_steps == step
 
 
 @ranks(2)
