@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,11 +65,12 @@ MODEL_AXES = tuple(name for name, kind in AXES.items() if kind.splits_model)
 STAGE_AXES = tuple(name for name in AXES if name != "pp")
 
 
-class AxisRoles(Generic[A]):
-    """The axes of a layout by their roles; `layout[...]` takes the short names of any combination."""
+class AxisRoles(ABC, Generic[A]):
+    """The axes of a layout by their roles."""
 
+    @abstractmethod
     def __getitem__(self, names: str | tuple[str, ...]) -> A:
-        raise NotImplementedError
+        """An axis, or any combination of axes, by short names."""
 
     @property
     def samples(self) -> A:

@@ -16,18 +16,6 @@ from deepspeed.errors import FeatureUnavailable, LayoutError
 from deepspeed.log import logger, warn_once
 from deepspeed.parallel.hierarchy import local_ranks
 
-__all__ = [
-    "ROUTE_EVAL",
-    "ROUTE_PREDICT",
-    "ROUTE_TRAIN",
-    "DeepSpeedDataLoader",
-    "RepeatingLoader",
-    "build_dataloader",
-    "default_workers",
-    "position_of",
-    "seek",
-]
-
 
 @runtime_checkable
 class TakesEpoch(Protocol):

@@ -26,17 +26,6 @@ if TYPE_CHECKING:
     from deepspeed.config.optimizer import SchedulerConfig
 
 
-__all__ = [
-    "VALID_LR_SCHEDULES",
-    "LRRangeTest",
-    "LRSchedule",
-    "OneCycle",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "build_scheduler",
-]
-
 WARMUP_LOG_RATE = "log"
 WARMUP_LINEAR_RATE = "linear"
 

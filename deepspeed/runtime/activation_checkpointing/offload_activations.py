@@ -40,13 +40,6 @@ from deepspeed.runtime.activation_checkpointing.offload import (
     is_expanded,
 )
 
-__all__ = [
-    "CheckpointActivationOffloadStats",
-    "CheckpointHiddenStatesOffload",
-    "get_checkpoint_hidden_states_offloading_ctx_manager",
-    "patch_gradient_checkpointing_layer_marker",
-]
-
 _MODULE, _CLASS = "transformers.modeling_layers", "GradientCheckpointingLayer"
 
 
