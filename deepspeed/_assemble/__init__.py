@@ -318,4 +318,4 @@ class _Assembly:
             shuffle=self.kind.whole,  # as DeepSpeed: the data of a pipeline may be grouped, by length say
         )
         if states is not None and states.deferral is not None and hasattr(data, "__len__"):
-            states.deferral.rhythm.know_epoch(len(loader) // parts.accumulation.steps)
+            states.deferral.schedule.know_epoch(len(loader) // parts.accumulation.steps)

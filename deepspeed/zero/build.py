@@ -28,7 +28,7 @@ from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
 from deepspeed.zero.gradients.sparse import embedding_parameters
 from deepspeed.zero.memory_budget import Budgeted
-from deepspeed.zero.offload import gather_from, homes_of, remotes_of, reserve, store_of, uses_disk
+from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
 from deepspeed.zero.parameters.coordinator import FetchCoordinator
 from deepspeed.zero.parameters.fetch_plan import FetchLimits
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
@@ -94,7 +94,7 @@ def make_block_gather(schema: Schema) -> Gather[FlatBlocks]:
 class StatePlacement:
     """Where states live, and the chunks of stage 3; what they need is closed with the stack."""
 
-    homes: StateTiers
+    tiers: StateTiers
     remotes: ChunkTiers | None
     agreement: RankAgreement
     stack: ExitStack
@@ -104,12 +104,12 @@ def state_placement(
     schema: Schema, budgeted: Budgeted | None, agreement: RankAgreement, stack: ExitStack
 ) -> StatePlacement:
     """As the config says: by its offload sections, or by its budgets."""
-    homes, remotes = agreement.run_together(
-        lambda: (homes_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
+    tiers, remotes = agreement.run_together(
+        lambda: (tiers_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
         "opening swap files",
         needed=uses_disk(schema),
     )
-    return StatePlacement(homes, remotes, agreement, stack)
+    return StatePlacement(tiers, remotes, agreement, stack)
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ def hold_model_states(
     zero, size = schema.zero_optimization, measure.axis.size
     if zero.stage > 0 and (size > 1 or placement.remotes is not None):
         _refuse_torch_muon(optimizer)
-    make_planner = partial(_planner, schema, module, precision, placement.homes)
+    make_planner = partial(_planner, schema, module, precision, placement.tiers)
     if zero.stage == 3 and (size > 1 or placement.remotes is not None):
         return _shard_parameters(schema, module, optimizer, measure, placement, make_planner)
     if size > 1 and zero.stage > 0 and optimizer is not None:
@@ -193,7 +193,7 @@ def hold_model_states(
         keep_whole(module, measure.axis)
     placements = placed(measure.ranks_of, lambda axis: Placement(alone, replicate=axis, samples=size))
     in_buckets = schema.optimizer_in_backward.enabled and size > 1  # gradients that are used up as they land
-    if optimizer is not None and (placement.homes.away or zero.offloads_optimizer or in_buckets):
+    if optimizer is not None and (placement.tiers.away or zero.offloads_optimizer or in_buckets):
         return _taken(make_planner(placements, OffloadedGroup), module, optimizer, measure, placement)
     return _in_place(make_planner(placements, None), module, optimizer, measure)
 
@@ -232,11 +232,11 @@ def _shard_parameters(
 
 
 def _planner(
-    schema: Schema, module: nn.Module, precision: Precision, homes: StateTiers, axis_of: AxisOf, make: Make | None
+    schema: Schema, module: nn.Module, precision: Precision, tiers: StateTiers, axis_of: AxisOf, make: Make | None
 ) -> GroupPlanner:
     names = {id(param): name for name, param in module.named_parameters()}
     travels = precision.reduce_dtypes(module)
-    return GroupPlanner(schema, axis_of, precision, names, travels, partial(make_reduction, schema), make, homes)
+    return GroupPlanner(schema, axis_of, precision, names, travels, partial(make_reduction, schema), make, tiers)
 
 
 def _in_place(planner: GroupPlanner, module: nn.Module, optimizer: Optimizer | None, measure: NormRanks) -> ZeroModel:
@@ -278,7 +278,7 @@ def _ways(planner: GroupPlanner, size: int, block: int) -> ReductionSettings:
     limit = zero.reduce_bucket_size if given else max(limit, min(block + block // 64, _BLOCK_MOST))
     return ReductionSettings(
         # Gradients that wait on the parameters of stage 1 would be added up in the parameters' dtype.
-        every_backward=zero.stage >= 2 or precision.accumulate != precision.param or planner.homes.away,
+        every_backward=zero.stage >= 2 or precision.accumulate != precision.param or planner.tiers.away,
         strict=given,
         limit=int(limit) if zero.contiguous_gradients else 1,
         # At stage 3 a rank that waits for gradients would not serve those that still need its parameters.
@@ -302,19 +302,19 @@ def _taken(
     if optimizer is not None:
         device = rank_device()[1]
         pace = StepTiling.of(
-            planner.schema, 0 if coordinator is None else None, pinned=planner.homes.pinned, late=device.type != "cpu"
+            planner.schema, 0 if coordinator is None else None, pinned=planner.tiers.pinned, late=device.type != "cpu"
         )
-        store = store_of(planner.schema, planner.homes, optimizer, stack)
+        store = store_of(planner.schema, planner.tiers, optimizer, stack)
         zenflow = planner.schema.zero_optimization.zenflow
         deferral = None if zenflow is None else DeferredUpdates(zenflow, optimizer)
         states = agreement.run_together(
             lambda: OptimizerStates(optimizer, planner.groups, measure, pace=pace, store=store, deferral=deferral),
             "taking space on the disk for the optimizer's states",
-            needed=planner.homes.swap is not None,
+            needed=planner.tiers.swap is not None,
         )
         stack.callback(states.close)
         if states.away:
-            stack.callback(wait_in_modules(module))
+            wait_in_modules(module, stack)
             states.compiled = runs_compiled(module)
         if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
             optimizer.whole = ShardedMatrices(states.groups)
@@ -375,7 +375,7 @@ def _fetching(
     hooks = ModuleHooks(module, coordinator)
     stack.callback(hooks.remove)
     hooks.install()
-    stack.callback(meet_state_dicts(module))
+    meet_state_dicts(module, stack)
     return coordinator, hooks
 
 

@@ -133,7 +133,7 @@ _BUFFERS = 4  # as many as the states of AdamW and one more
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
-def homes_of(schema: Schema, budgeted: Budgeted | None, stack: ExitStack) -> StateTiers:
+def tiers_of(schema: Schema, budgeted: Budgeted | None, stack: ExitStack) -> StateTiers:
     """Where the states of an engine live: as `offload_optimizer` or `memory` says; files are closed with `stack`."""
     zero, offload = schema.zero_optimization, schema.zero_optimization.offload_optimizer
     once = (schema.gradient_accumulation_steps or 1) == 1
@@ -162,9 +162,9 @@ def _swap(folder: Path | None, key: str, stack: ExitStack) -> SwapFile:
     return swap
 
 
-def store_of(schema: Schema, homes: StateTiers, optimizer: Optimizer, stack: ExitStack) -> StateStore[Tile]:
+def store_of(schema: Schema, tiers: StateTiers, optimizer: Optimizer, stack: ExitStack) -> StateStore[Tile]:
     """What brings states to memory and back: nothing has to, unless they rest on the disk."""
-    if homes.swap is None:
+    if tiers.swap is None:
         return DeviceStore()
     if not tiles_well(optimizer):
         key = "memory.disk" if schema.memory.disk else "zero_optimization.offload_optimizer.device"

@@ -40,7 +40,7 @@ def open_access(parts: Parts, optimizer: Optimizer, states: OptimizerStates, sta
         for key, param in module._parameters.items():
             if param is not None and param.requires_grad:
                 owner.slots.append((f"{prefix}.{key}" if prefix else key, module, key, param))
-    if owner.elders:
+    if owner.older:
         _tell_of_elders(owner)
     stack.callback(_close, parts.module, owner)
     return owner
@@ -49,7 +49,7 @@ def open_access(parts: Parts, optimizer: Optimizer, states: OptimizerStates, sta
 def _tell_of_elders(owner: StateOwner) -> None:
     """Say which engine can step from now on; one that only waits for Python's collector is no other engine."""
     gc.collect()
-    shared = [elder.rivals[owner] for elder in (ref() for ref in owner.elders) if elder is not None]
+    shared = [other.newer[owner] for other in (ref() for ref in owner.older) if other is not None]
     if shared:
         log_dist(
             f"{shared[0]} and perhaps other parameters of this engine are trained by an older engine, too, which was "

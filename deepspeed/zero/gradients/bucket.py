@@ -225,7 +225,7 @@ def _parts(mine: Tensor, cuts: Sequence[ReceivedInterval]) -> Sequence[Tensor]:
 def _carry(leaving: Sequence[tuple[StatePiece, Tensor]], accumulate: torch.dtype) -> None:
     """Off the device, added to what came before, and measured on the way; all of it queued, none of it waited for.
 
-    The device adds: what came before travels to it and back beside the backward, in both directions at once, while a
+    The device adds: what came before travels to it and back during the backward, in both directions at once, while a
     sum in host memory would wait for the copy first.
     """
     totals: list[Tensor] = []
@@ -276,7 +276,7 @@ class _Flight:
     memory: Tensor
     """What was sent; kept until the stream that packed it has waited for the landing."""
     pending: Pending[Tensor] | None
-    told: Pending[Tensor] | None = None
+    flags: Pending[Tensor] | None = None
     """What ranks say of its gradients; see `BucketsInFlight`."""
     landed: Any = None
     """The device's event after landing."""
@@ -290,7 +290,7 @@ class BucketsInFlight:
         self._landed = landed
         self._buckets: list[Bucket] = []
         self._flying: deque[_Flight] = deque()
-        self._beside: dict[torch.device, SideStream] = {}
+        self._side_stream: dict[torch.device, SideStream] = {}
         self._carried: Any = None
         """The device's event after the last landing in host memory that nobody has waited for."""
 
@@ -309,15 +309,15 @@ class BucketsInFlight:
         while len(self._flying) >= allowed:
             self._land_oldest()
         packed, had = bucket.pack()
-        told = ask()
-        beside = self._beside.get(bucket.device)
-        if beside is None:
-            beside = self._beside[bucket.device] = SideStream(bucket.device)
-        with comm.labelled(label(bucket.entries)), beside:
-            flight = _Flight(bucket, packed, bucket.reduction.start(packed, bucket.share), told)
-            if beside.device:
+        flags = ask()
+        side = self._side_stream.get(bucket.device)
+        if side is None:
+            side = self._side_stream[bucket.device] = SideStream(bucket.device)
+        with comm.labelled(label(bucket.entries)), side:
+            flight = _Flight(bucket, packed, bucket.reduction.start(packed, bucket.share), flags)
+            if side.device:
                 self._land(flight)
-                flight.landed = beside.record()
+                flight.landed = side.record()
                 if bucket.leaves:
                     self._carried = flight.landed
         self._flying.append(flight)
@@ -349,5 +349,5 @@ class BucketsInFlight:
         self._land(flight)
         if flight.landed is not None:
             flight.landed.wait()  # the stream that computes waits, not the host
-        if flight.told is not None:
-            self._landed(flight.bucket, flight.told)
+        if flight.flags is not None:
+            self._landed(flight.bucket, flight.flags)

@@ -58,7 +58,7 @@ class HostGather:
 
     def __init__(self, device: torch.device, among: Gather[Shard]) -> None:
         self._among = among
-        self._beside = SideStream(device)
+        self._side_stream = SideStream(device)
 
     @torch.no_grad()
     def start(self, shards: Sequence[Shard], serves: GatherFor) -> None:
@@ -67,11 +67,11 @@ class HostGather:
         # Memory belongs to the stream that computes: the other one writes it only after what is queued there now.
         for shard in shards:
             shard.allocate()
-        with self._beside:
+        with self._side_stream:
             if single:
                 targets, sources = [shard.flat for shard in single], [shard.data for shard in single]
                 torch._foreach_copy_(targets, sources, non_blocking=True)
-                copied = Pending(None, EventWait(self._beside.record()) if self._beside.device else None)
+                copied = Pending(None, EventWait(self._side_stream.record()) if self._side_stream.device else None)
                 for shard in single:
                     shard.pending = copied
             for shard in several:
@@ -104,7 +104,7 @@ class FileChunks:
         self._free: deque[tuple[Tensor, Any]] = deque()
         """Buffers, each with the event behind the last copy out of it."""
         self._made = 0
-        self._beside = SideStream(device)
+        self._side_stream = SideStream(device)
 
     def keep(self, chunk: Tensor) -> Tensor:
         if chunk.numel() <= self._room:
@@ -128,7 +128,7 @@ class FileChunks:
 
     def read(self, chunks: Sequence[tuple[Tensor, Tensor]]) -> ChunkRead:
         """Begin to bring chunks, each to memory where its parameter is used."""
-        with self._beside:  # what is queued now may still use that memory
+        with self._side_stream:  # what is queued now may still use that memory
             pass
         return ChunkRead(self, [part for chunk, target in chunks for part in self._parts(chunk, target)])
 
@@ -156,14 +156,14 @@ class FileChunks:
         target = flight.part.target
         if flight.buffer is target:
             return
-        with self._beside.again():
+        with self._side_stream.again():
             target.copy_(flight.buffer[: target.nbytes].view(target.dtype), non_blocking=True)
-            self._free.append((flight.buffer, self._beside.record()))
+            self._free.append((flight.buffer, self._side_stream.record()))
 
     def done(self) -> None:
         """What computes waits for all that was sent."""
-        if self._beside.device:
-            self._beside.record().wait()
+        if self._side_stream.device:
+            self._side_stream.record().wait()
 
     def _buffer(self, size: int) -> Tensor:
         """One that is free, or a new one; of at least so many bytes."""

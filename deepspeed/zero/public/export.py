@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,23 +11,18 @@ from deepspeed.log import warn_once
 from deepspeed.zero.parameters.shard import shard_of
 
 
-def meet_state_dicts(module: nn.Module) -> Callable[[], None]:
+def meet_state_dicts(module: nn.Module, stack: ExitStack) -> None:
     """Let `load_state_dict` of the module and those below it take whole values; warn where `state_dict` is empty.
 
-    Returns what undoes that. With `keep_vars=True`, as this library calls it, nothing is said: then the caller wants
+    The stack undoes that. With `keep_vars=True`, as this library calls it, there is no warning: then the caller wants
     the parameters themselves.
     """
-    handles = [each.register_state_dict_pre_hook(_tell) for each in module.modules()]
-    handles += [each.register_load_state_dict_pre_hook(_take) for each in module.modules()]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+    for each in module.modules():
+        stack.callback(each.register_state_dict_pre_hook(_warn_if_empty).remove)
+        stack.callback(each.register_load_state_dict_pre_hook(_take).remove)
 
 
-def _tell(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _warn_if_empty(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     if not keep_vars and any(map(_is_empty, module.parameters(recurse=False))):
         warn_once(
             "state_dict() of a model whose parameters are sharded has empty tensors. Use engine.module_state_dict() or "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -68,7 +68,8 @@ class TiledLinear(nn.Module):
         """Take over weight and bias of a linear layer of the same sizes; of rank 0 where the tiles are sharded."""
         with GatheredParameters(other.parameters()):
             weight, bias = self._given(other)
-            for row, (top, bottom) in zip(self._rows(), _spans(self.out_parts), strict=True):
+            rows: Any = self.linears
+            for row, (top, bottom) in zip(rows, _spans(self.out_parts), strict=True):
                 for tile, (left, right) in zip(row, _spans(self.in_parts), strict=True):
                     with GatheredParameters(tile.parameters(), modifier_rank=0):
                         tile.weight.copy_(weight[top:bottom, left:right])
@@ -81,9 +82,6 @@ class TiledLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.use_bias}, "
             f"in_splits={self.in_splits}, out_splits={self.out_splits}"
         )
-
-    def _rows(self) -> Iterator[Any]:
-        return iter(self.linears)
 
     def _parts_of(self, input_: Any) -> Sequence[Tensor]:
         sizes = _sizes(self.in_parts)

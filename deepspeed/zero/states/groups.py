@@ -46,7 +46,7 @@ class Dtypes:
     master: torch.dtype
     accumulate: torch.dtype
     reduce: torch.dtype
-    homes: StateTiers = AT_HOME
+    tiers: StateTiers = AT_HOME
     """And in which tier."""
     kept: bool = True
     """Memory for gradients is kept between steps where there would be much to allocate; else it comes and goes."""
@@ -75,7 +75,7 @@ class ShardGroup:
         """The optimizer's own dict of this parameter group."""
         self.pieces: list[StatePiece] = []
         """Those that have elements on this rank."""
-        self.homes: list[Tensor] = []
+        self.published: list[Tensor] = []
         """The memory that each whole parameter is published in; none where a parameter may lie anywhere."""
 
     @property
@@ -160,7 +160,7 @@ class ShardGroup:
 
     def adopt_edits(self) -> None:
         """Take over parameters that somebody wrote since the last step, instead of undoing that silently."""
-        places = enumerate(self.params) if self.homes else ()
+        places = enumerate(self.params) if self.published else ()
         moved = {id(param) for place, param in places if self.reclaim(place)}
         for piece in self.pieces:
             if piece.edited or id(piece.param) in moved:
@@ -168,7 +168,7 @@ class ShardGroup:
 
     def reclaim(self, place: int) -> bool:
         """Bring a parameter whose data was replaced back to the memory that it is published in; True if it was."""
-        return bool(self.homes) and reclaim(self.names[place], self.params[place], self.homes[place])
+        return bool(self.published) and reclaim(self.names[place], self.params[place], self.published[place])
 
     def take_states(self, optimizer: Optimizer) -> None:
         """Take over what the optimizer knows of parameters that it was used with before."""
@@ -228,7 +228,7 @@ class OffloadedGroup(ShardGroup):
                 param.data = param.data.contiguous()
             home = plain_data(param)
             self.pieces.append(StatePiece(name, param, param.shape, (0, param.numel()), home))
-            self.homes.append(home)
+            self.published.append(home)
             watch(name, param)
         move_out(self.pieces, dtypes)
 
@@ -391,14 +391,14 @@ class BlockGroup(ShardGroup):
             home.copy_(param.detach())
             show(param, home)
             watch(name, param, ResidentParameter)
-            self.homes.append(home)
+            self.published.append(home)
         return whole
 
     def _make_pieces(self) -> None:
         rank, dtype = self.axis.rank, self.dtypes.master
         # One wide copy of the whole shard; the masters are views of it, so that publishing is one copy too.
         self._master: Tensor | None = None
-        if not self.dtypes.homes.away:
+        if not self.dtypes.tiers.away:
             self._master = self._shard if self._shard.dtype == dtype else self._shard.to(dtype)
         for place in self.layout.members(rank):
             start, stop = self.layout.interval(place, rank)
@@ -490,7 +490,7 @@ class StripedGroup(ShardGroup):
                 self._piece_of[id(shard)] = piece
         lasting = {id(shard.param) for shard in self.shards if shard.persistent}
         # The states of what stays whole on the device stay there, too: it is small, and all ranks meet for it.
-        move_out([piece for piece in self.pieces if id(piece.param) in lasting], replace(dtypes, homes=AT_HOME))
+        move_out([piece for piece in self.pieces if id(piece.param) in lasting], replace(dtypes, tiers=AT_HOME))
         move_out([piece for piece in self.pieces if id(piece.param) not in lasting], dtypes)
 
     def adopt_edits(self) -> None:

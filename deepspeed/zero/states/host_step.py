@@ -102,7 +102,7 @@ class StateStreamer:
         accelerator = get_accelerator()
         self._comes, self._works, self._goes = (accelerator.Stream() for _ in range(3))
 
-    def welcome(self, turns: Sequence[TileUpdate]) -> tuple[list[TileUpdate], list[TileUpdate]]:
+    def choose_staying(self, turns: Sequence[TileUpdate]) -> tuple[list[TileUpdate], list[TileUpdate]]:
         """Let the first tiles stay, as long as there is room; returns the turns of those that do, and the others."""
         staying: list[TileUpdate] = []
         others: list[TileUpdate] = []
@@ -235,7 +235,7 @@ class HostStep:
         self._buffers: list[Tensor] = []
         self._events: list[Any] = []
         """Behind the copy out of each buffer."""
-        self._beside: SideStream | None = None
+        self._side_stream: SideStream | None = None
         self._streamer: StateStreamer | None = None
         self._workers: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
@@ -248,10 +248,10 @@ class HostStep:
         """Update tiles with their gradients times `factor`; if it may be `late`, while the caller goes on."""
         self._turns = list(turns)
         device = next((piece.param.device for turn in turns for piece in turn.pieces), torch.device("cpu"))
-        if self._beside is None and device.type != "cpu":
-            self._beside = SideStream(device)
-        if self._beside is not None:
-            with self._beside:  # weights that are in use until now are not overwritten before
+        if self._side_stream is None and device.type != "cpu":
+            self._side_stream = SideStream(device)
+        if self._side_stream is not None:
+            with self._side_stream:  # weights that are in use until now are not overwritten before
                 pass
         stay = None if any(turn.before for turn in turns) else can_stream(turns, optimizer, device)
         self._staying, others = [], list(turns)
@@ -259,13 +259,13 @@ class HostStep:
             self._bring_home(turns)
         else:
             self._streamer = self._streamer or StateStreamer(device, 0 if self._defers else stay)
-            self._staying, others = self._streamer.welcome(turns)
+            self._staying, others = self._streamer.choose_staying(turns)
             self._streamer.begin()
         if self._workers is None and (late or self._streamer is not None):
             self._workers = ThreadPoolExecutor(2, thread_name_prefix="deepspeed-host-step")
         if late:
             assert self._workers is not None, "made above"
-            self._running = self._workers.submit(self._run_beside, others, twin(optimizer), factor, device)
+            self._running = self._workers.submit(self._run_in_worker, others, twin(optimizer), factor, device)
         else:
             self._run(others, optimizer, factor)
 
@@ -297,7 +297,7 @@ class HostStep:
 
     # ---- the step
 
-    def _run_beside(
+    def _run_in_worker(
         self, turns: Sequence[TileUpdate], optimizer: Optimizer, factor: float, device: torch.device
     ) -> None:
         if device.type != "cpu":
@@ -315,10 +315,10 @@ class HostStep:
     def _run(self, turns: Sequence[TileUpdate], optimizer: Optimizer, factor: float) -> None:
         if self._streamer is not None and self._workers is not None:
             left = TileUpdates(turns)
-            beside = self._workers.submit(self._stream, left, twin(optimizer), factor)
+            streaming = self._workers.submit(self._stream, left, twin(optimizer), factor)
             for turn in iter(left.first, None):
                 self._step(turn, optimizer, factor)
-            beside.result()
+            streaming.result()
             return
         for turn in turns:
             if turn.before is not None:
@@ -401,15 +401,15 @@ class HostStep:
         return self._buffers[-1][:size]
 
     def _send(self, turn: TileUpdate, outs: Sequence[Tensor]) -> None:
-        if self._beside is None or not turn.pieces or outs[0] is turn.pieces[0].source:
+        if self._side_stream is None or not turn.pieces or outs[0] is turn.pieces[0].source:
             return
         sources = [piece.source for piece in turn.pieces]
         if self._streamer is not None:
             self._events[-1] = turn.sent = self._streamer.carry(sources, outs)
             return
-        with self._beside.again():
+        with self._side_stream.again():
             torch._foreach_copy_(sources, list(outs), non_blocking=True)
-            self._events[-1] = turn.sent = self._beside.record()
+            self._events[-1] = turn.sent = self._side_stream.record()
 
 
 def _step_plainly(turn: TileUpdate, outs: Sequence[Tensor], optimizer: Optimizer, factor: float) -> None:

@@ -8,6 +8,7 @@ before they run, since kernels of other libraries do not ask for a class. Waitin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, Protocol
 
@@ -79,19 +80,11 @@ def arrive(param: nn.Parameter) -> None:
         update.wait()
 
 
-def wait_in_modules(root: nn.Module) -> Callable[[], None]:
-    """Let every module wait for its own parameters before it runs; returns what undoes that."""
-    handles = [
-        module.register_forward_pre_hook(_arrive_before, prepend=True)
-        for module in root.modules()
-        if any(param is not None for param in module._parameters.values())
-    ]
-
-    def undo() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return undo
+def wait_in_modules(root: nn.Module, stack: ExitStack) -> None:
+    """Let every module wait for its own parameters before it runs, until the stack is closed."""
+    for module in root.modules():
+        if any(param is not None for param in module._parameters.values()):
+            stack.callback(module.register_forward_pre_hook(_arrive_before, prepend=True).remove)
 
 
 def runs_compiled(root: nn.Module) -> bool:

@@ -44,7 +44,6 @@ class OffloadedTile:
 
     @torch.no_grad()
     def __init__(self, pieces: Sequence[StatePiece], dtypes: Dtypes, swap: SwapFile | None = None) -> None:
-        homes = dtypes.homes
         self.pieces = list(pieces)
         self.sizes = [piece.source.numel() for piece in pieces]
         self.numel = sum(self.sizes)
@@ -55,12 +54,12 @@ class OffloadedTile:
         self.ahead: Callable[[], None] | None = None
         """Brings what the device made of the states into the rooms; None: it is there."""
         self.swap = swap
-        self._pinned = homes.pinned
+        self._pinned = dtypes.tiers.pinned
         self.rooms: dict[str, Tensor] = {}
         """Each kind of state where it rests: MASTER and the optimizer's keys."""
         # Where nothing is added up, gradients lie as they travelled: nothing is lost, and half as much moves.
-        held = dtypes.reduce if homes.once and dtypes.reduce in _NARROW else dtypes.accumulate
-        self.gradients = host_empty(self.numel, held, pinned=homes.pinned).zero_()
+        held = dtypes.reduce if dtypes.tiers.once and dtypes.reduce in _NARROW else dtypes.accumulate
+        self.gradients = host_empty(self.numel, held, pinned=dtypes.tiers.pinned).zero_()
         master = self.room(MASTER, dtypes.master, self.numel)
         for piece, wide, home in zip(pieces, self.split(master), self.gradients.split(self.sizes), strict=True):
             wide.copy_(piece.source.detach())
@@ -151,23 +150,22 @@ def state_of(optimizer: Optimizer, piece: StatePiece, kind: str) -> Tensor | Non
 
 
 def move_out(pieces: Sequence[StatePiece], dtypes: Dtypes) -> None:
-    """Give pieces their homes off the device, and those that stay their masters and gradients on it."""
-    homes = dtypes.homes
-    tiers = homes.rooms.place([piece.source.numel() for piece in pieces])
+    """Give pieces their memory off the device, and those that stay their masters and gradients on it."""
+    places = dtypes.tiers.rooms.place([piece.source.numel() for piece in pieces])
     by_tier: dict[Tier, list[StatePiece]] = {}
-    for piece, tier in zip(pieces, tiers, strict=True):
+    for piece, tier in zip(pieces, places, strict=True):
         by_tier.setdefault(tier, []).append(piece)
     staying = by_tier.pop(Tier.DEVICE, [])
     for piece in staying:
         piece.widen(dtypes.master, piece.param.device)
     if staying and dtypes.kept:
-        give_homes(staying, dtypes.accumulate)
+        give_gradient_memory(staying, dtypes.accumulate)
     for tier, leaving in by_tier.items():
-        for run in runs(leaving, lambda piece: piece.source.numel(), homes.tile):
-            OffloadedTile(run, dtypes, homes.swap if tier is Tier.DISK else None)
+        for run in runs(leaving, lambda piece: piece.source.numel(), dtypes.tiers.tile):
+            OffloadedTile(run, dtypes, dtypes.tiers.swap if tier is Tier.DISK else None)
 
 
-def give_homes(pieces: Sequence[StatePiece], dtype: torch.dtype) -> None:
+def give_gradient_memory(pieces: Sequence[StatePiece], dtype: torch.dtype) -> None:
     """Let gradients lie side by side on the device for good: nothing is allocated while backward runs."""
     sizes = [piece.source.numel() for piece in pieces]
     homes = torch.zeros(sum(sizes), dtype=dtype, device=pieces[0].param.device).split(sizes)

@@ -69,10 +69,10 @@ class StateOwner:
     """Give what one rank wrote into parameters that are whole on every rank to all of them."""
     sharded: bool
     """Parameters themselves are spread over ranks, also if there is one rank only."""
-    rivals: weakref.WeakKeyDictionary[StateOwner, str] = field(default_factory=weakref.WeakKeyDictionary)
+    newer: weakref.WeakKeyDictionary[StateOwner, str] = field(default_factory=weakref.WeakKeyDictionary)
     """Owners that came later and train parameters of this one, with one of those."""
-    elders: list[weakref.ref[StateOwner]] = field(default_factory=list)
-    """Those of which this one is a rival."""
+    older: list[weakref.ref[StateOwner]] = field(default_factory=list)
+    """Those of which this one is a newer owner."""
 
     slots: list[tuple[str, nn.Module, str, nn.Parameter]] = field(default_factory=list)
     """The name of each trained parameter, the module that holds it, under which key, and itself."""
@@ -94,7 +94,7 @@ class StateOwner:
 
     def require_sole(self) -> None:
         """Refuse a step while another engine trains the same parameters: each would undo what the other did."""
-        for name in self.rivals.values() if self.rivals else ():
+        for name in self.newer.values() if self.newer else ():
             raise UsageError(
                 f"another engine was made later that trains {name} and others of this engine's parameters. A step of "
                 "this one would bring them back to what they were before the other's steps. Step the newer engine, or "
@@ -121,29 +121,29 @@ class _Handle:
 
 
 def attach(params: Iterable[nn.Parameter], owner: StateOwner) -> None:
-    """Let parameters find their states; an engine that trained one of them before is told of its rival."""
+    """Let parameters find their states; an engine that trained one of them before learns of the newer one."""
     for param in params:
         before = owner_of(param)
-        if before is not None and before is not owner and owner not in before.rivals:
+        if before is not None and before is not owner and owner not in before.newer:
             held = owner.find(param)
             if held is not None and before.find(param) is not None:
-                before.rivals[owner] = held.name
-                owner.elders.append(weakref.ref(before))
+                before.newer[owner] = held.name
+                owner.older.append(weakref.ref(before))
         setattr(param, _KEY, _Handle(owner))
 
 
 def detach(params: Iterable[nn.Parameter], owner: StateOwner) -> None:
     """Undo `attach`, except where another engine took over meanwhile."""
-    elders = [elder for elder in (ref() for ref in owner.elders) if elder is not None]
-    for elder in elders:
-        elder.rivals.pop(owner, None)
+    older = [other for other in (ref() for ref in owner.older) if other is not None]
+    for other in older:
+        other.newer.pop(owner, None)
     for param in params:
         handle = getattr(param, _KEY, None)
         if isinstance(handle, _Handle) and handle.owner() is owner:
             delattr(param, _KEY)
-            for elder in elders:
-                if elder.find(param) is not None:
-                    setattr(param, _KEY, _Handle(elder))
+            for other in older:
+                if other.find(param) is not None:
+                    setattr(param, _KEY, _Handle(other))
 
 
 def owner_of(param: Tensor) -> StateOwner | None:

@@ -38,7 +38,7 @@ class GroupPlanner:
     make_reduction: Callable[[Placement], Reduction]
     make: Make | None = None
     """How a group is made; None: what the optimizer updates are the parameters themselves, or whole masters."""
-    homes: StateTiers = AT_HOME
+    tiers: StateTiers = AT_HOME
     """Where states live."""
     reductions: dict[Placement, Reduction] = field(default_factory=dict)
     """One for each placement, so that its parameters share buckets."""
@@ -89,8 +89,8 @@ class GroupPlanner:
         reduce = self.travels.get(param, param.dtype if kept else precision.reduce)
         accumulate = param.dtype if kept else precision.accumulate
         master = precision.master if param.is_floating_point() else param.dtype
-        homes = self.homes if param.is_floating_point() else AT_HOME
-        return Dtypes(master, accumulate, reduce, homes, kept=not self.schema.optimizer_in_backward.enabled)
+        tiers = self.tiers if param.is_floating_point() else AT_HOME
+        return Dtypes(master, accumulate, reduce, tiers, kept=not self.schema.optimizer_in_backward.enabled)
 
     def _ordered(self, members: list[Named], placement: Placement) -> list[Named]:
         if not self.schema.zero_optimization.round_robin_gradients:

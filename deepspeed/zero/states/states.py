@@ -185,7 +185,7 @@ class OptimizerStates:
 
     @property
     def in_place(self) -> bool:
-        """True if who updates a master at home can write the model's weights beside it: both are on one device."""
+        """True if an update of masters on the device can write the model's weights, too: both are on one device."""
         return all(piece.master.device == piece.source.device for piece in self._at_home())
 
     def _at_home(self) -> Iterator[StatePiece]:
@@ -295,25 +295,21 @@ class OptimizerStates:
         if piece is None or piece.arena is None:
             return None
         arena = piece.arena
-        sizes = [self._numel(other, kind, numel if other is piece else None) for other in arena.pieces]
+        sizes = [numel if other is piece else self._numel(other.master, kind) for other in arena.pieces]
         at = sum(sizes[: arena.pieces.index(piece)])
         return arena.room(kind, dtype, sum(sizes))[at : at + numel]
 
-    def _numel(self, piece: StatePiece, kind: str, known: int | None) -> int:
-        if known is not None or not isinstance(self._optimizer, MomentKeeper):
-            return piece.master.numel() if known is None else known
-        entries = {name: numel for name, _, numel in self._optimizer.state_layout(piece.master)}
-        return entries.get(kind, piece.master.numel())
+    def _numel(self, master: Tensor, kind: str) -> int:
+        """Elements of a state of what the optimizer updates."""
+        layout = self._optimizer.state_layout(master) if isinstance(self._optimizer, MomentKeeper) else ()
+        return next((numel for name, _, numel in layout if name == kind), master.numel())
 
     def _new_state(self, param: Tensor, dtype: torch.dtype, name: str) -> Tensor:
         """See `MomentKeeper.new_state`: zeros in the arena, or where the parameter is."""
-        numel = next(size for entry, _, size in self._layout_of(param) if entry == name)
-        piece = self.away.get(id(param))
-        if piece is None or piece.arena is None or piece.arena.swap is not None:
-            return torch.zeros(numel, dtype=dtype, device=param.device)
-        found = self.room(param, name, dtype, numel)
-        assert found is not None, "what is away has an arena"
-        return found
+        numel, piece = self._numel(param, name), self.away.get(id(param))
+        on_disk = piece is not None and piece.arena is not None and piece.arena.swap is not None
+        found = None if on_disk else self.room(param, name, dtype, numel)
+        return torch.zeros(numel, dtype=dtype, device=param.device) if found is None else found
 
     def _take_disk(self, optimizer: MomentKeeper) -> None:
         """Give moments their space on the disk now, or fail now: a step is no time for that."""
@@ -321,10 +317,6 @@ class OptimizerStates:
             if piece.arena is not None and piece.arena.swap is not None:
                 for name, dtype, numel in optimizer.state_layout(piece.master):
                     self.room(piece.master, name, dtype, numel)
-
-    def _layout_of(self, param: Tensor) -> list[tuple[str, torch.dtype, int]]:
-        assert isinstance(self._optimizer, MomentKeeper), "only such an optimizer asks"
-        return self._optimizer.state_layout(param)
 
     def _postpone(self, turn: TileUpdate) -> None:
         """Let whoever needs what a turn updates wait for it."""

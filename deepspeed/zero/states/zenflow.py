@@ -72,7 +72,7 @@ class UpdateSchedule:
                 path="zero_optimization.zenflow.update_interval",
             )
 
-    def beat(self, *, asked: bool = False) -> UpdateDecision:
+    def decide(self, *, asked: bool = False) -> UpdateDecision:
         """What the step does that is taken now."""
         if self._warm > 0:
             self._warm -= 1
@@ -231,7 +231,7 @@ class DeferredUpdates:
             )
         self._section = section
         self._columns, self._enough = float(section.topk_ratio), float(section.auto_ratio)
-        self.rhythm = UpdateSchedule(section)
+        self.schedule = UpdateSchedule(section)
         self._home = optimizer
         self._here = twin(optimizer)
         self._here.state = defaultdict(dict)
@@ -246,8 +246,8 @@ class DeferredUpdates:
         """Update what is important now, and tell every turn what the host does."""
         section = self._section
         coming = [piece for turn in turns for piece in turn.pieces]
-        beat = self.rhythm.beat(asked=not self.rhythm.by_itself and self._ask(coming, factor))
-        if not beat.defers:
+        decision = self.schedule.decide(asked=not self.schedule.by_itself and self._ask(coming, factor))
+        if not decision.defers:
             return
         for piece in coming:
             if id(piece) not in self._chosen:
@@ -255,8 +255,8 @@ class DeferredUpdates:
                 self._chosen[id(piece)] = SelectedColumns(piece, choose_columns(piece, self._columns), device)
         self._update(turns, coming, factor)
         for turn in turns:
-            self._defer(turn, factor, beat.share)
-        if beat.parts:
+            self._defer(turn, factor, decision.share)
+        if decision.parts:
             self._part()
 
     def _update(self, turns: Sequence[TileUpdate], coming: Sequence[StatePiece], factor: float) -> None:
@@ -351,4 +351,4 @@ class DeferredUpdates:
         for owed in self._owed.values():
             owed.flat.zero_()
             owed.pieces.clear()
-        self.rhythm.forget()
+        self.schedule.forget()
