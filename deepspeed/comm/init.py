@@ -157,19 +157,10 @@ def _join(backend: str, facts: RankFacts, timeout: timedelta, init_method: str |
         ) from error
 
 
-def in_aml() -> bool:
-    """True in a job of Azure Machine Learning."""
-    return discovery.in_aml(os.environ)
-
-
-def in_aws_sm() -> bool:
-    """True in a job of Amazon SageMaker."""
-    return discovery.in_aws_sm(os.environ)
-
-
-def in_dlts() -> bool:
-    """True in a job of a DLTS cluster."""
-    return discovery.in_dlts(os.environ)
+# Whether this is a job of Azure Machine Learning, of Amazon SageMaker, of a DLTS cluster.
+in_aml = functools.partial(discovery.in_aml, os.environ)
+in_aws_sm = functools.partial(discovery.in_aws_sm, os.environ)
+in_dlts = functools.partial(discovery.in_dlts, os.environ)
 
 
 def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:

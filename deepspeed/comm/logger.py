@@ -168,21 +168,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     return COMMS_LOGGER.log_all(print_log=speaks, show_straggler=show_straggler, return_dict=return_dict)
 
 
-def reset_log() -> None:
-    """Forget everything that the comms logger recorded."""
-    COMMS_LOGGER.reset_data()
-
-
-def has_comm_data() -> bool:
-    """True if the comms logger recorded anything."""
-    return COMMS_LOGGER.has_data()
-
-
-def get_comm_operation_count() -> int:
-    """How many calls the comms logger recorded."""
-    return COMMS_LOGGER.get_total_operations()
-
-
-def get_logged_comm_ops() -> list[str]:
-    """The names under which the comms logger recorded operations."""
-    return COMMS_LOGGER.get_operation_names()
+# Of the process's logger, as functions.
+reset_log = COMMS_LOGGER.reset_data
+has_comm_data = COMMS_LOGGER.has_data
+get_comm_operation_count = COMMS_LOGGER.get_total_operations
+get_logged_comm_ops = COMMS_LOGGER.get_operation_names

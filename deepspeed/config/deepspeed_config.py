@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 import sys
@@ -14,7 +13,6 @@ from typing import Any
 from deepspeed.config.batch import BatchSizes, batch_of
 from deepspeed.config.clean import ConfigProblem
 from deepspeed.config.elasticity import elastic_batch
-from deepspeed.config.explain import batch_values, rows, without_secrets
 from deepspeed.config.features import IDLE, keys_without_effect, require
 from deepspeed.config.load import BY_STRICT, Loaded, load
 from deepspeed.config.model import NoEffect
@@ -22,7 +20,7 @@ from deepspeed.config.optimizer import OPTIMIZER_TYPES
 from deepspeed.config.read import ConfigSource, RawConfig
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.log import log_dist_once, logger
+from deepspeed.log import log_dist_once
 
 
 def _optimizer_name(schema: Schema) -> str | None:
@@ -191,18 +189,6 @@ class DeepSpeedConfig:
         if name in type(schema).model_fields:
             return getattr(schema, name)
         raise AttributeError(f"DeepSpeedConfig has no attribute {name!r}")
-
-    def print_user_config(self) -> None:
-        """Log the config as it was given."""
-        logger.info("  json = %s", json.dumps(without_secrets(self.loaded.raw), indent=2, default=str))
-
-    def print(self, name: str) -> None:
-        """Log every effective value under a heading, then the config as it was given."""
-        logger.info("%s:", name)
-        batch = {} if self.batch is None else batch_values(self.loaded, self.world_size)
-        for row in rows(self.loaded, batch):
-            logger.info("  %s %s %s", row.path, "." * max(1, 50 - len(row.path)), row.value)
-        self.print_user_config()
 
 
 def data_parallel_ranks(schema: Schema, mpu: Any, mesh_device: Any, world_size: int | None) -> int:

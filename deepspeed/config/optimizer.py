@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator
@@ -50,51 +50,45 @@ _MUON = frozenset(
         *("adam_w_mode", "torch_adam", "fp32_optimizer_states", "moment_bits", "per_head_muon"),
     }
 )
-OPTIMIZER_PARAMS: Mapping[str, frozenset[str] | None] = MappingProxyType(
-    {
-        "adam": _ADAM,
-        "adamw": _ADAM,
-        "adagrad": _ADAGRAD,
-        "lamb": _LAMB,
-        "lion": _LION,
-        "muon": _MUON,
-        **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")),
-    }
-)
+OPTIMIZER_PARAMS: Mapping[str, frozenset[str] | None] = {
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "adagrad": _ADAGRAD,
+    "lamb": _LAMB,
+    "lion": _LION,
+    "muon": _MUON,
+    **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")),
+}
 """Lower-case optimizer type -> the parameter names it takes; None where `mup` decides, or the type is refused."""
 
 _WARMUP = frozenset({"warmup_num_steps", "warmup_type", "last_batch_iteration"})
 
-SCHEDULER_PARAMS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
-        "WarmupDecayLR": _WARMUP | {"total_num_steps", "warmup_min_lr", "warmup_max_lr"},
-        "WarmupCosineLR": _WARMUP | {"total_num_steps", "warmup_min_ratio", "cos_min_ratio"},
-        "LRRangeTest": frozenset(
-            {
-                *("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate"),
-                *("lr_range_test_staircase", "last_batch_iteration"),
-            }
-        ),
-        "OneCycle": frozenset(
-            {
-                *("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size"),
-                *("cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count"),
-                *("decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"),
-                "last_batch_iteration",
-            }
-        ),
-    }
-)
+SCHEDULER_PARAMS: Mapping[str, frozenset[str]] = {
+    "WarmupLR": _WARMUP | {"warmup_min_lr", "warmup_max_lr"},
+    "WarmupDecayLR": _WARMUP | {"total_num_steps", "warmup_min_lr", "warmup_max_lr"},
+    "WarmupCosineLR": _WARMUP | {"total_num_steps", "warmup_min_ratio", "cos_min_ratio"},
+    "LRRangeTest": frozenset(
+        {
+            *("lr_range_test_min_lr", "lr_range_test_step_size", "lr_range_test_step_rate"),
+            *("lr_range_test_staircase", "last_batch_iteration"),
+        }
+    ),
+    "OneCycle": frozenset(
+        {
+            *("cycle_min_lr", "cycle_max_lr", "decay_lr_rate", "cycle_first_step_size"),
+            *("cycle_second_step_size", "cycle_first_stair_count", "cycle_second_stair_count"),
+            *("decay_step_size", "cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate"),
+            "last_batch_iteration",
+        }
+    ),
+}
 """Scheduler type -> the parameter names it takes."""
 
-SCHEDULER_REQUIRED: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "WarmupDecayLR": frozenset({"total_num_steps"}),
-        "WarmupCosineLR": frozenset({"total_num_steps"}),
-        "OneCycle": frozenset({"cycle_min_lr", "cycle_max_lr"}),
-    }
-)
+SCHEDULER_REQUIRED: Mapping[str, frozenset[str]] = {
+    "WarmupDecayLR": frozenset({"total_num_steps"}),
+    "WarmupCosineLR": frozenset({"total_num_steps"}),
+    "OneCycle": frozenset({"cycle_min_lr", "cycle_max_lr"}),
+}
 """Scheduler type -> the parameters that have no default."""
 
 SCHEDULER_TYPES: tuple[str, ...] = tuple(SCHEDULER_PARAMS)

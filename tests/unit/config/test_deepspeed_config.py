@@ -150,17 +150,3 @@ def test_an_enabled_feature_that_is_not_built_is_an_error_that_says_so(section, 
 def test_a_disabled_section_of_an_unbuilt_feature_loads():
     sections = ("elasticity", "hybrid_engine", "autotuning", "flops_profiler", "amp", "nebula", "eigenvalue")
     DeepSpeedConfig({"train_batch_size": 1, **{name: {"enabled": False} for name in sections}})
-
-
-def test_print_logs_every_value(capsys):
-    from deepspeed.log import logger
-
-    level = logger.level
-    logger.setLevel("INFO")
-    try:
-        DeepSpeedConfig(CONFIG).print("DeepSpeedConfig")
-    finally:
-        logger.setLevel(level)
-    err = capsys.readouterr().err
-    assert "zero_optimization.stage" in err
-    assert "train_batch_size" in err
