@@ -111,9 +111,8 @@ def _words(order: TokenOrder, queries: int, keys: int) -> str:
     heads = f"{queries} query and {keys} key/value heads"
     if order.ring == 1:
         return f"Ulysses over {order.ulysses} ranks, {heads}"
-    if order.ulysses == 1:
-        return f"ring attention over {order.ring} ranks in zig-zag order, {heads}"
-    return f"Ulysses over {order.ulysses} × ring attention over {order.ring} ranks in zig-zag order, {heads}"
+    ulysses = f"Ulysses over {order.ulysses} × " if order.ulysses > 1 else ""
+    return f"{ulysses}ring attention over {order.ring} ranks in zig-zag order, {heads}"
 
 
 def _heads(module: nn.Module) -> tuple[int, int]:

@@ -1,15 +1,12 @@
 """Computations that treat tokens one by one, tile by tile along the sequence: what they need inside exists for a tile.
 
 [Note: one graph] Each tile is a checkpoint: its inside is thrown away and computed again when its gradient is due. All
-tiles are parts of one autograd graph, which takes them one after the other in backward, adds up what they give to a
-parameter, and hands the parameter its gradient once. So whoever waits for gradients (ZeRO at any stage, accumulation)
-sees what it would see without tiles, and dropout and autocast are those of the forward.
+tiles are parts of one autograd graph, which gives a parameter its gradient once, so that ZeRO and accumulation see what
+they would see without tiles.
 
-[Note: logits that never are]
-Between the head and the loss of a causal model lies code of the model's own. While a loss is wanted, the head hands its
-input through, and the loss function, which gets that as its logits, calls the head tile by tile. A model that does
-something to its logits in between would be wrong then; so the loss function insists on the very memory that the head
-was given, unchanged.
+[Note: logits that never are] While a loss is wanted, the head of a causal model hands its input through, and the loss
+function calls the head tile by tile. It insists on the very memory that the head was given, unchanged: a model that
+does something to its logits in between would be wrong.
 """
 
 from __future__ import annotations

@@ -21,10 +21,9 @@ from deepspeed.tensor_parallel.layers import (
     ExpertsParallel,
     RowParallel,
     ShardInfo,
-    SharedInput,
     VocabularyParallel,
 )
-from deepspeed.tensor_parallel.overlap import OverlappedInput, Uncopied
+from deepspeed.tensor_parallel.overlap import OverlappedInput, SharedInput, Uncopied
 from deepspeed.tensor_parallel.plan import SplitPlan
 from deepspeed.tensor_parallel.rules import SplitKind
 from deepspeed.transformers.replacement import class_before, put_whole, replacement

@@ -108,7 +108,7 @@ def _rates(module: nn.Module) -> Iterator[_Rate]:
         for name, value in getattr(holder, "__dict__", {}).items():
             if "drop" in name and type(value) in (int, float):
                 yield _Rate(holder, name)
-    for rate in _in_source(type(module)):
+    for rate in _in_source(type(module)):  # type: ignore[arg-type]  # mypy takes no class of torch's for hashable
         yield _Rate(module, rate) if isinstance(rate, str) else _Rate(module, number=rate)
 
 

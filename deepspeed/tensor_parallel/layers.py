@@ -1,8 +1,7 @@
-"""The layers that ranks share. A layer keeps its object, names and hooks: it only gets another class and a `ShardInfo`.
+"""The layers that ranks share. A layer keeps its object, names, hooks and parameters, on which optimizers rely.
 
-[Note: the class changes, not the module] A new module in place of the old one would lose hooks, wrappers that hold on
-to it, and its parameters' identity, on which optimizers rely. Each class below is put before the layer's own by
-`class_before`, so that `isinstance(layer, nn.Linear)` stays true; `in_features` and `out_features` tell what lies here.
+Each class below is put before the layer's own by `class_before`, so that `isinstance(layer, nn.Linear)` stays true;
+`in_features` and `out_features` tell what lies here.
 """
 
 from __future__ import annotations

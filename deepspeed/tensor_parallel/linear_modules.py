@@ -19,7 +19,8 @@ from deepspeed.fragments import DimSplit, even_runs
 from deepspeed.parallel.regions import GroupMembers, RankGroup, cut_of
 from deepspeed.tensor_parallel import layers
 from deepspeed.tensor_parallel.apply import whole_of
-from deepspeed.tensor_parallel.layers import ShardInfo, SharedInput
+from deepspeed.tensor_parallel.layers import ShardInfo
+from deepspeed.tensor_parallel.overlap import SharedInput
 
 _WITHOUT_HEADS = ("mlp", "lm_head", "embed_out")
 """Parts of the name of a layer that is not cut by heads."""
