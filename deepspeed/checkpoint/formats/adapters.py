@@ -30,21 +30,13 @@ class SourceAdapter:
         """`near`: which of them is asked for what all of them say."""
         self.sources = sources
         self._near = sources[near] if near < len(sources) else sources[0]
+        self.stage = self._near.stage
+        self.world = self._near.world
 
     @property
     def format(self) -> str:
         """A few words on what this is."""
         return self._near.format
-
-    @property
-    def stage(self) -> int:
-        """ZeRO's stage when it was written."""
-        return self._near.stage
-
-    @property
-    def world(self) -> int:
-        """Ranks over which ZeRO sharded."""
-        return self._near.world
 
     @property
     def files(self) -> Sequence[str]:
@@ -126,6 +118,7 @@ class Stages(SourceAdapter):
 
     def __init__(self, sources: Sequence[Source], near: int = 0) -> None:
         super().__init__(sources, near)
+        self.count = len(sources)
         self._home: dict[str, Source] = {}
         for source in sources:
             for name in source.shapes:
@@ -134,14 +127,9 @@ class Stages(SourceAdapter):
                     self._home[name] = source
 
     @property
-    def count(self) -> int:
-        """Stages."""
-        return len(self.sources)
-
-    @property
     def format(self) -> str:
         """A few words on what this is."""
-        return f"{self._near.format}, {len(self.sources)} pipeline stages"
+        return f"{self._near.format}, {self.count} pipeline stages"
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:

@@ -35,6 +35,9 @@ class NativeSource(IndexedSource):
         self._opener = opener or Opener(directory)
         self._path = directory / index_file(mp_rank)
         self._index = _read_index(self._path, self._opener.text(self._path.name))
+        self.format = f"fragments (safetensors), written by {self._index['ds_version']}"
+        self.stage = int(self._index["stage"])
+        self.world = int(self._index["ranks"])
         self._pieces = IntervalIndex({}, dict(self._index["aliases"]), str(directory))
         self._dtypes: dict[str, str | None] = {}
         self._holder: dict[str, int] = {}
@@ -46,21 +49,6 @@ class NativeSource(IndexedSource):
             layout = self._layout({**fixed, "align": 1, "gap": 1})
             self._enter(fixed["tensors"], layout, ["param"], fixed.get("ep", 0))
         self._enter(self._index["buffers"], None, ["param"])
-
-    @property
-    def format(self) -> str:
-        """A few words on what this is."""
-        return f"fragments (safetensors), written by {self._index['ds_version']}"
-
-    @property
-    def stage(self) -> int:
-        """ZeRO's stage when it was written."""
-        return int(self._index["stage"])
-
-    @property
-    def world(self) -> int:
-        """Ranks that wrote it."""
-        return int(self._index["ranks"])
 
     @functools.cached_property
     def dimensions(self) -> tuple[int, int]:

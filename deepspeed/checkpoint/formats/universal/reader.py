@@ -28,6 +28,8 @@ class UniversalSource(IndexedSource):
         self._directory = directory
         self._opener = opener or Opener(directory)
         self._base = DeepSpeedSource(directory, mp_rank, opener=self._opener)
+        self.world = self._base.world
+        self.buffers = self._base.buffers
         self._pieces = IntervalIndex(dict(self._base.shapes), dict(self._base.aliases), str(directory))
         self._steps: dict[str, Path] = {}
         for folder in sorted(path for path in (directory / "zero").iterdir() if path.is_dir()):
@@ -45,20 +47,10 @@ class UniversalSource(IndexedSource):
         return 3 if any(name.startswith("zero_pp_rank") for name in self._base.files) else 2
 
     @property
-    def world(self) -> int:
-        """Ranks when it was written."""
-        return self._base.world
-
-    @property
     def files(self) -> Sequence[str]:
         """Every file that belongs to it."""
         inside = sorted(str(path.relative_to(self._directory)) for path in (self._directory / "zero").rglob("*.pt"))
         return (*self._base.files, *inside)
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers, whole, in the dtype they had."""
-        return self._base.buffers
 
     @property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:

@@ -55,16 +55,21 @@ class DeepSpeedSource(IndexedSource):
         self._partial = partial
         self._found = sort_files(path.name for path in directory.iterdir())
         self._optimizers = {dp: name for (dp, mp), name in self._found.optimizers.items() if mp == mp_rank}
+        self.files: Sequence[str] = self._found.files
+        self.model_ranks = self._found.model_ranks
+        """The model-parallel ranks that wrote model files."""
         self._near = near if near in self._optimizers else min(self._optimizers, default=0)
         self._model_file = self._load_model()
         self._model: Mapping[str, Any] = self._model_file.state
         self._extra: Mapping[str, Any] = self._model.get(EXTRA) or {}
         self._wholes: list[WholeOptimizer] = []
         self._experts = ExpertReader(self._found, self._opener, mp_rank, self._model, self._extra)
+        self.slices: Mapping[str, int] = self._experts.slices
+        """Parameters of experts that lie in slices → in how many."""
         self._sharding: Sharding | None = None
         self._layered = self._read_layers(layers)
         names = self._model.get("buffer_names") or ()
-        self._buffers = {name: self._opened(name).require(self._module[name]) for name in names}
+        self.buffers: Mapping[str, Tensor] = {name: self._opened(name).require(self._module[name]) for name in names}
         self._pieces = IntervalIndex({}, self._find_aliases(), str(directory))
         self._fill(order)
 
@@ -86,16 +91,6 @@ class DeepSpeedSource(IndexedSource):
         return rank_count(self._model.get("dp_world_size", 1), self.directory)
 
     @property
-    def files(self) -> Sequence[str]:
-        """Every file that belongs to it."""
-        return self._found.files
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers, whole."""
-        return self._buffers
-
-    @property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
         """The optimizer's groups; empty where unknown."""
         if self._sharding is not None:
@@ -111,16 +106,6 @@ class DeepSpeedSource(IndexedSource):
         spread = self._experts.spread
         found = splits_in(told, self.directory)
         return found if spread is None else spread.layers.everywhere(found)
-
-    @property
-    def slices(self) -> Mapping[str, int]:
-        """Parameters of experts that lie in slices → in how many."""
-        return self._experts.slices
-
-    @property
-    def model_ranks(self) -> Sequence[int]:
-        """The model-parallel ranks that wrote model files."""
-        return self._found.model_ranks
 
     @property
     def unnamed_layers(self) -> bool:
@@ -243,7 +228,7 @@ class DeepSpeedSource(IndexedSource):
         pieces, module = self._pieces, self._module
         sharded = bool(self._found.sharded_models)
         for name, tensor in module.items():
-            if name not in pieces.aliases and (not sharded or name in self._buffers):
+            if name not in pieces.aliases and (not sharded or name in self.buffers):
                 pieces.shapes[name] = tensor.shape
                 load = functools.partial(self._same, tensor, name)
                 pieces.add(name, "param", StoredInterval((0, tensor.numel()), load, 0, "the model file"))
