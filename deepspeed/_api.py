@@ -70,7 +70,7 @@ def initialize(
         mpu = model_kind(model).mpu(mpu, mesh_param, loaded.schema.axis_sizes)
         mesh = _mesh(mesh_param, mpu)
         config = DeepSpeedConfig(loaded, mpu=mpu, mesh_device=mesh)
-        config.tell()
+        config.warn()
         request = Request(
             config=config,
             module=model,

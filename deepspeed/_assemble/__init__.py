@@ -154,7 +154,7 @@ class _Assembly:
         experts = self.experts = spread_experts(self.module, self.layout, self.stack, data_first=first)
         self.lies_on: LiesOn = (lambda _: samples) if experts is None else experts.lies_on
         shared = self.layout.sequence.size > 1
-        self.config.tell_unused(
+        self.config.warn_unused(
             unused_by_model(staged=not self.kind.whole, experts=experts is not None, shared_sequences=shared)
         )
         self.kind.export_experts(experts, self.stack)

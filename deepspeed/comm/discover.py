@@ -25,7 +25,7 @@ _FACTS = ("rank", "world_size", "local_rank", "local_size")
 
 @dataclass(frozen=True, slots=True)
 class FoundRank:
-    """What one source says about this process, as far as it says it; `names` are the variables it was read from."""
+    """The facts from one source, None where it has none; `names` are the variables that they were read from."""
 
     source: str
     rank: int | None = None
@@ -35,7 +35,7 @@ class FoundRank:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def filled(self, other: FoundRank | None) -> FoundRank:
-        """This, with what it leaves open taken from `other`; the source is whoever says the rank."""
+        """This, with what it leaves open taken from `other`; the source is the one that has the rank."""
         if other is None:
             return self
         gaps = {
@@ -176,9 +176,9 @@ def discover(
     need_master: bool = True,
     probe: Probe | None = None,
 ) -> RankFacts:
-    """The facts that the variables tell, or a `RendezvousError` that names those which are missing or disagree.
+    """The facts in the variables, or a `RendezvousError` that names those which are missing or disagree.
 
-    `probe` asks the MPI library itself; it is called only where MPI's variables are there but do not tell all.
+    `probe` asks the MPI library itself; it is called only where MPI's variables are there but incomplete.
     """
     own = _own(env)
     agent = any(name in env for name in _AGENTS)
@@ -241,7 +241,7 @@ def from_arguments(env: Mapping[str, str], rank: int, world_size: int, port: int
 
 
 def mpi_found(env: Mapping[str, str]) -> FoundRank | None:
-    """What the variables of an MPI launcher tell, if there is one."""
+    """The facts in the variables of an MPI launcher, if there is one."""
     for source, rank, size, local_rank, local_size in _MPI:
         if rank not in env and size not in env:
             continue
@@ -252,7 +252,7 @@ def mpi_found(env: Mapping[str, str]) -> FoundRank | None:
 
 
 def slurm_found(env: Mapping[str, str]) -> FoundRank | None:
-    """What Slurm tells a task of a job step, if this is one; without SLURM_PROCID it is not."""
+    """The facts of a task in a Slurm job step, if this is one; without SLURM_PROCID it is not."""
     if "SLURM_PROCID" not in env:
         return None
     # The step's own size comes first: inside an allocation of many tasks, a step may run fewer.
@@ -272,7 +272,7 @@ def _own(env: Mapping[str, str]) -> FoundRank:
 
 
 def _read(env: Mapping[str, str], source: str, *variables: str | None) -> FoundRank:
-    """What the variables of rank, size, local rank and local size tell; None where a source has no such variable."""
+    """The facts in the variables of rank, size, local rank and local size; None: the source has no such variable."""
     names = {key: name for key, name in zip(_FACTS, variables, strict=True) if name is not None}
     return FoundRank(source, **{key: number(env, name) for key, name in names.items()}, names=names)
 
@@ -406,7 +406,7 @@ def ask_mpi(port: int) -> RankFacts:
 
 
 def facts_of(world: Any, shared: int, port: int) -> RankFacts:
-    """Rank and size of an MPI communicator; local ones among those that share memory; address told by rank 0."""
+    """Rank and size of an MPI communicator; local ones among those that share memory; the address comes from rank 0."""
     rank, size = world.Get_rank(), world.Get_size()
     node = world.Split_type(shared)
     local_rank, local_size = node.Get_rank(), node.Get_size()

@@ -1,4 +1,4 @@
-"""The one place that every collective passes: it numbers, records, measures if somebody listens, explains failures."""
+"""The one place that every collective passes: it numbers, records, measures for listeners, explains failures."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class Dispatcher:
         return explain(entry, error, args, self.recent(), found)
 
     def watched(self) -> Watch:
-        """Let the watch tell who is at fault when an operation of this dispatcher fails; the process has one such."""
+        """Let the watch find the ranks at fault when an operation fails; the process has one such dispatcher."""
         finders: dict[CodeType, Finder] = {
             Dispatcher.run.__code__: lambda frame: frame.f_locals.get("entry"),
             Dispatcher.begin.__code__: lambda frame: frame.f_locals.get("entry"),
@@ -191,7 +191,7 @@ class Dispatcher:
         return None if self.watch is None else self.watch.limit
 
     def forget(self, group: td.ProcessGroup | None = None) -> None:
-        """Drop what is known of a group that ends, or of all of them; the ring stays for whoever asks later."""
+        """Drop what is known of a group that ends, or of all of them; the ring stays readable."""
         if group is None or group is td.GroupMember.WORLD:
             self._world = None
             self._states.clear()
@@ -248,14 +248,14 @@ class Dispatcher:
     def _measured(
         self, entry: Entry, args: tuple[Any, ...], size: int, async_op: bool, log: LogArguments
     ) -> tuple[Any, Callable[[], None] | None]:
-        """Run synchronously and tell the listeners, now or (for free handles) when the handle has been waited for."""
+        """Run synchronously and notify the listeners, now or (for free handles) when the handle has been waited for."""
         operation = entry[1]
         self._synchronize()
         start = self._clock()
 
         def done() -> None:
             self._synchronize()
-            self._tell(entry, size, self._clock() - start, log)
+            self._emit(entry, size, self._clock() - start, log)
 
         result = operation.call(*args)
         if operation.free and result is not None:
@@ -265,7 +265,7 @@ class Dispatcher:
         done()
         return result, None
 
-    def _tell(self, entry: Entry, size: int, duration: float, log: LogArguments) -> None:
+    def _emit(self, entry: Entry, size: int, duration: float, log: LogArguments) -> None:
         sequence, operation, state, _, _, label, code, _, _ = entry
         prof, log_name, debug = log
         event = CollectiveFinished(
@@ -329,7 +329,7 @@ def recent_operations() -> list[OperationRecord]:
 
 
 def watch_hangs(config: HangsConfig | HangSettings) -> None:
-    """Watch for collectives that do not complete as the `hangs` section says; for the process, until told otherwise."""
+    """Watch for collectives that do not complete as the `hangs` section says; for the process, until the next call."""
     assert DEFAULT.watch is not None, "the process's dispatcher is watched"
     DEFAULT.watch.configure(
         HangSettings(config.enabled, config.timeout, config.warn_after, config.patience, config.folder)

@@ -1,4 +1,4 @@
-"""Failed operations, told so that a person can act: rank, group, operation, tensors, label, call site, history."""
+"""Errors of operations, with what a person needs to act: rank, group, operation, tensors, label, call site, history."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def explain(
 ) -> Exception:
     """The error to raise instead of `error`; errors that already say enough come back unchanged.
 
-    `found` is what the ranks together know about it, told first. Where it names ranks, advice and this rank's history
-    are left out: they only serve to find them.
+    `found` is what the ranks together know about it, and comes first. Where it names ranks, advice and this rank's
+    history are left out: they only serve to find them.
     """
     if isinstance(error, (CommError, torch.OutOfMemoryError)) or _came_by_signal(error):
         return error

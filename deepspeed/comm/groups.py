@@ -30,7 +30,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """True once there is a world group, whoever made it."""
+    """True once there is a world group, made by this package or not."""
     return is_available() and bool(td.is_initialized())
 
 

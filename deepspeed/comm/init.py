@@ -164,7 +164,7 @@ in_dlts = functools.partial(discovery.in_dlts, os.environ)
 
 
 def mpi_discovery(distributed_port: int = DEFAULT_PORT, verbose: bool = True) -> None:
-    """Write this process's place in an MPI job to the environment; asks mpi4py for what the variables do not tell."""
+    """Write this process's place in an MPI job to the environment; asks mpi4py for what the variables lack."""
     probe = functools.partial(ask_mpi, distributed_port)
     if mpi_found(os.environ) is None:
         facts = probe()

@@ -76,7 +76,12 @@ def gather_single(otherwise: Callable[..., Any]) -> Callable[..., Any]:
     return gather
 
 
+def _begin_all_reduce(group: Any, tensor: Tensor, options: Any) -> Any:
+    return group.allreduce([tensor], options)
+
+
 def _reducing(begin: Callable[..., Any], kind: Any, otherwise: Callable[..., Any]) -> Callable[..., Any]:
+    """`all_reduce(tensor, …)` or `reduce_scatter_tensor(output, tensor, op, group, async_op)`, which `begin` does."""
     known: dict[tuple[Any, bool], Any] = {}
 
     def reduce(*args: Any) -> Any:
@@ -92,16 +97,6 @@ def _reducing(begin: Callable[..., Any], kind: Any, otherwise: Callable[..., Any
         return _waited(begin(real, *tensors, options), async_op)
 
     return reduce
-
-
-def scatter_single(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """`reduce_scatter_tensor(output, input, op, group, async_op)`; `otherwise` is torch's own."""
-    return _reducing(_scatter, td.ReduceScatterOptions, otherwise)
-
-
-def all_reduce(otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_reduce(tensor, op, group, async_op)`; `otherwise` is torch's own."""
-    return _reducing(lambda group, tensor, options: group.allreduce([tensor], options), td.AllreduceOptions, otherwise)
 
 
 def message(begin: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
@@ -123,7 +118,7 @@ class CommOperation:
     `p2p` operations are numbered apart from collectives, since not all ranks of a group take part in them.
     `peer` is the position of the root or peer rank among the arguments of `call`.
     `free` operations return handles that complete only once another rank, or a later call of this one, does its
-    part, so measuring them must not wait for them at once. Only `timed` ones are told to listeners.
+    part, so measuring them must not wait for them at once. Listeners hear of `timed` ones only.
     """
 
     name: str
@@ -148,14 +143,17 @@ def _torch(*names: str) -> Callable[..., Any]:
 
 
 _ALL = (
-    CommOperation("all_reduce", all_reduce(_torch("all_reduce"))),
+    CommOperation("all_reduce", _reducing(_begin_all_reduce, td.AllreduceOptions, _torch("all_reduce"))),
     CommOperation("inference_all_reduce", _torch("all_reduce")),
     CommOperation("broadcast", _torch("broadcast"), peer=1),
     CommOperation("reduce", _torch("reduce"), peer=1),
     CommOperation("all_gather", _torch("all_gather")),
     CommOperation("all_gather_into_tensor", gather_single(_torch("all_gather_single", "all_gather_into_tensor"))),
     CommOperation("reduce_scatter", _torch("reduce_scatter")),
-    CommOperation("reduce_scatter_tensor", scatter_single(_torch("reduce_scatter_single", "reduce_scatter_tensor"))),
+    CommOperation(
+        "reduce_scatter_tensor",
+        _reducing(_scatter, td.ReduceScatterOptions, _torch("reduce_scatter_single", "reduce_scatter_tensor")),
+    ),
     CommOperation("all_to_all", _torch("all_to_all")),
     CommOperation("all_to_all_single", _torch("all_to_all_single")),
     CommOperation("gather", _torch("gather"), peer=2),

@@ -47,7 +47,7 @@ def recv(
     log_name: str = "recv",
     debug: str | None = None,
 ) -> int:
-    """Receive from global rank `src`, or from whoever sends; the sender's rank."""
+    """Receive from global rank `src`, or from any rank; the sender's rank."""
     return _run(  # type: ignore[no-any-return]
         _RECV, (tensor, src, group, tag), tensor, group, False, (prof, log_name, debug)
     )
@@ -75,7 +75,7 @@ def irecv(
     log_name: str = "irecv",
     debug: str | None = None,
 ) -> CollectiveWork | None:
-    """Begin to receive from global rank `src`, or from whoever sends."""
+    """Begin to receive from global rank `src`, or from any rank."""
     return _begin(_IRECV, (tensor, src, group, tag), tensor, group, True, (prof, log_name, debug))
 
 

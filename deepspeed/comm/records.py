@@ -1,4 +1,4 @@
-"""What is kept of an operation: the raw ring entry, its readable record, and the event told to listeners."""
+"""What is kept of an operation: the raw ring entry, its readable record, and the event for listeners."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Entry = tuple[int, CommOperation, GroupRecord, Any, "torch.dtype | None", "str |
 
 @dataclass(frozen=True, slots=True)
 class CollectiveFinished:
-    """One operation is done; told only while somebody listens. `bytes` is the message, `duration` is seconds."""
+    """One operation is done; emitted only while there is a listener. `bytes` is the message, `duration` is seconds."""
 
     op: str
     log_name: str

@@ -1,8 +1,8 @@
-"""The pipe by which ranks tell their launcher who is at fault, so that its last words name that rank and no victim.
+"""The pipe by which ranks report the rank at fault to their launcher, which then names it and not a waiting one.
 
 The guard makes it and names it in the environment of its ranks, which open it by its path below /proc: a wrapper around
 the script may close descriptors that it does not know. In a container the path may mean another file, so the pipe is
-known by its inode as well. Both sides are here, without torch. Elsewhere than on Linux nothing is told.
+known by its inode as well. Both sides are here, without torch. Other systems than Linux have no such pipe.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 VARIABLE = "DEEPSPEED_VERDICT_PIPE"
 _TEXT = 1800  # bytes of a verdict: a longer message would not fit into one atomic write
-_YOUNG = 60.0  # seconds for which a verdict explains the end of the rank that told it
+_YOUNG = 60.0  # seconds for which a verdict explains the end of the rank that reported it
 
 
 @dataclass(frozen=True, slots=True)
 class ReportedVerdict:
-    """A verdict: the ranks at fault and the sentence, and when (`time.monotonic`) a rank of this host told it."""
+    """A verdict: the ranks at fault and the sentence, and when (`time.monotonic`) a rank of this host reported it."""
 
     ranks: tuple[int, ...]
     text: str
@@ -56,7 +56,7 @@ class VerdictPipe:
 
 
 def tell_launcher(rank: int, ranks: tuple[int, ...], text: str) -> None:
-    """Tell who is at fault, if a guard listens."""
+    """Report the ranks at fault, if a guard listens."""
     inode, _, path = os.environ.get(VARIABLE, "").partition(":")
     cut = text.encode()[:_TEXT].decode(errors="ignore")
     line = json.dumps([rank, ranks[:64], cut, time.monotonic()], ensure_ascii=False).encode() + b"\n"

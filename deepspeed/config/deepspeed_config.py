@@ -110,7 +110,7 @@ class DeepSpeedConfig:
     """The config of one engine, from a source or already loaded.
 
     `schema` is the validated config, `batch` the resolved batch sizes. Every top-level key is an attribute, and so
-    are the older names of `config/attributes.py`. A `partial` config may hold "auto" and lack batch sizes.
+    are the older names in `ATTRIBUTES`. A `partial` config may hold "auto" and lack batch sizes.
     """
 
     def __init__(
@@ -156,12 +156,12 @@ class DeepSpeedConfig:
             found += _counted_tensor_ranks(self.schema, self.batch)
         return found
 
-    def tell(self) -> None:
+    def warn(self) -> None:
         """Log the notes, each of them once, by rank 0."""
         for note in self.notes:
             log_dist_once(f"config: {note}", level=logging.WARNING)
 
-    def tell_unused(self, rows: tuple[NoEffect, ...]) -> None:
+    def warn_unused(self, rows: tuple[NoEffect, ...]) -> None:
         """Log which given keys the model has no use for, by rows that it chose; with `strict` that is an error."""
         found = self._idle(rows)
         self._refuse_if_strict(found)

@@ -233,7 +233,7 @@ def _warn(found: Findings, moved: list[renamed.Renamed], texts: list[ConfigProbl
     if not _warns():
         return
     for move in moved:
-        if move.tell:
+        if move.warns:
             warn_once(f"config key '{move.old}' is the old name of '{move.new}'; please rename it")
     for path in found.unknown:
         warn_once(f"config key '{path}' is not known and is ignored ({source})")

@@ -20,7 +20,7 @@ class Renamed:
     old: str
     new: str
     convert: Callable[[Any], Any] = lambda value: value
-    tell: bool = True
+    warns: bool = True
     """Warn that the old name was used; False where clients write it without the user's doing."""
     newer_wins: bool = False
     """Both given: keep the new one. Otherwise both given is an error."""
@@ -36,7 +36,7 @@ RENAMED: tuple[Renamed, ...] = (
     Renamed(f"{_ZERO}.cpu_offload_use_pin_memory", f"{_ZERO}.offload_optimizer.pin_memory"),
     Renamed(f"{_ZERO}.stage3_gather_fp16_weights_on_model_save", f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"),
     Renamed("bf16.check_overflow", "bf16.check_grad_overflow"),
-    Renamed("aio.thread_count", "aio.intra_op_parallelism", tell=False),
+    Renamed("aio.thread_count", "aio.intra_op_parallelism", warns=False),
     Renamed("elasticity.prefer_large_batch", "elasticity.prefer_larger_batch"),
 )
 
@@ -94,7 +94,7 @@ def _boolean_zero(raw: Raw, done: list[Renamed]) -> None:
     raw[_ZERO] = {"stage": int(value)}
     if value and raw.get("allgather_size") is not None:
         raw[_ZERO]["allgather_bucket_size"] = raw.pop("allgather_size")
-        done.append(Renamed("allgather_size", f"{_ZERO}.allgather_bucket_size", tell=False))
+        done.append(Renamed("allgather_size", f"{_ZERO}.allgather_bucket_size", warns=False))
     done.append(Renamed(f"{_ZERO}: {str(value).lower()}", f"{_ZERO}.stage"))
 
 

@@ -66,7 +66,7 @@ class Monitor(ABC):
 
 
 class Backend(Monitor):
-    """A monitor over a client library: opened on rank 0 only, told once when it fails, never in the way.
+    """A monitor over a client library: opened on rank 0 only; its failure is logged once and stops nothing.
 
     A subclass implements `_open`, `_write` and `_close` as if nothing could go wrong.
     """
@@ -134,7 +134,7 @@ def _number(value: Any) -> Any:
 
 
 class _CatchErrors:
-    """A `with` block around a client library: whatever it raises is told and goes no further.
+    """A `with` block around a client library: its exceptions are logged and go no further.
 
     The library is not ours, so neither are its exceptions: this is the one place that stops any of them. Ctrl-C
     and SystemExit pass.

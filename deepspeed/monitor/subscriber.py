@@ -61,7 +61,7 @@ class MonitorSubscriber:
             self._monitor.write_events([*unread.metrics, (_PREFIX + "train_loss", unread.loss, unread.samples)])
 
     def close(self) -> None:
-        """Write what is left and stop listening; the monitor stays open, whoever made it closes it."""
+        """Write what is left and stop listening; the monitor stays open: its owner closes it."""
         self.flush()
         self._subscriptions.close()
 

@@ -51,7 +51,7 @@ def leave(mode: TorchDispatchMode) -> None:
     if mode not in stack:
         return
     inner = stack[stack.index(mode) + 1 :]
-    # torch takes the innermost mode off, whichever is told to exit; what else a mode does at its end is not meant
+    # torch takes the innermost mode off, whichever is asked to exit; what else a mode does at its end is not meant
     for other in reversed(inner):
         TorchDispatchMode.__exit__(other, None, None, None)
     TorchDispatchMode.__exit__(mode, None, None, None)

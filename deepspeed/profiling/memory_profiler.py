@@ -185,12 +185,12 @@ class ModuleTracker:
 
     def now(self) -> AllocationSite:
         """Where the step is."""
-        told = self.phases[-1] if self.phases else None
+        phase = self.phases[-1] if self.phases else None
         if self._running:  # in backward: computed again
-            return AllocationSite(told or _FORWARD, self._running[-1], ACTIVATIONS)
-        if told == _BACKWARD or (told is None and self._back is not None):
+            return AllocationSite(phase or _FORWARD, self._running[-1], ACTIVATIONS)
+        if phase == _BACKWARD or (phase is None and self._back is not None):
             return AllocationSite(_BACKWARD, self._back, TEMPORARIES)
-        return AllocationSite(told or _BETWEEN, None, ACTIVATIONS if told in (_FORWARD, None) else TEMPORARIES)
+        return AllocationSite(phase or _BETWEEN, None, ACTIVATIONS if phase in (_FORWARD, None) else TEMPORARIES)
 
     def enter(self, phase: str) -> None:
         """A phase begins."""
@@ -293,9 +293,11 @@ class MemoryProfiler:
         self._device = self._given or next((param.device for param in self.model.parameters()), torch.device("cpu"))
         self._where = ModuleTracker(self.model)
         counts = self._device.type != "cpu"
-        self._account = TensorLedger(self._device, self._where.now, self._peak_of_allocator if counts else None)
+        device, index = get_accelerator(), self._device.index
+        most = (lambda: int(device.max_memory_allocated(index))) if counts else None
+        self._account = TensorLedger(self._device, self._where.now, most)
         if counts:
-            get_accelerator().reset_peak_memory_stats(self._device.index)
+            device.reset_peak_memory_stats(index)
         self.name_kinds()
         for param in self.model.parameters():
             if param.requires_grad:
@@ -373,9 +375,6 @@ class MemoryProfiler:
     def _gradient(self, gradient: Tensor) -> None:
         if self._account is not None:
             self._account.name({"gradients": [gradient]})
-
-    def _peak_of_allocator(self) -> int:
-        return int(get_accelerator().max_memory_allocated(self._device.index))
 
 
 def _of_model(model: nn.Module) -> Mapping[str, Sequence[Tensor]]:
@@ -473,7 +472,7 @@ def lines(peak: MemoryPeak, top: int) -> list[str]:
     where = "" if peak.module is None else f", module {peak.module or 'the model'} ({peak.module_type})"
     doing = f", operation {peak.operation}" if peak.operation else ""
     shown = [f"{_size(peak.total)}         on {peak.device} in {peak.phase}{where}{doing}"]
-    shown += [f"{_size(nbytes)}  {_share(nbytes, peak):>5}  {kind}" for kind, nbytes in peak.kinds.items()]
+    shown += [f"{_size(nbytes)}  {nbytes / max(peak.total, 1):>5.0%}  {kind}" for kind, nbytes in peak.kinds.items()]
     if peak.activations:
         shown.append("Activations that were alive, by the module that made them:")
         shown += [f"{_size(nbytes)}  {name or 'the model'}" for name, nbytes in list(peak.activations.items())[:top]]
@@ -486,7 +485,3 @@ def lines(peak: MemoryPeak, top: int) -> list[str]:
 def _size(nbytes: int) -> str:
     unit, size = next((pair for pair in (("GiB", 2**30), ("MiB", 2**20)) if nbytes >= pair[1]), ("KiB", 2**10))
     return f"{nbytes / size:9.2f} {unit}"
-
-
-def _share(nbytes: int, peak: MemoryPeak) -> str:
-    return f"{nbytes / max(peak.total, 1):.0%}"

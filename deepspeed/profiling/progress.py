@@ -1,7 +1,7 @@
 """Progress for people: the line every `steps_per_print` steps, and a progress bar for scripts.
 
-Both write to standard output on rank 0, not to the library's logger: the logger is quiet by default, and whoever
-sets `steps_per_print` has asked to see the line.
+Both write to standard output on rank 0, not to the library's logger: the logger is quiet by default, and
+`steps_per_print` asks for the line.
 """
 
 from __future__ import annotations

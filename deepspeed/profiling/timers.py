@@ -222,7 +222,7 @@ class WallClock:
             self._report(self._unreported)
 
     def _step_finished(self, event: StepFinished) -> None:
-        """The times are complete once the step phase is over too, whichever of the two is told first."""
+        """The times are complete once the step phase is over too, whichever of the two events is first."""
         if Phase.STEP in self._began:
             self._unreported = event
         else:

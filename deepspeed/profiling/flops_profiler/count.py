@@ -63,7 +63,7 @@ class Counter(TorchDispatchMode):
             self._ranges.append(args[0])
         elif func._overloadpacket is _EXIT and self._ranges:
             self._ranges.pop()
-        if AHEAD in self._ranges:  # work of the backward, which whoever asks for that of the forward does not mean
+        if AHEAD in self._ranges:  # work of the backward is not that of the forward
             return out
         work = work_of(func._overloadpacket, args, kwargs or {}, out)
         if work[0]:
@@ -82,17 +82,15 @@ def _is_made_of_others(func: Any) -> bool:
 
 
 def wrapFunc(func: Callable[..., Any], funcFlopCompute: Callable[..., Work]) -> Callable[..., Any]:
-    """`func`, which tells a profile that is running what it costs: funcFlopCompute(*args, **kwargs) → (flops, MACs).
+    """`func`, whose cost counts in a running profile: funcFlopCompute(*args, **kwargs) → (flops, MACs).
 
     For kernels of one's own, whose operations torch does not see.
     """
 
     @functools.wraps(func)
     def call(*args: Any, **kwargs: Any) -> Any:
-        counters = _counters()
-        if not counters:
-            return func(*args, **kwargs)
-        counters[-1].add(funcFlopCompute(*args, **kwargs))
+        for counter in _counters()[-1:]:
+            counter.add(funcFlopCompute(*args, **kwargs))
         return func(*args, **kwargs)
 
     return call
@@ -126,7 +124,7 @@ _REDUCTIONS = """
     avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d max_pool2d_with_indices max_pool3d_with_indices
     adaptive_max_pool2d adaptive_max_pool3d
 """
-# beside those that torch's own tag names
+# besides those that torch's own tag names
 _ELEMENTWISE = """
     glu hardswish mish log_sigmoid_forward _prelu_kernel rrelu_with_noise _softmax _log_softmax native_dropout
     floor_divide upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_linear1d upsample_bilinear2d

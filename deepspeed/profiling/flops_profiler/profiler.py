@@ -51,7 +51,7 @@ class FlopsProfiler:
         """Of the modules, until `end_profile`."""
 
     def start_profile(self, ignore_list: Collection[type[nn.Module]] | None = None) -> None:
-        """Begin to count from zero; modules of the ignored types are not told apart from what calls them."""
+        """Begin to count from zero; modules of the ignored types count for what calls them."""
         if self.started:
             raise UsageError("start_profile: this profiler is running; call stop_profile first")
         wrong = [kind for kind in ignore_list or () if not isinstance(kind, type)]

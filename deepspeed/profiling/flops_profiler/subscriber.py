@@ -22,7 +22,7 @@ class StepProfile:
 
     In a pipeline each rank counts the first micro-batch in all of its stages, and the first rank prints for all.
 
-    Counting waits for the device at every module, so that the latencies which are told are those of the step before,
+    Counting waits for the device at every module, so that the latencies in the report are those of the step before,
     if there was one.
     """
 
@@ -102,11 +102,11 @@ class StepProfile:
 
     def _report(self) -> None:
         phases = {TIMER_NAMES[phase]: took / 1e3 for phase, took in self._times.items()}
-        told = replace(self._facts(), phases=phases, recompute=self._section.recompute_fwd_factor)
+        facts = replace(self._facts(), phases=phases, recompute=self._section.recompute_fwd_factor)
         if self._stages is not None:
-            told = replace(told, stages=tuple(self._of_all(self._stages, phases)), iteration=self._iteration)
+            facts = replace(facts, stages=tuple(self._of_all(self._stages, phases)), iteration=self._iteration)
         if self._stages is None or self._stages.prints:
-            self._print(told)
+            self._print(facts)
         self.profiler.end_profile()
 
     def _of_all(self, stages: StageGroup, phases: Mapping[str, float]) -> list[Stage]:
