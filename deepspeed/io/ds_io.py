@@ -16,7 +16,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     folders = _folders(parser, arguments)
-    trial = _trial(parser, arguments)
+    trial = Trial(**{field.name: getattr(arguments, field.name) for field in dataclasses.fields(Trial)})
+    flaw = problem_of(trial)
+    if flaw:
+        parser.error(flaw)
     return report_errors("ds_io", lambda: _measure(trial, folders, arguments.multi_process))
 
 
@@ -64,16 +67,6 @@ def _folders(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> 
             parser.error(f"--folder_to_device_mapping: found {entry!r}, expected FOLDER:DEVICE such as /mnt/nvme0:0")
         found.append((folder, int(device)))
     return found
-
-
-def _trial(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Trial:
-    """The trial that was asked for; an option that would do nothing is refused."""
-    given = {field.name: getattr(arguments, field.name) for field in dataclasses.fields(Trial)}
-    trial = Trial(**given)
-    flaw = problem_of(trial)
-    if flaw:
-        parser.error(flaw)
-    return trial
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -81,7 +81,9 @@ class Trial:
             move(paths[(loop + self.warmup_loops) % len(paths)])
         seconds = time.perf_counter() - began
         if self.validate:
-            _check(paths[-1], buffer.cpu() if self.read else _content(self, paths[-1]), pattern)
+            moved = buffer.cpu() if self.read else _content(self, paths[-1])
+            if not torch.equal(moved, pattern):
+                raise FileError(errno.EIO, "other bytes than expected were read or written", paths[-1])
         return seconds
 
 
@@ -196,11 +198,6 @@ def _content(trial: Trial, path: str) -> Tensor:
         loaded: Tensor = torch.load(path)
         return loaded.cpu()
     return torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8)
-
-
-def _check(path: str, got: Tensor, expected: Tensor) -> None:
-    if not torch.equal(got, expected):
-        raise FileError(errno.EIO, "the bytes that were read or written are not those that should have been", path)
 
 
 # ---- trials in folders: space looked at before, processes begun together, files removed after

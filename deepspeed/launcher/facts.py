@@ -180,14 +180,13 @@ def _host_memory() -> int | None:
 def machine() -> HostFacts:
     """The host: system, processor, cores that this process may use, memory, what kernels and storage could use."""
     sets = (capability.has_avx2, capability.has_avx512, capability.has_neon, capability.has_sve)
-    storage = (capability.has_libaio, capability.has_io_uring, capability.has_gds)
     return HostFacts(
         system=platform.platform(),
         processor=" ".join(part for part in (platform.machine(), _cpu_model()) if part),
         cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
         memory=_host_memory(),
         vector_instructions=tuple(fact.name for fact in sets if fact.holds),
-        storage=tuple(SystemFeature(fact.name, fact.holds, fact.reason) for fact in storage),
+        storage=(SystemFeature(capability.has_gds.name, capability.has_gds.holds, capability.has_gds.reason),),
     )
 
 

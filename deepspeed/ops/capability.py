@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-import errno
 import functools
 import importlib.metadata
 import importlib.util
@@ -198,40 +197,6 @@ has_avx2 = _instruction_set("avx2", "AVX2")
 has_avx512 = _instruction_set("avx512f", "AVX-512")
 has_neon = _instruction_set("asimd", "NEON")
 has_sve = _instruction_set("sve", "SVE")
-
-
-@_fact("libaio")
-def has_libaio() -> ProbeResult:
-    library = ctypes.util.find_library("aio")
-    if library is None:
-        return ProbeResult(False, "the library libaio is not installed")
-    prefixes = [os.environ[name] for name in ("CONDA_PREFIX", "VIRTUAL_ENV") if os.environ.get(name)]
-    folders = [Path(prefix, "include") for prefix in (*prefixes, "/usr", "/usr/local")]
-    for name in ("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH"):
-        folders.extend(Path(folder) for folder in os.environ.get(name, "").split(os.pathsep) if folder)
-    if not any((folder / "libaio.h").is_file() for folder in folders):
-        return ProbeResult(False, f"{library} is there, but its header libaio.h is not (package libaio-dev)")
-    return ProbeResult(True, library)
-
-
-_IO_URING_SETUP = 425  # the same number on every architecture
-
-
-@_fact("io_uring")
-def has_io_uring() -> ProbeResult:
-    if sys.platform != "linux":
-        return ProbeResult(False, f"io_uring is part of Linux, this is {sys.platform}")
-    # Asked without arguments: a kernel that offers it complains about the arguments, and nothing is created.
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall(ctypes.c_long(_IO_URING_SETUP), ctypes.c_uint(1), ctypes.c_void_p(None))
-    answer = ctypes.get_errno()
-    if answer in (errno.EFAULT, errno.EINVAL):
-        return ProbeResult(True, f"io_uring of Linux {platform.release()}")
-    if answer == errno.ENOSYS:
-        return ProbeResult(False, f"Linux {platform.release()} offers no io_uring, or the container hides it")
-    if answer == errno.EPERM:
-        return ProbeResult(False, "io_uring is forbidden (kernel.io_uring_disabled, or the container's rules)")
-    return ProbeResult(False, f"io_uring answers {errno.errorcode.get(answer, answer)}")
 
 
 @_fact("GPUDirect Storage", lasting=False)

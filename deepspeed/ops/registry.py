@@ -160,35 +160,23 @@ class RegisteredOp:
 
     def _choose(self) -> tuple[Implementation, Kernel]:
         forced = os.environ.get(self.variable)
-        if forced:
-            return self._force(forced)
-        for each in self.implementations:
+        for each in (self.demand(forced),) if forced else self.implementations:
             if not each.requires.holds:
                 continue
             try:
                 return each, _loaded(each)
             except FAILURES as error:
-                self._failures[each.name] = f"{type(error).__name__}: {error}"
+                self._failures[each.name] = why = f"{type(error).__name__}: {error}"
+                if forced:
+                    raise OpUnavailable(
+                        f"{self.variable}={forced}: this implementation could not be loaded: {why}. "
+                        f"Unset {self.variable} to let the best available one be chosen."
+                    ) from error
                 logger.warning(
-                    "op %s: implementation %s could not be loaded, the next one is used: %s: %s",
-                    self.name,
-                    each.name,
-                    type(error).__name__,
-                    error,
+                    "op %s: implementation %s could not be loaded, the next one is used: %s", self.name, each.name, why
                 )
         found = "; ".join(f"{line.implementation}: {line.reason}" for line in self.explain()) or "none is registered"
         raise OpUnavailable(f"op {self.name!r} has no implementation that runs here ({found})")
-
-    def _force(self, name: str) -> tuple[Implementation, Kernel]:
-        each = self.demand(name)
-        try:
-            return each, _loaded(each)
-        except FAILURES as error:
-            self._failures[name] = f"{type(error).__name__}: {error}"
-            raise OpUnavailable(
-                f"{self.variable}={name}: this implementation could not be loaded: {self._failures[name]}. "
-                f"Unset {self.variable} to let the best available one be chosen."
-            ) from error
 
 
 def _loaded(each: Implementation) -> Kernel:

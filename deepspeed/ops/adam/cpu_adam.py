@@ -73,7 +73,7 @@ class DeepSpeedCPUAdam(HostOptimizer):
     def step_subgroup(self, subgroup_id: int, closure: Closure | None = None) -> Any:
         """Update the parameters of one group, keeping what `rollback_subgroup` needs: a copy of them and their state.
 
-        The copy lives until the group's next step, `rollback_subgroup`, `commit_subgroup` or `step`.
+        The copy lives until the group's next step, `rollback_subgroup` or `step`.
         """
         group = self._subgroup(subgroup_id)
         loss = evaluate(closure)
@@ -108,10 +108,6 @@ class DeepSpeedCPUAdam(HostOptimizer):
                 # Into the tensors that are there: others may hold them.
                 state[name] = state[name].copy_(value) if isinstance(value, Tensor) else value
         return evaluate(closure)
-
-    def commit_subgroup(self, subgroup_id: int) -> None:
-        """Free the copy that `step_subgroup` keeps: its step stays."""
-        self._before.pop(subgroup_id, None)
 
     def _subgroup(self, index: int) -> Group:
         if not 0 <= index < len(self.param_groups):

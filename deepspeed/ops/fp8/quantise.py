@@ -37,14 +37,14 @@ def round_tensor(
     *,
     rows: bool = True,
     columns: bool = True,
-    scale: Tensor | None = None,
     largest: Tensor | None = None,
 ) -> Quantized:
     """A matrix rounded with one scale, by its largest magnitude, in the layouts that are asked for.
 
-    A `scale` that is known from rounding the same numbers before spares a pass over them, and so does the `largest`.
+    A `largest` that is known spares a pass over the numbers.
     """
-    return round_joined((x,), 0, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
+    result: Quantized = op("fp8_tensor")([x.contiguous()], 0, dtype, rows=rows, columns=columns, largest=largest)
+    return result
 
 
 def round_joined(
@@ -55,11 +55,13 @@ def round_joined(
     rows: bool = True,
     columns: bool = True,
     scale: Tensor | None = None,
-    largest: Tensor | None = None,
 ) -> Quantized:
-    """As `round_tensor`, of matrices that are one below the other (`dim` 0) or side by side (1), with one scale."""
+    """As `round_tensor`, of matrices that are one below the other (`dim` 0) or side by side (1), with one scale.
+
+    A `scale` that is known from rounding the same numbers before spares a pass over them.
+    """
     joined = [x.contiguous() for x in matrices]
-    result: Quantized = op("fp8_tensor")(joined, dim, dtype, rows=rows, columns=columns, scale=scale, largest=largest)
+    result: Quantized = op("fp8_tensor")(joined, dim, dtype, rows=rows, columns=columns, scale=scale)
     return result
 
 

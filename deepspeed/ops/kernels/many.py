@@ -86,8 +86,9 @@ def launch(columns: Columns, call: Launch) -> None:
     lists, device = columns.lists(), columns.params[0].device
     pointers = [tensor.data_ptr() for row in zip(*lists, strict=True) for tensor in row]
     table = _sent(torch.tensor(pointers, dtype=torch.int64), device)
-    coded = bool(columns.scales)
-    owners, places = _programs(tuple(param.numel() for param in columns.params), SHAPE.block, device)
+    sizes = tuple(param.numel() for param in columns.params)
+    aligned = all(number % _ALIGNED == 0 for number in (*pointers, *sizes))  # whole vectors are all there is
+    owners, places = _programs(sizes, SHAPE.block, device)
     anything = columns.params[0]  # where there are no conditions nothing is read
     given = call.conditions
     types = [_TYPES[tensors[0].dtype] for tensors in lists]
@@ -97,14 +98,9 @@ def launch(columns: Columns, call: Launch) -> None:
         anything if call.beside is None else call.beside, call.factor, call.step,
         *[*call.numbers, *[0.0] * _NUMBERS][:_NUMBERS],
         RULE=call.rule, PARAM=types[0], GRAD=types[1], FIRST=types[2], SECOND=types[3], OUT=types[4],
-        HAS_OUT=bool(columns.outs), CODED=coded, CONDITIONS=given is not None, SHARE=SHARE,
-        ALIGNED=_aligned(pointers, columns.params), BLOCK=SHAPE.block, num_warps=SHAPE.warps,
+        HAS_OUT=bool(columns.outs), CODED=bool(columns.scales), CONDITIONS=given is not None, SHARE=SHARE,
+        ALIGNED=aligned, BLOCK=SHAPE.block, num_warps=SHAPE.warps,
     )  # fmt: skip
-
-
-def _aligned(pointers: Sequence[int], params: Sequence[Tensor]) -> bool:
-    """Whether whole vectors are all there is."""
-    return all(number % _ALIGNED == 0 for number in (*pointers, *(param.numel() for param in params)))
 
 
 def programs_of(columns: Columns) -> int:

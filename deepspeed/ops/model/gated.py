@@ -13,8 +13,6 @@ from torch.nn import functional
 from deepspeed.ops.model.rows import rows_of, shaped, takes
 from deepspeed.ops.registry import by_triton, op, reference
 
-Kernel = Callable[..., Tensor]
-
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from deepspeed.ops.model.rows import rows_of, shaped, takes_rows
 from deepspeed.ops.registry import by_triton, op, reference
 
 Pair = tuple[Tensor, Tensor]
-Kernel = Callable[..., Pair]
 
 
 def rms_norm(

@@ -134,10 +134,6 @@ class MuonWithAuxAdam(BatchOptimizer):
         return self._adam
 
 
-class SingleDeviceMuonWithAuxAdam(MuonWithAuxAdam):
-    """The name that scripts for one device use."""
-
-
 def _completed(group: Any) -> dict[str, Any]:
     """`group` with the defaults of its half."""
     if not isinstance(group, dict) or not isinstance(group.get("use_muon"), bool):

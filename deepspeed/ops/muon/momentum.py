@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,8 @@ from deepspeed.ops.one_pass import Conditions
 from deepspeed.ops.optimizer import contiguous
 from deepspeed.ops.precompile import is_placeholder
 from deepspeed.ops.registry import by_triton, chosen, op, reference
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +57,12 @@ class Momenta:
 
     def some(self, places: Sequence[int]) -> Momenta:
         """Those at some places."""
-        params, grads, momenta = (
-            [tensors[place] for place in places] for tensors in (self.params, self.grads, self.momenta)
-        )
-        outs = [self.outs[place] for place in places] if self.outs else []
-        scales = [self.scales[place] for place in places] if self.scales else []
-        steps = [self.steps[place] for place in places] if self.steps else []
+
+        def pick(values: list[T]) -> list[T]:
+            return [values[place] for place in places] if values else []
+
+        params, grads, momenta = pick(self.params), pick(self.grads), pick(self.momenta)
+        outs, scales, steps = pick(self.outs), pick(self.scales), pick(self.steps)
         return Momenta(params, grads, momenta, outs, self.factor, self.conditions, scales, steps)
 
     @property

@@ -279,13 +279,6 @@ def heads_of(group: Mapping[str, Any], param: Tensor) -> int | None:
     return heads
 
 
-def adam_update(grad: Tensor, buf1: Tensor, buf2: Tensor, step: int, betas: tuple[float, float], eps: float) -> Tensor:
-    """Advance both moments in place and return Adam's bias-corrected direction."""
-    buf1.lerp_(grad, 1 - betas[0])
-    buf2.lerp_(grad.square(), 1 - betas[1])
-    return (buf1 / (1 - betas[0] ** step)) / ((buf2 / (1 - betas[1] ** step)).sqrt() + eps)
-
-
 MatrixRule = Callable[[Sequence[int], Sequence[Tensor]], Sequence[Tensor]]
 """(places, whole tensors) → results of the same shapes."""
 

@@ -48,20 +48,6 @@ def orthogonalize(matrices: Tensor, steps: int, ns_method: str) -> Tensor:
     return result
 
 
-def zeropower_via_newtonschulz5(G: Tensor, steps: int) -> Tensor:
-    """The quintic iteration as written, its result in bfloat16."""
-    return _zeropower(G, steps, "standard", newton_schulz)
-
-
-def zeropower_via_gram_newtonschulz(G: Tensor, steps: int) -> Tensor:
-    """The same polynomial through the Gram matrix, its result in float16."""
-    return _zeropower(G, steps, "gram", gram_newton_schulz)
-
-
-def _zeropower(matrices: Tensor, steps: int, method: str, iterate: Callable[[Tensor, int], Tensor]) -> Tensor:
-    return _computed(matrices, steps, _dtype_on(matrices, method), iterate).to(ns_compute_dtype(method))
-
-
 def _dtype_on(matrices: Tensor, method: str) -> torch.dtype:
     # Most processors multiply 16-bit matrices a hundred times slower than float32 ones.
     return wide(matrices.dtype) if matrices.device.type == "cpu" else ns_compute_dtype(method)

@@ -13,15 +13,10 @@ from deepspeed.ops.muon import (
     Muon,
     MuonWithAuxAdam,
     SingleDeviceMuon,
-    SingleDeviceMuonWithAuxAdam,
-    adam_update,
     muon_update,
-    ns_compute_dtype,
     tag_attention_heads,
-    zeropower_via_gram_newtonschulz,
-    zeropower_via_newtonschulz5,
 )
-from deepspeed.ops.muon.newton_schulz import gram_newton_schulz, newton_schulz, orthogonalize
+from deepspeed.ops.muon.newton_schulz import gram_newton_schulz, newton_schulz, ns_compute_dtype, orthogonalize
 from deepspeed.ops.registry import operations
 
 WAYS = [
@@ -88,23 +83,13 @@ def test_every_implementation_does_as_the_reference(kernel, shape, method):
         torch.testing.assert_close(mine, theirs, rtol=bound, atol=bound)
 
 
-def test_public_functions():
+def test_methods_and_matrices_are_checked():
     assert ns_compute_dtype() == ns_compute_dtype("gram") == torch.float16
     assert ns_compute_dtype("standard") == torch.bfloat16
     with pytest.raises(ValueError, match=r"'cubic'.*gram, standard"):
-        ns_compute_dtype("cubic")
-    g = normal(8, 30) * 1e6
-    expected = newton_schulz(of_unit_norm(g.double()), 5)
-    for function, dtype, bound in (
-        (zeropower_via_newtonschulz5, torch.bfloat16, 5e-3),
-        (zeropower_via_gram_newtonschulz, torch.float16, 1e-3),
-    ):
-        result = function(g, 5)
-        assert result.dtype == dtype
-        torch.testing.assert_close(result.double(), expected, rtol=bound, atol=bound)
-        torch.testing.assert_close(function(g.t(), 5), result.t(), rtol=1e-2, atol=1e-2)
+        orthogonalize(torch.ones(3, 3), 5, "cubic")
     with pytest.raises(ValueError, match="2 dims"):
-        zeropower_via_newtonschulz5(torch.ones(3), 5)
+        orthogonalize(torch.ones(3), 5, "gram")
 
 
 def expected_update(grad, momentum, *, beta=0.95, nesterov=True):
@@ -203,13 +188,6 @@ def test_optimizer(cls):
     assert cls([param]).defaults == defaults
 
 
-def test_adam_update():
-    g, m, v = normal(6), torch.zeros(6), torch.zeros(6)
-    torch.testing.assert_close(adam_update(g, m, v, 1, (0.9, 0.95), 1e-10), g.sign())
-    torch.testing.assert_close(m, 0.1 * g)
-    torch.testing.assert_close(v, 0.05 * g**2)
-
-
 def halves(**adam):
     weight, bias = nn.Parameter(normal(6, 12)), nn.Parameter(normal(6, seed=1))
     return [{"params": [weight], "use_muon": True}, {"params": [bias], "use_muon": False, **adam}]
@@ -234,7 +212,6 @@ def test_groups_of_both_halves():
     assert list(states[0]) == ["momentum_buffer"]
     assert list(states[1]) == ["step", "exp_avg", "exp_avg_sq"]
     assert states[1]["step"] == 2
-    assert issubclass(SingleDeviceMuonWithAuxAdam, MuonWithAuxAdam)
 
 
 @pytest.mark.parametrize("adam", [None, torch.optim.AdamW, DeepSpeedCPUAdam])
