@@ -211,7 +211,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status. Without a launcher, start one, which ends the process if a rank fails."""
     args, rest = parse(argv)
     try:
-        if not _is_rank():
+        if (
+            discover(os.environ, port=DEFAULT_PORT, need_master=False).source == ALONE
+        ):  # no launcher started this process
             _launch(args, rest)
             return 0
         if rest:
@@ -225,11 +227,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if comm.is_initialized():
             comm.destroy_process_group()
-
-
-def _is_rank() -> bool:
-    """Whether a launcher told this process its place."""
-    return discover(os.environ, port=DEFAULT_PORT, need_master=False).source != ALONE
 
 
 def _launch(args: argparse.Namespace, rest: Sequence[str]) -> None:

@@ -19,6 +19,8 @@ from deepspeed import comm
 from deepspeed.accelerator.clock import mark
 from deepspeed.accelerator.host import HostEvent
 
+Call = Callable[[], Any]
+
 
 @dataclass(frozen=True, slots=True)
 class BenchSetting:
@@ -48,7 +50,7 @@ class BenchSetting:
         return max(1, part) * self.world
 
 
-Call = Callable[[], Any]
+Prepare = Callable[[BenchSetting, int], Call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,42 +60,9 @@ class BenchOperation:
     name: str
     bus: Callable[[int], float]
     """Bus bandwidth by algorithm bandwidth, for so many ranks."""
-    prepare: Callable[[BenchSetting, int], Call]
+    prepare: Prepare
     """Tensors of so many elements, and the call that moves them; it returns what can be waited for, or None."""
     about: str
-
-
-def _all_reduce(room: BenchSetting, elements: int) -> Call:
-    tensor = room.tensor(elements)
-    return lambda: room.module.all_reduce(tensor, group=room.group, async_op=room.asynchronous)
-
-
-def _all_gather(room: BenchSetting, elements: int) -> Call:
-    whole, part = room.tensor(elements), room.tensor(elements // room.world)
-    gather = room.module.all_gather_into_tensor
-    return lambda: gather(whole, part, group=room.group, async_op=room.asynchronous)
-
-
-def _reduce_scatter(room: BenchSetting, elements: int) -> Call:
-    whole, part = room.tensor(elements), room.tensor(elements // room.world)
-    scatter = room.module.reduce_scatter_tensor
-    return lambda: scatter(part, whole, group=room.group, async_op=room.asynchronous)
-
-
-def _all_to_all(room: BenchSetting, elements: int) -> Call:
-    sent, received = room.tensor(elements), room.tensor(elements)
-    exchange = room.module.all_to_all_single
-    return lambda: exchange(received, sent, group=room.group, async_op=room.asynchronous)
-
-
-def _broadcast(room: BenchSetting, elements: int) -> Call:
-    tensor, source = room.tensor(elements), room.member(0)
-    return lambda: room.module.broadcast(tensor, source, group=room.group, async_op=room.asynchronous)
-
-
-def _reduce(room: BenchSetting, elements: int) -> Call:
-    tensor, target = room.tensor(elements), room.member(0)
-    return lambda: room.module.reduce(tensor, target, group=room.group, async_op=room.asynchronous)
 
 
 def _pt2pt(room: BenchSetting, elements: int) -> Call:
@@ -114,6 +83,21 @@ def _ring(world: int) -> float:
 def _once(world: int) -> float:
     return 1.0
 
+
+def _collective(name: str, operands: Callable[[BenchSetting, int], tuple[Any, ...]]) -> Prepare:
+    def prepare(room: BenchSetting, elements: int) -> Call:
+        function, own = getattr(room.module, name), operands(room, elements)
+        return lambda: function(*own, group=room.group, async_op=room.asynchronous)
+
+    return prepare
+
+
+_all_reduce = _collective("all_reduce", lambda room, n: (room.tensor(n),))
+_all_gather = _collective("all_gather_into_tensor", lambda room, n: (room.tensor(n), room.tensor(n // room.world)))
+_reduce_scatter = _collective("reduce_scatter_tensor", lambda room, n: (room.tensor(n // room.world), room.tensor(n)))
+_all_to_all = _collective("all_to_all_single", lambda room, n: (room.tensor(n), room.tensor(n)))
+_broadcast = _collective("broadcast", lambda room, n: (room.tensor(n), room.member(0)))
+_reduce = _collective("reduce", lambda room, n: (room.tensor(n), room.member(0)))
 
 OPERATIONS: Mapping[str, BenchOperation] = {
     each.name: each

@@ -1,13 +1,13 @@
 """torch's elastic agent with the launcher's guard below it: one on every host of an elastic job.
 
-[Note: rounds] The agents of all hosts meet in torch's rendezvous, which numbers them; that is a round. Each starts the
-ranks of its host below a guard of their own and watches. A round ends when ranks fail, when a host wants to join, or
-when one falls silent: the ranks of every host are ended and the agents meet again. The script starts anew, with
-whatever number of ranks there is now, and continues from its checkpoint. Only failures count against the limit.
+[Note: rounds] A round begins when torch's rendezvous has numbered the agents of the hosts, and each has started its
+ranks below a guard. It ends when ranks fail, a host wants to join, or one falls silent: all ranks are ended and the
+agents meet again. The script starts anew, with the ranks that there are now, and continues from its checkpoint. Only
+failures count against the limit.
 
-Silence is noticed in a ring: each agent counts up a number in the store and watches that of its neighbour, so that
-the cost does not grow with the number of hosts. Whoever notices it goes to the next rendezvous, and that the others
-see.
+Silence is noticed in a ring, so that the cost does not grow with the number of hosts: each agent counts up a number in
+the store and watches that of its neighbour. An agent that notices silence goes to the next rendezvous, and that the
+others see.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BEAT_EVERY = 1.0
 _LOOK_PER_HOST = 0.01  # seconds between looks at the rendezvous, whose state grows with the number of hosts
 _GOODBYE = 5.0  # seconds that whoever keeps the store waits for others to have read its end
 
-Crew = Callable[[NodePlacement], NodePlan]
+MakePlan = Callable[[NodePlacement], NodePlan]
 
 
 class Stopped(Exception):
@@ -54,15 +54,15 @@ class Stopped(Exception):
 class GuardedAgent(SimpleElasticAgent):
     """Runs the ranks of this host, round after round; `status` is the exit status once `run` has returned.
 
-    `crew` makes the ranks of a place, `usable` says how many ranks of so many can train together. `job` is a store that
-    also hosts see which are no part of the last round: it has the end of the job. `keeps_store` means that the others
-    need this process until they have ended.
+    `make_plan` plans the ranks of a place, `usable` says how many ranks of so many can train together. `job` is a store
+    for the end of the job, which hosts outside of the last round see, too. `keeps_store`: the others need this process
+    until they have ended.
     """
 
     def __init__(
         self,
         spec: WorkerSpec,
-        crew: Crew,
+        make_plan: MakePlan,
         environment: Mapping[str, str],
         *,
         usable: Callable[[int], int] = lambda ranks: ranks,
@@ -72,7 +72,7 @@ class GuardedAgent(SimpleElasticAgent):
     ) -> None:
         super().__init__(spec, exit_barrier_timeout)
         self.status = 0
-        self._crew, self._environment = crew, environment
+        self._make_plan, self._environment = make_plan, environment
         self._usable, self._job, self._keeps_store = usable, job, keeps_store
         self._guard: Supervision | None = None
         self._ended: int | None = None  # exit status of this round's ranks
@@ -116,15 +116,9 @@ class GuardedAgent(SimpleElasticAgent):
         if not own:
             self._ended = 0
             return {}
-        place = NodePlacement(
-            first=own[0].global_rank,
-            local=len(own),
-            world=world,
-            node=node,
-            nodes=nodes,
-            master=master,
-        )
-        self._guard = Supervision(self._crew(place), self._variables(), without_stdin=True)
+        first = own[0].global_rank
+        place = NodePlacement(first=first, local=len(own), world=world, node=node, nodes=nodes, master=master)
+        self._guard = Supervision(self._make_plan(place), self._variables(), without_stdin=True)
         if self._stopped is not None:
             self._guard.tell(self._stopped)
         return {worker.local_rank: worker.global_rank for worker in own}

@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from deepspeed.config.elasticity import PLANNED, ElasticityConfig, elastic_batch, elastic_section
 from deepspeed.config.read import read
-from deepspeed.elasticity.agent import Crew, GuardedAgent, Stopped
+from deepspeed.elasticity.agent import GuardedAgent, MakePlan, Stopped
 from deepspeed.elasticity.elasticity import elasticity_enabled
 from deepspeed.errors import RendezvousError
 from deepspeed.launcher.ports import claim_port
@@ -92,7 +92,7 @@ _CONFIG_OPTIONS = ("--deepspeed_config", "--deepspeed")
 
 def run(
     args: argparse.Namespace,
-    crew: Crew,
+    make_plan: MakePlan,
     environment: Mapping[str, str],
     *,
     nodes: tuple[int, int],
@@ -121,7 +121,7 @@ def run(
         )
         agent = GuardedAgent(
             spec,
-            crew,
+            make_plan,
             variables,
             usable=usable_ranks(section),
             job=PrefixStore(f"job.{spec.rdzv_handler.get_run_id()}", store),

@@ -110,8 +110,7 @@ def _add_meeting(parser: argparse.ArgumentParser) -> None:
 
 def _add_script(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("script").add_argument
-    add("--module", action="store_true", help="run the script as a module, like python -m")
-    add("--no_python", action="store_true", help="run the script itself, not with Python")
+    add_script_kind(add)
     add("--no_local_rank", action="store_true", help="do not give the script --local_rank=N")
     add("--preflight", action="store_true", help="start the ranks, check what a job needs, and train nothing")
     add(
@@ -130,7 +129,6 @@ def _add_process(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="write this launcher's pid to <pid>.deepspeed in $XDG_RUNTIME_DIR or the cache folder",
     )
-    add("--enable_each_rank_log", default="None", metavar="FOLDER", help="write each rank's output to a file there")
     add("--bind_cores_to_rank", action="store_true", help="give each rank an equal share of the cores")
     add("--bind_core_list", default=None, help="bind to these cores, such as 0,2-4,6, instead of all")
     add(
@@ -140,8 +138,20 @@ def _add_process(parser: argparse.ArgumentParser) -> None:
         help="lines of ranks as they come (plain, the default on one host), with their rank (rank, the default on "
         "several), or lines that several ranks write once (fold)",
     )
-    add("--log_level", choices=list(log_levels), default="info", help="what the launcher itself tells")
+    add_logs(add)
     add("-q", "--quiet", action="store_true", help="the same as --log_level error")
+
+
+def add_script_kind(add: Callable[..., object]) -> None:
+    """The options of all commands that run a script; see `check_kind`."""
+    add("--module", action="store_true", help="run the script as a module, like python -m")
+    add("--no_python", action="store_true", help="run the script itself, not with Python")
+
+
+def add_logs(add: Callable[..., object]) -> None:
+    """The options about output of all commands that start ranks."""
+    add("--enable_each_rank_log", default="None", metavar="FOLDER", help="write each rank's output to a file there")
+    add("--log_level", choices=list(log_levels), default="info", help="what the launcher itself tells")
 
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,11 @@ _NODES = Path("/sys/devices/system/node")
 _RANGE = re.compile(r"([0-9]{1,6})(?:-([0-9]{1,6}))?")
 
 
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True, slots=True)
 class Binding:
     """How one rank is bound: words before its command, or else cores that its process is limited to before it runs."""

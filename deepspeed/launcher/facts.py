@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,10 @@ import torch
 from deepspeed._package import __git_branch__, __git_hash__, __version__
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.detect import survey
+from deepspeed.accelerator.host import HostMemory
 from deepspeed.accelerator.interface import DeepSpeedAccelerator
 from deepspeed.errors import AcceleratorError, OpUnavailable
+from deepspeed.launcher.binding import usable_cores
 from deepspeed.launcher.environment import relevant
 from deepspeed.ops import capability, registry
 
@@ -56,7 +59,7 @@ class HostFacts:
 
     system: str
     processor: str
-    cores: int | None
+    cores: int
     memory: int | None
     vector_instructions: tuple[str, ...]
     storage: tuple[SystemFeature, ...]
@@ -170,21 +173,14 @@ def _cpu_model() -> str | None:
     return next(models, None) or platform.processor() or None
 
 
-def _host_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
 def machine() -> HostFacts:
     """The host: system, processor, cores that this process may use, memory, what kernels and storage could use."""
     sets = (capability.has_avx2, capability.has_avx512, capability.has_neon, capability.has_sve)
     return HostFacts(
         system=platform.platform(),
         processor=" ".join(part for part in (platform.machine(), _cpu_model()) if part),
-        cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count(),
-        memory=_host_memory(),
+        cores=usable_cores(),
+        memory=HostMemory().total() or None,
         vector_instructions=tuple(fact.name for fact in sets if fact.holds),
         storage=(SystemFeature(capability.has_gds.name, capability.has_gds.holds, capability.has_gds.reason),),
     )
@@ -252,7 +248,8 @@ def _first_line(text: str) -> str | None:
     return next((line.strip() for line in text.splitlines() if line.strip()), None)
 
 
-def _tool(name: str, path: str | None, *version: str) -> Tool:
+def _tool(name: str, *version: str, path: str | None = None) -> Tool:
+    path = path or shutil.which(name)
     return Tool(name, path, _first_line(_output(path, *version)) if path and version else None)
 
 
@@ -260,11 +257,8 @@ def build_tools() -> tuple[Tool, ...]:
     """What compiling a kernel needs."""
     nvcc = capability.nvcc()
     release = [line for line in _output(nvcc, "--version").splitlines() if "release" in line] if nvcc else []
-    return (
-        _tool("C++ compiler", capability.cxx_compiler(), "--version"),
-        Tool("nvcc", nvcc, release[0].strip() if release else None),
-        _tool("ninja", shutil.which("ninja"), "--version"),
-    )
+    compiler = _tool("C++ compiler", "--version", path=capability.cxx_compiler())
+    return compiler, Tool("nvcc", nvcc, _first_line("".join(release[:1]))), _tool("ninja", "--version")
 
 
 def mpi_name(text: str) -> str | None:
@@ -281,24 +275,20 @@ def mpi_name(text: str) -> str | None:
     return next((name for mark, name in known.items() if mark in low), None)
 
 
-def _mpirun() -> Tool:
+def launchers() -> tuple[Tool, ...]:
+    """The programs that can start ranks, and what they lean on."""
     path = shutil.which("mpirun")
     text = _output(path, "--version") if path else ""
     name, line = mpi_name(text), _first_line(text)
-    return Tool("mpirun", path, f"{name}: {line}" if name and line else line)
-
-
-def launchers() -> tuple[Tool, ...]:
-    """The programs that can start ranks, and what they lean on."""
     # An environment that is not activated has torchrun beside its interpreter, but not on PATH.
-    beside = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    torchrun = shutil.which("torchrun") or shutil.which("torchrun", path=str(Path(sys.executable).parent))
     return (
-        _tool("torchrun", shutil.which("torchrun") or beside),
-        _tool("pdsh", shutil.which("pdsh"), "-V"),
-        _tool("ssh", shutil.which("ssh"), "-V"),
-        _mpirun(),
-        _tool("srun", shutil.which("srun"), "--version"),
-        _tool("numactl", shutil.which("numactl")),
+        _tool("torchrun", path=torchrun),
+        _tool("pdsh", "-V"),
+        _tool("ssh", "-V"),
+        Tool("mpirun", path, f"{name}: {line}" if name and line else line),
+        _tool("srun", "--version"),
+        _tool("numactl"),
     )
 
 
@@ -371,13 +361,6 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _names() -> list[str]:
-    try:
-        return [name for _, name in socket.if_nameindex()]
-    except OSError:
-        return []
-
-
 def ipv4_address(name: str) -> str | None:
     """The main IPv4 address of an interface, asked from the kernel (Linux only)."""
     if sys.platform != "linux":
@@ -412,7 +395,10 @@ def interfaces(
     """Every interface in the kernel's order; the arguments replace the kernel's answers."""
     v6 = _ipv6_addresses(inet6)
     found = []
-    for name in _names() if names is None else names:
+    if names is None:
+        with suppress(OSError):
+            names = [name for _, name in socket.if_nameindex()]
+    for name in names or ():
         flags = _read(root / name / "flags")
         bits = int(flags, 16) if flags.startswith("0x") else None
         state = _read(root / name / "operstate")

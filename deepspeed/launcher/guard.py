@@ -1,14 +1,13 @@
 """The guard: starts the ranks of a node, passes on their output and signals, and leaves no process behind.
 
-[Note: the guard] The launcher (torch loaded, the process users see) starts one small process, this one, in a session of
-its own, and waits for it. The guard is the parent of the ranks, each again in a session of its own:
+[Note: the guard] The launcher (torch loaded) starts this small process in a session of its own, and waits for it. It is
+the parent of the ranks, each again in a session of its own:
 
 - If the launcher is gone, see process_loop.py, everything below the guard is killed.
 - Orphans become children of the guard (Linux), so it finds every process that a rank ever started, daemons included.
 - The kernel kills the ranks if the guard dies (Linux); the launcher then kills the orphans that come to it.
 
-Elsewhere than on Linux processes are only found by the process group of their rank: a rank's child that left its group
-is missed, and ranks outlive a guard that is killed.
+Elsewhere a process is only found by the group of its rank, and ranks outlive a guard that is killed.
 
 [Note: who failed first] Each rank's end makes a pidfd readable, and epoll reports descriptors in the order in which
 they became ready. So the first failure is known even when the guard was late and finds several ranks dead.

@@ -29,66 +29,45 @@ def count_of(text: str) -> int | None:
     return count if count <= MOST_SLOTS else None
 
 
-def parse_node_config(node_config: str) -> tuple[str, list[int]]:
-    """ "w1:0,2" → ("w1", [0, 2]); no slots mean all of the host: "w1" → ("w1", [])."""
-    if ":" not in node_config:
-        host, slots = node_config, []
-    else:
-        host, _, listed = node_config.rpartition(":")
-        words = listed.split(",")
+def parse_node_configs(node_configs: Iterable[str]) -> dict[str, list[int]]:
+    """["w1:2,0", "w2"] → {"w1": [0, 2], "w2": []}, where no slots mean all of a host; entries of a host are joined."""
+    wanted: dict[str, list[int]] = {}
+    for text in node_configs:
+        host, colon, listed = text.rpartition(":") if ":" in text else (text, "", "")
+        words = listed.split(",") if colon else []
         if not all(word.isascii() and word.isdigit() for word in words):
             raise LaunchError(
-                f"{node_config!r}: {listed!r} is not a list of slots; write the host, a colon and numbers: worker-1:0,2"
+                f"{text!r}: {listed!r} is not a list of slots; write the host, a colon and numbers: worker-1:0,2"
             )
-        slots = [MOST_SLOTS if (slot := count_of(word)) is None else slot for word in words]
-    if not host or any(letter.isspace() for letter in host):
-        raise LaunchError(f"{node_config!r} does not begin with the name of a host; write worker-1 or worker-1:0,2")
-    return host, slots
-
-
-def parse_node_config_list(node_config_list: Iterable[str]) -> dict[str, list[int]]:
-    """Host → its slots in ascending order, an empty list for all; several entries of a host are joined."""
-    wanted: dict[str, list[int]] = {}
-    for node_config in node_config_list:
-        host, slots = parse_node_config(node_config)
-        if host in wanted and wanted[host] and slots:
-            slots = wanted[host] + slots
-        elif host in wanted:
-            slots = []
-        wanted[host] = sorted(set(slots))
+        if not host or any(letter.isspace() for letter in host):
+            raise LaunchError(f"{text!r} does not begin with the name of a host; write worker-1 or worker-1:0,2")
+        slots = {MOST_SLOTS if (slot := count_of(word)) is None else slot for word in words}
+        known = wanted.get(host)
+        wanted[host] = sorted(slots.union(known or ())) if slots and known != [] else []
     return wanted
 
 
-def parse_resource_filter(
-    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
-) -> dict[str, list[int]]:
-    """The hosts and slots that an include or an exclude string leaves, in the order of `host_info`."""
-    if include_str and exclude_str:
-        raise LaunchError(
-            f"--include {include_str} and --exclude {exclude_str} are mutually exclusive: give one of them"
-        )
-    if not include_str and not exclude_str:
-        return {host: list(slots) for host, slots in host_info.items()}
-    wanted = parse_node_config_list((include_str or exclude_str).split("@"))
-    for host, slots in wanted.items():
-        if host not in host_info:
-            raise LaunchError(f"Hostname '{host}' not found in hostfile; there are {', '.join(host_info)}")
-        for slot in slots:
-            if slot not in host_info[host]:
-                has = ",".join(map(str, host_info[host])) or "no slots"
-                raise LaunchError(f"No slot '{slot}' specified on host '{host}'; it has {has}")
-    kept: dict[str, list[int]] = {}
-    for host, there in host_info.items():
-        listed = (wanted[host] or list(there)) if host in wanted else []
-        kept[host] = listed if include_str else [slot for slot in there if slot not in listed]
-    return {host: slots for host, slots in kept.items() if slots}
-
-
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    """As `parse_resource_filter`, from a number of slots per host."""
+    """The hosts and slots that an include or an exclude string leaves of a number of slots per host, in its order."""
+    if inclusion and exclusion:
+        raise LaunchError(f"--include {inclusion} and --exclude {exclusion} are mutually exclusive: give one of them")
     _check_ranks(sum(resource_pool.values()))
     pool = {host: list(range(count)) for host, count in resource_pool.items()}
-    return parse_resource_filter(pool, include_str=inclusion, exclude_str=exclusion)
+    if not inclusion and not exclusion:
+        return pool
+    wanted = parse_node_configs((inclusion or exclusion).split("@"))
+    for host, slots in wanted.items():
+        if host not in pool:
+            raise LaunchError(f"Hostname '{host}' not found in hostfile; there are {', '.join(pool)}")
+        for slot in slots:
+            if slot not in pool[host]:
+                has = ",".join(map(str, pool[host])) or "no slots"
+                raise LaunchError(f"No slot '{slot}' specified on host '{host}'; it has {has}")
+    kept = {}
+    for host, there in pool.items():
+        listed = (wanted[host] or there) if host in wanted else []
+        kept[host] = listed if inclusion else [slot for slot in there if slot not in listed]
+    return {host: slots for host, slots in kept.items() if slots}
 
 
 def apply_num_nodes_and_gpus(

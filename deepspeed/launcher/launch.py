@@ -16,14 +16,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.launcher.arguments import HelpFormatter, add_counts, check_kind, elastic_nodes
-from deepspeed.launcher.binding import Binding, bind
+from deepspeed.launcher.arguments import HelpFormatter, add_counts, add_logs, add_script_kind, check_kind, elastic_nodes
+from deepspeed.launcher.binding import Binding, bind, usable_cores
 from deepspeed.launcher.errors import LaunchError, run_program
 from deepspeed.launcher.hosts import Slots, decode_world_info
 from deepspeed.launcher.ports import DEFAULT_PORT, claim_port
 from deepspeed.launcher.protocol import RELAY_VARIABLE, NodePlacement, NodePlan, RankPlan, labels_only, log_files
 from deepspeed.launcher.supervise import pid_file, supervise
-from deepspeed.log import log_levels, logger, set_log_level_from_string
+from deepspeed.log import logger, set_log_level_from_string
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,14 +39,12 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     add("--master_addr", default="127.0.0.1", help="address of the host of rank 0")
     add("--master_port", type=int, default=DEFAULT_PORT, help="port at which rank 0 waits; 0: a free one, on one node")
     add("--world_info", required=True, help="hosts and their slots, coded by encode_world_info")
-    add("--module", action="store_true", help="run the script as a module, like python -m")
-    add("--no_python", action="store_true", help="run the script itself, not with Python")
+    add_script_kind(add)
     add("--no_local_rank", action="store_true", help="do not give the script --local_rank=N")
     add("--save_pid", type=int, default=0, help="name of the file that holds this launcher's pid; 0: no file")
-    add("--enable_each_rank_log", default="None", help="folder for one file with the output of each rank")
     add("--bind_cores_to_rank", action="store_true", help="give each rank cores of its own")
     add("--bind_core_list", default=None, help="the cores to share out, such as 0,2-4,6")
-    add("--log_level", choices=list(log_levels), default="info", help="what the launcher itself tells")
+    add_logs(add)
     add("-q", "--quiet", action="store_true", help="the same as --log_level error")
     add("--enable_elastic_training", action="store_true", help="meet other nodes again after a failure, and start anew")
     add_counts(add)
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             saved = stack.enter_context(pid_file(args.save_pid))
             logger.info("pid %d saved in %s", os.getpid(), saved)
 
-        def crew(place: NodePlacement) -> NodePlan:
+        def make_plan(place: NodePlacement) -> NodePlan:
             plan = NodePlan(
                 ranks=tuple(_ranks(args, place)),
                 log_level=level,
@@ -98,10 +96,10 @@ def run(args: argparse.Namespace) -> int:
 
             nodes = elastic_nodes(args, len(world))
             slots = len(world[host])
-            return node.run(args, crew, environment, nodes=nodes, slots=slots, hangs_on_stdin=bool(relay))
+            return node.run(args, make_plan, environment, nodes=nodes, slots=slots, hangs_on_stdin=bool(relay))
         if args.node_rank == 0:
             args.master_port = stack.enter_context(claim_port(args.master_port))
-        plan = crew(NodePlacement.of(world, host, (args.master_addr, args.master_port)))
+        plan = make_plan(NodePlacement.of(world, host, (args.master_addr, args.master_port)))
         return supervise(plan, environment, hangs_on_stdin=bool(relay))
 
 
@@ -132,7 +130,7 @@ def _ranks(args: argparse.Namespace, place: NodePlacement) -> Iterator[RankPlan]
             environment["OMP_NUM_THREADS"] = str(len(binding.cores))
         elif "OMP_NUM_THREADS" not in os.environ and get_accelerator().device_name() == "cpu":
             # Several CPU ranks that each start a thread per core slow each other down many times over.
-            environment["OMP_NUM_THREADS"] = str(max(1, _usable_cores() // len(environments)))
+            environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // len(environments)))
         yield RankPlan(
             rank=int(environment["RANK"]),
             local_rank=local_rank,
@@ -141,10 +139,6 @@ def _ranks(args: argparse.Namespace, place: NodePlacement) -> Iterator[RankPlan]
             cores=cores,
             log=logs.get(int(environment["RANK"])),
         )
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _command(args: argparse.Namespace, local_rank: int) -> list[str]:

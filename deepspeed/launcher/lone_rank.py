@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 from deepspeed.comm.discover import discover
 from deepspeed.errors import DeepSpeedError
+from deepspeed.launcher.arguments import add_logs, add_script_kind
 from deepspeed.launcher.errors import MISTAKE
 from deepspeed.launcher.guard import Guard
 from deepspeed.launcher.ports import DEFAULT_PORT
 from deepspeed.launcher.protocol import RELAY_VARIABLE, NodePlan, RankPlan, log_files
-from deepspeed.log import log_levels, set_log_level_from_string
+from deepspeed.log import set_log_level_from_string
 
 
 def main(words: Sequence[str]) -> int:
@@ -40,10 +41,8 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="launcher_helper", allow_abbrev=False)
     add = parser.add_argument
     add("--launcher", required=True, help="the program that started this one")
-    add("--module", action="store_true", help="run the script as a module, like python -m")
-    add("--no_python", action="store_true", help="run the script itself, not with Python")
-    add("--enable_each_rank_log", default="None", help="folder for one file with the output of each rank")
-    add("--log_level", choices=list(log_levels), default="info", help="what the launcher itself tells")
+    add_script_kind(add)
+    add_logs(add)
     add("script", help="the script, module or program to start")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser.parse_args(words)

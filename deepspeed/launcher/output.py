@@ -39,34 +39,27 @@ _ESCAPES = re.compile(r"\x1b(\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-
 class LastLines:
     """The last lines of a stream of bytes; of a line that was redrawn, what could be seen last."""
 
-    def __init__(self, count: int = LINES) -> None:
-        self._lines: deque[str] = deque(maxlen=count)
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=LINES)
         self._rest = b""
 
     def feed(self, data: bytes) -> None:
         """Take more of the stream."""
         *whole, rest = (self._rest + data).split(b"\n")
-        for line in whole[-LINES:]:
-            self._keep(line)
+        self._lines.extend(map(_visible, whole[-LINES:]))
         # Nothing before the last redraw of an unfinished line is needed again.
         self._rest = rest[rest.rfind(b"\r", 0, max(0, len(rest) - 1)) + 1 :][-4 * _LINE_BYTES :]
 
-    def _keep(self, line: bytes) -> None:
-        text = next((part for part in reversed(line.split(b"\r")) if part), b"")[:_LINE_BYTES]
-        self._lines.append(_ESCAPES.sub("", text.decode(errors="replace")))
-
     def lines(self) -> list[str]:
         """The lines, an unfinished one included; blank lines at either end are left out."""
-        copy = LastLines()
-        copy._lines.extend(self._lines)
-        if self._rest:
-            copy._keep(self._rest)
-        found = list(copy._lines)
-        while found and not found[-1].strip():
-            found.pop()
-        while found and not found[0].strip():
-            found.pop(0)
-        return found
+        found = [*self._lines, *([_visible(self._rest)] if self._rest else [])][-LINES:]
+        filled = [at for at, line in enumerate(found) if line.strip()]
+        return found[filled[0] : filled[-1] + 1] if filled else []
+
+
+def _visible(line: bytes) -> str:
+    text = next((part for part in reversed(line.split(b"\r")) if part), b"")[:_LINE_BYTES]
+    return _ESCAPES.sub("", text.decode(errors="replace"))
 
 
 def last_lines(path: str, start: int = 0) -> list[str]:

@@ -1,9 +1,7 @@
 """The port at which rank 0 waits for the others, held by one launcher at a time from its choice to the job's end.
 
-[Note: the claim] Rank 0 listens only seconds after the launcher chose the port. Two launchers that merely look would
-both find it free. So a launcher holds the UDP port of the same number on the loopback address: the kernel gives it to
-one process, whichever user it belongs to, and takes it back however the process ends. Rank 0's own TCP port is not
-touched by that.
+[Note: the claim] A launcher holds the UDP port of the same number on the loopback address: the kernel gives it to one
+process, whichever user it belongs to, and takes it back however the process ends. Rank 0's own TCP port is free of it.
 """
 
 from __future__ import annotations

@@ -191,15 +191,15 @@ _MARK = b"\x1e"
 _PIECE = 600
 
 
+@dataclass(frozen=True, slots=True)
 class RelaySetting:
     """The token of a job whose output is read by a launcher elsewhere, and whether lines tell their rank.
 
     Without a token nothing is told between the lines: whoever starts the ranks speaks for itself.
     """
 
-    def __init__(self, token: str, labels: bool) -> None:
-        self.token = token
-        self.labels = labels
+    token: str
+    labels: bool
 
     def __str__(self) -> str:
         return f"{self.token}:{'rank' if self.labels else 'plain'}"

@@ -1,7 +1,6 @@
 """The relay: runs the programs that reach other hosts, reads what the ranks tell, and stops all hosts when one fails.
 
-[Note: the relay] It stands to the launcher as the guard does, see process_loop.py. Below it run one ssh for each host,
-or one pdsh, mpirun or srun. On each host a guard supervises the ranks there, and tells of a failure at once; see
+Below it run one ssh for each host, or one pdsh, mpirun or srun. The guard of each host tells of a failure at once; see
 [Note: messages]. The first message decides which rank failed first, because hosts take different times to end after it.
 
 [Note: beats] The far end of an ssh notices by the end of its stdin that the relay is gone. Where the network is cut

@@ -121,7 +121,7 @@ def _machine(machine: HostFacts, shared: SharedMemory | None) -> Table:
         {
             "system": machine.system,
             "processor": machine.processor,
-            "usable cores": None if machine.cores is None else str(machine.cores),
+            "usable cores": str(machine.cores),
             "vector instructions": ", ".join(machine.vector_instructions) or None,
             "memory": None if machine.memory is None else gibibytes(machine.memory),
             "shared memory": size,
@@ -131,8 +131,7 @@ def _machine(machine: HostFacts, shared: SharedMemory | None) -> Table:
 
 
 def _answer(finding: SystemFeature) -> str:
-    answer = "yes" if finding.available else "no"
-    return f"{answer}, {finding.reason}" if finding.reason else answer
+    return ", ".join(filter(None, ("yes" if finding.available else "no", finding.reason)))
 
 
 def _accelerator(found: AcceleratorFacts) -> RenderableType:
@@ -215,9 +214,10 @@ def ask_hosts(args: argparse.Namespace) -> int:
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         answers = dict(zip(hosts, pool.map(lambda host: _ask(host, args.ssh_port, given), hosts), strict=True))
     if args.json:
-        emit(json.dumps({host: _plain(answer) for host, answer in answers.items()}, indent=2) + "\n")
+        shown = {host: {"error": each} if isinstance(each, str) else each for host, each in answers.items()}
+        emit(json.dumps(shown, indent=2) + "\n")
     else:
-        emit(lambda console: _draw(answers, console))
+        emit(partial(_draw, answers))
     return int(any(isinstance(answer, str) for answer in answers.values()))
 
 
@@ -242,10 +242,6 @@ def _ask(host: str, port: int | None, given: Sequence[str]) -> dict[str, Any] | 
     except ValueError:
         return f"it answered {done.stdout!r:.100}, which is no report"
     return found if isinstance(found, dict) else "it answered no report"
-
-
-def _plain(answer: dict[str, Any] | str) -> dict[str, Any]:
-    return {"error": answer} if isinstance(answer, str) else answer
 
 
 def shown_facts(report: Mapping[str, Any]) -> dict[str, str]:
@@ -302,16 +298,12 @@ def _draw(answers: Mapping[str, dict[str, Any] | str], console: Console) -> None
         console.print(Text(f"{len(reports)} hosts answered, and nothing differs between them", style="green"))
     for host, why in silent.items():
         console.print(Text(f"{host}: {printable(why)}", style="yellow"))
-    for warning, hosts in _warnings_by_host(reports).items():
-        console.print(Text(f"! {_few(hosts)}: {printable(warning)}", style="yellow"))
-
-
-def _warnings_by_host(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
-    told: dict[str, list[str]] = {}
+    warned: dict[str, list[str]] = {}
     for host, report in reports.items():
         for warning in report.get("warnings") or []:
-            told.setdefault(str(warning), []).append(host)
-    return told
+            warned.setdefault(str(warning), []).append(host)
+    for warning, hosts in warned.items():
+        console.print(Text(f"! {_few(hosts)}: {printable(warning)}", style="yellow"))
 
 
 def _few(hosts: Sequence[str]) -> str:

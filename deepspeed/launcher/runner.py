@@ -28,8 +28,6 @@ __all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "fetch_hostfile", "main", "parse_args",
 
 DEEPSPEED_ENVIRONMENT_NAME = ENVIRONMENT_FILE
 
-_LOOPBACK = "127.0.0.1"
-
 
 def main(args: Sequence[str] | None = None) -> None:
     """The command; returns if all ranks ended with 0, else ends the process with the job's exit status."""
@@ -170,7 +168,7 @@ def _check_devices(active: Slots, host: str, accelerator: DeepSpeedAccelerator, 
 
 def _launch_arguments(args: argparse.Namespace, active: Slots) -> list[str]:
     """The options of `deepspeed.launcher.launch` for this node."""
-    address = args.master_addr or (_LOOPBACK if len(active) == 1 else next(iter(active)))
+    address = args.master_addr or ("127.0.0.1" if len(active) == 1 else next(iter(active)))
     # Several hosts must know the port before anybody can look which one is free.
     port = args.master_port if args.master_port_chosen or len(active) > 1 else 0
     return node_words(

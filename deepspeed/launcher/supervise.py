@@ -104,7 +104,7 @@ def supervise(plan: NodePlan | RelayPlan, environment: Mapping[str, str], *, han
 
 def follow_stdin(tell: Callable[[int], None]) -> None:
     """From now on, pass on what the launcher on another host says, and end this process when that is gone."""
-    threading.Thread(target=_hang_on, args=(0, tell), daemon=True).start()
+    threading.Thread(target=_follow, args=(0, tell), daemon=True).start()
 
 
 def _open_standard_streams() -> None:
@@ -114,7 +114,7 @@ def _open_standard_streams() -> None:
     os.close(descriptor)
 
 
-def _hang_on(line: int, tell: Callable[[int], None]) -> None:
+def _follow(line: int, tell: Callable[[int], None]) -> None:
     """Pass on what the other side says, and end everything when it is gone; see [Note: beats] in relay.py."""
     heard, limit = True, None
     while heard:

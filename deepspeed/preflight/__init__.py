@@ -1,5 +1,1 @@
 """Preflight: starts the layout of a job, looks at everything that could stop it or slow it down, and trains nothing."""
-
-from __future__ import annotations
-
-__all__: list[str] = []

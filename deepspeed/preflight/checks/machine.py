@@ -294,27 +294,18 @@ def needs_of(schema: Schema, world: int) -> BytesPerParameter:
     part = {role: 1 / world if stage >= first else 1.0 for role, first in (("states", 1), ("grads", 2), ("params", 3))}
     states = (widths.master + widths.optimizer) * part["states"]
     params, grads = widths.param * part["params"], widths.grad * part["grads"]
-    device, host, disk = 0.0, 0.0, 0.0
-    tier = OffloadDeviceEnum.none if zero.offload_optimizer is None else zero.offload_optimizer.device
-    share = float(zero.offload_optimizer.ratio) if zero.offload_optimizer is not None else 0.0
-    if tier is OffloadDeviceEnum.none:
-        device += states + grads
+    held = dict.fromkeys((OffloadDeviceEnum.none, OffloadDeviceEnum.cpu, OffloadDeviceEnum.nvme), 0.0)
+    offload = zero.offload_optimizer
+    if offload is None or offload.device is OffloadDeviceEnum.none:
+        held[OffloadDeviceEnum.none] += states + grads
     else:
-        once = (schema.gradient_accumulation_steps or 1) == 1
-        device += states * (1 - share) + (0.0 if once else grads)
-        host += share * (widths.param if once else widths.grad) * part["states"]
-        if tier is OffloadDeviceEnum.cpu:
-            host += share * states
-        else:
-            disk += share * states
-    home = OffloadDeviceEnum.none if zero.offload_param is None else zero.offload_param.device
-    if stage < 3 or home is OffloadDeviceEnum.none:
-        device += params
-    elif home is OffloadDeviceEnum.cpu:
-        host += params
-    else:
-        disk += params
-    return BytesPerParameter(device, host, disk)
+        share, once = float(offload.ratio), (schema.gradient_accumulation_steps or 1) == 1
+        held[OffloadDeviceEnum.none] += states * (1 - share) + (0.0 if once else grads)
+        held[OffloadDeviceEnum.cpu] += share * (widths.param if once else widths.grad) * part["states"]
+        held[offload.device] += share * states
+    away = zero.offload_param.device if stage >= 3 and zero.offload_param is not None else OffloadDeviceEnum.none
+    held[away] += params
+    return BytesPerParameter(*held.values())
 
 
 _NEARLY = 0.8  # activations, the data loader and the page cache want some, too
@@ -348,18 +339,9 @@ class OffloadCheck(PreflightCheck[OffloadFact]):
         needs = needs_of(schema, here.world)
         accelerator = get_accelerator()
         has_device = accelerator.device_name() != "cpu" and here.local_rank < accelerator.device_count()
-        path, free, error = _disk(schema)
-        return OffloadFact(
-            needs.device,
-            needs.host,
-            needs.disk,
-            accelerator.available_memory(here.local_rank) if has_device else None,
-            available_memory(),
-            free,
-            path,
-            error,
-            here.options.params,
-        )
+        device_free = accelerator.available_memory(here.local_rank) if has_device else None
+        free = (device_free, available_memory(), *_disk(schema))
+        return OffloadFact(needs.device, needs.host, needs.disk, *free, here.options.params)
 
     def judge(self, told: Sequence[RankFact[OffloadFact]]) -> list[CheckFinding]:
         if any(each.fact.device is None for each in told):
@@ -368,20 +350,20 @@ class OffloadCheck(PreflightCheck[OffloadFact]):
         return found or [passed(_summary(told))]
 
 
-def _disk(schema: Schema) -> tuple[str, int | None, str | None]:
-    """The folder of a swap file, the bytes that are free there, and why they are not known."""
+def _disk(schema: Schema) -> tuple[int | None, str, str | None]:
+    """The bytes that are free in the folder of a swap file, the folder, and why they are not known."""
     folders = schema.zero_optimization.swap_folders
     if not folders:
-        return "", None, None
+        return None, "", None
     path = folders[0]
     place = nearest(path.absolute())
     try:
         room = os.statvfs(place)
     except OSError as error:
-        return str(path), None, str(error.strerror or error)
+        return None, str(path), str(error.strerror or error)
     if not os.access(place, os.W_OK | os.X_OK):
-        return str(path), None, f"{place} cannot be written to"
-    return str(path), room.f_bavail * room.f_frsize, None
+        return None, str(path), f"{place} cannot be written to"
+    return room.f_bavail * room.f_frsize, str(path), None
 
 
 def _disks(told: Sequence[RankFact[OffloadFact]]) -> Iterator[CheckFinding]:

@@ -38,8 +38,8 @@ def test_every_operation_moves_what_it_says():
     expected = {
         "all_reduce": [[sum(everybody)] * world],
         "all_gather": [everybody, [float(rank + 1)]],
-        "reduce_scatter": [[float(rank + 1)] * world, [sum(everybody)]],
-        "all_to_all": [[float(rank + 1)] * world, everybody],
+        "reduce_scatter": [[sum(everybody)], [float(rank + 1)] * world],
+        "all_to_all": [everybody, [float(rank + 1)] * world],
         "broadcast": [[1.0] * world],
         "reduce": [[sum(everybody)] * world] if rank == 0 else None,
         "pt2pt": [[float((rank & ~1) + 1)] * world] if rank ^ 1 < world else [],

@@ -288,7 +288,7 @@ def test_a_cut_network_is_noticed_by_the_far_end(tmp_path):
     child = os.fork()
     if child == 0:
         supervise.SILENCE, supervise._FAREWELL = 0.2, 0.1
-        supervise._hang_on(read, lambda number: os.write(told, bytes([number])))
+        supervise._follow(read, lambda number: os.write(told, bytes([number])))
     os.write(write, bytes([signal.SIGUSR1, supervise.BEAT]))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL

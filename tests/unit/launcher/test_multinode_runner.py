@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed.launcher import multinode_runner as runners
+from deepspeed.launcher import multi_host as runners
 from deepspeed.launcher.arguments import LAUNCHERS
 from deepspeed.launcher.errors import LaunchError
 from deepspeed.launcher.runner import encode_world_info, parse_args

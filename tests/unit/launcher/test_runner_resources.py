@@ -15,9 +15,7 @@ from deepspeed.launcher.hosts import (
     decode_world_info,
     encode_world_info,
     parse_inclusion_exclusion,
-    parse_node_config,
-    parse_node_config_list,
-    parse_resource_filter,
+    parse_node_configs,
 )
 
 POOL = {"w0": 4, "w1": 4}
@@ -26,18 +24,16 @@ POOLS = st.dictionaries(HOSTS, st.integers(1, 9), min_size=1, max_size=5)
 
 
 def test_node_configs():
-    assert parse_node_config("w1:0,2") == ("w1", [0, 2])
-    assert parse_node_config("w1") == ("w1", [])
-    assert parse_node_config_list(["w0", "w1:2,0"]) == {"w0": [], "w1": [0, 2]}
-    assert parse_node_config_list(["w0:1", "w0:0", "w0:1"]) == {"w0": [0, 1]}
-    assert parse_node_config_list(["w0:1", "w0"]) == {"w0": []}
-    assert parse_node_config_list(["w0", "w0:1"]) == {"w0": []}
+    assert parse_node_configs(["w0", "w1:2,0"]) == {"w0": [], "w1": [0, 2]}
+    assert parse_node_configs(["w0:1", "w0:0", "w0:1"]) == {"w0": [0, 1]}
+    assert parse_node_configs(["w0:1", "w0"]) == {"w0": []}
+    assert parse_node_configs(["w0", "w0:1"]) == {"w0": []}
 
 
 @pytest.mark.parametrize("text", ["w0:", "w0:a", "w0:-1", "w0:1,", "w0:1, 2", "", ":1", "w 0"])
 def test_wrong_node_configs(text):
     with pytest.raises(ValueError, match="write "):
-        parse_node_config(text)
+        parse_node_configs([text])
 
 
 @pytest.mark.parametrize(
@@ -82,13 +78,12 @@ def test_include_and_exclude_are_opposites(pool, data):
     if not chosen:
         return
     text = "@".join(f"{host}:{','.join(map(str, slots))}" for host, slots in chosen.items())
-    everything = {host: list(range(count)) for host, count in pool.items()}
-    inside = parse_resource_filter(everything, include_str=text)
-    outside = parse_resource_filter(everything, exclude_str=text)
+    inside = parse_inclusion_exclusion(pool, text, "")
+    outside = parse_inclusion_exclusion(pool, "", text)
     assert inside == {host: sorted(slots) for host, slots in chosen.items()}
     assert list(inside) == [host for host in pool if host in chosen]
-    for host, slots in everything.items():
-        assert sorted(inside.get(host, []) + outside.get(host, [])) == slots
+    for host, count in pool.items():
+        assert sorted(inside.get(host, []) + outside.get(host, [])) == list(range(count))
     assert all(outside.values())
 
 
