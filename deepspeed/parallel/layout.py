@@ -44,7 +44,7 @@ class AxisGroup:
         self._nodes: tuple[AxisGroup, AxisGroup] | None = None
         self.axis = axis
         self.ranks: Ranks = axis.group_of(layout.rank)
-        self.rank = self.ranks.index(layout.rank)
+        self.rank: int = self.ranks.index(layout.rank)
 
     @property
     def name(self) -> str:

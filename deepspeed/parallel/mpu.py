@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # axes -> the X of get_X_parallel_{rank,group,world_size}, in the order they are tried
 _COMBINED: dict[tuple[str, ...], tuple[str, ...]] = {SAMPLE_AXES: ("sequence_data",), MODEL_AXES: ("model",)}
-_SPELLINGS = {**{(name,): kind.mpu for name, kind in AXES.items()}, **_COMBINED}
+_SINGLE: dict[tuple[str, ...], tuple[str, ...]] = {(name,): kind.mpu for name, kind in AXES.items()}
+_SPELLINGS = {**_SINGLE, **_COMBINED}
 
 
 def layout_from_mpu(mpu: Any, *, ranks_per_node: int | None = None) -> ParallelLayout:

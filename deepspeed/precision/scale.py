@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 
@@ -33,91 +33,61 @@ class LossScaleError(DeepSpeedError, RuntimeError):
     """Gradients overflow although the loss scale is as low as it may be, or saved scale state cannot be used."""
 
 
-class LossScale(Protocol):
-    """What the loss is multiplied by before backward, and gradients are divided by after it."""
+class LossScale:
+    """What the loss is multiplied by before backward, and gradients are divided by after it; here a fixed factor."""
+
+    dynamic = False
+    """True if `update` may change the factor."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self._scale = float(value)
 
     @property
     def value(self) -> float:
         """The factor for the next backward."""
-
-    @property
-    def dynamic(self) -> bool:
-        """True if `update` may change the factor."""
+        return self._scale
 
     def apply(self, loss: Tensor) -> Tensor:
         """`loss` times the factor; the same tensor where that is 1."""
+        if self._scale == 1:
+            return loss
+        # 65536 is infinite in fp16, and so would be most products with it.
+        wide = loss if loss.element_size() >= 4 else loss.float()
+        return wide * self._scale
 
     def update(self, overflow: bool) -> None:
         """Learn how a step went; called once per optimizer step, with the same answer on every rank."""
 
     def state_dict(self) -> dict[str, float | int]:
         """What a resumed run needs, as plain numbers; settings are not part of it."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
         """Continue from `state`; what another kind of scale has saved changes nothing."""
 
-
-def _scaled(loss: Tensor, factor: float) -> Tensor:
-    if factor == 1:
-        return loss
-    # 65536 is infinite in fp16, and so would be most products with it.
-    wide = loss if loss.element_size() >= 4 else loss.float()
-    return wide * factor
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
 
-class NoScale:
+class NoScale(LossScale):
     """The loss as it is."""
 
-    dynamic = False
-    value = 1.0
 
-    def apply(self, loss: Tensor) -> Tensor:
-        return loss
-
-    def update(self, overflow: bool) -> None:
-        return
-
-    def state_dict(self) -> dict[str, float | int]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        return
-
-    def __repr__(self) -> str:
-        return "NoScale()"
-
-
-class StaticScale:
-    """A factor that never changes; a step that overflows is skipped, and that is all."""
-
-    dynamic = False
+class StaticScale(LossScale):
+    """A factor that never changes, whatever was saved: a step that overflows is skipped, and that is all."""
 
     def __init__(self, value: float) -> None:
         _positive("a static loss scale", value)
-        self._value = float(value)
-
-    @property
-    def value(self) -> float:
-        return self._value
-
-    def apply(self, loss: Tensor) -> Tensor:
-        return _scaled(loss, self._value)
-
-    def update(self, overflow: bool) -> None:
-        return
+        super().__init__(value)
 
     def state_dict(self) -> dict[str, float | int]:
-        return {"scale": self._value}
-
-    def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        # The config says which value is wanted, also after a change of it between two runs.
-        return
+        return {"scale": self._scale}
 
     def __repr__(self) -> str:
-        return f"StaticScale({self._value:g})"
+        return f"StaticScale({self._scale:g})"
 
 
-class DynamicScale:
+class DynamicScale(LossScale):
     """A factor that halves on overflows and doubles after a window of clean steps: see [Note: the dynamic rule]."""
 
     dynamic = True
@@ -144,24 +114,17 @@ class DynamicScale:
             )
         if not 1 < factor < math.inf:
             raise DeepSpeedConfigError(f"the loss scale changes by a factor above 1, found {factor}")
+        super().__init__(init)
         self.window = int(window)
         self.hysteresis = int(hysteresis)
         self.consecutive_hysteresis = bool(consecutive_hysteresis)
         self.minimum = float(minimum)
         self.raise_at_minimum = bool(raise_at_minimum)
         self.factor = float(factor)
-        self._scale = float(init)
         self._hysteresis_left = self.hysteresis
         self._step = 0
         self._last_overflow = -1
         self._skipped_in_a_row = 0
-
-    @property
-    def value(self) -> float:
-        return self._scale
-
-    def apply(self, loss: Tensor) -> Tensor:
-        return _scaled(loss, self._scale)
 
     def update(self, overflow: bool) -> None:
         if overflow:

@@ -218,7 +218,7 @@ class Backward:
         trained = (param for param in self._parameters() if param.requires_grad)
         if any(_runs(get_gradient_edge(param).node) for param in trained):
             return True
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         while node is not None and node.next_functions:
             node = next((each for each, _ in node.next_functions if each is not None), None)
         return node is None or _runs(node)  # a backward through no parameter runs all leaves

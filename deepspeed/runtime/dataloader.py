@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
@@ -15,20 +15,6 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import FeatureUnavailable, LayoutError
 from deepspeed.log import logger, warn_once
 from deepspeed.parallel.hierarchy import local_ranks
-
-
-@runtime_checkable
-class TakesEpoch(Protocol):
-    """A sampler, dataset or loader whose order depends on the epoch it was told."""
-
-    def set_epoch(self, epoch: int) -> None: ...
-
-
-@runtime_checkable
-class HasEpoch(TakesEpoch, Protocol):
-    """One that also says which epoch it was told."""
-
-    epoch: int
 
 
 class RankOrder(DistributedSampler[Any]):
@@ -204,7 +190,7 @@ class DeepSpeedDataLoader:
 
         self._ranks, self._rank, self._seed = ranks, rank, seed
         # The epoch that the sampler heard of last; a sampler given by the user may begin at any.
-        self._told = self.data_sampler.epoch if isinstance(self.data_sampler, HasEpoch) else 0
+        self._told = _epoch_of(self.data_sampler, 0)
         self._epoch = max(0, self._told)
         self._start = 0  # samples of the epoch, over all ranks, before this pass
         self._given = 0  # batches of this pass
@@ -311,7 +297,7 @@ class DeepSpeedDataLoader:
 
     def _tell_epoch(self) -> None:
         for listener in (self.data_sampler, self.dataset):
-            if isinstance(listener, TakesEpoch):
+            if hasattr(listener, "set_epoch"):
                 listener.set_epoch(self._epoch)
         self._told = self._epoch
 
@@ -329,8 +315,9 @@ class DeepSpeedDataLoader:
         return batches
 
     def _open(self) -> Iterator[Any]:
-        if isinstance(self.data_sampler, HasEpoch) and self.data_sampler.epoch not in (self._told, self._epoch):
-            self._turn(self.data_sampler.epoch)  # the script told the sampler itself
+        epoch = _epoch_of(self.data_sampler, self._epoch)
+        if epoch not in (self._told, self._epoch):
+            self._turn(epoch)  # the script told the sampler itself
         self._tell_epoch()
         behind = self._seek(self._start)
         left = None if self._order is None else self._order.left()
@@ -402,10 +389,16 @@ class RepeatingLoader:
             return  # it counts its own passes
         batch_sampler = getattr(self.loader, "batch_sampler", None)
         places = (self.loader, getattr(self.loader, "sampler", None), batch_sampler)
-        for listener in (*places, getattr(batch_sampler, "sampler", None)):
-            if isinstance(listener, TakesEpoch):
-                listener.set_epoch(listener.epoch + 1 if isinstance(listener, HasEpoch) else self._passes)
+        listeners: list[Any] = [*places, getattr(batch_sampler, "sampler", None)]
+        for listener in listeners:
+            if hasattr(listener, "set_epoch"):
+                listener.set_epoch(_epoch_of(listener, self._passes - 1) + 1)
                 return
+
+
+def _epoch_of(listener: Any, unknown: int) -> int:
+    """The epoch that a sampler was told last; `unknown` of one that does not say it, or takes none."""
+    return getattr(listener, "epoch", unknown) if hasattr(listener, "set_epoch") else unknown
 
 
 def position_of(loader: Any) -> Any:
