@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,34 +24,14 @@ from deepspeed.runtime.accumulation import Accumulation
 from deepspeed.runtime.phases import phase
 from deepspeed.zero.interface import GradientReducer, tensors_in, used_while_empty
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.step.in_backward import InBackward
+
 # What autograd says where a parameter was empty when it was used, and is whole when its gradient comes.
 _EMPTY = re.compile(
     r"invalid gradient at index \d+ - got (\[0\] but|.* compatible with \[0\])"
     r"|size of tensor a \(0\) must match|must match the size of tensor b \(0\)"
 )
-
-
-class Updates(Protocol):
-    """What updates parameters while the last backward of a step runs."""
-
-    @property
-    def taken(self) -> bool:
-        """True between the first update of a step and its end."""
-
-    def require_first(self) -> None:
-        """Refuse a backward that comes after the update that its gradients belong to."""
-
-    def begin(self, unit: float) -> None:
-        """The last backward of a step runs."""
-
-    def finish(self) -> None:
-        """It is over."""
-
-    def abandon(self) -> None:
-        """It failed."""
-
-    def complete(self, unit: float) -> Tensor | None:
-        """End a step, and return its norm; None if there was no gradient."""
 
 
 class Backward:
@@ -85,7 +65,7 @@ class Backward:
         """While True gradients only accumulate on this rank."""
         self.unit = 1.0
         """What the gradients are worth; see [Note: unit of gradients]."""
-        self.updates: Updates | None = None
+        self.updates: InBackward | None = None
         """What updates parameters while backward runs; None: the step does."""
         if listens:
             reducer.announce(self._begin_plain, self._noticed)

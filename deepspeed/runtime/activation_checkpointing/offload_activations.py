@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,16 +47,6 @@ Layer = Callable[[torch.Tensor], Any]
 """A layer with all of its arguments but the first."""
 
 
-class Marks(Protocol):
-    """Who wants to know."""
-
-    def enter(self, tensor: torch.Tensor, layer: Layer) -> None:
-        """This tensor is a layer's input."""
-
-    def leave(self, result: Any) -> None:
-        """The layer entered last returned this."""
-
-
 def layer_class() -> Any:
     """The class of Transformers' checkpointed layers; None where it is not loaded, so that no model has any."""
     return getattr(sys.modules.get(_MODULE), _CLASS, None)
@@ -85,7 +75,7 @@ class LayerMarker:
             self._users += 1
             self._wrap(GradientCheckpointingLayer)
 
-    def open(self, marks: Marks) -> None:
+    def open(self, marks: _HiddenStates) -> None:
         """From now on, layers that this thread calls mark their inputs there."""
         # A model of Transformers can only exist where the module is loaded; nothing else is worth loading it.
         layer = layer_class()
@@ -107,8 +97,8 @@ class LayerMarker:
                 self._wrapper = self._original = None
 
     @property
-    def _opened(self) -> list[Marks]:
-        found: list[Marks] = self._here.__dict__.setdefault("opened", [])
+    def _opened(self) -> list[_HiddenStates]:
+        found: list[_HiddenStates] = self._here.__dict__.setdefault("opened", [])
         return found
 
     def _wrap(self, layer: Any) -> None:

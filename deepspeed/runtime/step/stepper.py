@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from deepspeed.ops.one_pass import Conditions, OnePass
 from deepspeed.ops.optimizer import BatchOptimizer
 from deepspeed.ops.precompile import Scene
 from deepspeed.precision.scale import LossScale
-from deepspeed.runtime.backward import Backward, Updates
+from deepspeed.runtime.backward import Backward
 from deepspeed.zero.interface import (
     GradientReducer,
     OptimizerStates,
@@ -32,6 +33,9 @@ from deepspeed.zero.interface import (
     tiles_well,
     twin,
 )
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.step.in_backward import InBackward
 
 
 class ScalarOnHost:
@@ -132,7 +136,7 @@ class Stepper:
     report_norm: bool = True
     stop: bool = False
     """Such a step is an error, unless a loss scale adapts to it."""
-    in_backward: Updates | None = None
+    in_backward: InBackward | None = None
     """What has updated parameters already while backward ran."""
 
     def step(self) -> StepOutcome:

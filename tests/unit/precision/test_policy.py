@@ -10,8 +10,9 @@ from deepspeed.accelerator.cpu import CPU_Accelerator
 from deepspeed.config import load
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
-from deepspeed.precision import DynamicScale, NoScale, Precision, StaticScale, make_scale
 from deepspeed.precision.cast import BufferRule
+from deepspeed.precision.policy import Precision, make_scale
+from deepspeed.precision.scale import DynamicScale, NoScale, StaticScale
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ON = {"enabled": True}

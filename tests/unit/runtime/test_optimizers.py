@@ -17,7 +17,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lamb import FusedLamb
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.muon import MuonWithAuxAdam, tag_attention_heads
-from deepspeed.precision import Precision
+from deepspeed.precision.policy import Precision
 from deepspeed.runtime.step.optimizers import TESTED_WITH_ZERO, build_optimizer, hold_states, is_tested_with_zero
 
 
