@@ -51,6 +51,22 @@ MOVED: dict[str, str] = {
     "deepspeed.utils.z3_leaf_module": "deepspeed.zero.public.leaf",
 }
 
+STATE_ACCESS = (
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+)
+
 # old module → its names → home of each: "module" if the name is the same there, else "module:name"
 SPLIT: dict[str, dict[str, str]] = {
     "deepspeed.checkpoint.deepspeed_checkpoint": {
@@ -277,6 +293,10 @@ SPLIT: dict[str, dict[str, str]] = {
     "deepspeed.utils.numa": {
         "parse_range_list": "deepspeed.launcher.binding",
     },
+    "deepspeed.utils.tensor_fragment": {
+        "fragment_address": "deepspeed.checkpoint.formats.safe_load",
+        **dict.fromkeys(STATE_ACCESS, "deepspeed.zero.public.access"),
+    },
     "deepspeed.utils.timer": {
         "BACKWARD_GLOBAL_TIMER": "deepspeed.published.constants",
         "BACKWARD_INNER_GLOBAL_TIMER": "deepspeed.published.constants",
@@ -402,6 +422,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.set_optimizer_flags": "give parameter groups use_muon; else the engine chooses matrices for Muon",
     "deepspeed.utils.bwc": "ask the mpu itself",
     "deepspeed.utils.debug": "use model.named_parameters() and a parameter's ds_summary()",
+    "deepspeed.utils.tensor_fragment.*": "use safe_get_* and safe_set_* of deepspeed.utils",
     "deepspeed.utils.timer.trim_mean": "use scipy.stats.trim_mean",
     "deepspeed.utils.types": "name an activation as torch does",
 }

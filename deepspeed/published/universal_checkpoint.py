@@ -47,7 +47,9 @@ def load_hp_checkpoint_state(
             continue
         if ep_size > 1:
             value = value.chunk(ep_size, dim=0)[ep_rank]
-        part = _slice(value, current.shape, found.get(CAT_DIM, 0) if isinstance(found, dict) else 0, tp_rank, tp_world_size)
+        part = _slice(
+            value, current.shape, found.get(CAT_DIM, 0) if isinstance(found, dict) else 0, tp_rank, tp_world_size
+        )
         if file.stem == "fp32":
             safe_set_full_fp32_param(self, part)
         else:

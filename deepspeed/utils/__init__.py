@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed import log as logging
 from deepspeed._package import lazy
 from deepspeed.log import log_dist, log_dist_once, logger, print_json_dist, set_log_level_from_string
+from deepspeed.published.old_paths import STATE_ACCESS
 
 if TYPE_CHECKING:
     from deepspeed.accelerator.nvtx import instrument_w_nvtx
@@ -42,33 +43,24 @@ if TYPE_CHECKING:
         z3_leaf_parameter,
     )
 
+_LEAVES = (
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+)
 _LAZY = {
     "OnDevice": "deepspeed.published.init_on_device:OnDevice",
     "RepeatingLoader": "deepspeed.runtime.dataloader:RepeatingLoader",
-    "get_z3_leaf_modules": "deepspeed.zero.public.leaf:get_z3_leaf_modules",
     "groups": "deepspeed.published.groups",
     "instrument_w_nvtx": "deepspeed.accelerator.nvtx:instrument_w_nvtx",
     "is_initialized": "deepspeed.comm:is_initialized",
-    "safe_get_full_fp32_param": "deepspeed.zero.public.access:safe_get_full_fp32_param",
-    "safe_get_full_grad": "deepspeed.zero.public.access:safe_get_full_grad",
-    "safe_get_full_optimizer_state": "deepspeed.zero.public.access:safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param": "deepspeed.zero.public.access:safe_get_local_fp32_param",
-    "safe_get_local_grad": "deepspeed.zero.public.access:safe_get_local_grad",
-    "safe_get_local_optimizer_state": "deepspeed.zero.public.access:safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param": "deepspeed.zero.public.access:safe_set_full_fp32_param",
-    "safe_set_full_grad": "deepspeed.zero.public.access:safe_set_full_grad",
-    "safe_set_full_optimizer_state": "deepspeed.zero.public.access:safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param": "deepspeed.zero.public.access:safe_set_local_fp32_param",
-    "safe_set_local_grad": "deepspeed.zero.public.access:safe_set_local_grad",
-    "safe_set_local_optimizer_state": "deepspeed.zero.public.access:safe_set_local_optimizer_state",
-    "safe_update_full_grad_vectorized": "deepspeed.zero.public.access:safe_update_full_grad_vectorized",
-    "set_z3_leaf_module": "deepspeed.zero.public.leaf:set_z3_leaf_module",
-    "set_z3_leaf_modules": "deepspeed.zero.public.leaf:set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name": "deepspeed.zero.public.leaf:set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix": "deepspeed.zero.public.leaf:set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules": "deepspeed.zero.public.leaf:unset_z3_leaf_modules",
-    "z3_leaf_module": "deepspeed.zero.public.leaf:z3_leaf_module",
-    "z3_leaf_parameter": "deepspeed.zero.public.leaf:z3_leaf_parameter",
+    **{name: f"deepspeed.zero.public.access:{name}" for name in STATE_ACCESS},
+    **{name: f"deepspeed.zero.public.leaf:{name}" for name in _LEAVES},
 }
 
 __all__ = [
@@ -105,7 +97,6 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
-
 
 __getattr__ = lazy(__name__, _LAZY)
 

@@ -47,7 +47,6 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/sequence/ulysses.py::__init__": "the public signature",
     "deepspeed/sequence/ulysses.py::register_with_transformers": "the public signature",
     "deepspeed/tensor_parallel/domino.py::__init__": "the public signature",
-    "deepspeed/utils/tensor_fragment.py::get_hp_fragment_mapping": "the public signature",
     "deepspeed/zero/birth/init.py::__init__": "the public signature",
     "deepspeed/zero/public/tiling.py::__init__": "the public signature",
     "deepspeed/runtime/activation_checkpointing/checkpointing.py::configure": "the public signature",
