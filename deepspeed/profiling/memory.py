@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.accelerator.host import HostMemory
@@ -50,18 +51,14 @@ class MemoryBreakdown:
     def attach(self, events: EventStream) -> MemoryBreakdown:
         """Start writing; on other ranks than 0 nothing listens."""
         if get_dist_msg("") is not None:
-            self._subscriptions.callback(events.subscribe(PhaseBegan, self._phase_began).close)
-            self._subscriptions.callback(events.subscribe(PhaseFinished, self._phase_finished).close)
+            self._subscriptions.callback(events.subscribe(PhaseBegan, partial(self._show, "before")).close)
+            self._subscriptions.callback(events.subscribe(PhaseFinished, partial(self._show, "after")).close)
         return self
 
     def close(self) -> None:
         """Stop writing."""
         self._subscriptions.close()
 
-    def _phase_began(self, event: PhaseBegan) -> None:
+    def _show(self, when: str, event: PhaseBegan | PhaseFinished) -> None:
         if event.phase in _SHOWN:
-            see_memory_usage(f"before {event.phase.value}, micro step {event.micro_step}", force=True)
-
-    def _phase_finished(self, event: PhaseFinished) -> None:
-        if event.phase in _SHOWN:
-            see_memory_usage(f"after {event.phase.value}, micro step {event.micro_step}", force=True)
+            see_memory_usage(f"{when} {event.phase.value}, micro step {event.micro_step}", force=True)

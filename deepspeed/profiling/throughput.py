@@ -141,11 +141,6 @@ class ThroughputTimer:
         self._started_at: float | None = None
         self.started = False
 
-    @property
-    def enabled(self) -> bool:
-        """Whether it measures at all."""
-        return bool(self.config.enabled)
-
     def update_epoch_count(self) -> None:
         """A new epoch begins; micro steps count from 0 again."""
         self.epoch_count += 1
@@ -153,14 +148,14 @@ class ThroughputTimer:
 
     def start(self) -> None:
         """A micro step begins."""
-        if not self.enabled:
+        if not self.config.enabled:
             return
         self.started = True
         self._started_at = self._now() if self.global_step_count >= self.start_step else None
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
         """The micro step ends, and with `global_step` an optimizer step, after which a line may be written."""
-        if not self.enabled or not self.started:
+        if not self.config.enabled or not self.started:
             return
         self.started = False
         self.micro_step_count += 1
