@@ -71,32 +71,8 @@ class BufferRule:
         return re.compile("|".join(f"(?:{part})" for part in parts)) if parts else None
 
 
-@dataclass(frozen=True, slots=True)
-class CastReport:
-    """What a cast has changed, and what it has not."""
-
-    dtype: torch.dtype
-    parameters: int = 0
-    """Number of parameters whose dtype changed."""
-    buffers: int = 0
-    """Number of buffers whose dtype changed."""
-    other_parameters: tuple[str, ...] = ()
-    """Floating parameters that have another dtype than the training dtype: see [Note: running statistics]."""
-    other_buffers: tuple[str, ...] = ()
-    """Floating buffers that have another dtype than the training dtype."""
-
-    def describe(self) -> str:
-        """One line for the log."""
-        text = f"cast to {short(self.dtype)}: {self.parameters} parameters and {self.buffers} buffers"
-        for what, names in (("parameters", self.other_parameters), ("buffers", self.other_buffers)):
-            if names:
-                shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                text += f"; {len(names)} {what} keep another dtype ({shown})"
-        return text
-
-
-def cast_module(module: nn.Module, dtype: torch.dtype, buffers: BufferRule | None = None) -> CastReport:
-    """Cast the parameters of `module` to `dtype`, and its buffers as `buffers` says.
+def cast_module(module: nn.Module, dtype: torch.dtype, buffers: BufferRule | None = None) -> str:
+    """Cast the parameters of `module` to `dtype`, and its buffers as `buffers` says; returns a line for the log.
 
     Parameters and buffers stay the objects that they are, so that ties, optimizers and hooks hold. Integers, booleans
     and quantised values are not touched.
@@ -118,20 +94,20 @@ def cast_module(module: nn.Module, dtype: torch.dtype, buffers: BufferRule | Non
         for each in module.modules():
             if isinstance(each, nn.RNNBase):
                 each.flatten_parameters()  # cuDNN wants the weights in one piece, which the cast took apart
-    report = CastReport(dtype, cast_parameters, cast_buffers, tuple(other_parameters), tuple(other_buffers))
-    _tell(report, found)
-    return report
-
-
-def _tell(report: CastReport, found: set[torch.dtype]) -> None:
-    if report.dtype == torch.float32 and report.parameters:
-        names = " and ".join(sorted(short(each) for each in found - {torch.float32}))
+    line = f"cast to {short(dtype)}: {cast_parameters} parameters and {cast_buffers} buffers"
+    for what, names in (("parameters", other_parameters), ("buffers", other_buffers)):
+        if names:  # of another dtype than the training dtype: see [Note: running statistics]
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            line += f"; {len(names)} {what} keep another dtype ({shown})"
+    if dtype == torch.float32 and cast_parameters:
+        dtypes = " and ".join(sorted(short(each) for each in found - {torch.float32}))
         warn_once(
-            f"the config trains in fp32 and the model came with {report.parameters} parameters in {names}, which were "
+            f"the config trains in fp32 and the model came with {cast_parameters} parameters in {dtypes}, which were "
             "cast to fp32; set bf16.enabled or fp16.enabled to train in 16 bits"
         )
-    elif report.parameters or report.buffers:
-        log_dist(report.describe())
+    elif cast_parameters or cast_buffers:
+        log_dist(line)
+    return line
 
 
 def _cast_in_place(tensor: Tensor, dtype: torch.dtype) -> bool:

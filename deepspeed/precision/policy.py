@@ -16,7 +16,7 @@ from deepspeed.accelerator import DeepSpeedAccelerator, get_accelerator
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import log_dist_once
 from deepspeed.precision.autocast import AutocastPolicy, forward_context
-from deepspeed.precision.cast import DTYPES, BufferRule, CastReport, cast_inputs, cast_module, explain_dtypes, short
+from deepspeed.precision.cast import DTYPES, BufferRule, cast_inputs, cast_module, explain_dtypes, short
 from deepspeed.precision.scale import DynamicScale, LossScale, NoScale, StaticScale
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class Precision:
                     level=logging.WARNING,
                 )
 
-    def cast_module(self, module: nn.Module) -> CastReport:
+    def cast_module(self, module: nn.Module) -> None:
         """Give the module its training dtype, in place."""
-        return cast_module(module, self.param, self.buffers)
+        cast_module(module, self.param, self.buffers)
 
     def cast_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """What forward is called with: the arguments themselves unless `inputs` says otherwise."""

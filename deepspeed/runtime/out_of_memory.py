@@ -32,7 +32,6 @@ def held_tensors(parts: Parts) -> dict[str, list[Tensor]]:
 
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _ADVICE = 3
-_SPREAD = {1: ("masters", "moments"), 2: ("gradients",), 3: ("parameters",)}  # what each stage spreads besides
 REST = "activations and everything else"
 
 
@@ -115,8 +114,13 @@ def _options(parts: Parts, held: dict[str, int]) -> Iterator[tuple[str, int]]:
         yield "model.gradient_checkpointing_enable(), which computes activations again", rest * 3 // 4
     away = zero.offloads_optimizer or not held["masters"] + held["moments"]
     freed = 0
-    for stage, kinds in _SPREAD.items():
-        if ranks > 1 and zero.stage < stage:
+    spread = [  # by each stage, besides what the one before spreads
+        (1, zero.shards_states, ("masters", "moments")),
+        (2, zero.shards_gradients, ("gradients",)),
+        (3, zero.shards_parameters, ("parameters",)),
+    ]
+    for stage, done, kinds in spread:
+        if ranks > 1 and not done:
             freed += sum(held[kind] for kind in kinds)
             yield f'"zero_optimization": {{"stage": {stage}}}', freed - freed // ranks
     if not away:
@@ -124,7 +128,7 @@ def _options(parts: Parts, held: dict[str, int]) -> Iterator[tuple[str, int]]:
             '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
             held["masters"] + held["moments"],
         )
-    if zero.stage == 3 and not zero.offloads_parameters:
+    if zero.shards_parameters and not zero.offloads_parameters:
         yield '"zero_optimization": {"offload_param": {"device": "cpu"}}', held["parameters"]
 
 
