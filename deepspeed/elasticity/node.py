@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from deepspeed.config.elasticity import PLANNED, ElasticityConfig, elastic_batch, elastic_section
 from deepspeed.config.read import read
-from deepspeed.elasticity.agent import GuardedAgent, MakePlan, Stopped
+from deepspeed.elasticity.elastic_agent import GuardedAgent, MakePlan, Stopped
 from deepspeed.elasticity.elasticity import elasticity_enabled
 from deepspeed.errors import RendezvousError
 from deepspeed.launcher.ports import claim_port

@@ -300,7 +300,7 @@ class ElasticRelay(Relay):
     """Runs one link for each host; the job goes on as long as one of them is there, and a lost one is tried again.
 
     What ranks do is told by the agents on the hosts, which meet without the relay; see [Note: rounds] in
-    elasticity/agent.py. An agent that ends by itself has a word about the whole job, an ssh that ends has not.
+    elasticity/elastic_agent.py. An agent that ends by itself has a word about the whole job, an ssh that ends has not.
     """
 
     def __init__(self, plan: RelayPlan, control: int) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from deepspeed.elasticity import agent, node
+from deepspeed.elasticity import elastic_agent, node
 from tests.distributed.launcher.launched import Launched, as_program
 
 STEPS, BATCH, SAMPLES, SAVED = 10, 12, 60, 3  # a checkpoint every 3 steps
@@ -133,10 +133,10 @@ def _joined(rows):
 @contextmanager
 def hurried():
     """Losses are noticed sooner than a busy cluster would like; for launchers that are forked meanwhile."""
-    before = node._LAST_CALL, node._BEATS, agent.SILENCE
-    node._LAST_CALL, node._BEATS, agent.SILENCE = 2, (1, 6), 8.0
+    before = node._LAST_CALL, node._BEATS, elastic_agent.SILENCE
+    node._LAST_CALL, node._BEATS, elastic_agent.SILENCE = 2, (1, 6), 8.0
     yield
-    node._LAST_CALL, node._BEATS, agent.SILENCE = before
+    node._LAST_CALL, node._BEATS, elastic_agent.SILENCE = before
 
 
 def reference(folder, config=None):
