@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import namedtuple
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from deepspeed.errors import LayoutError
-from deepspeed.parallel.axes import Axis, RankGrid
+from deepspeed.parallel.axes import A, Axis, RankGrid
 from deepspeed.parallel.process_groups import GroupTable, rank_and_world, ranks_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 __all__ = ["PipeDataParallelTopology", "PipeModelDataParallelTopology", "PipelineParallelGrid", "ProcessTopology"]
 
@@ -92,6 +91,24 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
         super().__init__(axes=["pipe", "data", "model"], dims=[num_pp, num_dp, num_mp])
+
+
+_GridMethod = Callable[["PipelineParallelGrid"], A]
+
+
+def _methods(name: str) -> tuple[_GridMethod[int], _GridMethod[int], _GridMethod[ProcessGroup]]:
+    """Rank, world size and group of one way to group the ranks."""
+
+    def rank(self: PipelineParallelGrid) -> int:
+        return self._axes[name].group_of(self.global_rank).index(self.global_rank)
+
+    def world_size(self: PipelineParallelGrid) -> int:
+        return self._axes[name].size
+
+    def group(self: PipelineParallelGrid) -> ProcessGroup:
+        return self._group(name)
+
+    return rank, world_size, group
 
 
 class PipelineParallelGrid:
@@ -177,53 +194,14 @@ class PipelineParallelGrid:
     def get_global_rank(self) -> int:
         return self.global_rank
 
-    def get_pipe_parallel_rank(self) -> int:
-        return self.stage_id
-
-    def get_pipe_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
-
-    def get_pipe_parallel_group(self) -> ProcessGroup:
-        return self._group("pipe")
-
-    def get_data_parallel_rank(self) -> int:
-        return self.data_parallel_id
-
-    def get_data_parallel_world_size(self) -> int:
-        return self.data_parallel_size
-
-    def get_data_parallel_group(self) -> ProcessGroup:
-        return self._group("data")
-
     def get_data_parallel_group_ranks(self) -> list[int]:
         return self.dp_group
 
-    def get_model_parallel_rank(self) -> int:
-        return self.ds_model_rank
-
-    def get_model_parallel_world_size(self) -> int:
-        return self.ds_model_world_size
-
-    def get_model_parallel_group(self) -> ProcessGroup:
-        return self._group("ds_model")
-
-    def get_slice_parallel_rank(self) -> int:
-        return self._coord().get("model", 0)
-
-    def get_slice_parallel_world_size(self) -> int:
-        return self.slice_parallel_size
-
-    def get_slice_parallel_group(self) -> ProcessGroup:
-        return self._group("model")
-
-    def get_sequence_parallel_rank(self) -> int:
-        return self._coord().get("sequence", 0)
-
-    def get_sequence_parallel_world_size(self) -> int:
-        return self.sequence_parallel_size
-
-    def get_sequence_parallel_group(self) -> ProcessGroup:
-        return self._group("sequence")
+    get_pipe_parallel_rank, get_pipe_parallel_world_size, get_pipe_parallel_group = _methods("pipe")
+    get_data_parallel_rank, get_data_parallel_world_size, get_data_parallel_group = _methods("data")
+    get_model_parallel_rank, get_model_parallel_world_size, get_model_parallel_group = _methods("ds_model")
+    get_slice_parallel_rank, get_slice_parallel_world_size, get_slice_parallel_group = _methods("model")
+    get_sequence_parallel_rank, get_sequence_parallel_world_size, get_sequence_parallel_group = _methods("sequence")
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
