@@ -425,6 +425,7 @@ REMOVED: dict[str, str] = {
     "deepspeed.utils.tensor_fragment.*": "use safe_get_* and safe_set_* of deepspeed.utils",
     "deepspeed.utils.timer.trim_mean": "use scipy.stats.trim_mean",
     "deepspeed.utils.types": "name an activation as torch does",
+    "deepspeed.utils.zero_to_fp32.*": "python -m deepspeed.checkpoint convert writes weights of any dtype",
 }
 
 _TORCHAO = "torchao and PEFT quantise models, and engines of this library train them"

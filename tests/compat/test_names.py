@@ -21,7 +21,6 @@ MADE_HERE = {
     "deepspeed.runtime.engine.DeepSpeedEngine",
     "deepspeed.runtime.pipe.dualpipev.DualPipeVEngine",
     "deepspeed.runtime.pipe.engine.PipelineEngine",
-    "deepspeed.utils.zero_to_fp32.GatheredTensor",
 }
 
 
