@@ -20,8 +20,6 @@ __all__ = [
 class _Slot:
     """Holds one accelerator; empty until somebody asks."""
 
-    __slots__ = ("_held", "_lock")
-
     def __init__(self) -> None:
         self._held: DeepSpeedAccelerator | None = None
         self._lock = threading.Lock()

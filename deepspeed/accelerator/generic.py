@@ -90,9 +90,9 @@ class GenericAccelerator(DeepSpeedAccelerator):
             )
         return found
 
-    def _call(self, name: str, device_index: int | None = None) -> Any:
-        function = self._need(name)
-        return function() if device_index is None or self.one_device else function(device_index)
+    def _call(self, name: str, device_index: int | None = None, *arguments: Any) -> Any:
+        index = () if device_index is None or self.one_device else (device_index,)
+        return self._need(name)(*arguments, *index)
 
     # ---- nature of the device
 
@@ -123,11 +123,7 @@ class GenericAccelerator(DeepSpeedAccelerator):
     # ---- random numbers
 
     def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        function = self._need("set_rng_state")
-        if device_index is None or self.one_device:
-            function(new_state)
-        else:
-            function(new_state, device_index)
+        self._call("set_rng_state", device_index, new_state)
 
     def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
         state: torch.Tensor = self._call("get_rng_state", device_index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,12 +26,10 @@ class SideStream:
             self._context = accelerator.stream(self._stream)
             self._context.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._context is not None:
             context, self._context = self._context, None
-            context.__exit__(kind, error, trace)
+            context.__exit__(*error)
 
     def again(self) -> Any:
         """A context like this one that does not wait for what was queued on the first stream since."""

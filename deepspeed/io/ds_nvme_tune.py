@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,11 +54,6 @@ class TrialResult:
             "single_submit": self.settings["single_submit"],
             "overlap_events": not self.settings["sequential_requests"],
         }
-
-
-def best(outcomes: Iterable[TrialResult]) -> TrialResult:
-    """The one that moves a gigabyte there and back in the least time."""
-    return min(outcomes, key=lambda each: each.seconds)
 
 
 def read_sweep(path: str) -> dict[str, list[Any]]:
@@ -134,7 +129,7 @@ def _tune(arguments: argparse.Namespace) -> None:
         outcomes.append(TrialResult(settings, read, write))
         if arguments.verbose:
             console.print(f"{number}/{len(tried)}", _words(outcomes[-1]), highlight=False)
-    chosen = best(outcomes)
+    chosen = min(outcomes, key=lambda each: each.seconds)
     _write_json(logs / "results.json", [dataclasses.asdict(each) for each in outcomes])
     _write_json(logs / "aio.json", {"aio": chosen.section})
     _show(outcomes, chosen)

@@ -6,7 +6,6 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -48,9 +47,7 @@ class BaseFileWriter(ABC):
     def __enter__(self) -> BaseFileWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
 
 

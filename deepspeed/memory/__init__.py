@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from deepspeed.memory.budget import (
-    ModelStates,
-    Spread,
-    Widths,
-    model_states,
-    plan_states,
-    show,
-)
+from deepspeed.memory.budget import ModelStates, Spread, Widths, model_states, plan_states, show
 from deepspeed.memory.estimate import (
     estimate_zero1_model_states_mem_needs,
     estimate_zero1_model_states_mem_needs_all_cold,

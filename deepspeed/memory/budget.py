@@ -1,11 +1,5 @@
 """What a rank holds, and which tier holds it: from sizes and budgets to bytes and a plan; no processes, no tensors.
 
-    plan = plan_states([numels], Spread(stage=3, world=8), MemoryConfig(device="20GB", host="200GB"), ranks=8)
-    show(plan)
-    budgets = budgets_of(schema.memory, ranks=ranks_on_this_machine)   # the fastest tier first
-    plan = place(units, budgets)                                       # or a DeepSpeedConfigError that says what lacks
-    plan.tiers[i]                                                      # where units[i] lives
-
 [Note: states of a rank]
 
            parameters       gradients   masters     optimizer states
@@ -450,12 +444,9 @@ def show(plan: TierPlan, file: TextIO | None = None, *, title: str = "Where the 
     table = Table(title=title, title_justify="left", header_style="bold", box=None, pad_edge=False)
     for column, name in enumerate(_HEAD):
         table.add_column(name, justify="left" if column < _LEFT else "right", no_wrap=True)
-    last = None
-    for row in _cells(plan):
-        if last is not None and row[0] != last:
-            table.add_section()
-        last = row[0]
-        table.add_row(*row)
+    rows = _cells(plan)
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        table.add_row(*row, end_section=following is not None and following[0] != row[0])
     Console(file=out).print(table)
 
 

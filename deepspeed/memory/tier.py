@@ -148,11 +148,9 @@ class DeviceStore:
     """States that lie where the optimizer works: nothing moves."""
 
     def fetch(self, tile: object) -> Pending[None]:
-        """See `StateStore`."""
         return Pending(None)
 
     def keep(self, tile: object) -> Pending[None]:
-        """See `StateStore`."""
         return Pending(None)
 
 
@@ -199,7 +197,6 @@ class ShareInTier:
     share: float = 1.0
 
     def place(self, sizes: Sequence[int]) -> list[Tier]:
-        """See `TierRule`."""
         total, kept = sum(sizes), 0
         stays, found = total - self.share * total, []
         for size in sizes:

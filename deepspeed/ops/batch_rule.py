@@ -82,30 +82,15 @@ def update_by_torch(
             grad = grad / conditions.divisor
         moments = [tensors[place] for tensors in batch.moments]
         scales = [tensors[place] for tensors in batch.scales]
-        values = _decoded(param, moments, scales, rule.signed) if scales else moments
-        results.append(update([param], [grad], *([each] for each in values), *arguments))
-        if scales:
-            _encode(values, moments, scales, rule.signed, batch.step)
+        coded = list(zip(moments, scales, rule.signed, strict=True)) if scales else []
+        values = [blockwise.decode(codes, scale, signed=sign).view(param.shape) for codes, scale, sign in coded]
+        results.append(update([param], [grad], *([each] for each in values or moments), *arguments))
+        for value, (codes, scale, sign) in zip(values, coded, strict=True):
+            noise = blockwise.dither(value.numel(), batch.step, signed=sign, device=value.device)
+            blockwise.encode(value, codes, scale, signed=sign, dither=noise)
         if batch.outs:
             batch.outs[place].copy_(param)
     return results
-
-
-def _decoded(
-    param: Tensor, moments: Sequence[Tensor], scales: Sequence[Tensor], signed: tuple[bool, ...]
-) -> list[Tensor]:
-    return [
-        blockwise.decode(codes, scale, signed=sign).view(param.shape)
-        for codes, scale, sign in zip(moments, scales, signed, strict=True)
-    ]
-
-
-def _encode(
-    values: Sequence[Tensor], moments: Sequence[Tensor], scales: Sequence[Tensor], signed: tuple[bool, ...], step: int
-) -> None:
-    for value, codes, scale, sign in zip(values, moments, scales, signed, strict=True):
-        noise = blockwise.dither(value.numel(), step, signed=sign, device=value.device)
-        blockwise.encode(value, codes, scale, signed=sign, dither=noise)
 
 
 _NONE, _CODES = 0, 4
@@ -200,9 +185,6 @@ def _fill(call: _Call, batch: ParameterBatch, numbers: Numbers) -> list[array[in
     return kept
 
 
-BatchUpdate = Callable[[ParameterBatch, Any], None]
-
-
 def register_on_host(rule: BatchRule) -> None:
     """Register op `cpu_<name>`: `op("cpu_adam")(batch, numbers of the rule)`."""
     name = f"cpu_{rule.name}"
@@ -211,7 +193,7 @@ def register_on_host(rule: BatchRule) -> None:
     implementation(name, name="native", requires=has_cxx_compiler, rank=20)(lambda: _compiled(rule))
 
 
-def _compiled(rule: BatchRule) -> BatchUpdate:
+def _compiled(rule: BatchRule) -> Update:
     kernel = host_kernel(rule.name)
     other = _by_torch(rule, lambda: op(rule.name))
 
@@ -224,7 +206,7 @@ def _compiled(rule: BatchRule) -> BatchUpdate:
     return update
 
 
-def _by_torch(rule: BatchRule, update: Callable[[], Update]) -> BatchUpdate:
+def _by_torch(rule: BatchRule, update: Callable[[], Update]) -> Update:
     def apply(batch: ParameterBatch, given: Any) -> None:
         update_by_torch(rule, batch, given, update())
 
@@ -254,8 +236,7 @@ class DeviceUpdate:
         if batch.params[0].dtype == torch.float64:
             return self.reference(batch, given, conditions)
         lists = [batch.params, batch.grads, *batch.moments]
-        dense = contiguous([*lists, batch.outs])
-        if dense:
+        if contiguous([*lists, batch.outs]):
             results = self.kernel(batch, given, conditions)
             # a kernel's writes are not seen by autograd, which would not notice that a saved weight has changed
             increment_version([*batch.params, *batch.outs])

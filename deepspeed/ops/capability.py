@@ -29,15 +29,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 # What asking for, or loading, a driver, a package or a tool can raise. Anything else is a mistake in the code.
-FAILURES = (
-    OSError,
-    ImportError,
-    RuntimeError,
-    ValueError,
-    LookupError,
-    AttributeError,
-    subprocess.SubprocessError,
-)
+FAILURES = (OSError, ImportError, RuntimeError, ValueError, LookupError, AttributeError, subprocess.SubprocessError)
 
 
 @dataclass(frozen=True, slots=True)

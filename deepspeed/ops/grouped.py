@@ -160,16 +160,13 @@ def pairs_by_slices(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-_HAS_GROUPED_PRODUCT = on_cuda & compute_capability(8)
-
-
-@implements("grouped_rows", name="torch", requires=_HAS_GROUPED_PRODUCT, rank=20)
+@implements("grouped_rows", name="torch", requires=on_cuda & compute_capability(8), rank=20)
 def rows_at_once(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """As `rows_by_slices`, in one launch."""
     return _product(rows, matrices, ends) if _takes(rows, matrices) else rows_by_slices(rows, matrices, ends)
 
 
-@implements("grouped_pairs", name="torch", requires=_HAS_GROUPED_PRODUCT, rank=20)
+@implements("grouped_pairs", name="torch", requires=on_cuda & compute_capability(8), rank=20)
 def pairs_at_once(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """As `pairs_by_slices`, in one launch."""
     return _product(left.t(), right, ends) if _takes(left, right) else pairs_by_slices(left, right, ends)
@@ -182,10 +179,8 @@ def _product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 def _takes(*operands: Tensor) -> bool:
     """True if torch's kernel takes these: bfloat16, every row of whole 16 bytes."""
-    return all(each.dtype == torch.bfloat16 and _rows_aligned(each) for each in operands)
-
-
-def _rows_aligned(operand: Tensor) -> bool:
-    strides = operand.stride()
-    steps = [step for step in strides if step != 1]
-    return 1 in strides[-2:] and all(step * operand.element_size() % _ALIGNED == 0 for step in steps)
+    for each in operands:
+        steps = [step * each.element_size() for step in each.stride() if step != 1]
+        if each.dtype != torch.bfloat16 or 1 not in each.stride()[-2:] or any(step % _ALIGNED for step in steps):
+            return False
+    return True

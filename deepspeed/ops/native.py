@@ -51,14 +51,11 @@ def _outcome(name: str) -> ctypes.CDLL | str:
 
 
 def _loaded(name: str) -> ctypes.CDLL:
-    tried = recipes(name)
-    for place, recipe in enumerate(tried):
-        try:
+    *better, plain = recipes(name)
+    for recipe in better:
+        with contextlib.suppress(OpUnavailable):  # a compiler that does not know this processor
             return _made(recipe)
-        except OpUnavailable:
-            if place + 1 == len(tried):  # the plainest way: a compiler that does not know the processor has it too
-                raise
-    raise AssertionError("there is always a recipe")
+    return _made(plain)
 
 
 def _made(recipe: Recipe) -> ctypes.CDLL:

@@ -136,7 +136,8 @@ class RegisteredOp:
     def explain(self) -> tuple[Explanation, ...]:
         """Every implementation with its state; nothing is loaded for it, so nothing is built either."""
         forced = os.environ.get(self.variable) or None
-        chosen = self._chosen[0] if self._chosen else self._candidate(forced)
+        able = (each for each in self.implementations if each.requires.holds and forced in (None, each.name))
+        chosen = self._chosen[0] if self._chosen else next(able, None)  # what would be tried first
         return tuple(
             Explanation(self.name, each.name, each.rank, *self._state(each, chosen, forced))
             for each in self.implementations
@@ -152,11 +153,6 @@ class RegisteredOp:
         else:
             state, why = State.AVAILABLE, f"{self.variable}={each.name} chooses it"
         return state, "; ".join(part for part in (why, each.requires.reason) if part)
-
-    def _candidate(self, forced: str | None) -> Implementation | None:
-        """What would be tried first."""
-        able = [each for each in self.implementations if each.requires.holds]
-        return next((each for each in able if forced in (None, each.name)), None)
 
     def _choose(self) -> tuple[Implementation, Kernel]:
         forced = os.environ.get(self.variable)

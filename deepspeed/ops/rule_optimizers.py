@@ -64,7 +64,6 @@ class DeviceOptimizer(RuleOptimizer):
         update_(self.rule, batch, self._rule_of(group), self._conditions_on(device), one_pass=one_pass)
 
     def takes_one_pass(self, device: torch.device) -> bool:
-        """See `BatchOptimizer`."""
         return has_kernel(self.rule, device)
 
 

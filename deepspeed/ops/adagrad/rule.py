@@ -86,16 +86,9 @@ def _adagrad_fused(params: Tensors, grads: Tensors, sums: Tensors, rule: Adagrad
     def update(lists: TensorLists) -> None:
         p, g, v = lists
         torch._fused_adagrad_(
-            p,
-            g,
-            v,
-            [count] * len(p),
-            lr=rule.lr,
-            lr_decay=0.0,
-            weight_decay=rule.weight_decay,
-            eps=rule.eps,
-            maximize=False,
-        )
+            p, g, v, [count] * len(p),
+            lr=rule.lr, lr_decay=0.0, weight_decay=rule.weight_decay, eps=rule.eps, maximize=False,
+        )  # fmt: skip
 
     widely(update, lists)
 

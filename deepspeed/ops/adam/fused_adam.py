@@ -49,7 +49,6 @@ class FusedAdam(DeviceOptimizer):
         return AdamRule.of(group, decoupled=self.adam_w_mode)
 
     def takes_one_pass(self, device: torch.device) -> bool:
-        """See `BatchOptimizer`."""
         return takes_one_pass(device)
 
     def takes_conditions(self, device: torch.device) -> bool:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from threading import Lock, Thread
-from types import TracebackType
+from typing import Any
 
 from torch import Tensor
 
@@ -85,9 +85,7 @@ class FileEngine:
     def __enter__(self) -> FileEngine:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.close()
 
     def _begin(self, path: Place, tensor: Tensor, offset: int, *, write: bool) -> FileTicket:

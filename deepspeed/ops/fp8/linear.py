@@ -54,14 +54,8 @@ def product_scaled(
         return product_reference(a, b, scales, dtype)
     left, right = scales
     by_rows = bool(left.dim())
-    out = torch._scaled_mm(
-        a,
-        b.t(),
-        left,
-        right.t() if by_rows else right,
-        out_dtype=torch.bfloat16 if by_rows else dtype,
-        use_fast_accum=fast,
-    )
+    right, narrow = right.t() if by_rows else right, torch.bfloat16 if by_rows else dtype
+    out = torch._scaled_mm(a, b.t(), left, right, out_dtype=narrow, use_fast_accum=fast)
     return out.to(dtype)
 
 

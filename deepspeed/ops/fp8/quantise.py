@@ -32,12 +32,7 @@ class Quantized(NamedTuple):
 
 
 def round_tensor(
-    x: Tensor,
-    dtype: torch.dtype,
-    *,
-    rows: bool = True,
-    columns: bool = True,
-    largest: Tensor | None = None,
+    x: Tensor, dtype: torch.dtype, *, rows: bool = True, columns: bool = True, largest: Tensor | None = None
 ) -> Quantized:
     """A matrix rounded with one scale, by its largest magnitude, in the layouts that are asked for.
 

@@ -20,12 +20,7 @@ _ALIGNED = 16
 _NUMBERS = 8
 _PARTIALS = 1024
 
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-    torch.uint8: tl.uint8,
-}
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.uint8: tl.uint8}
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -29,6 +30,10 @@ class FusedLamb(RuleOptimizer):
     settings: ClassVar[tuple[str, ...]] = ("eps_inside_sqrt",)
     rule: ClassVar[BatchRule] = LAMB
 
+    _scale: float = 1.0
+    _coefficients: Sequence[Tensor] = ()
+    """Of the last step; a copied or unpickled optimizer has none."""
+
     def __init__(
         self,
         params: Any,
@@ -49,17 +54,10 @@ class FusedLamb(RuleOptimizer):
             raise RuntimeError("FusedLamb has no AMSGrad variant; leave amsgrad out")
         amounts = {"max_grad_norm": max_grad_norm, "max_coeff": max_coeff, "min_coeff": min_coeff}
         self.eps_inside_sqrt = eps_inside_sqrt
-        self._scale = 1.0
-        self._coefficients: list[Tensor] = []
         defaults = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         self._set_up(params, defaults | {"weight_decay": weight_decay, **amounts}, moment_bits)
         if min_coeff > max_coeff:
             raise ValueError(f"FusedLamb: min_coeff {min_coeff} is above max_coeff {max_coeff}")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._scale = 1.0
-        self._coefficients = []
 
     def step(
         self,
@@ -74,7 +72,7 @@ class FusedLamb(RuleOptimizer):
         if not scale > 0:
             raise ValueError(f"FusedLamb.step: scale is {scale}; gradients are divided by it, it must be above 0")
         self._scale = scale
-        self._coefficients = []
+        self._coefficients = ()
         return self._step(closure)
 
     def get_lamb_coeffs(self) -> list[float]:
@@ -91,7 +89,8 @@ class FusedLamb(RuleOptimizer):
             results = update_(LAMB, batch, rule, self._conditions_on(device), one_pass=self.takes_one_pass(device))
             ratios = chain.from_iterable(results)  # where the step was skipped there may be none
             found.update(zip(batch.params, ratios, strict=False))
-        self._coefficients.extend(found[param] for param in group["params"] if param in found)
+        ratios_in_order = [found[param] for param in group["params"] if param in found]
+        self._coefficients = [*self._coefficients, *ratios_in_order]
 
     def takes_one_pass(self, device: torch.device) -> bool:
         """See `BatchOptimizer`; the norm of a group, where it is clipped, is that of gradients of their true size."""

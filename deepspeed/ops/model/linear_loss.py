@@ -48,11 +48,9 @@ class _LinearLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignored: int, cap: float | None
     ) -> Tensor:
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], bias is not None and ctx.needs_input_grad[2]]
-        grads = [
-            torch.empty_like(hidden) if wanted[0] else None,
-            torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted[1] else None,
-            torch.zeros(weight.shape[0], dtype=torch.float32, device=weight.device) if wanted[2] else None,
-        ]
+        dhidden = torch.empty_like(hidden) if wanted[0] else None
+        dweight = weight.new_zeros(weight.shape, dtype=torch.float32) if wanted[1] else None
+        dbias = weight.new_zeros(weight.shape[0], dtype=torch.float32) if wanted[2] else None
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         rows = max(1, tile_rows(hidden.shape[0], weight.shape[0], hidden.element_size()))
         for start in range(0, hidden.shape[0], rows):
@@ -61,8 +59,13 @@ class _LinearLoss(torch.autograd.Function):
             losses = softmax_loss_(logits, labels[start:stop], ignored=ignored, cap=cap, gradient=any(wanted))
             total += losses.sum()
             with record_function(AHEAD):
-                _add_gradients(grads, slice(start, stop), logits, tile, weight)
-        ctx.save_for_backward(*grads)
+                if dhidden is not None:
+                    torch.mm(logits, weight, out=dhidden[start:stop])
+                if dweight is not None:
+                    _add_product(dweight, logits.t(), tile)
+                if dbias is not None:
+                    dbias += logits.sum(0, dtype=torch.float32)
+        ctx.save_for_backward(dhidden, dweight, dbias)
         ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
 
@@ -74,16 +77,6 @@ class _LinearLoss(torch.autograd.Function):
             for grad, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         ]
         return *grads, None, None, None
-
-
-def _add_gradients(grads: list[Tensor | None], place: slice, dlogits: Tensor, tile: Tensor, weight: Tensor) -> None:
-    dhidden, dweight, dbias = grads
-    if dhidden is not None:
-        torch.mm(dlogits, weight, out=dhidden[place])
-    if dweight is not None:
-        _add_product(dweight, dlogits.t(), tile)
-    if dbias is not None:
-        dbias += dlogits.sum(0, dtype=torch.float32)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

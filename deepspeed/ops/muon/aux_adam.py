@@ -15,14 +15,7 @@ from deepspeed.ops.moments import Group, moment_width
 from deepspeed.ops.muon import momentum
 from deepspeed.ops.muon.muon import WholeMatrices, update_matrices
 from deepspeed.ops.muon.newton_schulz import check_ns_method
-from deepspeed.ops.optimizer import (
-    BatchOptimizer,
-    Closure,
-    ParameterBatch,
-    check_hyperparameters,
-    evaluate,
-    refuse,
-)
+from deepspeed.ops.optimizer import BatchOptimizer, Closure, ParameterBatch, check_hyperparameters, evaluate, refuse
 
 MUON_DEFAULTS: Mapping[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0, "ns_method": "gram"}
 ADAM_DEFAULTS: Mapping[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0}

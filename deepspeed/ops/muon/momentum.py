@@ -149,13 +149,8 @@ def apply_reference(momenta: Momenta, rule: MomentumRule, updates: Sequence[Tens
 
 
 def _takes(momenta: Momenta, more: Sequence[Tensor]) -> bool:
-    lists = [
-        momenta.params,
-        momenta.grads,
-        momenta.momenta,
-        list(more),
-        [out for out in momenta.outs if out is not None],
-    ]
+    outs = [out for out in momenta.outs if out is not None]
+    lists = [momenta.params, momenta.grads, momenta.momenta, list(more), outs]
     dense = contiguous(lists) and all(each.dtype != torch.float64 for tensors in lists for each in tensors)
     return dense and all(takes(param) for param in momenta.params[:1])  # not in host memory beside a GPU
 

@@ -58,7 +58,6 @@ class SingleDeviceMuon(BatchOptimizer):
         update_matrices(self, group, self.whole)
 
     def takes_one_pass(self, device: torch.device) -> bool:
-        """See `BatchOptimizer`."""
         return takes_one_pass(device)
 
 

@@ -120,10 +120,9 @@ def _probe() -> ProbeResult:
     return ProbeResult(name != "cpu", f"the accelerator in use is {name}")
 
 
-_WANTS_16_BIT = Capability("16-bit matrix units", _probe, lasting=False)
-
-
-@implements("muon_orthogonalize", name="16_bit", requires=_WANTS_16_BIT, rank=20)
+@implements(
+    "muon_orthogonalize", name="16_bit", requires=Capability("16-bit matrix units", _probe, lasting=False), rank=20
+)
 @torch.no_grad()
 def _orthogonalize_16_bit(matrices: Tensor, steps: int, ns_method: str) -> Tensor:
     return _computed(matrices, steps, _dtype_on(matrices, ns_method), _cheaper(ns_method)).to(matrices.dtype)
