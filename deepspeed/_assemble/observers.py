@@ -67,14 +67,15 @@ def watch(parts: Parts, stack: ExitStack) -> None:
     if schema.memory_breakdown:
         stack.callback(MemoryBreakdown().attach(events).close)
     shown = schema.steps_per_print is not None and math.isfinite(schema.steps_per_print)
-    if schema.timers.throughput.enabled and shown:
-        parts.tput_timer = Throughput(
-            lambda: parts.batch.train if parts.batch else 0,
-            synchronized=schema.timers.throughput.synchronized,
-        ).attach(events)
-        stack.callback(parts.tput_timer.close)
+    parts.tput_timer = Throughput(
+        lambda: parts.batch.train if parts.batch else 0,
+        synchronized=schema.timers.throughput.synchronized,
+    )
+    stack.callback(parts.tput_timer.close)
+    measured = parts.tput_timer.attach(events) if schema.timers.throughput.enabled and shown else None
     if shown:
-        stack.callback(StepLine(schema.steps_per_print, throughput=parts.tput_timer).attach(events).close)
+        parts.step_line = StepLine(schema.steps_per_print, throughput=measured).attach(events)
+        stack.callback(parts.step_line.close)
     parts.monitor = MonitorMaster(schema.monitor_config)
     stack.callback(parts.monitor.close)
     if parts.monitor.enabled:

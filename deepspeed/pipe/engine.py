@@ -6,7 +6,8 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -25,9 +26,12 @@ from deepspeed.pipe.messages import MessageForm, StageLinks, flatten, unflatten
 from deepspeed.pipe.module import PipelineModule
 from deepspeed.pipe.schedule.actions import Schedule
 from deepspeed.pipe.schedule.generators import forward_only, kind_of, make
+from deepspeed.pipe.schedule.replaced import KNOWN, Calls, read_steps, replaced_schedule
+from deepspeed.pipe.schedule.views import PipeSchedule
 from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.parts import Parts
+from deepspeed.runtime.patches import warn_of
 from deepspeed.runtime.saving.model_state import collect, gather_experts
 from deepspeed.runtime.step.choose import warn_if_frozen
 from deepspeed.zero.agreement import RankAgreement
@@ -195,10 +199,33 @@ def naming_stages(topology: ProcessTopology) -> Iterator[None]:
         raise CommError("\n".join([f"{first}; the pipeline has {stages}" if stages else first, *rest])) from error
 
 
+# plain attributes that scripts read
+_FACTS: dict[str, Callable[[Any], Any]] = {
+    "first_output_send": lambda engine: engine.agg_train_loss is None,
+    "grid": lambda engine: engine.module._grid,
+    "is_data_parallel": lambda engine: engine.module._grid.data_parallel_size > 1,
+    "is_model_parallel": lambda engine: engine.module._grid.model_parallel_size > 1,
+    "is_pipe_parallel": lambda engine: engine.module._grid.pipe_parallel_size > 1,
+    "micro_batch_size": lambda engine: engine.train_micro_batch_size_per_gpu(),
+    "micro_batches": lambda engine: engine.gradient_accumulation_steps(),
+    "next_stage": lambda engine: engine.module.stage_id + 1,
+    "num_stages": lambda engine: engine.module.num_stages,
+    "prev_stage": lambda engine: engine.module.stage_id - 1,
+    "stage_id": lambda engine: engine.module.stage_id,
+}
+
+
 class PipelineEngine(DeepSpeedEngine):
     """An engine over a `PipelineModule`: `train_batch` is forward, backward and step of a whole batch."""
 
     module: PipelineModule
+    _facts: ClassVar = {**DeepSpeedEngine._facts, **_FACTS}
+    _INSTRUCTION_MAP: ClassVar[dict[type, Callable[..., Any]]] = {}
+    """Class of an instruction of a script's own schedule → what carries it out."""
+    total_loss: Tensor | None = None
+    """The sum of the losses of the last training batch on the last stage; None elsewhere."""
+    fwd_outputs: list[Any]
+    """The outputs of the last evaluation that asked for them, on the last stage."""
     _collaborators = (*DeepSpeedEngine._collaborators, "_accord", "_executor", "_feed", "_wires")
 
     def __init__(self, parts: Parts, has_bool_tensors: bool = False) -> None:
@@ -220,7 +247,9 @@ class PipelineEngine(DeepSpeedEngine):
         stages = parts.layout.pipeline
         self._wires = StageLinks(stages, parts.device, dynamic=module.dynamic_shape, foretold=module.foretold)
         self._wires.open()
-        self._schedules: dict[tuple[str, int], Schedule] = {}
+        self._schedules: dict[tuple[Any, int], Schedule] = {}
+        self._calls: Calls = {}
+        self.fwd_outputs = []
         self._executor = Executor(parts, module, self._wires, splits=self._splits())
         parts.reducer.keep_back(module.ties.shared())
         self._feed = BatchSource(parts.training_dataloader, needed=module.first or module.last)
@@ -252,6 +281,7 @@ class PipelineEngine(DeepSpeedEngine):
         loss = self._mean(results)
         assert loss is not None, "the loss of a training batch is told to all ranks"
         self._additional = self._mean_extra(results)
+        self.total_loss = torch.stack(results.losses).sum() if results.losses else None
         self.loss_of_step = loss
         try:
             self._take_batch_step(count)
@@ -310,7 +340,9 @@ class PipelineEngine(DeepSpeedEngine):
             try:
                 with torch.no_grad(), self._wires.other_forms():
                     plan = self._plan(count, train=False)
-                    return self._play(plan, *loaded, compute_loss=compute_loss, keep_outputs=keep)
+                    results = self._play(plan, *loaded, compute_loss=compute_loss, keep_outputs=keep)
+                    self.fwd_outputs = results.outputs
+                    return results
             finally:
                 self.module.train(training)
 
@@ -331,6 +363,8 @@ class PipelineEngine(DeepSpeedEngine):
             if len(batches) < wanted or layout.pipeline.size < layout.world.size:
                 ask()
                 ask = None
+            if self._calls and not schedule.forward_only:
+                options["before"] = {at: [partial(call, self) for call in calls] for at, calls in self._calls.items()}
             before_last = self._accord.listen_for_end
             results = self._executor.run(schedule, batches, ask=ask, before_last=before_last, **options)
         except BaseException:
@@ -389,6 +423,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _plan(self, count: int, *, train: bool = True) -> Schedule:
         module, name = self.module, self.schedule_name if train else "forward"
+        other = replaced_schedule() if train and name == "1f1b" else None
+        if other is not None:
+            return self._plan_of(other, count)
         if (name, count) not in self._schedules:
             if train:
                 made = make(name, module.num_stages, count, module.chunks if kind_of(name).chosen else None)
@@ -396,6 +433,16 @@ class PipelineEngine(DeepSpeedEngine):
                 made = forward_only(module.num_stages, count, module.owners)
             self._schedules[name, count] = made
         return self._schedules[name, count]
+
+    def _plan_of(self, kind: type[PipeSchedule], count: int) -> Schedule:
+        """The schedule of a script, which the engine plays with its own handlers of DeepSpeed's instructions."""
+        if (kind.steps, count) not in self._schedules:
+            for known in self._INSTRUCTION_MAP.keys() & set(KNOWN):
+                warn_of(f"PipelineEngine._INSTRUCTION_MAP[{known.__name__}]", "subclass the instruction and add that")
+            stage, handlers = self.module.stage_id, self._INSTRUCTION_MAP
+            made, self._calls = read_steps(kind, self.module.num_stages, count, stage, handlers)
+            self._schedules[kind.steps, count] = made
+        return self._schedules[kind.steps, count]
 
     def _splits(self) -> bool:
         """Whether gradients of weights can wait, where the schedule wants them to."""

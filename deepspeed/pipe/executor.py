@@ -6,7 +6,7 @@ not allow that; so layers get the result of an operation that does nothing, over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -190,13 +190,15 @@ class Executor:
         *,
         ask: Callable[[], None] | None = None,
         before_last: Callable[[], None] | None = None,
+        before: Mapping[int, Sequence[Callable[[], Any]]] | None = None,
         compute_loss: bool = True,
         keep_outputs: bool = False,
     ) -> Results:
         """Play a schedule; a failure of this rank is part of the results, and its messages are sent all the same.
 
         `ask` is called before the first message, and raises if there must not be any; a stage to which nothing comes
-        computes before. `before_last` is called before the last pass, when everything that it needs has come.
+        computes before. `before_last` is called before the last pass, when everything that it needs has come; what
+        `before` has for the number of a pass is called before that.
         """
         train = not schedule.forward_only
         play = _Play(schedule, batches, train, compute_loss, keep_outputs)
@@ -211,11 +213,15 @@ class Executor:
             self._announce(each)
             if before_last is not None and place + 1 == len(passes):
                 before_last()
+            for call in before.get(place, ()) if before else ():
+                call()
             result = self._guarded(play, each, value)
             if ask is not None:
                 ask()
                 ask = None
             self._give(play, each, result)
+        for call in before.get(len(passes), ()) if before else ():
+            call()
         if train:
             self._parts.reducer.arrivals.part()
         self._wires.settle()

@@ -90,8 +90,10 @@ def name_of(layer: Any) -> str:
 _ROUNDS = 3  # the first warms up, the fastest of the rest counts
 
 
-def bounds_of(method: str, layers: Sequence[Layer], stages: int, example: Any = None) -> list[int]:
-    """The first layer of every stage, and the number of layers."""
+def bounds_of(
+    method: str, layers: Sequence[Layer], stages: int, example: Any = None, *, count: Callable[[], list[int]]
+) -> list[int]:
+    """The first layer of every stage, and the number of layers; `count` tells the trained parameters of each."""
     kind = method.lower()
     if len(layers) < stages:
         raise UsageError(
@@ -101,7 +103,7 @@ def bounds_of(method: str, layers: Sequence[Layer], stages: int, example: Any = 
     if kind == "uniform":
         return partition_uniform(len(layers), stages)
     if kind == "parameters":
-        return partition_balanced([_trained(layer) for layer in layers], stages)
+        return partition_balanced(count(), stages)
     if kind.startswith("type:"):
         return partition_balanced(_matches(method[len("type:") :], layers), stages)
     if kind == "profile":
@@ -111,7 +113,7 @@ def bounds_of(method: str, layers: Sequence[Layer], stages: int, example: Any = 
     )
 
 
-def _trained(layer: Layer) -> int:
+def trained_parameters(layer: Layer) -> int:
     """Trained parameters of a layer; one that is not built yet is built without memory to count them."""
     if isinstance(layer, (nn.Module, ModelLayer)):
         return sum(param.numel() for param in layer.parameters() if param.requires_grad)
@@ -122,7 +124,7 @@ def _trained(layer: Layer) -> int:
         except RuntimeError:  # its constructor looks at values: build it, for a moment
             with torch.random.fork_rng(devices=[]):
                 built = layer.build()
-        return _trained(built)
+        return trained_parameters(built)
     return 0
 
 

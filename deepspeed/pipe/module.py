@@ -30,6 +30,7 @@ from deepspeed.pipe.layers import (
     forms_of_inputs,
     is_fake_world,
     name_of,
+    trained_parameters,
 )
 from deepspeed.pipe.model_layers import ModelCut, ModelLayer
 from deepspeed.pipe.schedule.generators import kind_of
@@ -105,7 +106,9 @@ class PipelineModule(nn.Module):
             raise UsageError(f"schedule {schedule!r} puts {kind.chunks} stages on each rank; found chunks={chunks}")
         self.owners = kind.owners(self.num_stages, self.chunks)
         """Stage → pipeline rank; with several stages on a rank there are more of them than ranks."""
-        self.parts = bounds_of(partition_method, self._layer_specs, len(self.owners), example_input)
+        self.parts = bounds_of(
+            partition_method, self._layer_specs, len(self.owners), example_input, count=self._count_layer_params
+        )
         self.stages = tuple(stage for stage, owner in enumerate(self.owners) if owner == self.stage_id)
         self.first, self.last = 0 in self.stages, len(self.owners) - 1 in self.stages
         """Whether this rank takes the inputs; whether it computes the loss."""
@@ -278,6 +281,10 @@ class PipelineModule(nn.Module):
             if first <= layer_idx < last:
                 return self.owners[stage]
         raise UsageError(f"there is no layer {layer_idx}; the layers are 0 to {self.parts[-1] - 1}")
+
+    def _count_layer_params(self) -> list[int]:
+        """The trained parameters of each layer, which the method "parameters" balances; scripts replace it."""
+        return [trained_parameters(layer) for layer in self._layer_specs]
 
     def describe(self) -> str:
         """The stages with the names of their layers, for the log."""

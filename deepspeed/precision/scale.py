@@ -38,9 +38,16 @@ class LossScale:
 
     dynamic = False
     """True if `update` may change the factor."""
+    overridden: float | None = None
+    """The factor that a script set; None if it set none."""
 
     def __init__(self, value: float = 1.0) -> None:
         self._scale = float(value)
+
+    def override(self, value: float) -> None:
+        """Use this factor from the next backward on; it does not adapt any more."""
+        _positive("an external loss scale", value)
+        self.overridden = self._scale = float(value)
 
     @property
     def value(self) -> float:
@@ -127,6 +134,8 @@ class DynamicScale(LossScale):
         self._skipped_in_a_row = 0
 
     def update(self, overflow: bool) -> None:
+        if self.overridden is not None:
+            return
         if overflow:
             self._overflowed()
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -121,6 +122,30 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
         """True if the loss scale adapts to overflows."""
         return self._scale.dynamic
 
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Use this loss scale from the next backward on."""
+        self._scale.override(loss_scale)
+
+    @property
+    def external_loss_scale(self) -> float | None:
+        """What `override_loss_scale` set; None if nothing."""
+        return self._scale.overridden
+
+    def get_lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def scaled_global_norm(self, norm_type: float = 2) -> float:
+        """The norm of the gradients that the next step uses, still with the loss scale; all ranks call this together."""
+        if norm_type != 2:
+            raise UsageError(f"norm_type is {norm_type}; gradients are measured by their 2-norm")
+        return float(self._stepper.states.gradient_norm())
+
+    def check_overflow(self, partition_gradients: bool = True) -> bool:
+        """Whether some gradient of any rank is inf or NaN, which `overflow` tells from now on; all ranks call this."""
+        self.overflow = not math.isfinite(self.scaled_global_norm())
+        return self.overflow
+
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Any:
         """As `engine.backward`."""
         return self._backward(loss, retain_graph=retain_graph)
@@ -211,6 +236,11 @@ class ZeroOptimizer(MixedPrecisionOptimizer):
     def __init__(self, *args: Any, axis: AxisGroup, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._axis = axis
+
+    @property
+    def dp_process_group(self) -> Any:
+        """The ranks over which states are spread."""
+        return self._axis.group
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_"):

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from deepspeed.errors import DeepSpeedConfigError, DeepSpeedError
 from deepspeed.events import OverflowFound, Phase, StepFinished
 from deepspeed.log import NOTICE, log_dist, logger, warn_once
 from deepspeed.parallel.axes import SAMPLE_AXES
-from deepspeed.runtime import getters
+from deepspeed.runtime import getters, patches
 from deepspeed.runtime.compile_blocks import compile_module
 from deepspeed.runtime.destroyed import Destroyed, close
 from deepspeed.runtime.lr_schedules import require_metric, step_schedule
@@ -53,6 +53,7 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
     _config: DeepSpeedConfig
     _collaborators: tuple[str, ...] = ("_parts", "_checkpoints")
     """What `destroy` takes away."""
+    _facts: ClassVar = getters.FACTS
 
     def __init__(self, parts: Parts) -> None:
         super().__init__()
@@ -79,6 +80,7 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
         self.loss_of_step: Any = None
         self.training = parts.module.training
         self._checkpoints = Checkpoints(parts)
+        patches.heed(self, DeepSpeedEngine)
         _log_start(parts)
         self._log_end = _logs_end(self)
 
@@ -443,8 +445,16 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
             for name in self._collaborators:
                 setattr(self, name, gone)
 
+    def clip_fp32_gradients(self) -> None:
+        """Clip the gradients of a model in fp32; a script's own method is used in the step in place of this one."""
+        nn.utils.clip_grad_norm_(self.module.parameters(), self._config.schema.gradient_clipping)
+
+    def _report_progress(self, step: int) -> None:
+        """Log a line about a step; a script's own method is used in place of the line of `steps_per_print`."""
+        log_dist(f"step={step}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}")
+
     def __getattr__(self, name: str) -> Any:
-        getter = getters.find(name)
+        getter = self._facts.get(name) or getters.find(name)
         if getter is not None:
             return getter(self)
         try:
@@ -454,6 +464,10 @@ class DeepSpeedEngine(CheckpointMethods, nn.Module):
             if module is not None and hasattr(module, name):
                 return getattr(module, name)
             raise AttributeError(f"neither the engine nor {type(module).__name__} has an attribute {name!r}") from None
+
+
+for _name in patches.NOT_CALLED:
+    setattr(DeepSpeedEngine, _name, patches.NotCalled(_name))
 
 
 def _without_gradients(*, after_backward: bool) -> str:

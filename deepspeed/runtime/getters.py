@@ -88,6 +88,7 @@ _DERIVED: dict[str, Callable[[Any], Any]] = {
 
 # plain attributes
 FACTS: dict[str, Callable[[Any], Any]] = {
+    "_support_torch_style_backward": lambda engine: True,
     "communication_data_type": lambda engine: engine._parts.precision.reduce,
     "data_parallel_group": lambda engine: engine._parts.layout.data.group,
     "enable_backward_allreduce": lambda engine: not engine._parts.backward.suspended,
@@ -97,6 +98,9 @@ FACTS: dict[str, Callable[[Any], Any]] = {
     "has_moe_layers": lambda engine: engine._parts.experts is not None,
     "mp_world_size": lambda engine: engine._parts.layout.model.size,
     "num_experts": lambda engine: [layer.experts for layer in getattr(engine._parts.experts, "layers", ())],
+    "save_non_zero_checkpoint": lambda engine: engine._parts.layout.samples.rank == 0,
+    "save_zero_checkpoint": lambda engine: engine._config.schema.zero_optimization.shards_states,
+    "scale_wrt_gas": lambda engine: True,
     "seq_dp_world_size": lambda engine: engine._parts.layout.samples.size,
     "sequence_parallel_size": lambda engine: engine._parts.layout.sequence.size,
     "world_size": lambda engine: comm.get_world_size(),
@@ -104,9 +108,7 @@ FACTS: dict[str, Callable[[Any], Any]] = {
 
 
 def find(name: str) -> Callable[[Any], Any] | None:
-    """How to get the attribute `name` of an engine; None if it is in no table."""
-    if name in FACTS:
-        return FACTS[name]
+    """How to get the method `name` of an engine; None if it is in no table."""
     path = GETTERS.get(name)
     if path is not None:
         return lambda engine: lambda: attrgetter(path)(engine._config)

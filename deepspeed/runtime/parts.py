@@ -70,6 +70,8 @@ class Parts:
     monitor: Any = None
     timers: Any = None
     tput_timer: Any = None
+    step_line: Any = None
+    """What writes the line of `steps_per_print`; None where there is none."""
     flops_profiler: Any = None
     memory_profiler: Any = None
     layers: PipelineLayers | None = None

@@ -118,7 +118,7 @@ class StepOutcome:
         return self.norm.wait()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stepper:
     """Takes one optimizer step with what the backward passes left."""
 
@@ -138,6 +138,8 @@ class Stepper:
     """Such a step is an error, unless a loss scale adapts to it."""
     in_backward: InBackward | None = None
     """What has updated parameters already while backward ran."""
+    clip: Callable[[], None] | None = None
+    """A script's own way to clip gradients; see `clips_in_place`."""
 
     def step(self) -> StepOutcome:
         """Reduce what is not reduced yet, then update, or skip where a gradient is inf or NaN."""
@@ -156,9 +158,9 @@ class Stepper:
             self.drop_gradients()
             return StepOutcome(False, Pending(None), self.scale.value, self.scale.value, empty=True)
         device = self.states.device
-        ahead = not self.states.away and steps_ahead(self.optimizer, device)
+        ahead = not self.states.away and self.clip is None and steps_ahead(self.optimizer, device)
         one_pass = (ahead and in_one_pass(self.optimizer, device)) or self._narrow_at_home(device)
-        one_pass = one_pass and self.states.in_place
+        one_pass = one_pass and self.states.in_place and self.clip is None
         self.states.take_gradients(narrow=one_pass, measure=self.report_norm or self._judges or bool(self.states.away))
         before = self.scale.value
         take = self._step_ahead if ahead else self._step_behind
@@ -173,6 +175,14 @@ class Stepper:
             return self.reducer.empty
         trained = (param for group in self.states.groups for param in group.params)
         return all(param.grad is None and replicated.holder(param).grad is None for param in trained)
+
+    @property
+    def clips_in_place(self) -> bool:
+        """True if gradients are clipped on the parameters of an fp32 model: there a script may do it by itself."""
+        whole = self.states.in_place and not self.states.away and self.in_backward is None and self.scale.value == 1.0
+        groups = self.states.groups
+        plain = all(isinstance(group, WholeGroup) and not piece.separate for group in groups for piece in group.pieces)
+        return whole and plain and self.clipping > 0
 
     @property
     def _judges(self) -> bool:
@@ -288,9 +298,11 @@ class Stepper:
     def _prepare(self, gradients: list[Tensor], norm: Tensor | None, known: float | None) -> None:
         """Bring gradients to their true size and clip them, in one multiplication."""
         unit = self.backward.unit
-        if self.clipping <= 0:
+        if self.clipping <= 0 or self.clip is not None:
             if unit != 1.0:
                 scale_(gradients, unit)
+            if self.clip is not None:
+                self.clip()
             return
         if known is None:
             assert norm is not None, "gradients are clipped by their norm"

@@ -106,12 +106,14 @@ _OF_EACH_GROUP: dict[str, Callable[[ShardGroup], Any]] = {
     "fp32_partitioned_groups_flat": _flat,
     "groups_padding": lambda g: g.layout.shard_numel - sum(piece.master.numel() for piece in g.pieces),
     "parallel_partitioned_bit16_groups": lambda group: list(_concatenated(group).view(group.axis.size, -1)),
+    "params_in_partition": lambda group: [piece.param for piece in group.pieces],
     "partition_count": lambda group: group.axis.size,
     "single_partition_of_fp32_groups": _flat,
 }
 
 _OF_ALL: dict[str, Callable[[OptimizerStates, Optimizer], Any]] = {
     "averaged_gradients": _gradients,
+    "grad_partitions_flat_buffer": lambda states, optimizer: _joined(sum(_gradients(states, optimizer).values(), [])),
     "persistent_parameters": _lasting,
     "sub_group_to_group_id": _owners,
 }

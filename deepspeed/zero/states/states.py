@@ -13,6 +13,7 @@ from deepspeed.comm import Pending
 from deepspeed.errors import UsageError
 from deepspeed.memory.tier import DeviceStore, StateStore
 from deepspeed.ops.moments import MomentKeeper
+from deepspeed.ops.multi_tensor import sum_of_squares
 from deepspeed.ops.one_pass import OnePass
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.gradients.reducer import GradientReducer
@@ -182,6 +183,23 @@ class OptimizerStates:
         self.drop_absent()
         if measure:
             self._norms.begun(total_norm([self._line(*each) for each in filled], self._measure, self.device))
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the reduced gradients that the next step will use, which stay where they are."""
+        if self.reducer is not None:
+            self.reducer.land()
+        measure, found = self._measure, []
+        for group in self.groups:
+            shared: list[Tensor] = []
+            split: list[Tensor] = []
+            for piece, grad in zip(group.pieces, group.gradients(), strict=True):
+                if grad is not None and id(piece.param) not in measure.elsewhere:
+                    (split if measure.model_group is not None and measure.is_split(piece.param) else shared).append(
+                        grad
+                    )
+            squares = sum_of_squares(shared) if shared else None, sum_of_squares(split) if split else None
+            found.append((group.placement, squares))
+        return joint_norm(found, measure, self.device).wait()
 
     @property
     def in_place(self) -> bool:
