@@ -178,10 +178,19 @@ class TensorBoardMonitor(Backend):
     def _write(self, entries: list[Entry]) -> None:
         for label, value, step in entries:
             self.summary_writer.add_scalar(label, value, step)
-        self.summary_writer.flush()
+        self.flush()
 
     def _close(self) -> None:
         self.summary_writer.close()
+
+    def get_summary_writer(self, base: str | None = None) -> Any:
+        """TensorBoard's writer into `log_dir`; None on ranks that write nothing. `base` has no effect."""
+        return self.summary_writer
+
+    def flush(self) -> None:
+        """Write what is still in memory."""
+        if self.summary_writer is not None:
+            self.summary_writer.flush()
 
 
 class WandbMonitor(Backend):
@@ -212,6 +221,11 @@ class WandbMonitor(Backend):
     def _close(self) -> None:
         if self._is_ours:
             self.run.finish()
+
+    def log(self, data: dict[str, Any], step: int | None = None, commit: bool | None = None) -> None:
+        """Log values of the script's own; nothing on ranks that write nothing."""
+        if self._is_open:
+            self.run.log(data, step=step, commit=commit)
 
 
 class CometMonitor(Backend):
@@ -269,7 +283,12 @@ class csvMonitor(Backend):
         super().__init__(csv_config)
 
     def _open(self) -> None:
+        self.setup_log_dir()
+
+    def setup_log_dir(self, base: str | None = None) -> str:
+        """Make the folder of the files; its path. `base` has no effect: the config has the place."""
         os.makedirs(self.log_dir, exist_ok=True)
+        return self.log_dir
 
     def _write(self, entries: list[Entry]) -> None:
         labels = dict.fromkeys(entry.label for entry in entries)

@@ -136,7 +136,7 @@ class MixedPrecisionOptimizer(DeepSpeedOptimizer, Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def scaled_global_norm(self, norm_type: float = 2) -> float:
-        """The norm of the gradients that the next step uses, still with the loss scale; all ranks call this together."""
+        """The norm of the gradients that the next step uses, with the loss scale; all ranks call this together."""
         if norm_type != 2:
             raise UsageError(f"norm_type is {norm_type}; gradients are measured by their 2-norm")
         return float(self._stepper.states.gradient_norm())

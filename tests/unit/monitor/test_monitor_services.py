@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deepspeed.config.monitor import CometConfig, WandbConfig
-from deepspeed.monitor.monitor import CometMonitor, WandbMonitor
+from deepspeed.config.monitor import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
+from deepspeed.monitor.monitor import CometMonitor, TensorBoardMonitor, WandbMonitor, csvMonitor
 
 
 class Run:
@@ -112,3 +112,17 @@ def test_comet_never_logs_closer_than_the_interval_nor_waits_longer(interval, st
     assert all(after - before >= interval for before, after in itertools.pairwise(logged))
     for step in steps:  # a step that was left out lies within the interval of the one before it
         assert step in logged or any(0 <= step - kept < interval for kept in logged)
+
+
+def test_methods_that_scripts_call(monkeypatch, tmp_path):
+    run = SimpleNamespace(log=lambda data, step, commit: run.seen.append((data, step, commit)), seen=[])
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(run=run))
+    WandbMonitor(WandbConfig(enabled=True)).log({"loss": 1.0}, step=3)
+    assert run.seen == [({"loss": 1.0}, 3, None)]
+    board = TensorBoardMonitor(TensorBoardConfig(enabled=True, output_path=str(tmp_path), job_name="run"))
+    board.get_summary_writer().add_scalar("loss", 1.0, 1)
+    board.flush()
+    assert list((tmp_path / "run").iterdir())
+    board.close()
+    rows = csvMonitor(CSVConfig(enabled=True, output_path=str(tmp_path), job_name="rows"))
+    assert rows.setup_log_dir() == str(tmp_path / "rows")
