@@ -41,8 +41,12 @@ def verdict(loaded: Loaded, world_size: int) -> Verdict:
         config = DeepSpeedConfig(loaded, world_size=world_size, partial=bool(loaded.autos))
     except DeepSpeedConfigError as error:
         return Verdict([*problems, *str(error).splitlines()], [])
-    filled = [path for path in loaded.autos if path not in nobody]
-    notes = [f'{path}: left at "auto"; a client must fill it before the engine is built' for path in filled]
+    left = {path: is_inert(path, stage) for path in loaded.autos if path not in nobody}
+    notes = [
+        f'{path}: left at "auto"; '
+        + ("it has its default if no client fills it" if inert else "a client must fill it before the engine is built")
+        for path, inert in left.items()
+    ]
     return Verdict([*problems, *map(str, _refused(config))], [*config.notes, *notes])
 
 

@@ -42,9 +42,6 @@ _FILLED: dict[str, str] = {
     "fp16.enabled": f"{_TRAINER} fills it from fp16, Accelerate from mixed_precision",
     "bf16.enabled": f"{_TRAINER} fills it from bf16, Accelerate from mixed_precision",
     "zero_optimization.stage": "Accelerate fills it from its zero_stage",
-    "zero_optimization.reduce_bucket_size": f"{_BOTH} compute it from the model's hidden size",
-    "zero_optimization.stage3_prefetch_bucket_size": f"{_BOTH} compute it from the model's hidden size",
-    "zero_optimization.stage3_param_persistence_threshold": f"{_BOTH} compute it from the model's hidden size",
     "zero_optimization.stage3_gather_16bit_weights_on_model_save": "Accelerate fills it from zero3_save_16bit_model",
     "zero_optimization.offload_optimizer.device": "Accelerate fills it from offload_optimizer_device",
     "zero_optimization.offload_param.device": "Accelerate fills it from offload_param_device",
@@ -66,16 +63,23 @@ def is_filled(path: str) -> bool:
     return path in _FILLED
 
 
+_SIZES = (
+    *("reduce_bucket_size", "allgather_bucket_size", "sub_group_size"),
+    *("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold"),
+    *("stage3_max_live_parameters", "stage3_max_reuse_distance"),
+)
+_DEFAULTED = frozenset(f"zero_optimization.{name}" for name in _SIZES)
+"""Keys that decide about speed and memory only: OpenRLHF and others leave them at "auto" to get the defaults."""
+
+
 def is_inert(path: str, stage: object) -> bool:
-    """True for a key that has no effect at this ZeRO stage; clients leave those at "auto".
+    """True for a key that may stay at "auto": it has no effect at this ZeRO stage, or only on speed and memory.
 
     TRL builds engines for reference models from the config as it is before Accelerate has filled it: the flag about
-    saving, which such an engine never does, and the bucket size, which stage 0 does not use, are still "auto" there.
+    saving, which such an engine never does, is still "auto" there.
     """
-    if path == "zero_optimization.stage3_gather_16bit_weights_on_model_save":
+    if path == "zero_optimization.stage3_gather_16bit_weights_on_model_save" or path in _DEFAULTED:
         return True
-    if path == "zero_optimization.reduce_bucket_size":
-        return stage in (None, 0, "0")
     return path.startswith("zero_optimization.stage3_") and stage not in (3, "3")
 
 

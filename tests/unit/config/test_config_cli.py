@@ -124,7 +124,7 @@ ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 0}}}, "is 0"),
         ({"fp16": {"enabled": True, "initial_scale_power": 2, "min_loss_scale": 64}}, "fp16.min_loss_scale"),
         ({"activation_checkpointing": {"contiguous_memory_optimization": True}}, "partition_activations"),
-        ({"zero_optimization": {"sub_group_size": "auto"}}, "no client fills this key"),
+        ({"zero_optimization": {"round_robin_gradients": "auto"}}, "no client fills this key"),
         ({"data_parallel_size": 4}, "data_parallel_size is 4, but 2 ranks are data-parallel here"),
         ({"train_batch_size": 3}, "train_batch_size"),
         ({"strict": True, "qqqq": 1}, "qqqq: unknown key"),

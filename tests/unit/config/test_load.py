@@ -415,8 +415,6 @@ def test_auto_left_over_names_the_key_and_who_should_have_filled_it():
         "optimizer.params.lr",
         "scheduler.params.total_num_steps",
         "fp16.enabled",
-        "zero_optimization.reduce_bucket_size",
-        "zero_optimization.stage3_prefetch_bucket_size",
     ):
         assert f'  {path}: it is still "auto"' in text
     assert "Transformers' Trainer fills it from learning_rate" in text
@@ -429,7 +427,18 @@ def test_auto_on_a_stage_3_key_is_inert_under_another_stage():
     assert load(config).schema.zero_optimization.prefetch_bucket_size == 5 * 10**7
     zero = {"stage": 0, "reduce_bucket_size": "auto", "stage3_gather_16bit_weights_on_model_save": "auto"}
     assert load({**BASE, "zero_optimization": zero}).schema.zero_optimization.reduce_bucket_size == 5 * 10**8
-    assert "reduce_bucket_size" in str(failure({**BASE, "zero_optimization": {**zero, "stage": 2}}))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_auto_is_the_default_of_sizes_that_change_speed_and_memory_only(stage):
+    sizes = dict.fromkeys(
+        ["sub_group_size", "reduce_bucket_size", "stage3_max_live_parameters", "stage3_prefetch_bucket_size"], "auto"
+    )
+    found = load({**BASE, "zero_optimization": {"stage": stage, **sizes}}).schema.zero_optimization
+    assert found == load({**BASE, "zero_optimization": {"stage": stage}}).schema.zero_optimization
+    left = failure({**BASE, "zero_optimization": {"stage": stage, "offload_optimizer": {"device": "auto"}, **sizes}})
+    assert "offload_optimizer.device: it is still" in str(left)
+    assert "sub_group_size" not in str(left)
 
 
 def test_some_keys_own_the_word_auto():
