@@ -54,7 +54,7 @@ class StatePiece:
     picked: Tensor | None = None
     """The gradient at these places."""
 
-    def __post_init__(self, given: nn.Parameter | None) -> None:
+    def __post_init__(self, given: nn.Parameter | None) -> None:  # type: ignore[override]  # mypy and slots
         self.master = nn.Parameter(self.source, requires_grad=True) if given is None else given
         self.mark()
 

@@ -225,7 +225,7 @@ class WholeParameter(WatchedData, nn.Parameter):
         if ordinary_class(type(self)) is nn.Parameter:
             return torch._utils._rebuild_parameter, (self.data, self.requires_grad, {})
         self._drop_given()
-        return super().__reduce_ex__(protocol)
+        return super().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class ResidentParameter(_TakenGradient, WholeParameter):
