@@ -12,7 +12,7 @@ from pydantic import WithJsonSchema
 
 from deepspeed.config.explain import json_schema
 from deepspeed.config.features import IDLE, UNBUILT, unused_by_model
-from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.model import ConfigModel
 from deepspeed.config.renamed import REMOVED, RENAMED
 from deepspeed.config.schema import Schema
 from deepspeed.config.schema_walk import Key, keys_of
@@ -61,7 +61,7 @@ def config_page() -> Iterator[str]:
         yield f"| `{path}` | {advice} |"
 
 
-def members(model: type[DeepSpeedConfigModel], prefix: str) -> Iterator[tuple[str, Key]]:
+def members(model: type[ConfigModel], prefix: str) -> Iterator[tuple[str, Key]]:
     """The keys of a section and of the sections in it, each with the path of its parent."""
     for name in model.model_fields:
         key = keys_of(model)[name]
@@ -106,7 +106,7 @@ def kind(annotation: Any) -> str:
         return "list"
     if origin is dict or annotation is dict:
         return "object"
-    if isinstance(annotation, type) and issubclass(annotation, DeepSpeedConfigModel):
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         return "object"
     names = {"int": "integer", "float": "number", "str": "text", "bool": "boolean", "Any": "any"}
     label = getattr(annotation, "__name__", str(annotation))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.config.batch import MICRO, STEPS, TRAIN, batch_of
-from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.model import ConfigModel
 from deepspeed.config.renamed import RENAMED
 from deepspeed.config.schema import Schema
 from deepspeed.config.schema_walk import keys_of
@@ -57,12 +57,12 @@ def without_secrets(raw: Any, path: str = "") -> Any:
     return mask(path, raw)
 
 
-def values_of(model: DeepSpeedConfigModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def values_of(model: ConfigModel, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Every value of a model and of the sections in it: dotted path, value."""
     for name in type(model).model_fields:
         key = keys_of(type(model))[name]
         path, value = f"{prefix}{key.json}", getattr(model, name)
-        if isinstance(value, DeepSpeedConfigModel):
+        if isinstance(value, ConfigModel):
             yield from values_of(value, path + ".")
         elif key.section is not None and isinstance(value, dict) and value:
             for label, item in value.items():

@@ -61,7 +61,7 @@ def no_effect(default: Any, why: str, **options: Any) -> Any:
     return key(default, f"No effect: {why}.", NoEffect(why), **options)
 
 
-class DeepSpeedConfigModel(BaseModel):
+class ConfigModel(BaseModel):
     """A part of the config: immutable, every key declared, each field by its name or its JSON alias.
 
     Models only say what is valid. Spelling help, `"auto"` and `null` sections are the loader's work
@@ -89,7 +89,7 @@ class DeepSpeedConfigModel(BaseModel):
         return data
 
 
-class Section(DeepSpeedConfigModel):
+class Section(ConfigModel):
     """A JSON object under a top-level key; absent and `null` mean its defaults."""
 
     renamed_under: ClassVar[str | None] = None

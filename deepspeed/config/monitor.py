@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 from pydantic import BeforeValidator
 
-from .model import Count, DeepSpeedConfigModel, Folder, Names, NoEffect, Number, PositiveCount, Section, Whole, key
+from .model import ConfigModel, Count, Folder, Names, NoEffect, Number, PositiveCount, Section, Whole, key
 
 # DeepSpeed's documentation writes null for the working directory, its code the empty string.
 _Folder = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
@@ -55,7 +55,7 @@ class CometConfig(Section):
     )
 
 
-class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
+class DeepSpeedMonitorConfig(ConfigModel):
     """The four monitors together."""
 
     tensorboard: TensorBoardConfig = key(TensorBoardConfig, "Event files for TensorBoard.")
@@ -79,7 +79,7 @@ class CommsLoggerConfig(Section):
     debug: bool = key(False, "Whether the name of the caller is added to the operation's name.")
 
 
-class CommsConfig(DeepSpeedConfigModel):
+class CommsConfig(ConfigModel):
     """Everything in the config that concerns the recording of communication."""
 
     comms_logger: CommsLoggerConfig = key(CommsLoggerConfig, "Sizes, counts, latency and bandwidth of collectives.")

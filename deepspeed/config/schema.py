@@ -16,7 +16,7 @@ from .compile import CompileConfig, Fp8Config, FusedKernelsConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
 from .model import (
-    DeepSpeedConfigModel,
+    ConfigModel,
     DtypeName,
     Elements,
     ForeignOptions,
@@ -102,7 +102,7 @@ def _names_weights(section: Unbuilt) -> bool:
     return bool(section.given.get("quantized_initialization") or section.given.get("post_init_quant"))
 
 
-class Schema(DeepSpeedConfigModel):
+class Schema(ConfigModel):
     """Every key of the config, with its default: each valid by itself and together with the others."""
 
     strict: bool = key(False, "Whether unknown keys, keys without effect and numbers as text are errors, not warnings.")

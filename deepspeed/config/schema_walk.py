@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.model import ConfigModel
 
-Model = type[DeepSpeedConfigModel]
+Model = type[ConfigModel]
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def members_of(annotation: Any) -> tuple[Any, ...]:
 
 def _nested(annotation: Any) -> tuple[Model | None, Literal["one", "dict", "list"]]:
     for member in members_of(annotation):
-        if isinstance(member, type) and issubclass(member, DeepSpeedConfigModel):
+        if isinstance(member, type) and issubclass(member, ConfigModel):
             return member, "one"
         origin, arguments = get_origin(member), get_args(member)
         if origin is dict and len(arguments) == 2:

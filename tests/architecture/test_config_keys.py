@@ -14,16 +14,16 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.model import ConfigModel
 from deepspeed.config.schema import Schema
 
 KEYS = Path(__file__).with_name("config_keys.txt")
 
 
-def nested(annotation: Any) -> tuple[type[DeepSpeedConfigModel] | None, str]:
+def nested(annotation: Any) -> tuple[type[ConfigModel] | None, str]:
     """The section inside an annotation, and how its keys hang below the key: `.`, `.<name>.` or `[].`."""
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if isinstance(annotation, type) and issubclass(annotation, DeepSpeedConfigModel):
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         return annotation, "."
     if origin is Annotated:
         return nested(arguments[0])
@@ -40,12 +40,12 @@ def default_of(field: FieldInfo) -> str:
     if field.is_required():
         return "(required)"
     value = field.get_default(call_default_factory=True)
-    if isinstance(value, DeepSpeedConfigModel):
+    if isinstance(value, ConfigModel):
         return "{...}"
     return json.dumps(value.value if isinstance(value, Enum) else value)
 
 
-def fields_of(model: type[DeepSpeedConfigModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+def fields_of(model: type[ConfigModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     """Every field below a model with its dotted JSON path."""
     for name, field in model.model_fields.items():
         path = f"{prefix}{field.alias or name}"

@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import deepspeed
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import IDLE, keys_without_effect, unbuilt, unused_by_model
-from deepspeed.config.model import DeepSpeedConfigModel, NoEffect
+from deepspeed.config.model import ConfigModel, NoEffect
 from deepspeed.config.schema import Schema
 from deepspeed.config.schema_walk import Key, Model, keys_of, members_of
 from deepspeed.errors import CheckpointError, DeepSpeedConfigError
@@ -106,7 +106,7 @@ def with_value(model, chain, value):
     key, *rest = chain
     if rest:
         inner = getattr(model, key.name)
-        if not isinstance(inner, DeepSpeedConfigModel):
+        if not isinstance(inner, ConfigModel):
             needed = {name: 1 for name, info in key.section.model_fields.items() if info.is_required()}
             inner = key.section.model_construct(**needed)
         made = with_value(switched_on(inner), rest, value)
@@ -171,7 +171,7 @@ def record():
                 seen.add((type(self), name))
         return object.__getattribute__(self, name)
 
-    DeepSpeedConfigModel.__getattribute__ = read
+    ConfigModel.__getattribute__ = read
     return seen
 
 

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from deepspeed.config.features import unbuilt
-from deepspeed.config.model import DeepSpeedConfigModel
+from deepspeed.config.model import ConfigModel
 from deepspeed.config.schema import Schema
 
 
@@ -31,7 +31,7 @@ def models(model=Schema, seen=None):
 
 
 def parts(annotation):
-    if isinstance(annotation, type) and issubclass(annotation, DeepSpeedConfigModel):
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         yield annotation
     for inner in getattr(annotation, "__args__", ()):
         yield from parts(inner)
