@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from deepspeed.errors import DeepSpeedError, LayoutError
 from deepspeed.parallel import hierarchy
@@ -53,50 +54,56 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> NoReturn:
     )
 
 
-# --- data, model and tensor parallelism ------------------------------------------------------------------------
+# --- axes of the layout ------------------------------------------------------------------------------------------
+
+_Getters = tuple[Callable[[], "ProcessGroup"], Callable[[], int], Callable[[], int]]
 
 
-def get_data_parallel_group() -> ProcessGroup:
-    """The ranks that hold the same part of the model and see other data."""
-    return _axis("dp").group
+def _of_axis(*names: str, needs_world: bool = False) -> _Getters:
+    """Getters of the group, the rank in it and its size; 0 and 1 before there is a world unless it `needs_world`."""
+
+    def group() -> ProcessGroup:
+        return _axis(*names).group
+
+    def rank() -> int:
+        return _axis(*names).rank if needs_world or current_layout.is_known else 0
+
+    def size() -> int:
+        return _axis(*names).size if needs_world or current_layout.is_known else 1
+
+    return group, rank, size
 
 
-def get_data_parallel_rank() -> int:
-    return _axis("dp").rank
-
-
-def get_data_parallel_world_size() -> int:
-    return _axis("dp").size
-
-
-def get_model_parallel_group() -> ProcessGroup:
-    """The ranks that together hold one copy of the model: stages × tensor slices."""
-    return _axis(*MODEL_AXES).group
-
-
-def get_model_parallel_rank() -> int:
-    return _rank(*MODEL_AXES)
-
-
-def get_model_parallel_world_size() -> int:
-    return _size(*MODEL_AXES)
-
-
-def get_tensor_model_parallel_group() -> ProcessGroup:
-    """The ranks that hold slices of the same layers."""
-    return _axis("tp").group
+# The ranks that hold the same part of the model and see other data.
+get_data_parallel_group, get_data_parallel_rank, get_data_parallel_world_size = _of_axis("dp", needs_world=True)
+_get_data_parallel_group = get_data_parallel_group
+_get_data_parallel_rank = get_data_parallel_rank
+_get_data_parallel_world_size = get_data_parallel_world_size
+# Those that together hold one copy of the model: stages × tensor slices.
+get_model_parallel_group, get_model_parallel_rank, get_model_parallel_world_size = _of_axis(*MODEL_AXES)
+_get_model_parallel_group = get_model_parallel_group
+_get_model_parallel_rank = get_model_parallel_rank
+_get_model_parallel_world_size = get_model_parallel_world_size
+# Those that hold slices of the same layers.
+get_tensor_model_parallel_group, _tensor_rank, _tensor_size = _of_axis("tp")
+# Those that share sequences.
+_get_sequence_parallel_group, _get_sequence_parallel_rank, _get_sequence_parallel_world_size = _of_axis("sp")
+# Those over which gradients are averaged.
+_get_sequence_data_parallel_group, _get_sequence_data_parallel_rank, _get_sequence_data_parallel_world_size = _of_axis(
+    *SAMPLE_AXES, needs_world=True
+)
 
 
 def get_tensor_model_parallel_rank() -> int:
     """This rank's tensor slice, or what `set_tensor_model_parallel_rank` said."""
-    told = current_layout.tensor_rank
-    return _rank("tp") if told is None else told
+    given = current_layout.tensor_rank
+    return _tensor_rank() if given is None else given
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """The number of tensor slices, or what `set_tensor_model_parallel_world_size` said."""
-    told = current_layout.tensor_size
-    return _size("tp") if told is None else told
+    given = current_layout.tensor_size
+    return _tensor_size() if given is None else given
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -112,14 +119,6 @@ def set_tensor_model_parallel_rank(rank: int | None) -> None:
 def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
     """Let `get_tensor_model_parallel_world_size` answer this; None ends it."""
     current_layout.tensor_size = world_size
-
-
-_get_data_parallel_group = get_data_parallel_group
-_get_data_parallel_rank = get_data_parallel_rank
-_get_data_parallel_world_size = get_data_parallel_world_size
-_get_model_parallel_group = get_model_parallel_group
-_get_model_parallel_rank = get_model_parallel_rank
-_get_model_parallel_world_size = get_model_parallel_world_size
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
@@ -140,34 +139,6 @@ def _create_model_parallel(model_parallel_size_: int) -> tuple[ProcessGroup, Pro
     """(data-parallel, model-parallel) group for that many neighbouring model-parallel ranks."""
     layout = current_layout.keep(ParallelLayout.build(tp=model_parallel_size_))
     return layout.data.group, layout.tensor.group
-
-
-# --- sequence parallelism --------------------------------------------------------------------------------------
-
-
-def _get_sequence_parallel_group() -> ProcessGroup:
-    return _axis("sp").group
-
-
-def _get_sequence_parallel_rank() -> int:
-    return _rank("sp")
-
-
-def _get_sequence_parallel_world_size() -> int:
-    return _size("sp")
-
-
-def _get_sequence_data_parallel_group() -> ProcessGroup:
-    """The ranks over which gradients are averaged."""
-    return _axis(*SAMPLE_AXES).group
-
-
-def _get_sequence_data_parallel_rank() -> int:
-    return _axis(*SAMPLE_AXES).rank
-
-
-def _get_sequence_data_parallel_world_size() -> int:
-    return _axis(*SAMPLE_AXES).size
 
 
 # --- expert parallelism ----------------------------------------------------------------------------------------
@@ -212,53 +183,36 @@ def _create_expert_data_and_model_parallel(
     _register_experts(expert_parallel_size_, experts)
 
 
-def _get_expert_parallel_group(group_name: str) -> ProcessGroup:
-    return _experts(group_name).ep.group
+_Of = TypeVar("_Of")
+
+
+def _of_experts(name: str, ask: Callable[[AxisGroup], _Of]) -> Callable[[str], _Of]:
+    """What `ask` finds in the axis `ep` or `edp` of the experts whose groups have a name."""
+
+    def get(group_name: str) -> _Of:
+        return ask(_experts(group_name)[name])
+
+    return get
+
+
+_get_expert_parallel_group = _of_experts("ep", lambda axis: axis.group)
+_get_expert_parallel_group_ranks = _of_experts("ep", lambda axis: list(axis.ranks))
+_get_expert_parallel_rank = _of_experts("ep", lambda axis: axis.rank)
+_get_expert_parallel_world_size = _of_experts("ep", lambda axis: axis.size)
+_get_expert_parallel_src_rank = _of_experts("ep", lambda axis: axis.ranks[0])
+_get_expert_data_parallel_group = _of_experts("edp", lambda axis: axis.group)
+_get_expert_data_parallel_group_ranks = _of_experts("edp", lambda axis: list(axis.ranks))
+_get_expert_data_parallel_rank = _of_experts("edp", lambda axis: axis.rank)
+_get_expert_data_parallel_world_size = _of_experts("edp", lambda axis: axis.size)
+_get_expert_broadcast_src_rank = _of_experts("edp", lambda axis: axis.ranks[0])  # replicas take parameters from it
 
 
 def _get_expert_parallel_group_dict() -> dict[str, ProcessGroup]:
     return {name: experts.ep.group for name, experts in current_layout.experts.items()}
 
 
-def _get_expert_parallel_group_ranks(group_name: str) -> list[int]:
-    return list(_experts(group_name).ep.ranks)
-
-
-def _get_expert_parallel_rank(group_name: str) -> int:
-    return _experts(group_name).ep.rank
-
-
-def _get_expert_parallel_world_size(group_name: str) -> int:
-    return _experts(group_name).ep.size
-
-
-def _get_expert_parallel_src_rank(group_name: str) -> int:
-    return _experts(group_name).ep.ranks[0]
-
-
-def _get_expert_data_parallel_group(group_name: str) -> ProcessGroup:
-    return _experts(group_name).edp.group
-
-
 def _get_expert_data_parallel_group_dict() -> dict[str, ProcessGroup]:
     return {name: experts.edp.group for name, experts in current_layout.experts.items()}
-
-
-def _get_expert_data_parallel_group_ranks(group_name: str) -> list[int]:
-    return list(_experts(group_name).edp.ranks)
-
-
-def _get_expert_data_parallel_rank(group_name: str) -> int:
-    return _experts(group_name).edp.rank
-
-
-def _get_expert_data_parallel_world_size(group_name: str) -> int:
-    return _experts(group_name).edp.size
-
-
-def _get_expert_broadcast_src_rank(group_name: str) -> int:
-    """The rank that the other replicas of this rank's experts take their parameters from."""
-    return _experts(group_name).edp.ranks[0]
 
 
 def _get_max_expert_size() -> int | None:
@@ -351,41 +305,20 @@ def _axis(*names: str) -> AxisGroup:
     return current_layout.get()[names]
 
 
-def _rank(*names: str) -> int:
-    """An axis that nobody asked for has one rank, also before there is a world."""
-    return _axis(*names).rank if current_layout.is_known else 0
-
-
-def _size(*names: str) -> int:
-    return _axis(*names).size if current_layout.is_known else 1
+def _slot(name: str) -> property:
+    """An attribute of the current layout; deleting it, as mocks do, unsets it."""
+    return property(
+        lambda _: getattr(current_layout, name),
+        lambda _, value: setattr(current_layout, name, value),
+        lambda _: setattr(current_layout, name, None),
+    )
 
 
 class _Groups(ModuleType):
-    """Makes `groups.mpu = …` and `groups.mesh_device = …` take effect; deleting one, as mocks do, unsets it."""
+    """Makes `groups.mpu = …` and `groups.mesh_device = …` take effect."""
 
-    @property
-    def mpu(self) -> Any:
-        return current_layout.mpu
-
-    @mpu.setter
-    def mpu(self, mpu: Any) -> None:
-        current_layout.mpu = mpu
-
-    @mpu.deleter
-    def mpu(self) -> None:
-        current_layout.mpu = None
-
-    @property
-    def mesh_device(self) -> DeviceMesh | None:
-        return current_layout.mesh
-
-    @mesh_device.setter
-    def mesh_device(self, mesh: DeviceMesh | None) -> None:
-        current_layout.mesh = mesh
-
-    @mesh_device.deleter
-    def mesh_device(self) -> None:
-        current_layout.mesh = None
+    mpu = _slot("mpu")
+    mesh_device = _slot("mesh")
 
 
 sys.modules[__name__].__class__ = _Groups
