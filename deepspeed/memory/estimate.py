@@ -24,7 +24,8 @@ tier its bytes find place.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -32,26 +33,55 @@ Row = tuple[int, int, str]
 """(bytes per CPU, bytes per GPU, options)."""
 
 
-def estimate_zero1_model_states_mem_needs(
-    total_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    cpu_offload: bool = True,
-    additional_buffer_factor: float = 1.5,
-) -> tuple[int, int]:
-    """(bytes per CPU, bytes per GPU) at stage 1."""
-    return _replicated(total_params, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor, (4, 16))
+@dataclass(frozen=True, slots=True)
+class _WholeParameters:
+    """The estimators of a stage with whole parameters."""
+
+    whole: int
+    """Bytes of each parameter on every GPU."""
+    sharded: int
+    """Bytes of each parameter that are spread over all of them."""
+
+    def needs(
+        self,
+        total_params: int,
+        num_gpus_per_node: int = 1,
+        num_nodes: int = 1,
+        cpu_offload: bool = True,
+        additional_buffer_factor: float = 1.5,
+    ) -> tuple[int, int]:
+        """(bytes per CPU, bytes per GPU) at this stage."""
+        gpus = num_gpus_per_node * num_nodes
+        if cpu_offload:
+            return int(total_params * max(4 * gpus, 16) * additional_buffer_factor), int(self.whole * total_params)
+        cpu = 4 * total_params * num_gpus_per_node * additional_buffer_factor
+        return int(cpu), int(self.whole * total_params + self.sharded * total_params / gpus)
+
+    def all_live(
+        self, model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    ) -> None:
+        """Print the estimates of this stage for a model, which may be sharded already or on the meta device."""
+        self.all_cold(_total(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
+
+    def all_cold(
+        self, total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
+    ) -> None:
+        """Print the estimates of this stage for a number of parameters."""
+        rows = []
+        for offload in (True, False):
+            needs = self.needs(total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
+            rows.append((*needs, f"offload_optimizer={_tier(offload)}"))
+        _print(f"{_millions(total_params)} total params", num_gpus_per_node, num_nodes, rows)
 
 
-def estimate_zero2_model_states_mem_needs(
-    total_params: int,
-    num_gpus_per_node: int = 1,
-    num_nodes: int = 1,
-    cpu_offload: bool = True,
-    additional_buffer_factor: float = 1.5,
-) -> tuple[int, int]:
-    """(bytes per CPU, bytes per GPU) at stage 2."""
-    return _replicated(total_params, num_gpus_per_node, num_nodes, cpu_offload, additional_buffer_factor, (2, 18))
+_STAGE_1, _STAGE_2 = _WholeParameters(whole=4, sharded=16), _WholeParameters(whole=2, sharded=18)
+
+estimate_zero1_model_states_mem_needs = _STAGE_1.needs
+estimate_zero1_model_states_mem_needs_all_live = _STAGE_1.all_live
+estimate_zero1_model_states_mem_needs_all_cold = _STAGE_1.all_cold
+estimate_zero2_model_states_mem_needs = _STAGE_2.needs
+estimate_zero2_model_states_mem_needs_all_live = _STAGE_2.all_live
+estimate_zero2_model_states_mem_needs_all_cold = _STAGE_2.all_cold
 
 
 def estimate_zero3_model_states_mem_needs(
@@ -76,40 +106,6 @@ def estimate_zero3_model_states_mem_needs(
         kept = (18 if cpu_offload_params else 16) / num_nodes
         cpu = total_params * (kept if zero_init else max(built, kept))
     return int(cpu * additional_buffer_factor), int(gpu), int(layer)
-
-
-def estimate_zero1_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the estimates of stage 1 for a model, which may be sharded already or on the meta device."""
-    estimate_zero1_model_states_mem_needs_all_cold(
-        _total(model), num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
-
-
-def estimate_zero1_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the estimates of stage 1 for a number of parameters."""
-    estimate = estimate_zero1_model_states_mem_needs
-    _print_replicated(estimate, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
-
-
-def estimate_zero2_model_states_mem_needs_all_live(
-    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the estimates of stage 2 for a model, which may be sharded already or on the meta device."""
-    estimate_zero2_model_states_mem_needs_all_cold(
-        _total(model), num_gpus_per_node, num_nodes, additional_buffer_factor
-    )
-
-
-def estimate_zero2_model_states_mem_needs_all_cold(
-    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
-) -> None:
-    """Print the estimates of stage 2 for a number of parameters."""
-    estimate = estimate_zero2_model_states_mem_needs
-    _print_replicated(estimate, total_params, num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -146,28 +142,6 @@ def estimate_zero3_model_states_mem_needs_all_cold(
             rows.append((cpu, gpu, options))
     sizes = f"{_millions(total_params)} total params, {_millions(largest_layer_params)} largest layer params"
     _print(sizes, num_gpus_per_node, num_nodes, rows)
-
-
-def _replicated(
-    params: int, gpus_per_node: int, nodes: int, offload: bool, factor: float, per_param: tuple[int, int]
-) -> tuple[int, int]:
-    """Stages with whole parameters; `per_param`: bytes on every GPU, and bytes that are sharded over all."""
-    gpus = gpus_per_node * nodes
-    whole, sharded = per_param
-    if offload:
-        return int(params * max(4 * gpus, 16) * factor), int(whole * params)
-    return int(4 * params * gpus_per_node * factor), int(whole * params + sharded * params / gpus)
-
-
-def _print_replicated(
-    estimate: Callable[..., tuple[int, int]], params: int, gpus_per_node: int, nodes: int, factor: float
-) -> None:
-    """The table of a stage with whole parameters."""
-    rows = [
-        (*estimate(params, gpus_per_node, nodes, offload, factor), f"offload_optimizer={_tier(offload)}")
-        for offload in (True, False)
-    ]
-    _print(f"{_millions(params)} total params", gpus_per_node, nodes, rows)
 
 
 def _numel(params: Iterable[nn.Parameter]) -> int:
