@@ -8,6 +8,8 @@ from pydantic import ConfigDict
 
 from .model import NotBuilt, Patterns, Section, key
 
+__all__ = ["CompileConfig"]
+
 
 class CompileConfig(Section):
     """torch.compile by engine.compile(); the keys of DeepCompile are taken and not read."""

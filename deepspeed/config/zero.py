@@ -28,6 +28,17 @@ from .model import (
     raise_together,
 )
 
+__all__ = [
+    "DeepSpeedZeroConfig",
+    "DeepSpeedZeroLeafModuleConfig",
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+    "ZenFlowConfig",
+    "ZeroStageEnum",
+]
+
 
 class OffloadDeviceEnum(str, Enum):
     """Where offloaded state lives."""

@@ -19,6 +19,8 @@ from deepspeed.trust import flaw_of_name
 if TYPE_CHECKING:
     from deepspeed.config.monitor import CometConfig, CSVConfig, DeepSpeedMonitorConfig, TensorBoardConfig, WandbConfig
 
+__all__ = ["CometMonitor", "Monitor", "MonitorMaster", "TensorBoardMonitor", "WandbMonitor", "csvMonitor"]
+
 
 class Entry(NamedTuple):
     """One metric as a backend receives it: the value is a number, no longer a tensor."""

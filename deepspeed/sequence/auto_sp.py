@@ -38,6 +38,15 @@ from deepspeed.transformers.attention import (
     require_functions,
 )
 
+__all__ = [
+    "InternVLFusionAdapter",
+    "LlavaFusionAdapter",
+    "ModalityFusionSPAdapter",
+    "Qwen2VLFusionAdapter",
+    "UlyssesSPViTAttention",
+    "auto_wrap_model_for_sp",
+]
+
 _ATTENTION = re.compile(r"\w*Attention(2|Fast)?$")
 _VISION_CLASS = re.compile(r"ViT|CLIP|S[iI]g[lL]ip|Vision|Dino|DeiT|Beit|Intern(?!LM)")
 _VISION_PATH = re.compile(r"(^|\.)(vision\w*|visual\w*|image\w*)(\.|$)")

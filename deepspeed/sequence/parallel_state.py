@@ -13,6 +13,19 @@ from deepspeed.parallel import ParallelLayout
 from deepspeed.parallel.axes import SAMPLE_AXES
 from deepspeed.parallel.mpu import current_layout
 
+__all__ = [
+    "get_model_parallel_group",
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_sequence_data_parallel_group",
+    "get_sequence_data_parallel_rank",
+    "get_sequence_data_parallel_world_size",
+    "get_sequence_parallel_group",
+    "get_sequence_parallel_rank",
+    "get_sequence_parallel_world_size",
+    "initialize_sequence_parallel",
+]
+
 
 class _Slot:
     """The layout that a script asked for."""

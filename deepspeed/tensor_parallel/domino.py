@@ -27,6 +27,8 @@ from deepspeed.parallel.regions import GroupMembers, RankGroup
 from deepspeed.parallel.rng import RankGenerator, rank_generator
 from deepspeed.tensor_parallel.overlap import OverlappedInput
 
+__all__ = ["AttnMaskType", "DominoTransformer", "DominoTransformerLayer", "LayerType", "ModelType"]
+
 _Turns = Generator[None, None, Tensor]
 _Rotate = Callable[[Tensor, Tensor], Tensor]
 

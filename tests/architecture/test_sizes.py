@@ -31,7 +31,6 @@ EXCEPTIONS: dict[str, str] = {
     "deepspeed/ops/adam/cpu_adam.py::__init__": "the public signature, and one option of ours",
     "deepspeed/ops/lamb/fused_lamb.py::__init__": "the public signature",
     "deepspeed/ops/muon/muon.py::muon_update": "the public signature",
-    "deepspeed/ops/transformer/transformer.py::__init__": "the public signature",
     "deepspeed/ops/transformer/transformer.py::forward": "the public signature",
     "deepspeed/profiling/flops_profiler/profiler.py::get_model_profile": "the public signature",
     "deepspeed/runtime/lr_schedules.py::__init__": "the public signature",

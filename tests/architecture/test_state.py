@@ -59,7 +59,7 @@ MEMOS = {
     "ops::_load_families": "that the modules of all operations are imported",
     "tensor_parallel::_in_source": "rates of dropout in the source of a class",
     "transformers::_made": "the class that a module gets before its own, for each class of modules",
-    "zero::_sharded": "the class of a sharded parameter, for each class of parameters",
+    "zero::_noticing": "the class of a whole parameter that notices writes, for each class of parameters",
 }
 
 

@@ -14,6 +14,27 @@ from deepspeed.pipe.schedule.actions import Action, PassKind, Schedule
 from deepspeed.pipe.schedule.generators import dual_pipe_v, folded
 from deepspeed.pipe.schedule.generators import forward_only as forward_pass
 
+__all__ = [
+    "BackwardPass",
+    "BufferOpInstruction",
+    "CommitP2P",
+    "DataParallelSchedule",
+    "DualPipeVSchedule",
+    "ForwardPass",
+    "InferenceSchedule",
+    "LoadMicroBatch",
+    "OptimizerStep",
+    "PipeInstruction",
+    "PipeSchedule",
+    "RecvActivation",
+    "RecvGrad",
+    "ReduceGrads",
+    "ReduceTiedGrads",
+    "SendActivation",
+    "SendGrad",
+    "TrainSchedule",
+]
+
 
 class PipeInstruction:
     """Something that a stage does; its arguments are its attributes."""
