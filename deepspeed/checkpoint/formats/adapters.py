@@ -6,6 +6,7 @@ in DeepSpeed's files, so that these have a place for it at every stage: a slice 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.formats.checked_files import Opened
-from deepspeed.checkpoint.formats.source import Small, Source, StoredPart, join
+from deepspeed.checkpoint.formats.source import Small, Source, StoredPart
 from deepspeed.checkpoint.formats.training_state import TrainingState
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import DimSplit
@@ -23,49 +24,30 @@ _MOST = 2**20  # slices, and intervals
 _MARK = "deepspeed_experts"
 
 
-class SourceAdapter:
+class SourceAdapter(Source):
     """A `Source` over others: what it does not change, one of them says."""
 
     def __init__(self, sources: Sequence[Source], near: int = 0) -> None:
         """`near`: which of them is asked for what all of them say."""
         self.sources = sources
         self._near = sources[near] if near < len(sources) else sources[0]
-        self.stage = self._near.stage
-        self.world = self._near.world
+        self.format, self.stage, self.world = self._near.format, self._near.stage, self._near.world
+        self.shapes, self.aliases = self._near.shapes, self._near.aliases
 
-    @property
-    def format(self) -> str:
-        """A few words on what this is."""
-        return self._near.format
-
-    @property
+    @functools.cached_property
     def files(self) -> Sequence[str]:
-        """Every file that belongs to it."""
         return self._near.files
 
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Every parameter and buffer by name."""
-        return self._near.shapes
-
-    @property
+    @functools.cached_property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers, whole."""
         return self._near.buffers
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied name → the name in `shapes`."""
-        return self._near.aliases
-
-    @property
+    @functools.cached_property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
-        """The optimizer's groups."""
         return self._near.groups
 
-    @property
+    @functools.cached_property
     def small(self) -> Small:
-        """What is not a tensor."""
         return self._near.small
 
     def _at(self, name: str) -> tuple[Source, str]:
@@ -73,31 +55,22 @@ class SourceAdapter:
         return self._near, name
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """What can be read of a parameter."""
         source, there = self._at(name)
         return source.kinds(there)
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """What the model computed with."""
         source, there = self._at(name)
         return source.dtype(there)
 
     def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
-        """Where the flat elements [start, stop) of a tensor are."""
         source, there = self._at(name)
         return source.find(there, kind, start, stop)
 
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The flat elements [start, stop) of a tensor."""
-        return join(self.find(name, kind, start, stop))
-
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """The optimizer's state of a parameter that has no elements of its own; slices have it alike."""
-        source, there = self._at(name)
+        source, there = self._at(name)  # slices have them alike
         return source.scalars(there)
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """`rng` and `data` of a rank that wrote it."""
         return self._near.rank_state(rank)
 
 
@@ -119,40 +92,26 @@ class Stages(SourceAdapter):
     def __init__(self, sources: Sequence[Source], near: int = 0) -> None:
         super().__init__(sources, near)
         self.count = len(sources)
-        self._home: dict[str, Source] = {}
+        self._stage_of: dict[str, Source] = {}
         for source in sources:
             for name in source.shapes:
-                known = self._home.get(name)
+                known = self._stage_of.get(name)
                 if known is None or (len(source.kinds(name)) > len(known.kinds(name))):
-                    self._home[name] = source
+                    self._stage_of[name] = source
+        self.format = f"{self.format}, {self.count} pipeline stages"
+        self.shapes = {name: source.shapes[name] for name, source in self._stage_of.items()}
+        self.aliases = {alias: name for source in sources for alias, name in source.aliases.items()}
 
-    @property
-    def format(self) -> str:
-        """A few words on what this is."""
-        return f"{self._near.format}, {self.count} pipeline stages"
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Every parameter and buffer by name."""
-        return {name: source.shapes[name] for name, source in self._home.items()}
-
-    @property
+    @functools.cached_property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers, whole."""
         return {name: tensor for source in self.sources for name, tensor in source.buffers.items()}
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied name → the name in `shapes`."""
-        return {alias: name for source in self.sources for alias, name in source.aliases.items()}
-
-    @property
+    @functools.cached_property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
-        """The optimizer's groups, of every stage."""
         return [group for source in self.sources for group in source.groups]
 
     def _at(self, name: str) -> tuple[Source, str]:
-        return self._home.get(name) or self._home.get(self.aliases.get(name, name)) or self._near, name
+        return self._stage_of.get(name) or self._stage_of.get(self.aliases.get(name, name)) or self._near, name
 
 
 class Selection(SourceAdapter):
@@ -161,20 +120,11 @@ class Selection(SourceAdapter):
     def __init__(self, source: Source, holds: Callable[[str], bool]) -> None:
         super().__init__([source])
         self._holds = holds
+        self.shapes = {name: shape for name, shape in source.shapes.items() if holds(name)}
+        self.aliases = {alias: name for alias, name in source.aliases.items() if holds(alias)}
 
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Every parameter and buffer by name that lies here."""
-        return {name: shape for name, shape in self._near.shapes.items() if self._holds(name)}
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied name → the name in `shapes`."""
-        return {alias: name for alias, name in self._near.aliases.items() if self._holds(alias)}
-
-    @property
+    @functools.cached_property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
-        """The optimizer's groups, with what of them lies here."""
         kept = [([name for name in names if self._holds(name)], settings) for names, settings in self._near.groups]
         return [(names, settings) for names, settings in kept if names]
 
@@ -228,27 +178,15 @@ class JoinedSlices(SourceAdapter):
             shapes = {source.shapes.get(slice_name(name, part)) for part in range(count)}
             if len(shapes) != 1 or not all(shapes):
                 raise CheckpointError(f"{name} lies in {count} slices, of which the checkpoint has {shapes}: not whole")
+        whole = self._wholes
+        self.shapes = {
+            whole.get(name, name): torch.Size((shape[0] * slices[whole[name]], *shape[1:])) if name in whole else shape
+            for name, shape in source.shapes.items()
+        }
+        self.aliases = {whole.get(alias, alias): whole.get(name, name) for alias, name in source.aliases.items()}
 
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Every parameter and buffer by name."""
-        found: dict[str, torch.Size] = {}
-        for name, shape in self._near.shapes.items():
-            whole = self._wholes.get(name)
-            if whole is None:
-                found[name] = shape
-            else:
-                found[whole] = torch.Size((shape[0] * self._slices[whole], *shape[1:]))
-        return found
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied name → the name in `shapes`."""
-        return {self._wholes.get(a, a): self._wholes.get(name, name) for a, name in self._near.aliases.items()}
-
-    @property
+    @functools.cached_property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
-        """The optimizer's groups."""
         whole = self._wholes
         return [
             (list(dict.fromkeys(whole.get(name, name) for name in names)), settings)
@@ -260,7 +198,6 @@ class JoinedSlices(SourceAdapter):
         return self._near, slice_name(name, 0) if name in self._slices else name
 
     def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
-        """Where the flat elements [start, stop) of a tensor are."""
         name = self.aliases.get(name, name)
         if name not in self._slices:
             return self._near.find(name, kind, start, stop)
@@ -330,7 +267,8 @@ class Resliced(SourceAdapter):
                     f"{name} was cut over {split.ranks} tensor-parallel ranks, but there are files of {len(sources)}: "
                     "the checkpoint is not whole"
                 )
-        self._shapes = {name: self._local_shape(name, shape) for name, shape in self._near.shapes.items()}
+        self.shapes = {name: self._local_shape(name, shape) for name, shape in self._near.shapes.items()}
+        self.format += f", of {len(sources)} tensor-parallel ranks" if len(sources) > 1 else ""
 
     def _local_shape(self, name: str, shape: torch.Size) -> torch.Size:
         whole = self._saved[name].whole_shape(shape) if name in self._saved else tuple(shape)
@@ -338,17 +276,6 @@ class Resliced(SourceAdapter):
         if wanted is None or wanted.dim >= len(whole) or wanted.total != whole[wanted.dim]:
             return torch.Size(whole)  # of another size than the model's: the comparison of shapes finds it
         return torch.Size(wanted.shape(whole, self._rank))
-
-    @property
-    def format(self) -> str:
-        """A few words on what this is."""
-        count = len(self.sources)
-        return f"{self._near.format}{f', of {count} tensor-parallel ranks' if count > 1 else ''}"
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Every parameter and buffer as the wanted rank has it."""
-        return self._shapes
 
     def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
         """Where the flat elements [start, stop) of the wanted rank's part are; of a cut tensor a copy."""
@@ -371,7 +298,7 @@ class Resliced(SourceAdapter):
     def _run(self, name: str) -> tuple[int, int] | None:
         """The elements of a whole tensor that the wanted rank has, if they lie one behind the other."""
         wanted, shape = self._wanted[name], self._near.shapes[name]
-        if wanted.dim or self._shapes[name] == shape or len(wanted.parts[self._rank]) != 1:
+        if wanted.dim or self.shapes[name] == shape or len(wanted.parts[self._rank]) != 1:
             return None
         ((start, stop),) = wanted.parts[self._rank]
         row = shape[1:].numel()
@@ -385,7 +312,7 @@ class Resliced(SourceAdapter):
             parts = [source.read(name, kind).view(source.shapes[name]) for source in self.sources]
             self._check(name, saved, parts)
             whole = saved.join(parts)
-        if wanted is None or self._shapes[name] == whole.shape:
+        if wanted is None or self.shapes[name] == whole.shape:
             return whole
         return wanted.cut(whole, self._rank)
 

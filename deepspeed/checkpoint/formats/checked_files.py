@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -17,8 +17,11 @@ from deepspeed.checkpoint.formats.safetensors import open_file
 from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.block_reader import FileCheck
 from deepspeed.checkpoint.storage.block_writer import FileFacts
+from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
 from deepspeed.trust import inside, open_regular, read_regular
+
+T = TypeVar("T")
 
 _LARGEST_TEXT = 256 * 2**20
 
@@ -33,9 +36,11 @@ class Opened:
     place: Callable[[Tensor], FilePlace | None]
     """Where a tensor's bytes lie in the file, for a reader that checks them on the way; None where that is unknown."""
 
-    def checked(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def checked(self, values: T) -> T:
         """Small values of the file, tensors among them checked."""
-        return {key: self.require(value) if isinstance(value, Tensor) else value for key, value in values.items()}
+        for tensor in tensors_in(values):
+            self.require(tensor)
+        return values
 
 
 class Opener:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,86 +91,33 @@ class Small:
     """What the model's state dict held besides tensors."""
 
 
-class Source(Protocol):
-    """A checkpoint of any format, whatever the topology that wrote it.
-
-    Kinds are "param" (what the model computed with), "master" (what the optimizer updated) and the names of
-    optimizer states. Where a format holds only one of param and master, either name reads it.
-    """
-
-    @property
-    def format(self) -> str:
-        """A few words on what this is, for people."""
-
-    @property
-    def stage(self) -> int:
-        """ZeRO's stage when it was written."""
-
-    @property
-    def world(self) -> int:
-        """Ranks over which ZeRO sharded when it was written."""
-
-    @property
-    def files(self) -> Sequence[str]:
-        """Every file that belongs to it, by name."""
-
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Every parameter and buffer by name, without tied names."""
-
-    @property
-    def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers, whole, in the dtype they had."""
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied name → the name in `shapes`."""
-
-    @property
-    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
-        """Of the optimizer: the names that it trained and their hyperparameters; empty where unknown."""
-
-    @property
-    def small(self) -> Small:
-        """What is not a tensor."""
-
-    def kinds(self, name: str) -> tuple[str, ...]:
-        """What can be read of a parameter; "param" and "master" where there is either."""
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """What the model computed with, where known."""
-
-    def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
-        """Where the flat elements [start, stop) of a tensor are; opens only the files that hold them."""
-
-    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The flat elements [start, stop) of a tensor; touches only the files that hold them."""
-
-    def scalars(self, name: str) -> Mapping[str, Any]:
-        """The optimizer's state of a parameter that has no elements of its own, such as `step`."""
-
-    def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """`rng` and `data` of a rank that wrote it; empty if there is none."""
-
-
 @dataclass(slots=True)
 class IntervalIndex:
-    """The index that sources keep: name → kind → pieces, and reading from it."""
+    """Where a checkpoint has its tensors: name → kind → pieces."""
 
-    shapes: dict[str, torch.Size]
-    aliases: dict[str, str]
     directory: str
+    aliases: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
     index: dict[str, dict[str, list[StoredInterval]]] = field(default_factory=dict)
 
     def add(self, name: str, kind: str, piece: StoredInterval) -> None:
         """One more place where elements of a tensor are."""
         self.index.setdefault(name, {}).setdefault(kind, []).append(piece)
 
+    def hold(self, name: str, kind: str, tensor: Tensor, opened: Opened, file: str, offset: int = 0) -> None:
+        """All elements of `name` are in `tensor`, from `offset` on."""
+        self.add(name, kind, StoredInterval((0, self.shapes[name].numel()), lambda: (tensor, opened), offset, file))
+
+    def sort(self, names: Iterable[str]) -> None:
+        """Bring the shapes into the order of `names`; others follow."""
+        first = {name: self.shapes[name] for name in names if name in self.shapes}
+        rest = {name: shape for name, shape in self.shapes.items() if name not in first}
+        self.shapes.clear()
+        self.shapes.update(first | rest)
+
     def kinds(self, name: str) -> tuple[str, ...]:
         """What can be read of a parameter."""
-        found = self.index.get(self.owner(name), {})
-        both = ("param", "master") if "param" in found or "master" in found else ()
-        return (*both, *(kind for kind in found if kind not in both))
+        return with_both(self.index.get(self.owner(name), {}))
 
     def owner(self, name: str) -> str:
         """The name under which a tied parameter is kept."""
@@ -194,26 +142,72 @@ class IntervalIndex:
         return find(pieces, start, stop, f"{kind} of {name}")
 
 
-@guarded
-class IndexedSource:
-    """The half of a `Source` that an index of pieces answers."""
+def with_both(kinds: Iterable[str]) -> tuple[str, ...]:
+    """Kinds that are stored, with "param" and "master" where there is either."""
+    found = tuple(kinds)
+    both = ("param", "master") if {"param", "master"} & set(found) else ()
+    return (*both, *(kind for kind in found if kind not in both))
 
+
+@guarded
+class Source:
+    """A checkpoint of any format, whatever the topology that wrote it.
+
+    Kinds are "param" (what the model computed with), "master" (what the optimizer updated) and the names of
+    optimizer states. Where a format holds only one of param and master, either name reads it.
+    """
+
+    format: str
+    """A few words on what this is, for people."""
+    stage: int
+    """ZeRO's stage when it was written."""
+    world: int
+    """Ranks over which ZeRO sharded when it was written."""
+    shapes: Mapping[str, torch.Size]
+    """Every parameter and buffer by name, without tied names."""
+    aliases: Mapping[str, str]
+    """Tied name → the name in `shapes`."""
     _pieces: IntervalIndex
 
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Every parameter and buffer by name, without tied names."""
-        return self._pieces.shapes
+    @functools.cached_property
+    def files(self) -> Sequence[str]:
+        """Every file that belongs to it, by name."""
+        return ()
 
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """Tied name → the name in `shapes`."""
-        return self._pieces.aliases
+    @functools.cached_property
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The buffers, whole, in the dtype they had."""
+        return {}
+
+    @functools.cached_property
+    def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
+        """Of the optimizer: the names that it trained and their hyperparameters; empty where unknown."""
+        return ()
+
+    @functools.cached_property
+    def small(self) -> Small:
+        """What is not a tensor."""
+        return Small()
+
+    def kinds(self, name: str) -> tuple[str, ...]:
+        """What can be read of a parameter; "param" and "master" where there is either."""
+        return self._pieces.kinds(name)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """What the model computed with, where known."""
 
     def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
-        """Where the flat elements [start, stop) of a tensor are."""
+        """Where the flat elements [start, stop) of a tensor are; opens only the files that hold them."""
         return self._pieces.find(name, kind, start, stop)
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """The flat elements [start, stop) of a tensor."""
+        """The flat elements [start, stop) of a tensor; touches only the files that hold them."""
         return join(self.find(name, kind, start, stop))
+
+    def scalars(self, name: str) -> Mapping[str, Any]:
+        """The optimizer's state of a parameter that has no elements of its own, such as `step`."""
+        return {}
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """`rng` and `data` of a rank that wrote it; empty if there is none."""
+        return {}

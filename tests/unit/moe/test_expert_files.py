@@ -12,7 +12,6 @@ from deepspeed.checkpoint.formats.zero_files.experts import (
     layer_of,
     number_of,
     renumbered,
-    sizes_of,
 )
 from deepspeed.errors import CheckpointError
 from deepspeed.parallel import ParallelLayout
@@ -42,7 +41,8 @@ def test_names_of_another_layout():
     assert layers.names([f"{BEGIN}0.w", f"{BEGIN}1.w", "x"], 2, 1) == [f"{BEGIN}2.w", f"{BEGIN}3.w", "x"]
     mine = [["x"], [f"{BEGIN}3.w", f"{BEGIN}3.b"]]  # of a rank with one expert
     assert layers.expanded(mine, [0, 2]) == [["x"], [f"{BEGIN}{at}.{kind}" for at in (0, 1) for kind in "wb"]]
-    assert sizes_of([{"name": "dense-params"}, {"name": "ep_size_2", "moe": True}, {"name": "ep_size_4"}]) == [0, 2, 0]
+    groups = [{"name": "dense-params"}, {"name": "ep_size_2", "moe": True}, {"name": "ep_size_4"}]
+    assert layers.of_groups(groups) == [0, 2, 0]
     with pytest.raises(CheckpointError, match="do not fit the 4 ranks"):
         layers.grid(3)
     with pytest.raises(CheckpointError, match="a layer of 4 experts cannot be spread over 8 ranks"):

@@ -16,18 +16,17 @@ from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.guard import dtype_called, guarded, rank_count, shape_of
 from deepspeed.checkpoint.formats.native.writer import VERSIONS, fragment_file, index_file, rank_file, small_file
 from deepspeed.checkpoint.formats.safetensors import TensorFile
-from deepspeed.checkpoint.formats.source import IndexedSource, IntervalIndex, Small, StoredInterval
+from deepspeed.checkpoint.formats.source import IntervalIndex, Small, Source, StoredInterval, with_both
 from deepspeed.checkpoint.formats.training_state import Counters
 from deepspeed.checkpoint.formats.values import decode
 from deepspeed.checkpoint.formats.zero_files.experts import ExpertLayers, renumbered
-from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import ContiguousLayout, DimSplit, FlatLayout, StripedLayout
 from deepspeed.trust import flaw_of_name
 
 
 @guarded
-class NativeSource(IndexedSource):
+class NativeSource(Source):
     """What one model-parallel rank wrote: an index, and one safetensors file per data-parallel rank."""
 
     def __init__(self, directory: Path, mp_rank: int = 0, *, opener: Opener | None = None) -> None:
@@ -38,7 +37,8 @@ class NativeSource(IndexedSource):
         self.format = f"fragments (safetensors), written by {self._index['ds_version']}"
         self.stage = int(self._index["stage"])
         self.world = int(self._index["ranks"])
-        self._pieces = IntervalIndex({}, dict(self._index["aliases"]), str(directory))
+        self._pieces = IntervalIndex(str(directory), dict(self._index["aliases"]))
+        self.shapes, self.aliases = self._pieces.shapes, self._pieces.aliases
         self._dtypes: dict[str, str | None] = {}
         self._holder: dict[str, int] = {}
         self._scalars: dict[int, dict[str, dict[str, Any]]] = {}
@@ -49,6 +49,7 @@ class NativeSource(IndexedSource):
             layout = self._layout({**fixed, "align": 1, "gap": 1})
             self._enter(fixed["tensors"], layout, ["param"], fixed.get("ep", 0))
         self._enter(self._index["buffers"], None, ["param"])
+        self._pieces.sort(self._index["order"])
 
     @functools.cached_property
     def dimensions(self) -> tuple[int, int]:
@@ -67,9 +68,8 @@ class NativeSource(IndexedSource):
         found = splits_in(self._index["splits"], self._path)
         return found if self._experts is None else self._experts.everywhere(found)
 
-    @property
+    @functools.cached_property
     def files(self) -> Sequence[str]:
-        """Every file that belongs to the checkpoint, whichever model-parallel rank wrote it."""
         stages, slices = self.dimensions
         ranks = range(stages * slices)
         shared = [name for rank in ranks for name in (index_file(rank), small_file(rank))]
@@ -77,21 +77,12 @@ class NativeSource(IndexedSource):
         own = [rank_file(part, rank) for rank in ranks for part in range(self.world)]
         return (*shared, *parts, *(name for name in own if (self._directory / name).exists()))
 
-    @property
-    def shapes(self) -> Mapping[str, torch.Size]:
-        """Every parameter and buffer by name, without tied names."""
-        order = {name: place for place, name in enumerate(self._index["order"])}
-        known = self._pieces.shapes
-        return {name: known[name] for name in sorted(known, key=lambda name: order.get(name, len(order)))}
-
-    @property
+    @functools.cached_property
     def buffers(self) -> Mapping[str, Tensor]:
-        """The buffers, whole."""
         return {name: self.read(name, "param").view(self._pieces.shapes[name]) for name in self._index["buffers"]}
 
-    @property
+    @functools.cached_property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
-        """The optimizer's groups."""
         settings = self._small_entries["hyperparameters"]
         return [
             (self._listed(group), settings[place] if place < len(settings) else {})
@@ -105,7 +96,6 @@ class NativeSource(IndexedSource):
 
     @functools.cached_property
     def small(self) -> Small:
-        """What is not a tensor."""
         found = self._small_entries
         return Small(
             Counters(**found["counters"]),
@@ -125,16 +115,12 @@ class NativeSource(IndexedSource):
         if owner not in self._holder:
             return ()
         held = self._open(self._holder[owner]).state.tensors
-        found = tuple(kind for kind in self._pieces.kinds(owner) if f"{kind}:{owner}" in held)
-        both = ("param", "master") if {"param", "master"} & set(found) else ()
-        return (*both, *(kind for kind in found if kind not in both))
+        return with_both(kind for kind in self._pieces.kinds(owner) if f"{kind}:{owner}" in held)
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """What the model computed with."""
         return dtype_called(self._dtypes.get(self._pieces.owner(name)))
 
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """The optimizer's state of a parameter that has no elements of its own."""
         owner = self._pieces.owner(name)
         if owner not in self._holder:
             return {}
@@ -145,7 +131,6 @@ class NativeSource(IndexedSource):
         return opened.checked(self._scalars[rank].get(owner, {}))
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """`rng` and `data` of a rank that wrote it."""
         name = rank_file(rank, self._mp_rank)
         return self._small_object(name) if (self._directory / name).exists() else {}
 
@@ -155,9 +140,7 @@ class NativeSource(IndexedSource):
 
     def _small_object(self, name: str) -> Mapping[str, Any]:
         opened = self._opener.torch(name)
-        for tensor in tensors_in(opened.state):
-            opened.require(tensor)
-        found: Mapping[str, Any] = opened.state
+        found: Mapping[str, Any] = opened.checked(opened.state)
         return found
 
     @property

@@ -13,15 +13,14 @@ from torch import Tensor
 
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.guard import guarded
-from deepspeed.checkpoint.formats.source import IndexedSource, IntervalIndex, Small, StoredInterval, StoredPart
+from deepspeed.checkpoint.formats.source import IntervalIndex, Small, Source, StoredInterval, StoredPart
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_attributes
 from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource
-from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError
 
 
 @guarded
-class UniversalSource(IndexedSource):
+class UniversalSource(Source):
     """A directory with `zero/<name>/<kind>.pt` and the model files of the run, which hold buffers and counters."""
 
     def __init__(self, directory: Path, mp_rank: int = 0, *, opener: Opener | None = None) -> None:
@@ -30,31 +29,22 @@ class UniversalSource(IndexedSource):
         self._base = DeepSpeedSource(directory, mp_rank, opener=self._opener)
         self.world = self._base.world
         self.buffers = self._base.buffers
-        self._pieces = IntervalIndex(dict(self._base.shapes), dict(self._base.aliases), str(directory))
+        self.stage = 3 if any(name.startswith("zero_pp_rank") for name in self._base.files) else 2  # of the model files
+        self.format = f"universal, from DeepSpeed {self._base.small.version}"
+        self._pieces = IntervalIndex(str(directory), dict(self._base.aliases), dict(self._base.shapes))
+        self.shapes, self.aliases = self._pieces.shapes, self._pieces.aliases
         self._steps: dict[str, Path] = {}
         for folder in sorted(path for path in (directory / "zero").iterdir() if path.is_dir()):
             if folder.name not in self._base.buffers and folder.name not in self._pieces.aliases:
                 self._enter(folder)
 
-    @property
-    def format(self) -> str:
-        """A few words on what this is."""
-        return f"universal, from DeepSpeed {self._base.small.version}"
-
-    @property
-    def stage(self) -> int:
-        """ZeRO's stage when it was written; unknown, so that of the model files."""
-        return 3 if any(name.startswith("zero_pp_rank") for name in self._base.files) else 2
-
-    @property
+    @functools.cached_property
     def files(self) -> Sequence[str]:
-        """Every file that belongs to it."""
         inside = sorted(str(path.relative_to(self._directory)) for path in (self._directory / "zero").rglob("*.pt"))
         return (*self._base.files, *inside)
 
-    @property
+    @functools.cached_property
     def groups(self) -> Sequence[tuple[Sequence[str], Mapping[str, Any]]]:
-        """The optimizer's groups."""
         shapes = self._base.model_entries.get("param_shapes") or []
         inner = self._state.get("optimizer_state_dict")
         found = inner["param_groups"] if isinstance(inner, Mapping) else self._state.get("param_groups") or []
@@ -69,44 +59,35 @@ class UniversalSource(IndexedSource):
 
     @functools.cached_property
     def small(self) -> Small:
-        """What is not a tensor."""
         small, state = self._base.small, self._state
         scale = small.loss_scale or state.get("loss_scale") or scaler_attributes(state.get("loss_scaler"))
         clip = state.get("clip_grad") if small.clip is None else small.clip
         return dataclasses.replace(small, loss_scale=scale, clip=clip)
 
     def kinds(self, name: str) -> tuple[str, ...]:
-        """What can be read of a parameter."""
         return self._pieces.kinds(name) or self._base.kinds(name)
 
     def dtype(self, name: str) -> torch.dtype | None:
-        """What the model computed with."""
         return self._base.dtype(name)
 
     def find(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> list[StoredPart]:
-        """Where the flat elements [start, stop) of a tensor are."""
         if self._pieces.owner(name) not in self._pieces.index:
             return self._base.find(name, kind, start, stop)
         return self._pieces.find(name, kind, start, stop)
 
     def scalars(self, name: str) -> Mapping[str, Any]:
-        """The optimizer's state of a parameter that has no elements of its own."""
         owner = self._pieces.owner(name)
         if owner in self._steps:
-            return {"step": self._object(self._steps[owner]).state}
+            return {"step": self._object(self._steps[owner])}
         states = (self._state.get("optimizer_state_dict") or {}).get("state") or {}
         if "exp_avg" not in self.kinds(owner) or "step" not in states.get(0, {}):
             return {}
         return {"step": states[0]["step"]}
 
-    def rank_state(self, rank: int) -> Mapping[str, Any]:
-        """A universal checkpoint knows nothing of single ranks."""
-        return {}
-
     @functools.cached_property
     def _state(self) -> Mapping[str, Any]:
         path = self._directory / "zero" / "optimizer_state.pt"
-        found: Mapping[str, Any] = self._object(path).state if path.exists() else {}
+        found: Mapping[str, Any] = self._object(path) if path.exists() else {}
         return found
 
     def _enter(self, folder: Path) -> None:
@@ -122,12 +103,10 @@ class UniversalSource(IndexedSource):
             load = functools.partial(self._tensor, path)
             self._pieces.add(name, kind, StoredInterval((0, numel), load, 0, str(path)))
 
-    def _object(self, path: Path) -> Opened:
+    def _object(self, path: Path) -> Any:
         """A small file, checked as a whole."""
         opened = self._opener.torch(str(path.relative_to(self._directory)))
-        for tensor in tensors_in(opened.state):
-            opened.require(tensor)
-        return opened
+        return opened.checked(opened.state)
 
     def _tensor(self, path: Path) -> tuple[Tensor, Opened]:
         opened = self._opener.torch(str(path.relative_to(self._directory)))

@@ -6,7 +6,6 @@ numbered through, as the files of experts do. `ExpertGrid` tells which rank hold
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 from deepspeed.checkpoint.formats.adapters import slices_in
 from deepspeed.checkpoint.formats.checked_files import Opened, Opener
 from deepspeed.checkpoint.formats.guard import rank_count, shapes_of
-from deepspeed.checkpoint.formats.source import IntervalIndex, StoredInterval
+from deepspeed.checkpoint.formats.source import IntervalIndex
 from deepspeed.checkpoint.formats.zero_files.file_names import CheckpointFiles
 from deepspeed.checkpoint.formats.zero_files.whole_optimizer import WholeOptimizer
 from deepspeed.errors import CheckpointError
@@ -80,6 +79,18 @@ class ExpertLayers:
     data_first: bool = False
     tensor: int = 1
     """Tensor-parallel ranks to which experts are dealt as to data-parallel ones; 1: they are not."""
+    sizes: Sequence[int] | None = None
+    """Over how many ranks those of each of the optimizer's groups were spread; None: its names tell."""
+
+    def of_groups(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Over how many ranks the experts of each of the optimizer's groups were spread; 0: it has none."""
+        named = [_GROUP.fullmatch(str(group.get("name", ""))) if group.get("moe") else None for group in groups]
+        found = [0 if each is None else int(each[1]) for each in named] if self.sizes is None else list(self.sizes)
+        if len(found) != len(groups):
+            raise CheckpointError(
+                f"the model file tells of {len(found)} parameter groups, the optimizer's of {len(groups)}"
+            )
+        return found
 
     @property
     def ranks(self) -> int:
@@ -142,48 +153,13 @@ class ExpertLayers:
         return result
 
 
-def sizes_of(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Over how many ranks the experts of each of the optimizer's groups were spread, by its name; 0: it has none."""
-    found = [_GROUP.fullmatch(str(group.get("name", ""))) if group.get("moe") else None for group in groups]
-    return [0 if each is None else int(each[1]) for each in found]
-
-
-@dataclass(frozen=True)
-class ExpertSpread:
-    """How experts were spread."""
-
-    layers: ExpertLayers
-    sizes: Sequence[int] | None = None
-    """Over how many ranks those of each of the optimizer's groups were; None: its names tell."""
-
-    def of(self, groups: Sequence[Mapping[str, Any]]) -> list[int]:
-        """`sizes`, with its None resolved."""
-        found = sizes_of(groups) if self.sizes is None else list(self.sizes)
-        if len(found) != len(groups):
-            raise CheckpointError(
-                f"the model file tells of {len(found)} parameter groups, the optimizer's of {len(groups)}"
-            )
-        return found
-
-
-def expert_entries(module: Mapping[str, Tensor], layers: Sequence[str]) -> dict[tuple[int, int], dict[str, Tensor]]:
-    """(number of the layer, number of the expert) → what a file of that expert holds."""
-    places = {layer: place for place, layer in enumerate(layers)}
-    result: dict[tuple[int, int], dict[str, Tensor]] = {}
-    for name, tensor in module.items():
-        layer = layer_of(name)
-        if layer is not None and layer in places:
-            result.setdefault((places[layer], number_of(name)), {})[name] = tensor
-    return result
-
-
-def layers_of(model: Mapping[str, Any], extra: Mapping[str, Any], names: Iterable[str], where: object) -> ExpertLayers:
+def _layers_of(model: Mapping[str, Any], extra: Mapping[str, Any], names: Iterable[str], where: object) -> ExpertLayers:
     """The layers that a model's file tells of; `names` are those in the files of experts."""
     world = rank_count(model.get("dp_world_size", 1), where)
     known = extra.get("experts")
     if known is not None:
         tensor = rank_count(known.get("tensor", 1), where)
-        return ExpertLayers(dict(known["layers"]), world, bool(known["data_first"]), tensor)
+        return ExpertLayers(dict(known["layers"]), world, bool(known["data_first"]), tensor, known.get("sizes"))
     found: dict[str, int] = {}
     for name in names:
         layer = layer_of(name)
@@ -210,10 +186,8 @@ class ExpertReader:
         self._first = mp_rank - mp_rank % self._dealt
         self.tensors = self._tensors()
         """Name in the model → the tensor, of all files of experts."""
-        self.spread: ExpertSpread | None = None
+        self.layers = _layers_of(model, extra, self.tensors, where) if "num_experts" in model else None
         """How experts were spread; None: there are none."""
-        if "num_experts" in model:
-            self.spread = ExpertSpread(layers_of(model, extra, self.tensors, where), told.get("sizes"))
 
     def _tensors(self) -> dict[str, tuple[Tensor, Opened]]:
         found: dict[str, tuple[Tensor, Opened]] = {}
@@ -233,16 +207,15 @@ class ExpertReader:
         """Enter the values of experts."""
         for name, (tensor, opened) in self.tensors.items():
             pieces.shapes[name] = tensor.shape
-            load = functools.partial(_loaded, tensor, opened)
-            pieces.add(name, "param", StoredInterval((0, tensor.numel()), load, 0, f"the file of the expert of {name}"))
+            pieces.hold(name, "param", tensor, opened, f"the file of the expert of {name}")
 
     def frozen(self) -> Iterator[tuple[str, torch.Size, list[tuple[int, int]]]]:
         """Stage 3: (name, shape, ranks that have a part) of the experts that are not trained."""
         told = (self._extra.get("experts") or {}).get("frozen") or {}
         where = self._opener.directory
-        if self.spread is None or not isinstance(told, Mapping):
+        layers = self.layers
+        if layers is None or not isinstance(told, Mapping):
             return
-        layers = self.spread.layers
         for listed, (size, ep) in told.items():
             shape = shapes_of([{listed: torch.Size(size)}], where)[0][listed]
             grid = layers.grid(rank_count(ep, where))
@@ -267,9 +240,10 @@ class ExpertReader:
     def whole_optimizers(self, order: Sequence[Sequence[str]] | None, pieces: IntervalIndex) -> list[WholeOptimizer]:
         """Stage 0: the optimizer of each rank that is the first to have its part of the experts."""
         ours, known = bool(self._extra), self._extra.get("names")
-        if self.spread is None or (known is None and order is None):
+        layers = self.layers
+        if layers is None or (known is None and order is None):
             return []
-        layers, made = self.spread.layers, []
+        made = []
         files = {
             (part, mp): name
             for (part, mp), name in sorted(self._found.expert_optimizers.items())
@@ -279,11 +253,13 @@ class ExpertReader:
         for (part, mp), name in files.items():
             opened = self._opener.torch(name)
             entries = opened.state["optimizer"]
-            sizes = self.spread.of(entries.get("optimizer_state_dict", entries)["param_groups"])
+            sizes = layers.of_groups(entries.get("optimizer_state_dict", entries)["param_groups"])
             names = known if known is not None else layers.expanded(order or (), sizes)
-            own: list[Sequence[str] | None] = list(
-                _names_on(self._writer(parts, part, mp, layers), layers, names, sizes)
-            )
+            writer = self._writer(parts, part, mp, layers)
+            own: list[Sequence[str] | None] = [
+                layers.names(group, size, layers.grid(size).part_of(writer))
+                for group, size in zip(names, sizes, strict=True)
+            ]
             if mp != self._mp_rank:  # of another slice's file only experts are this one's, too
                 own = [group if size else None for group, size in zip(own, sizes, strict=True)]
             made.append(WholeOptimizer(opened, own, pieces, ours=ours))
@@ -295,16 +271,3 @@ class ExpertReader:
         ranks = sorted(grid.rank(part, copy) for copy in range(grid.edp))
         slot = mp_rank - self._first
         return next((rank for rank in ranks if self._dealt == 1 or rank % self._dealt == slot), ranks[0])
-
-
-def _names_on(
-    rank: int, layers: ExpertLayers, names: Sequence[Sequence[str]], sizes: Sequence[int]
-) -> list[Sequence[str]]:
-    """What a rank lists of each group, of what the first rank lists."""
-    return [
-        layers.names(group, size, layers.grid(size).part_of(rank)) for group, size in zip(names, sizes, strict=True)
-    ]
-
-
-def _loaded(tensor: Tensor, opened: Opened) -> tuple[Tensor, Opened]:
-    return tensor, opened

@@ -14,7 +14,7 @@ from torch import Tensor
 from deepspeed.checkpoint.formats.checked_files import Opened
 from deepspeed.checkpoint.formats.guard import rank_count, shapes_of
 from deepspeed.checkpoint.formats.source import IntervalIndex, StoredInterval
-from deepspeed.checkpoint.formats.zero_files.experts import ExpertLayers, ExpertSpread
+from deepspeed.checkpoint.formats.zero_files.experts import ExpertLayers
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import ContiguousLayout, StripedLayout
 
@@ -38,10 +38,6 @@ class Sharding:
     files: Mapping[int, str]
     near: int
     """The rank whose file is asked for what all files say alike."""
-    take: Callable[[Mapping[str, Any], int, str], Any]
-    """(entries, flat tensor, kind) → that tensor."""
-    states: Callable[[Mapping[str, Any], int], Mapping[str, Any]]
-    """(entries, flat tensor) → the optimizer's state of it."""
     param_groups: list[Mapping[str, Any]] = field(default_factory=list)
     members: list[list[int]] = field(default_factory=list)
     """Per parameter group: its flat tensors."""
@@ -111,6 +107,23 @@ class Sharding:
             )
         return tensor, opened
 
+    def take(self, entries: Mapping[str, Any], flat: int, kind: str) -> Any:
+        """A kind of a flat tensor out of the entries of a file."""
+        if kind == "master":
+            key = "fp32_flat_groups" if self.stage == 3 else "single_partition_of_fp32_groups"
+            return entries["optimizer_state_dict"][key][flat]
+        return self.states(entries, flat).get(kind)
+
+    def states(self, entries: Mapping[str, Any], flat: int) -> Mapping[str, Any]:
+        """The optimizer's state of a flat tensor in the entries of a file."""
+        inner = entries["optimizer_state_dict"]
+        base = inner["optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"]
+        if isinstance(base, Mapping):
+            state: Mapping[str, Any] = base["state"].get(flat, {})
+            return state
+        step = inner.get("base_optimizer_state_step")
+        return {**({} if step is None else {"step": step}), **base[flat]}
+
     @property
     def groups(self) -> list[tuple[Sequence[str], Mapping[str, Any]]]:
         """The optimizer's groups."""
@@ -145,15 +158,11 @@ class Sharding:
     def _holder(self, name: str) -> int:
         flat, number, part = self.place[name]
         layout = self.layouts[flat]
-        copies = [copy for copy in range(layout.world) if _size(layout.interval(number, copy))]
-        holders = [self._rank(flat, part, copy) for copy in copies]
+        intervals = [layout.interval(number, copy) for copy in range(layout.world)]
+        holders = [self._rank(flat, part, copy) for copy, (start, stop) in enumerate(intervals) if start < stop]
         if self.near in holders:
             return self.near
         return next((r for r in holders if r in self.files), holders[0] if holders else self.near)
-
-
-def _size(interval: tuple[int, int]) -> int:
-    return interval[1] - interval[0]
 
 
 def sharding_of(
@@ -164,7 +173,7 @@ def sharding_of(
     *,
     near: int,
     partial: bool = False,
-    spread: ExpertSpread | None = None,
+    experts: ExpertLayers | None = None,
 ) -> Sharding:
     """Stages 1 and 2, the files of BF16_Optimizer, which name no stage, and stage 3, which cuts by parameter."""
     first = open_(near).state["optimizer_state_dict"]
@@ -183,26 +192,26 @@ def sharding_of(
             base["param_groups"] if isinstance(base, Mapping) else first.get("param_groups") or [{} for _ in shapes]
         )
         members = [[place] for place in range(len(shapes))]
-        count = count if spread is None else spread.layers.world
-    world = _world(count, files, where, partial, spread)
+        count = count if experts is None else experts.world
+    world = _world(count, files, where, partial, experts)
     sizes = [0] * len(shapes)
-    if spread is not None:
-        for size, own in zip(spread.of(groups), members, strict=True):
+    if experts is not None:
+        for size, own in zip(experts.of_groups(groups), members, strict=True):
             for flat in own:
                 sizes[flat] = size
-    worlds = [world if spread is None else spread.layers.copies(size) for size in sizes]
+    worlds = [world if experts is None else experts.copies(size) for size in sizes]
     layouts: Sequence[ContiguousLayout | StripedLayout]
     if by_parameter:
         numels = [tuple(shape.numel() for shape in group.values()) for group in shapes]
         layouts = [StripedLayout(*each) for each in zip(numels, worlds, strict=True)]
-        take, state, stage = _take_by_parameter, _state_by_parameter, 3
+        stage = 3
     else:
         gaps = first.get("param_alignment_paddings") or [[0] * len(group) for group in shapes]
         layouts = [_block(*each, where) for each in zip(shapes, gaps, worlds, strict=True)]
-        take, state, stage = _take_by_group, _state_by_group, int(first.get("zero_stage", 1))
-    sharding = Sharding(stage, world, shapes, layouts, open_, files, near, take, state, list(groups), members)
-    if spread is not None:
-        sharding.experts, sharding.sizes, sharding.slot = spread.layers, sizes, near % spread.layers.tensor
+        stage = int(first.get("zero_stage", 1))
+    sharding = Sharding(stage, world, shapes, layouts, open_, files, near, list(groups), members)
+    if experts is not None:
+        sharding.experts, sharding.sizes, sharding.slot = experts, sizes, near % experts.tensor
     _check_masters(sharding, near)
     return sharding
 
@@ -224,12 +233,12 @@ def _check_masters(sharding: Sharding, rank: int) -> None:
             )
 
 
-def _world(count: Any, files: Mapping[int, str], where: Path, partial: bool, spread: ExpertSpread | None) -> int:
+def _world(count: Any, files: Mapping[int, str], where: Path, partial: bool, experts: ExpertLayers | None) -> int:
     counts = {rank_count(each, where) for each in (count if isinstance(count, (list, tuple)) else [count])}
     if len(counts) != 1:
         raise CheckpointError(f"{where}: groups are cut over {sorted(counts)} ranks; expert groups cannot be read")
     world = counts.pop()
-    ranks = world * (1 if spread is None else spread.layers.tensor)
+    ranks = world * (1 if experts is None else experts.tensor)
     missing = [rank for rank in range(ranks) if rank not in files]
     if (missing and not partial) or len(files) > ranks:
         raise CheckpointError(
@@ -249,29 +258,3 @@ def _block(shapes: Mapping[str, torch.Size], gaps: Sequence[int], world: int, wh
         if found == list(gaps[:-1]) and not any(gaps[-1:]):
             return layout
     raise CheckpointError(f"{where}: paddings {list(gaps)} between parameters of sizes {numels} follow no known rule")
-
-
-def _take_by_group(entries: Mapping[str, Any], flat: int, kind: str) -> Any:
-    if kind == "master":
-        return entries["optimizer_state_dict"]["single_partition_of_fp32_groups"][flat]
-    return _state_by_group(entries, flat).get(kind)
-
-
-def _state_by_group(entries: Mapping[str, Any], flat: int) -> Mapping[str, Any]:
-    base = entries["optimizer_state_dict"]["base_optimizer_state"]
-    if isinstance(base, Mapping):
-        state: Mapping[str, Any] = base["state"].get(flat, {})
-        return state
-    step = entries["optimizer_state_dict"].get("base_optimizer_state_step")
-    return {**({} if step is None else {"step": step}), **base[flat]}
-
-
-def _take_by_parameter(entries: Mapping[str, Any], flat: int, kind: str) -> Any:
-    if kind == "master":
-        return entries["optimizer_state_dict"]["fp32_flat_groups"][flat]
-    return _state_by_parameter(entries, flat).get(kind)
-
-
-def _state_by_parameter(entries: Mapping[str, Any], flat: int) -> Mapping[str, Any]:
-    state: Mapping[str, Any] = entries["optimizer_state_dict"]["optimizer_state_dict"]["state"].get(flat, {})
-    return state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.formats.checked_files import Opened
-from deepspeed.checkpoint.formats.source import IntervalIndex, StoredInterval
+from deepspeed.checkpoint.formats.source import IntervalIndex
 from deepspeed.errors import CheckpointError
 from deepspeed.fragments import ContiguousLayout
 
@@ -119,11 +118,7 @@ class WholeOptimizer:
                 f"{pieces.directory}: {kind} has {tensor.numel()} elements where {name} has {numel} "
                 f"({tuple(pieces.shapes[name])}): the optimizer's groups are not those of the file"
             )
-        pieces.add(name, kind, StoredInterval((0, numel), functools.partial(_same, tensor, self._model), offset, _FILE))
-
-
-def _same(tensor: Tensor, model: Opened) -> tuple[Tensor, Opened]:
-    return tensor, model
+        pieces.hold(name, kind, tensor, self._model, _FILE, offset)
 
 
 def _has_elements(key: str, value: Any, shape: torch.Size | None = None) -> bool:

@@ -17,10 +17,11 @@ from deepspeed.checkpoint.formats.stand_ins import StandIns
 from deepspeed.checkpoint.formats.training_state import ExpertState, GroupState, TrainingState
 from deepspeed.checkpoint.formats.values import decode, encode, plain
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_stand_in
-from deepspeed.checkpoint.formats.zero_files.experts import expert_entries, layer_of
+from deepspeed.checkpoint.formats.zero_files.experts import layer_of, number_of
 from deepspeed.checkpoint.formats.zero_files.file_names import (
     expert_file,
     experts_optimizer_file,
+    layer_file,
     model_file,
     optimizer_file,
     rank_file,
@@ -31,7 +32,6 @@ from deepspeed.checkpoint.formats.zero_files.flat_writer import (
     sub_groups,
     whole,
 )
-from deepspeed.checkpoint.formats.zero_files.layer_files import layer_files
 
 EXTRA = "ds_extra"
 """The one entry of the model's file that DeepSpeed does not have: what its layout has no place for."""
@@ -77,7 +77,7 @@ def files(state: TrainingState, *, allocate: Allocate | None = None, stand_ins: 
         name = model_file(state.stage, state.dp_rank, state.mp_rank)
         result.objects[name] = _model_entries(state, host)
     if _layered(state) and state.writes_shared:
-        result.objects.update(layer_files(state, host))
+        result.objects.update(_layer_files(state, host))
     if state.stage > 0:
         entries = {
             "optimizer_state_dict": _sharded_entries(state, host),
@@ -95,14 +95,29 @@ def files(state: TrainingState, *, allocate: Allocate | None = None, stand_ins: 
 
 def _expert_files(state: TrainingState, experts: ExpertState, host: Host) -> dict[str, Any]:
     """A file for each expert of which this rank is the first holder, and at stage 0 one for the optimizer."""
-    layers = list(experts.layers)
+    places = {layer: place for place, layer in enumerate(experts.layers) if experts.writes[layer]}
     found: dict[str, Any] = {}
-    for (layer, number), entries in expert_entries(state.module, layers).items():
-        if experts.writes[layers[layer]]:
-            values = {name: host.take(tensor) for name, tensor in entries.items()}
-            found[expert_file(layer, number, state.mp_rank - state.mp_rank % experts.tensor)] = values
+    for name, tensor in state.module.items():
+        layer = layer_of(name)
+        if layer in places:
+            file = expert_file(places[layer], number_of(name), state.mp_rank - state.mp_rank % experts.tensor)
+            found.setdefault(file, {})[name] = host.take(tensor)
     if state.stage == 0 and state.groups and experts.first:
         found[experts_optimizer_file(experts.part, state.mp_rank)] = {"optimizer": whole(state, host)}
+    return found
+
+
+def _layer_files(state: TrainingState, host: Host) -> dict[str, Any]:
+    """What this rank writes of its layers; experts lie in files of their own."""
+    slices = state.mp_size // state.pp_size
+    part = state.mp_rank % slices if slices > 1 else None
+    found: dict[str, Any] = {}
+    for number, prefix in state.layers.here.items() if state.layers is not None else ():
+        found[layer_file(number, part)] = OrderedDict(
+            (name.removeprefix(prefix), host.take(tensor))
+            for name, tensor in state.module.items()
+            if name.startswith(prefix) and not _apart(state, name)
+        )
     return found
 
 
