@@ -13,7 +13,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer, lr_scheduler
@@ -96,10 +96,6 @@ def _stair(done: float, whole: float, stairs: int) -> float:
     return done / whole if stairs <= 0 else (done * stairs // whole) / stairs
 
 
-class _HasGroups(Protocol):
-    param_groups: list[dict[str, Any]]
-
-
 def get_torch_optimizer(optimizer: Any) -> Any:
     """The torch optimizer in `optimizer`, which may be wrapped; a wrapper of another kind needs `param_groups`."""
     found = optimizer
@@ -138,7 +134,7 @@ class LRSchedule(ABC):
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int) -> None:
-        self.optimizer: _HasGroups = get_torch_optimizer(optimizer)
+        self.optimizer: Any = get_torch_optimizer(optimizer)
         self.last_batch_iteration = whole(last_batch_iteration, "last_batch_iteration", -1)
         self._last_lr: list[float] = []
 
@@ -174,6 +170,20 @@ class LRSchedule(ABC):
     def _apply(self) -> None:
         self._last_lr = update_lr(self.optimizer.param_groups, self.get_lr())
 
+    def _own_lrs(self) -> list[float]:
+        """Each group's learning rate, before a schedule has touched it."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _set_warmup(self, steps: Any, kind: str) -> None:
+        """At least 2 steps, since a logarithmic warmup divides by ln(steps); one of unknown kind is logarithmic."""
+        self.warmup_num_steps = max(2, whole(steps, "warmup_num_steps", 1))
+        self.warmup_type = kind if kind in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE) else WARMUP_LOG_RATE
+        if self.warmup_type != kind:
+            logger.warning(
+                "warmup_type %r is unknown; it is one of %s, %s. The warmup is %s",
+                *(kind, WARMUP_LOG_RATE, WARMUP_LINEAR_RATE, WARMUP_LOG_RATE),
+            )
+
     def _per_group(self, value: float | Sequence[float], name: str) -> list[float]:
         """One number of at least 0 per group from one number for all, or from a list of the right length."""
         count = len(self.optimizer.param_groups)
@@ -187,30 +197,12 @@ class LRSchedule(ABC):
         return [at_least(value, name, 0)] * count
 
 
-def own_lrs(optimizer: _HasGroups) -> list[float]:
-    """Each group's learning rate, before a schedule has touched it."""
-    return [float(group["lr"]) for group in optimizer.param_groups]
-
-
-def number(value: Any, name: str) -> float:
-    """`value`, if it is a finite number."""
+def at_least(value: Any, name: str, bound: float, *, exclusive: bool = False) -> float:
+    """`value`, if it is a finite number not below (with `exclusive`: above) the bound."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r}; it must be a number")
-    return value
-
-
-def at_least(value: Any, name: str, bound: float, *, exclusive: bool = False) -> float:
-    """`value`, if it is a number not below (with `exclusive`: above) the bound."""
-    given = number(value, name)
-    if given < bound or (exclusive and given == bound):
+    if value < bound or (exclusive and value == bound):
         raise ValueError(f"{name} is {value}; it must be {'more than' if exclusive else 'at least'} {bound}")
-    return given
-
-
-def positive_int(value: Any, name: str) -> int:
-    """`value`, if it is an integer above 0."""
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{name} is {value!r}; it must be a positive integer")
     return value
 
 
@@ -226,22 +218,6 @@ def switch(value: Any, name: str) -> bool:
     if value not in (True, False):  # and 1 and 0, which are equal to them
         raise ValueError(f"{name} is {value!r}; it must be true or false")
     return bool(value)
-
-
-def warmup_steps(value: Any) -> int:
-    """The length of a warmup: at least 2, since a logarithmic one divides by ln(steps)."""
-    return max(2, positive_int(value, "warmup_num_steps"))
-
-
-def warmup_type_of(value: str) -> str:
-    """`value`, if it names a kind of warmup; else a warning, and the logarithmic one."""
-    if value in (WARMUP_LOG_RATE, WARMUP_LINEAR_RATE):
-        return value
-    logger.warning(
-        "warmup_type %r is unknown; it is one of %s, %s. The warmup is %s",
-        *(value, WARMUP_LOG_RATE, WARMUP_LINEAR_RATE, WARMUP_LOG_RATE),
-    )
-    return WARMUP_LOG_RATE
 
 
 # The decay of OneCycle makes momentum grow; at 1 no gradient would count any more.
@@ -266,12 +242,8 @@ class WarmupLR(LRSchedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.min_lrs = self._per_group(warmup_min_lr, "warmup_min_lr")
-        if warmup_max_lr is None:
-            self.max_lrs = own_lrs(self.optimizer)
-        else:
-            self.max_lrs = self._per_group(warmup_max_lr, "warmup_max_lr")
-        self.warmup_num_steps = warmup_steps(warmup_num_steps)
-        self.warmup_type = warmup_type_of(warmup_type)
+        self.max_lrs = self._own_lrs() if warmup_max_lr is None else self._per_group(warmup_max_lr, "warmup_max_lr")
+        self._set_warmup(warmup_num_steps, warmup_type)
         self._apply()
 
     def get_lr(self) -> list[float]:
@@ -328,11 +300,10 @@ class WarmupCosineLR(LRSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        self.org_lrs = own_lrs(self.optimizer)
+        self.org_lrs = self._own_lrs()
         self.warmup_min_ratio = at_least(warmup_min_ratio, "warmup_min_ratio", 0)
         self.cos_min_ratio = at_least(cos_min_ratio, "cos_min_ratio", 0)
-        self.warmup_num_steps = warmup_steps(warmup_num_steps)
-        self.warmup_type = warmup_type_of(warmup_type)
+        self._set_warmup(warmup_num_steps, warmup_type)
         self.total_num_steps = at_least(total_num_steps, "total_num_steps", 0, exclusive=True)
         _warn_if_short(self)
         self._apply()
@@ -366,7 +337,7 @@ class LRRangeTest(LRSchedule):
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
         self.min_lr = self._per_group(lr_range_test_min_lr, "lr_range_test_min_lr")
-        self.step_size = positive_int(lr_range_test_step_size, "lr_range_test_step_size")
+        self.step_size = whole(lr_range_test_step_size, "lr_range_test_step_size", 1)
         self.step_rate = at_least(lr_range_test_step_rate, "lr_range_test_step_rate", 0)
         self.staircase = switch(lr_range_test_staircase, "lr_range_test_staircase")
         self._apply()

@@ -37,7 +37,6 @@ from deepspeed.runtime.activation_checkpointing.offload import (
     CheckpointBuffers,
     KeptTensor,
     OffloadedTensor,
-    OffloadLimits,
     StridedForm,
     flattened,
     is_expanded,
@@ -74,13 +73,10 @@ class CheckpointingSettings:
         """Checked settings; what is not given has its default."""
         for key, value in values.items():
             least = _COUNTS.get(key)
-            if least is not None:
-                fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-                expected = f"a whole number from {least} on"
-            else:
-                fits, expected = isinstance(value, bool), "true or false"
-            if not fits:
-                raise _error(key, f"found {value!r}, expected {expected}")
+            if least is None and not isinstance(value, bool):
+                raise _error(key, f"found {value!r}, expected true or false")
+            if least is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise _error(key, f"found {value!r}, expected a whole number from {least} on")
         settings = cls(**values)
         if settings.contiguous_memory_optimization:
             for key in ("partition_activations", "number_checkpoints"):
@@ -204,7 +200,7 @@ class InputKeeper:
         self._shards = axis.size if settings.partition_activations else 1
         # Where the accelerator is the CPU, inputs are in host memory already.
         self._to_host = settings.cpu_checkpointing and get_accelerator().device_name() != "cpu"
-        self._offload = ActivationOffload(OffloadLimits(keep_last=settings.keep_last_count))
+        self._offload = ActivationOffload(keep_last=settings.keep_last_count)
         self.arena: CheckpointBuffers | None = None
         if settings.contiguous_memory_optimization and settings.number_checkpoints:
             self.arena = CheckpointBuffers(settings.number_checkpoints, self._empty)
@@ -320,7 +316,8 @@ class Configuration:
     def plan(self) -> CheckpointingPlan:
         """What holds now."""
         if self._plan is None:
-            self._plan = self._make(self._engines, self._script, self._switches)
+            self._change(self._engines, self._script, self._switches)
+        assert self._plan is not None, "made above"
         return self._plan
 
     @property
@@ -331,20 +328,15 @@ class Configuration:
     def say(self, said: ConfigurationSource) -> None:
         """A script's `configure()`; it replaces the script's earlier one, and switches for the keys that it gives."""
         switches = {key: value for key, value in self._switches.items() if key not in said.values}
-        self._plan = self._make(self._engines, said, switches)
-        self._script, self._switches = said, switches
+        self._change(self._engines, said, switches)
 
     def switch(self, key: str, value: Any) -> None:
         """One setting from now on."""
-        switches = {**self._switches, key: value}
-        self._plan = self._make(self._engines, self._script, switches)
-        self._switches = switches
+        self._change(self._engines, self._script, {**self._switches, key: value})
 
     def add_engine(self, said: ConfigurationSource) -> None:
         """An engine's section; of several engines the last one takes precedence, key by key."""
-        engines = [*self._engines, said]
-        self._plan = self._make(engines, self._script, self._switches)
-        self._engines = engines
+        self._change([*self._engines, said], self._script, self._switches)
 
     def remove_engine(self, said: ConfigurationSource) -> None:
         """The engine is gone; removing it twice is harmless."""
@@ -356,13 +348,12 @@ class Configuration:
         """Let go of the contiguous buffers; inputs that wait in them keep their part."""
         self._plan = None
 
-    @staticmethod
-    def _make(
-        engines: list[ConfigurationSource], script: ConfigurationSource | None, switches: dict[str, Any]
-    ) -> CheckpointingPlan:
-        return CheckpointingPlan.of(
-            [*engines, *([script] if script is not None else []), ConfigurationSource(switches)]
-        )
+    def _change(
+        self, engines: list[ConfigurationSource], script: ConfigurationSource | None, switches: dict[str, Any]
+    ) -> None:
+        sources = [*engines, script or ConfigurationSource(), ConfigurationSource(switches)]
+        self._plan = CheckpointingPlan.of(sources)
+        self._engines, self._script, self._switches = engines, script, switches
 
 
 CONFIGURATION = Configuration()

@@ -101,23 +101,23 @@ class BufferSlot(Generic[Place]):
 
 
 class _Buffer:
-    """`count` slots of equal size."""
+    """Slots of equal size."""
 
-    __slots__ = ("_count", "_data", "free", "slot_numel")
-
-    def __init__(self, data: torch.Tensor, count: int) -> None:
-        self._data = data.view(count, -1)  # [count, slot_numel]
-        self._count = count
-        self.slot_numel = self._data.shape[1]
-        self.free = list(range(count - 1, -1, -1))
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data  # [slots, slot_numel]
+        self.free = list(range(len(data) - 1, -1, -1))
 
     @property
     def taken(self) -> int:
-        return self._count - len(self.free)
+        return len(self.data) - len(self.free)
+
+    @property
+    def slot_numel(self) -> int:
+        return self.data.shape[1]
 
     def take(self, numel: int) -> BufferSlot[int]:
         index = self.free.pop()
-        return BufferSlot(self._data[index, :numel], index, self.free.append)
+        return BufferSlot(self.data[index, :numel], index, self.free.append)
 
 
 class CheckpointBuffers:
@@ -143,14 +143,14 @@ class CheckpointBuffers:
             )
         if not buffers or buffers[-1].slot_numel < numel:
             padded = -(-numel // _ALIGNMENT) * _ALIGNMENT
-            buffers.append(_Buffer(self._make(self._capacity * padded, dtype, device), self._capacity))
+            buffers.append(_Buffer(self._make(self._capacity * padded, dtype, device).view(-1, padded)))
         self._buffers[key] = buffers
         return buffers[-1].take(numel)
 
     @property
     def buffer_elements(self) -> int:
         """Elements in all buffers."""
-        return sum(b.slot_numel * self._capacity for buffers in self._buffers.values() for b in buffers)
+        return sum(buffer.data.numel() for buffers in self._buffers.values() for buffer in buffers)
 
 
 _SMALLEST = 512
@@ -171,18 +171,14 @@ class HostPool:
         self._free: dict[int, list[torch.Tensor]] = {}  # by size, the size that was used last at the end
         self._sorted = 0  # buffers in `_free`
         self._returned: deque[torch.Tensor] = deque()  # by slots, from any thread, until the next call comes along
-        self._in_use = 0
+        self.in_use = 0
+        """Buffers that are given out."""
         self._most_in_use = 0
 
     @property
     def unused(self) -> int:
         """Buffers that wait to be used again."""
         return len(self._returned) + self._sorted
-
-    @property
-    def in_use(self) -> int:
-        """Buffers that are given out."""
-        return self._in_use
 
     def take(self, numel: int, dtype: torch.dtype) -> BufferSlot[torch.Tensor]:
         """Room for `numel` elements, until the slot is gone."""
@@ -197,8 +193,8 @@ class HostPool:
             self._drop_oldest()
             buffer = self._make(size)
         self._free[size] = of_size
-        self._in_use += 1
-        self._most_in_use = max(self._most_in_use, self._in_use)
+        self.in_use += 1
+        self._most_in_use = max(self._most_in_use, self.in_use)
         return BufferSlot(buffer[:nbytes].view(dtype), buffer, self._take_back)
 
     def clear(self) -> None:
@@ -208,7 +204,7 @@ class HostPool:
         self._sorted = 0
 
     def _take_back(self, buffer: torch.Tensor) -> None:
-        self._in_use -= 1
+        self.in_use -= 1
         if self.unused < (self._most_in_use if self._limit is None else self._limit):
             self._returned.append(buffer)
 
@@ -240,18 +236,6 @@ class CheckpointActivationOffloadStats:
     kept_last_tensors: int = 0
     offloaded_bytes: int = 0
     restored_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadLimits:
-    """How much of each kind of memory may be held."""
-
-    stash: int = 2
-    """Tensors that may stay on the device while they are copied; the next one makes forward wait for the oldest."""
-    pool: int | None = None
-    """Host buffers kept for later; None: as many as were ever used at once."""
-    keep_last: int = 1
-    """Newest tensors that do not leave, since backward begins with them."""
 
 
 class _Where(Enum):
@@ -311,26 +295,32 @@ class OffloadedTensor:
 
 
 class ActivationOffload:
-    """Takes tensors to the host and back, within limits; one for all calls that share them."""
+    """Takes tensors to the host and back, within limits; one for all calls that share them.
+
+    `stash` tensors may stay on the device while they are copied; the next one makes forward wait for the oldest. The
+    newest `keep_last` do not leave, since backward begins with them. `pool` is the limit of a `HostPool`.
+    """
 
     def __init__(
         self,
-        limits: OffloadLimits = OffloadLimits(),
         *,
+        stash: int = 2,
+        pool: int | None = None,
+        keep_last: int = 1,
         pinned: bool = True,
-        streams: bool = True,
         lane: Callable[[torch.device], CopyStream] = copy_stream_for,
     ) -> None:
-        self._limits = limits
+        self._stash = stash
+        self._keep_last = keep_last
         self._pinned = pinned
-        self._make_lane: Callable[[torch.device], CopyStream] = lane if streams else lambda device: CopyStream()
+        self._make_lane = lane
         self._lanes: dict[torch.device, CopyStream] = {}
         self._last_turn: weakref.ref[CallGroup] | None = None
         self._newest: deque[weakref.ref[OffloadedTensor]] = deque()
         self._leaving: deque[weakref.ref[OffloadedTensor]] = deque()
         # Held until the copy is done, also if nobody wants them any more: it would write into memory of others.
         self._coming: list[tuple[PendingCopy, torch.Tensor]] = []
-        self.pool = HostPool(limits.pool, self._host_buffer)
+        self.pool = HostPool(pool, self._host_buffer)
         self.stats = CheckpointActivationOffloadStats()
 
     @property
@@ -348,11 +338,11 @@ class ActivationOffload:
         parked = OffloadedTensor(flat, shape, turn, slot)
         turn.members.append(weakref.ref(parked))
         self._newest.append(weakref.ref(parked))
-        while len(self._newest) > self._limits.keep_last:
+        while len(self._newest) > self._keep_last:
             oldest = self._newest.popleft()()
             if oldest is not None:
                 self._send(oldest)
-        self._let_go(self._limits.stash)
+        self._let_go(self._stash)
         return parked
 
     def give_back(self, parked: OffloadedTensor) -> torch.Tensor:
@@ -437,6 +427,5 @@ class ActivationOffload:
         return self._lanes[device]
 
     def _host_buffer(self, nbytes: int) -> torch.Tensor:
-        if self._pinned:
-            return get_accelerator().pin_empty(nbytes, dtype=torch.uint8)
-        return torch.empty(nbytes, dtype=torch.uint8)
+        make = get_accelerator().pin_empty if self._pinned else torch.empty
+        return make(nbytes, dtype=torch.uint8)

@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from deepspeed.config.memory import ActivationCheckpointingConfig
 from deepspeed.errors import DeepSpeedConfigError, UsageError
-from deepspeed.memory.copy_stream import on_device
+from deepspeed.memory.copy_stream import CopyStream, copy_stream_for, on_device
 from deepspeed.runtime.activation_checkpointing.call import RecomputeContext
 from deepspeed.runtime.activation_checkpointing.offload import (
     ActivationOffload,
@@ -34,7 +34,6 @@ from deepspeed.runtime.activation_checkpointing.offload import (
     CheckpointingError,
     KeptTensor,
     OffloadedTensor,
-    OffloadLimits,
     StridedForm,
     flattened,
     is_expanded,
@@ -300,10 +299,14 @@ class CheckpointHiddenStatesOffload(saved_tensors_hooks):
         for name, count in counts.items():
             if isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 raise UsageError(f"{name} is {count!r}; expected a whole number from 0 on")
-        limits = OffloadLimits(max_fwd_stash_count, max_cpu_buffer_pool_count, keep_last_count)
-        self._states = _HiddenStates(
-            ActivationOffload(limits, pinned=use_pin_memory, streams=use_streams), min_offload_bytes
+        offload = ActivationOffload(
+            stash=max_fwd_stash_count,
+            pool=max_cpu_buffer_pool_count,
+            keep_last=keep_last_count,
+            pinned=use_pin_memory,
+            lane=copy_stream_for if use_streams else lambda device: CopyStream(),
         )
+        self._states = _HiddenStates(offload, min_offload_bytes)
         super().__init__(self._states.pack, self._states.unpack)
         self._open = False
 

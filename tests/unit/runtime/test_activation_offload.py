@@ -21,7 +21,6 @@ from deepspeed.runtime.activation_checkpointing.offload import (
     CallGroup,
     CheckpointingError,
     HostPool,
-    OffloadLimits,
     size_class,
 )
 
@@ -71,7 +70,7 @@ class LateTicket:
 def late(**limits):
     """(offload, its lane)."""
     made = LateLane()
-    return ActivationOffload(OffloadLimits(**limits), lane=lambda device: made), made
+    return ActivationOffload(**limits, lane=lambda device: made), made
 
 
 def forget(memory):
@@ -203,7 +202,7 @@ def test_drain_waits_and_frees_but_loses_nothing():
 
 def test_where_there_are_no_streams_copies_are_made_at_once():
     assert type(copy_stream_for(torch.device("cpu"))) is CopyStream
-    offload = ActivationOffload(OffloadLimits(keep_last=0))
+    offload = ActivationOffload(keep_last=0)
     parked = saved(offload, 3)
     assert offload.on_device == 0
     assert offload.give_back(parked).eq(3).all()

@@ -29,7 +29,10 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("build", "message"),
         [
-            (lambda: WarmupLR(adam(), warmup_num_steps=0), r"^warmup_num_steps is 0; it must be a positive integer"),
+            (
+                lambda: WarmupLR(adam(), warmup_num_steps=0),
+                r"^warmup_num_steps is 0; it must be an integer of at least 1",
+            ),
             (lambda: WarmupLR(adam(), warmup_num_steps=10.0), "^warmup_num_steps is 10.0"),
             (lambda: WarmupLR(adam(), warmup_num_steps=True), "^warmup_num_steps is True"),
             (lambda: WarmupLR(adam(), warmup_max_lr="auto"), "^warmup_max_lr is 'auto'; it must be a number"),
