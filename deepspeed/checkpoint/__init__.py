@@ -12,10 +12,7 @@ from deepspeed._package import lazy
 
 if TYPE_CHECKING:
     from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-    from deepspeed.checkpoint.formats.detect import open_checkpoint
     from deepspeed.checkpoint.formats.megatron import DeepSpeedCheckpoint
-    from deepspeed.checkpoint.formats.source import Source
-    from deepspeed.checkpoint.formats.training_state import Counters, GroupState, TrainingState
     from deepspeed.checkpoint.universal_checkpoint import SubparamShape
     from deepspeed.checkpoint.utils import (
         clone_tensors_for_torch_save,
@@ -26,25 +23,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "UNIVERSAL_CHECKPOINT_INFO",
-    "Counters",
     "DeepSpeedCheckpoint",
-    "GroupState",
-    "Source",
     "SubparamShape",
-    "TrainingState",
     "clone_tensors_for_torch_save",
     "get_layer_ckpt_name_for_rank",
     "get_model_ckpt_name_for_rank",
     "get_zero_ckpt_name_for_rank",
-    "open_checkpoint",
 ]
 
-_HOMES = {
+_MODULES = {
     "constants": ("UNIVERSAL_CHECKPOINT_INFO",),
     "formats.megatron": ("DeepSpeedCheckpoint",),
-    "formats.detect": ("open_checkpoint",),
-    "formats.source": ("Source",),
-    "formats.training_state": ("Counters", "GroupState", "TrainingState"),
     "universal_checkpoint": ("SubparamShape",),
     "utils": (
         "clone_tensors_for_torch_save",
@@ -55,5 +44,5 @@ _HOMES = {
 }
 
 __getattr__ = lazy(
-    __name__, {name: f"deepspeed.checkpoint.{home}:{name}" for home, names in _HOMES.items() for name in names}
+    __name__, {name: f"deepspeed.checkpoint.{module}:{name}" for module, names in _MODULES.items() for name in names}
 )

@@ -23,7 +23,7 @@ from deepspeed.checkpoint.formats.bulk_read import fetch
 from deepspeed.checkpoint.formats.source import Source
 from deepspeed.checkpoint.formats.zero_files.reader import DeepSpeedSource
 from deepspeed.checkpoint.storage.block_writer import WriterOptions
-from deepspeed.checkpoint.storage.durable import write_bytes, write_file
+from deepspeed.checkpoint.storage.durable import write_file, write_text
 from deepspeed.errors import CheckpointError
 from deepspeed.ops.host_memory import bytes_of
 
@@ -114,6 +114,13 @@ class ShardPlan:
     index: str | None
     total: int
 
+    def write_index(self, folder: Path) -> None:
+        """Where there are several files: which of them has which tensor, as Transformers reads it."""
+        if self.index is not None:
+            where = {name: file for file, names in self.shards.items() for name in names}
+            index = {"metadata": {"total_size": self.total}, "weight_map": where}
+            write_text(folder / self.index, json.dumps(index, indent=2) + "\n")
+
 
 def parse_size(text: int | str) -> int:
     """Bytes of "5GB", "200MiB" or a number."""
@@ -127,12 +134,8 @@ def parse_size(text: int | str) -> int:
     return size
 
 
-def _names(safe: bool) -> tuple[str, str]:
-    return ("model", "safetensors") if safe else ("pytorch_model", "bin")
-
-
-def plan_shards(sizes: Mapping[str, int], limit: int | str | None, safe: bool) -> ShardPlan:
-    """Names in order, cut into files that do not exceed `limit` bytes unless one tensor alone does."""
+def plan_shards(sizes: Mapping[str, int], limit: int | str | None, stem: str, ending: str) -> ShardPlan:
+    """Names in order, cut into files `stem-….ending` that do not exceed `limit` bytes unless one tensor alone does."""
     most = parse_size(limit) if limit is not None else None
     groups: list[list[str]] = [[]]
     held = 0
@@ -142,12 +145,11 @@ def plan_shards(sizes: Mapping[str, int], limit: int | str | None, safe: bool) -
             held = 0
         groups[-1].append(name)
         held += size
-    stem, ending = _names(safe)
     total = sum(sizes.values())
     if len(groups) == 1:
-        return ShardPlan({f"{stem}.{ending}": groups[0]}, None, total)
-    names = [f"{stem}-{number:05d}-of-{len(groups):05d}.{ending}" for number in range(1, len(groups) + 1)]
-    return ShardPlan(dict(zip(names, groups, strict=True)), f"{stem}.{ending}.index.json", total)
+        return ShardPlan({f"{stem}{ending}": groups[0]}, None, total)
+    names = [f"{stem}-{number:05d}-of-{len(groups):05d}{ending}" for number in range(1, len(groups) + 1)]
+    return ShardPlan(dict(zip(names, groups, strict=True)), f"{stem}{ending}.index.json", total)
 
 
 def write_shards(
@@ -164,8 +166,8 @@ def write_shards(
     several files. A tied name shares its tensor in a torch file, and is a copy in safetensors, which cannot share.
     """
     output = Path(output)
-    stem, ending = _names(safe)
-    name_of_ours = re.compile(rf"{stem}(-\d+-of-\d+)?\.{ending}(\.index\.json)?")
+    stem, ending = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
+    name_of_ours = re.compile(rf"{stem}(-\d+-of-\d+)?\{ending}(\.index\.json)?")
     there = [path.name for path in output.iterdir() if name_of_ours.fullmatch(path.name)] if output.is_dir() else []
     if there:
         raise ValueError(f"{output} has {there[0]} already, with which new files would mix; name another folder")
@@ -173,7 +175,7 @@ def write_shards(
     kinds = {n: dtype if dtype and v.dtype.is_floating_point else v.dtype for n, v in tensors.items()}
     sizes = {name: math.prod(value.shape) * kinds[name].itemsize for name, value in tensors.items()}
     tied = {alias: sizes[owner] for alias, owner in aliases.items() if owner in sizes}
-    plan = plan_shards({**sizes, **tied} if safe else sizes, limit, safe)
+    plan = plan_shards({**sizes, **tied} if safe else sizes, limit, stem, ending)
     for names in plan.shards.values() if not safe else ():
         names += [alias for alias in tied if aliases[alias] in names]
     done = 0
@@ -188,10 +190,7 @@ def write_shards(
                     progress(done, plan.total)
 
         write_file(output / file, fill, WriterOptions(direct=False))
-    if plan.index is not None:
-        where = {name: file for file, names in plan.shards.items() for name in names}
-        index = {"metadata": {"total_size": plan.total}, "weight_map": where}
-        write_bytes(output / plan.index, (json.dumps(index, indent=2) + "\n").encode())
+    plan.write_index(output)
     return plan
 
 

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 from deepspeed.accelerator import get_accelerator
-from deepspeed.checkpoint.storage.block_writer import Stream
-from deepspeed.checkpoint.storage.durable import gibibytes
 from deepspeed.checkpoint.storage.tensor_memory import tensors_in
 from deepspeed.errors import CheckpointError, DeepSpeedError
 
@@ -120,81 +118,38 @@ def _bytes(tensor: Tensor) -> tuple[int, int]:
     return start * tensor.element_size(), (start + count) * tensor.element_size()
 
 
-class Progress:
-    """How far a save is; read from any thread."""
-
-    def __init__(self, what: str, total: int) -> None:
-        self.what = what
-        self.total = total
-        self._finished = 0
-        self._stream: Stream | None = None
-        self._done = threading.Event()
-
-    @property
-    def written(self) -> int:
-        """Bytes that are on the disk or on their way to it."""
-        stream = self._stream
-        return self._finished + (stream.tell() if stream is not None else 0)
-
-    @property
-    def done(self) -> bool:
-        """It has ended, well or not."""
-        return self._done.is_set()
-
-    def follow(self, stream: Stream) -> None:
-        """These bytes come now."""
-        self._stream = stream
-
-    def add(self, count: int) -> None:
-        """So many bytes more are written, those of the stream that was followed."""
-        self._stream = None
-        self._finished += count
-
-    def finish(self) -> None:
-        """Nothing more will come."""
-        self._done.set()
-
-    def __str__(self) -> str:
-        part = min(100, 100 * self.written // self.total) if self.total else 100
-        return f"{self.what}: {part} % of {gibibytes(self.total)}"
-
-
 class Background:
     """At most one job at a time in a thread; its error is raised by the next call."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.progress: Progress | None = None
+        self._what = ""
 
     @property
     def busy(self) -> bool:
         """A job is running."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, progress: Progress, job: Callable[[Progress], object]) -> None:
-        """Run `job` in a thread, after the one before it; raises that one's error instead of starting."""
+    def start(self, what: str, job: Callable[[], object]) -> None:
+        """Run `job` in a thread, after the one before it; raises that one's error instead of starting.
+
+        `what`: words for the job in error messages.
+        """
         self.wait()
-        self.progress = progress
+        self._what = what
 
         def run() -> None:
             try:
-                job(progress)
+                job()
             except BaseException as error:
                 self._error = error
                 if not isinstance(error, Exception):
                     raise
-            finally:
-                progress.finish()
 
         # Not a daemon: a program that ends lets its last checkpoint be written.
         self._thread = threading.Thread(target=run, name="checkpoint-save")
         self._thread.start()
-
-    def poll(self) -> None:
-        """Raise the error of a job that has ended; does not wait."""
-        if not self.busy:
-            self.wait()
 
     def wait(self) -> None:
         """Wait for the job and raise its error, once."""
@@ -203,11 +158,6 @@ class Background:
             self._thread = None
         error, self._error = self._error, None
         if isinstance(error, DeepSpeedError):
-            what = self.progress.what if self.progress else "a save"
-            raise CheckpointError(f"{what}, which ran in the background, failed: {error}") from error
+            raise CheckpointError(f"{self._what}, which ran in the background, failed: {error}") from error
         if error is not None:
             raise error
-
-    def close(self) -> None:
-        """Wait for the job and raise its error."""
-        self.wait()

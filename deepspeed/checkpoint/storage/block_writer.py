@@ -118,7 +118,7 @@ class _Plain:
         self._gathered = bytearray()
         self._place = 0
         self._sums = RunningSums(BLOCK)
-        self._workers: _Workers | None = None
+        self._workers = _Workers(1)
 
     def write(self, view: memoryview) -> None:
         if len(view) < _PIECE:
@@ -134,9 +134,7 @@ class _Plain:
         return self._sums.finish()
 
     def close(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
+        self._workers.close()
 
     def _flush(self) -> None:
         gathered, self._gathered = self._gathered, bytearray()
@@ -149,8 +147,6 @@ class _Plain:
             self._sums.add(view)
             self._store(view, start)
             return
-        if self._workers is None:
-            self._workers = _Workers(1)
         summed = self._workers.submit(self._sum, view)
         try:
             self._store(view, start)
@@ -176,7 +172,7 @@ class _Direct:
         self._jobs: list[Future[int]] = []
         self._sums: list[int] = []
         self._filled = 0  # bytes in the block that is being filled
-        self._workers: _Workers | None = None
+        self._workers = _Workers(depth)
 
     def write(self, view: memoryview) -> None:
         while view:
@@ -195,9 +191,7 @@ class _Direct:
         return self._sums
 
     def close(self) -> None:
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
+        self._workers.close()
         self._buffers.clear()  # freed with their last view, which a traceback may hold for a while
 
     def _buffer(self) -> mmap.mmap:
@@ -208,8 +202,6 @@ class _Direct:
 
     def _send(self) -> None:
         """Hand the full buffer to a thread; wait until the next buffer is free."""
-        if self._workers is None:
-            self._workers = _Workers(self._depth)
         self._jobs.append(self._workers.submit(self._put, memoryview(self._buffer()), len(self._jobs)))
         self._filled = 0
         self._collect(self._depth - 1)
@@ -228,15 +220,17 @@ class _Direct:
 
 class _Workers:
     """Threads for the blocks of one file. An executor of Python would refuse work once the program is about to end,
-    which is when the last background save is still being written."""
+    which is when the last background save is still being written. They start with the first job."""
 
     def __init__(self, count: int) -> None:
         self._queue: SimpleQueue[tuple[Future[int], Callable[..., int], tuple[Any, ...]] | None] = SimpleQueue()
-        self._threads = [Thread(target=self._work, name="checkpoint-write") for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._count = count
+        self._threads: list[Thread] = []
 
     def submit(self, function: Callable[..., int], *arguments: Any) -> Future[int]:
+        while len(self._threads) < self._count:
+            self._threads.append(Thread(target=self._work, name="checkpoint-write"))
+            self._threads[-1].start()
         future: Future[int] = Future()
         self._queue.put((future, function, arguments))
         return future
@@ -246,6 +240,7 @@ class _Workers:
             self._queue.put(None)
         for thread in self._threads:
             thread.join()
+        self._threads.clear()
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:

@@ -208,12 +208,11 @@ def files_in(folder: Path, below: str = "") -> Iterator[str]:
                 yield f"{below}{entry.name}"
 
 
-def _link(source: str | Path, target: str | Path) -> str:
+def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target, follow_symlinks=False)
     except OSError:
         shutil.copy2(source, target, follow_symlinks=False)
-    return str(target)
 
 
 def leftovers(directory: str | os.PathLike[str]) -> Iterator[Leftover]:

@@ -81,13 +81,8 @@ def write_tensorfile(
     return write_file(path, lambda stream: dump(obj, stream, zipped), options, needed=lambda: payload(obj))
 
 
-def write_bytes(path: str | os.PathLike[str], data: bytes, options: WriterOptions | None = None) -> FileFacts:
-    """As `write_tensorfile`, for bytes."""
-    return write_file(path, lambda stream: stream.write(data), options, needed=lambda: len(data))
-
-
 def write_text(path: str | os.PathLike[str], text: str, *, executable: bool = False) -> FileFacts:
-    """As `write_tensorfile`, for UTF-8; the directory is forced to the disk too."""
+    """A text file in UTF-8, durable as of `write_tensorfile`; the directory is forced to the disk too."""
     data = text.encode()
     facts = write_file(
         path, lambda stream: stream.write(data), needed=lambda: len(data), mode=0o777 if executable else 0o666

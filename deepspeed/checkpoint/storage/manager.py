@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.checkpoint.storage import manifest as manifests
-from deepspeed.checkpoint.storage.background import Background, Progress, Snapshot
+from deepspeed.checkpoint.storage.background import Background, Snapshot
 from deepspeed.checkpoint.storage.block_reader import FileProblem
 from deepspeed.checkpoint.storage.block_writer import FileFacts, Stream, WriterOptions
 from deepspeed.checkpoint.storage.commit import LATEST, LATEST_UNIVERSAL, Staging
@@ -129,17 +129,16 @@ class CheckpointManager:
             save = self._begin(request, what, meeting)
             stack.push(functools.partial(self._abandon, save))
             on_all_ranks(meeting, what, lambda: self._prepare(save))
-            progress = Progress(what, sum(payload(content.value) for content in save.contents.values()))
             if not self.policy.background:
-                self._complete(save, progress)
+                self._complete(save)
                 return save.staging.target
             rest = stack.pop_all()
 
-        def finish(progress: Progress) -> None:
+        def finish() -> None:
             with rest:
-                self._complete(save, progress)
+                self._complete(save)
 
-        self._background.start(progress, finish)
+        self._background.start(what, finish)
         return save.staging.target
 
     def allocator(self) -> Callable[[int, torch.dtype], Tensor]:
@@ -151,15 +150,6 @@ class CheckpointManager:
         self._snapshot.begin()
         return self._snapshot.allocate
 
-    @property
-    def progress(self) -> Progress | None:
-        """How far the last background save is; None if there was none."""
-        return self._background.progress
-
-    def poll(self) -> None:
-        """Raise the error of a background save that has ended; does not wait."""
-        self._background.poll()
-
     def wait(self) -> None:
         """Wait for the background save and raise its error."""
         self._background.wait()
@@ -167,7 +157,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Wait for the background save, raise its error, give memory back."""
         try:
-            self._background.close()
+            self._background.wait()
         finally:
             self._snapshot.close()
 
@@ -215,9 +205,9 @@ class CheckpointManager:
             )
         return FileContent(value, functools.partial(dump, zipped=self.policy.zipped))
 
-    def _complete(self, save: _Save, progress: Progress) -> None:
+    def _complete(self, save: _Save) -> None:
         """Write, seal, publish: each step ends when all ranks have done it."""
-        _, heard = on_all_ranks(save.meeting, save.what, lambda: self._write(save, progress))
+        _, heard = on_all_ranks(save.meeting, save.what, lambda: self._write(save))
         if self.policy.writer.discard:
             logger.warning("%s: nothing was kept, because checkpoint.writer.type is MOCK", save.what)
             self._abandon(save, None)
@@ -226,7 +216,7 @@ class CheckpointManager:
         on_all_ranks(save.meeting, save.what, lambda: self._seal(save, parts) if self.place.leader else None)
         on_all_ranks(save.meeting, save.what, lambda: self._publish(save) if self.place.leader else None)
 
-    def _write(self, save: _Save, progress: Progress) -> dict[str, Any]:
+    def _write(self, save: _Save) -> dict[str, Any]:
         written: dict[str, FileFacts] = {}
         for name, content in save.contents.items():
             path = save.staging.path / name
@@ -236,11 +226,10 @@ class CheckpointManager:
                 raise explain(error, path.parent) from error
             written[name] = write_file(
                 path,
-                functools.partial(_fill, content, progress),
+                functools.partial(content.write, content.value),
                 self.policy.writer,
                 needed=functools.partial(payload, content.value),
             )
-            progress.add(written[name].size)
         return manifests.entries(written)
 
     def _seal(self, save: _Save, parts: Sequence[Mapping[str, Any]]) -> None:
@@ -282,7 +271,8 @@ class CheckpointManager:
             _, heard = on_all_ranks(meeting, what, lambda: self._candidates(load_dir, tag, latest))
             leaders = [answer for answer in heard if answer is not None]
             place = common([answer["candidates"] for answer in leaders])
-            problems = [FileProblem(*problem) for problem in dict.fromkeys(map(tuple, _flat(leaders, "problems")))]
+            told = [tuple(problem) for answer in leaders for problem in answer["problems"]]
+            problems = [FileProblem(*problem) for problem in dict.fromkeys(told)]
             if place is None:
                 return self._nothing(load_dir, leaders, problems)
             chosen, path = leaders[0]["candidates"][place][0], leaders[0]["paths"][place]
@@ -318,10 +308,6 @@ class CheckpointManager:
         raise CheckpointError(f"{load_dir}: nothing to load: {text}")
 
 
-def _flat(answers: Sequence[Mapping[str, Any]], key: str) -> list[Any]:
-    return [item for answer in answers for item in answer[key]]
-
-
 def _one_writer_each(heard: Sequence[Mapping[str, Any]]) -> None:
     writers: dict[tuple[str, str], int] = {}
     for rank, answer in enumerate(heard):
@@ -340,11 +326,6 @@ def _must_see(path: Path) -> None:
             f"{path} is not visible here, though the leading rank sees it. Where nodes do not share the directory, "
             "set checkpoint.use_node_local_storage."
         )
-
-
-def _fill(content: FileContent, progress: Progress, stream: Stream) -> None:
-    progress.follow(stream)
-    content.write(content.value, stream)
 
 
 def check_directory(value: object, what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from deepspeed import comm
 from deepspeed.checkpoint.formats.consolidate import plan_shards
 from deepspeed.checkpoint.formats.safetensors import TensorFile, chunks
 from deepspeed.checkpoint.formats.safetensors import size as safetensors_size
-from deepspeed.checkpoint.storage.durable import sync_directory, write_file, write_tensorfile, write_text
+from deepspeed.checkpoint.storage.durable import sync_directory, write_file, write_tensorfile
 from deepspeed.errors import CheckpointError, UsageError
 from deepspeed.moe.placement import SpreadExperts, join_layer
 from deepspeed.tensor_parallel import whole_parameters
@@ -221,16 +220,10 @@ def write_model(state: Mapping[str, Any], folder: Path, name: str, limit: int | 
         write(folder / name, state)
     else:
         sizes = {key: value.numel() * value.element_size() for key, value in state.items()}
-        parts = list(plan_shards(sizes, limit, safe).shards.values())
-        if len(parts) == 1:
-            write(folder / name, state)
-        else:
-            names = [f"{path.stem}-{at:05d}-of-{len(parts):05d}{path.suffix}" for at in range(1, len(parts) + 1)]
-            for file, keys in zip(names, parts, strict=True):
-                write(folder / file, {key: state[key] for key in keys})
-            where = {key: file for file, keys in zip(names, parts, strict=True) for key in keys}
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": where}
-            write_text(folder / f"{name}.index.json", json.dumps(index, indent=2) + "\n")
+        plan = plan_shards(sizes, limit, path.stem, path.suffix)
+        for file, keys in plan.shards.items():
+            write(folder / file, state if plan.index is None else {key: state[key] for key in keys})
+        plan.write_index(folder)
     sync_directory(folder)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import Tensor
@@ -208,15 +208,9 @@ def _experts(state: TrainingState, fixed: list[dict[str, Any]]) -> dict[str, Any
 
 
 def _small(state: TrainingState) -> dict[str, Any]:
-    counters = state.counters
     return {
         "hyperparameters": [plain(group.hyperparameters, "hyperparameters") for group in state.groups],
-        "counters": {
-            "global_steps": counters.global_steps,
-            "global_samples": counters.global_samples,
-            "skipped_steps": counters.skipped_steps,
-            "micro_steps": counters.micro_steps,
-        },
+        "counters": asdict(state.counters),
         "loss_scale": plain(state.loss_scale, "loss_scale"),
         "overflow": state.overflow,
         "clip": state.clip,

@@ -83,7 +83,7 @@ def _fill(
         _folder(zero, alias).mkdir()
         shutil.copyfile(_folder(zero, owner) / "fp32.pt", _folder(zero, alias) / "fp32.pt")
     torch.save(_optimizer_state(first), zero / "optimizer_state.pt")
-    _write_models(first, origin, target)
+    _write_models(sources, origin, target)
 
 
 def _folder(zero: Path, name: object) -> Path:
@@ -159,22 +159,32 @@ def _flats(source: Source) -> list[list[int]]:
     return [sorted({homes[name] for name in names if name in homes}) for names, _ in source.groups]
 
 
-def _write_models(source: Source, origin: Path, target: Path) -> None:
+def _write_models(sources: Sequence[Source], origin: Path, target: Path) -> None:
     """The model files, whose counters, buffers and shapes a loader needs."""
+    source = sources[0]
     if not isinstance(source, DeepSpeedSource):
         state = state_of(source, stage=2, rank=0, world=1)
         entries = writer.files(state).objects[model_file(2, 0, 0)]
         torch.save({**entries, "dp_world_size": source.world}, target / model_file(2, 0, 0))
         return
     found = sort_files(source.files)
+    ranks = {name: place for place, (_, name) in enumerate(sorted(found.models.items()))}
     for name in (*found.models.values(), *found.sharded_models.values()):
         entries = safe_load(origin / name)
-        if _INFO in entries and (entries.get("param_shapes") or not source.groups):
+        if layered := entries.get("module", "") is None:
+            entries["module"] = _module(sources[ranks.get(name, 0)])
+        if _INFO in entries and not layered and (entries.get("param_shapes") or not source.groups):
             shutil.copyfile(origin / name, target / name)
             continue
         shapes = [{item: source.shapes[item] for item in names} for names, _ in source.groups]
-        added = {_INFO: {"universal_checkpoint_version": 0.4}, "param_shapes": entries.get("param_shapes") or shapes}
+        info = entries.get(_INFO) or {"universal_checkpoint_version": 0.4}
+        added = {_INFO: info, "param_shapes": entries.get("param_shapes") or shapes}
         torch.save({**entries, "optimizer": None, **added}, target / name)
+
+
+def _module(source: Source) -> dict[str, Tensor]:
+    """The weights and buffers that a pipeline has in files of its layers, which a universal checkpoint has not."""
+    return {name: fetch(source.find(name, "param")).view(shape) for name, shape in source.shapes.items()}
 
 
 def merge_slices(name: str, slices: Sequence[Tensor], rules: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:

@@ -34,6 +34,8 @@ class UniversalSource(Source):
         self._pieces = IntervalIndex(str(directory), dict(self._base.aliases), dict(self._base.shapes))
         self.shapes, self.aliases = self._pieces.shapes, self._pieces.aliases
         self._steps: dict[str, Path] = {}
+        # Then the model files have slices, and what lies here was put together of them.
+        self._sliced = sum(name.startswith("mp_rank_") for name in self._base.files) > 1
         for folder in sorted(path for path in (directory / "zero").iterdir() if path.is_dir()):
             if folder.name not in self._base.buffers and folder.name not in self._pieces.aliases:
                 self._enter(folder)
@@ -92,12 +94,12 @@ class UniversalSource(Source):
 
     def _enter(self, folder: Path) -> None:
         name = folder.name
-        for path in sorted(folder.glob("*.pt")):
+        for path in sorted(folder.glob("*.pt"), key=lambda path: (path.stem != "fp32", path.name)):
             kind = "master" if path.stem == "fp32" else path.stem
             if kind == "step":
                 self._steps[name] = path
                 continue
-            if name not in self._pieces.shapes:
+            if name not in self._pieces.shapes or (self._sliced and kind == "master"):
                 self._pieces.shapes[name] = self._tensor(path)[0].shape
             numel = self._pieces.shapes[name].numel()
             load = functools.partial(self._tensor, path)

@@ -14,7 +14,7 @@ from deepspeed._package import __version__
 from deepspeed.checkpoint.formats.adapters import plain_splits, with_slices
 from deepspeed.checkpoint.formats.rank_files import Allocate, Files, Host, rank_entries
 from deepspeed.checkpoint.formats.stand_ins import StandIns
-from deepspeed.checkpoint.formats.training_state import ExpertState, GroupState, TrainingState
+from deepspeed.checkpoint.formats.training_state import ExpertState, TrainingState
 from deepspeed.checkpoint.formats.values import decode, encode, plain
 from deepspeed.checkpoint.formats.zero_files.class_stand_ins import scaler_stand_in
 from deepspeed.checkpoint.formats.zero_files.experts import layer_of, number_of
@@ -36,35 +36,13 @@ from deepspeed.checkpoint.formats.zero_files.flat_writer import (
 EXTRA = "ds_extra"
 """The one entry of the model's file that DeepSpeed does not have: what its layout has no place for."""
 
-RESERVED = frozenset(
-    [
-        "module",
-        "buffer_names",
-        "optimizer",
-        "param_shapes",
-        "frozen_param_shapes",
-        "shared_params",
-        "frozen_param_fragments",
-        "lr_scheduler",
-        "data_sampler",
-        "random_ltd",
-        "skipped_steps",
-        "global_steps",
-        "global_samples",
-        "dp_world_size",
-        "mp_world_size",
-        "checkpoint_parallel_dimensions",
-        "ds_config",
-        "ds_version",
-        "universal_checkpoint_info",
-        "num_experts",
-        "ds_autoep_layers",
-        "autoep_layers",
-        "folding",
-        "sparse_tensor_module_names",
-        "ds_extra",
-    ]
-)
+RESERVED = frozenset((
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+    "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers", "folding",
+    "sparse_tensor_module_names", EXTRA,
+))  # fmt: skip
 """The entries of the model's file that are not the client's."""
 
 
@@ -147,7 +125,7 @@ def _model_entries(state: TrainingState, host: Host) -> dict[str, Any]:
         "checkpoint_parallel_dimensions": {"pp_degree": state.pp_size, "tp_degree": state.mp_size // state.pp_size},
         "ds_config": plain(state.ds_config, "ds_config"),
         "ds_version": __version__,
-        "universal_checkpoint_info": _universal_info(state),
+        "universal_checkpoint_info": {**_given_info(state), **_universal_info(state)},
         EXTRA: {
             **({"splits": plain_splits(state.splits)} if state.splits else {}),
             "client_state": client,
@@ -183,6 +161,12 @@ def _experts(state: TrainingState) -> dict[str, Any]:
     frozen = {name: [list(shape), ep] for name, (shape, ep) in _frozen_experts(state).items()}
     kept = {"frozen": frozen} if frozen else {}
     return {"experts": {**found, **({"slices": slices} if slices else {}), **dealt, **kept}}
+
+
+def _given_info(state: TrainingState) -> dict[str, Any]:
+    """What a trainer such as Megatron-DeepSpeed says in its client state of the slices that it made itself."""
+    info = state.client_state.get("universal_checkpoint_info")
+    return plain(dict(info), "universal_checkpoint_info") if isinstance(info, Mapping) else {}
 
 
 def _universal_info(state: TrainingState) -> dict[str, Any]:
@@ -281,21 +265,17 @@ def _sharded_entries(state: TrainingState, host: Host) -> dict[str, Any]:
 
 def _uneven_scalars(state: TrainingState) -> dict[str, Any] | None:
     """Per parameter, where not all of a group's agree: a flat tensor has room for one set only."""
-    if all(_agree(group) for group in state.groups):
-        return None
-    return {
-        name: plain(scalars, f"the optimizer's state of {name}")
-        for group in state.groups
-        for index, (name, scalars) in enumerate(zip(group.names, group.scalars, strict=True))
-        if group.interval(index)[0] < group.interval(index)[1]
-    }
-
-
-def _agree(group: GroupState) -> bool:
-    held = [
-        scalars for index, scalars in enumerate(group.scalars) if group.interval(index)[0] < group.interval(index)[1]
-    ]
-    return all(_same(scalars, held[0]) for scalars in held)
+    held: dict[str, Mapping[str, Any]] = {}
+    uneven = False
+    for group in state.groups:
+        intervals = map(group.interval, range(len(group.names)))
+        rows = zip(group.names, group.scalars, intervals, strict=True)
+        own = {name: scalars for name, scalars, (start, stop) in rows if start < stop}
+        uneven = uneven or not all(_same(scalars, next(iter(own.values()))) for scalars in own.values())
+        held.update(own)
+    return (
+        {name: plain(scalars, f"the optimizer's state of {name}") for name, scalars in held.items()} if uneven else None
+    )
 
 
 def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

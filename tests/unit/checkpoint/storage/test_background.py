@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed.checkpoint.storage.background import Background, Progress, Snapshot
+from deepspeed.checkpoint.storage.background import Background, Snapshot
 from deepspeed.checkpoint.storage.tensor_memory import payload
 from deepspeed.errors import CheckpointError
 
@@ -73,40 +73,25 @@ def test_buffers_are_used_again():
 
 def test_one_job_at_a_time():
     background, order, go = Background(), [], threading.Event()
-    background.start(Progress("one", 0), lambda progress: (go.wait(60), order.append(1)))
+    background.start("one", lambda: (go.wait(60), order.append(1)))
     assert background.busy
-    assert not background.progress.done
     threading.Timer(0.01, go.set).start()
-    background.start(Progress("two", 0), lambda progress: order.append(2))
-    background.close()
+    background.start("two", lambda: order.append(2))
+    background.wait()
     assert order == [1, 2]
-    assert background.progress.done
+    assert not background.busy
 
 
 def test_errors_come_with_the_next_call():
     background = Background()
 
-    def fail(progress):
+    def fail():
         raise CheckpointError("rank 0: /x: No space left")
 
-    background.start(Progress("saving 'a'", 0), fail)
+    background.start("saving 'a'", fail)
     with pytest.raises(CheckpointError, match=r"saving 'a', which ran in the background, failed: rank 0: /x"):
-        background.start(Progress("b", 0), lambda progress: None)
-    background.start(Progress("c", 0), lambda progress: {}["gone"])
+        background.start("b", lambda: None)
+    background.start("c", lambda: {}["gone"])
     with pytest.raises(KeyError):
-        background.close()
-    background.close()
-    background.poll()
-
-
-def test_progress():
-    class Stream:
-        def tell(self):
-            return 30
-
-    progress = Progress("saving 'a'", 2048)
-    progress.add(512)
-    progress.follow(Stream())
-    assert progress.written == 542
-    progress.add(512)
-    assert str(progress) == "saving 'a': 50 % of 2.0 KiB"
+        background.wait()
+    background.wait()

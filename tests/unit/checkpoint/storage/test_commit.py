@@ -8,7 +8,7 @@ import pytest
 from deepspeed.checkpoint.storage import commit
 from deepspeed.checkpoint.storage import manifest as manifests
 from deepspeed.checkpoint.storage.commit import Staging, leftovers, recover, remove
-from deepspeed.checkpoint.storage.durable import write_bytes
+from deepspeed.checkpoint.storage.durable import write_file
 from deepspeed.checkpoint.storage.locate import find_loadable
 from deepspeed.checkpoint.storage.manifest import Manifest
 from deepspeed.errors import CheckpointError
@@ -17,7 +17,7 @@ from deepspeed.errors import CheckpointError
 def stage(folder, tag, data, token="t1"):
     staging = Staging(folder, tag, token)
     staging.open()
-    facts = write_bytes(staging.path / "data", data)
+    facts = write_file(staging.path / "data", lambda stream: stream.write(data))
     staging.seal(Manifest(tag, "test", 1, {"data": facts}))
     return staging
 
@@ -143,7 +143,7 @@ def test_each_step_is_durable_before_the_next(tmp_path, monkeypatch):
 def test_what_a_rank_wrote_has_to_be_seen_by_the_leader(tmp_path):
     staging = Staging(tmp_path, "a", "t1")
     staging.open()
-    facts = write_bytes(staging.path / "data", b"1")
+    facts = write_file(staging.path / "data", lambda stream: stream.write(b"1"))
     (staging.path / "data").unlink()
     with pytest.raises(CheckpointError, match=r"missing.*use_node_local_storage"):
         staging.seal(Manifest("a", "test", 1, {"data": facts}))

@@ -12,7 +12,7 @@ import torch
 
 from deepspeed.checkpoint.storage import durable as storage
 from deepspeed.checkpoint.storage.block_writer import BLOCK, WriterOptions
-from deepspeed.checkpoint.storage.durable import explain, write_bytes, write_file, write_tensorfile, write_text
+from deepspeed.checkpoint.storage.durable import explain, write_file, write_tensorfile, write_text
 from deepspeed.checkpoint.storage.tensor_memory import payload
 from deepspeed.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def test_the_switch_of_torch_is_as_before(tmp_path):
 
 
 def test_a_failure_leaves_the_old_file(tmp_path):
-    write_bytes(tmp_path / "x", b"old")
+    write_text(tmp_path / "x", "old")
 
     def produce(stream):
         stream.write(b"half of the n")
@@ -88,7 +88,7 @@ def limited(path, limit):
 
 
 def test_a_limit_of_the_process_is_an_error_with_the_path(tmp_path):
-    write_bytes(tmp_path / "x.pt", b"old")
+    write_text(tmp_path / "x.pt", "old")
     text = limited(tmp_path / "x.pt", 4096)
     assert str(tmp_path / "x.pt") in text
     assert "ulimit -f" in text
@@ -109,7 +109,7 @@ def tiny_disk(tmp_path):
 
 
 def test_a_full_disk(tiny_disk):
-    write_bytes(tiny_disk / "x.pt", b"old")
+    write_text(tiny_disk / "x.pt", "old")
     with pytest.raises(CheckpointError) as told:
         write_tensorfile(tiny_disk / "x.pt", {"a": torch.zeros(1_000_000)})
     text = str(told.value)

@@ -142,13 +142,10 @@ def test_background_saves_what_was(tmp_path, monkeypatch):
     manager.save(SaveRequest(tmp_path, "a", {"model.pt": {"w": weights}}))
     weights.fill_(1)
     assert not (tmp_path / "a").exists()
-    assert not manager.progress.done
     go.set()
     manager.save(SaveRequest(tmp_path, "b", {"model.pt": {"w": weights}}))
     weights.fill_(2)
     manager.close()
-    assert manager.progress.done
-    assert manager.progress.written >= 4000
     assert safe_load(tmp_path / "a" / "model.pt")["w"].sum() == 0
     assert safe_load(tmp_path / "b" / "model.pt")["w"].sum() == 1000
 

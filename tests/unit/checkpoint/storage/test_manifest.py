@@ -11,7 +11,7 @@ from deepspeed.checkpoint.storage import manifest
 from deepspeed.checkpoint.storage.block_reader import FileCheck
 from deepspeed.checkpoint.storage.block_writer import FileFacts
 from deepspeed.checkpoint.storage.checksum import KINDS
-from deepspeed.checkpoint.storage.durable import write_bytes, write_tensorfile
+from deepspeed.checkpoint.storage.durable import write_tensorfile, write_text
 from deepspeed.checkpoint.storage.manifest import Manifest
 from deepspeed.errors import CheckpointError
 
@@ -20,8 +20,8 @@ from deepspeed.errors import CheckpointError
 def checkpoint(tmp_path):
     files = {
         "model.pt": write_tensorfile(tmp_path / "model.pt", {"a": torch.arange(900.0)}),
-        "notes.txt": write_bytes(tmp_path / "notes.txt", b"some text"),
-        "empty": write_bytes(tmp_path / "empty", b""),
+        "notes.txt": write_text(tmp_path / "notes.txt", "some text"),
+        "empty": write_text(tmp_path / "empty", ""),
     }
     manifest.write(tmp_path, Manifest("step1", "deepspeed", 2, files, {"stage": 2}))
     return tmp_path
