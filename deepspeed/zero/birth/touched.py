@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.parameter import ZeroParameter
-from deepspeed.zero.parameters.shard import Shard, shard_of, shards_of
+from deepspeed.zero.parameters.shard import Shard, shards_of
 
 _READS_VALUES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 """Attributes of a tensor that give access to its values; all others only describe it."""
@@ -136,15 +137,9 @@ class TouchedParameters(TorchFunctionMode):
 
 
 def _sharded_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Shard]:
-    """The shards that are not whole, of the parameters among the arguments and in lists among them."""
-    found: dict[int, Shard] = {}
-    for value in (*args, *kwargs.values()):
-        for each in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(each, Tensor):
-                shard = shard_of(each)
-                if shard is not None and not shard.whole and shard.numel:
-                    found[id(shard)] = shard
-    return list(found.values())
+    """The shards that are not whole, of the parameters in the arguments."""
+    tensors = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor))
+    return [shard for shard in shards_of(tensors) if not shard.whole and shard.numel]
 
 
 def _is_own(shard: Shard, value: Any) -> bool:

@@ -26,22 +26,8 @@ from deepspeed.zero.piece import StatePiece
 _PADDING = 1.25
 
 
-@dataclass(frozen=True, slots=True)
-class OwnedInterval:
-    """Elements [start, stop) of a parameter, and the rank that owns them."""
-
-    owner: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReceivedInterval:
-    """Where the gradient of one piece lies in what this rank receives."""
-
-    piece: StatePiece
-    start: int
-    stop: int
+Cut = tuple[StatePiece, slice]
+"""A piece, and where its gradient lies in what this rank receives."""
 
 
 class Bucket:
@@ -54,12 +40,13 @@ class Bucket:
         self.device = first.device
         self._world, self._rank = first.reduction.size, first.reduction.rank
         self.share: Share
-        self.cuts: list[ReceivedInterval] = []
-        self._order: list[tuple[int, OwnedInterval]] = []
+        self.cuts: list[Cut] = []
+        self._order: list[tuple[int, int, slice]] = []
+        """(owner, place of the entry, its elements of it) as they lie in what is sent."""
         self._line = False
         self._even = bool(first.chunk)
         self._by_rows: list[bool] = []
-        self._places: list[tuple[int, int]] = []
+        self._places: list[slice] = []
         self._pads: dict[int, int] = {}
         if self._even:
             self._lay_even()
@@ -89,8 +76,8 @@ class Bucket:
         if len(flats) == 1 and not self._pads:
             return flats[0]
         lines: list[Tensor] = []
-        for owner, run in groupby(self._order, key=lambda item: item[1].owner):
-            lines += [flats[place][part.start : part.stop] for place, part in run]
+        for owner, run in groupby(self._order, key=lambda item: item[0]):
+            lines += [flats[place][part] for _, place, part in run]
             if self._pads.get(owner):
                 lines.append(torch.zeros(self._pads[owner], dtype=self.dtype, device=self.device))
         return torch.cat(lines)
@@ -116,26 +103,25 @@ class Bucket:
         if not self.cuts:
             return
         if self._line:  # all of it came; what others own goes
-            mine = torch.cat([mine[start:stop] for start, stop in self._places])
-        staying = [cut for cut in self.cuts if cut.piece.arena is None]
-        leaving = [(cut.piece, mine[cut.start : cut.stop]) for cut in self.cuts if cut.piece.arena is not None]
+            mine = torch.cat([mine[part] for part in self._places])
+        staying = [cut for cut in self.cuts if cut[0].arena is None]
+        leaving = [(piece, mine[part]) for piece, part in self.cuts if piece.arena is not None]
         if staying:
             self._add(staying, mine)
         if leaving:
             _carry(leaving, self.accumulate)
 
-    def _add(self, cuts: Sequence[ReceivedInterval], mine: Tensor) -> None:
+    def _add(self, cuts: Sequence[Cut], mine: Tensor) -> None:
         """To pieces whose gradients stay where their parameters are."""
         if mine.dtype != self.accumulate:
             mine = mine.to(self.accumulate)
-        if cuts[0].piece.home is None and mine.untyped_storage().nbytes() > mine.nbytes:
+        if cuts[0][0].home is None and mine.untyped_storage().nbytes() > mine.nbytes:
             mine = mine.clone()  # a slice of what was sent; the rest of it is not needed any more
         olds: list[Tensor] = []
         added: list[Tensor] = []
         homes: list[Tensor] = []
         moved: list[Tensor] = []
-        for cut, part in zip(cuts, _parts(mine, cuts), strict=True):
-            piece = cut.piece
+        for (piece, _), part in zip(cuts, _parts(mine, cuts), strict=True):
             if piece.gradient is not None:
                 olds.append(piece.gradient)
                 added.append(part)
@@ -153,14 +139,14 @@ class Bucket:
     @property
     def leaves(self) -> bool:
         """True if some of it lands in host memory, of which the device alone knows when it is there."""
-        return any(cut.piece.home is not None and cut.piece.home.device != self.device for cut in self.cuts)
+        return any(piece.home is not None and piece.home.device != self.device for piece, _ in self.cuts)
 
     def _lay_even(self) -> None:
         at = 0
         for entry in self.entries:
             self._by_rows.append(entry.rows > 0 and entry.rows % self._world == 0)
             if entry.piece is not None:
-                self.cuts.append(ReceivedInterval(entry.piece, at, at + entry.piece.master.numel()))
+                self.cuts.append((entry.piece, slice(at, at + entry.piece.master.numel())))
             at += entry.chunk
         self.share = EvenShares(at)
 
@@ -169,21 +155,22 @@ class Bucket:
             self._lay_line()
             return
         order = [
-            (place, OwnedInterval(owner, *_interval(entry, owner)))
+            (owner, place, slice(*_interval(entry, owner)))
             for place, entry in enumerate(self.entries)
             for owner in entry.owners
         ]
-        if len({part.owner for _, part in order}) > self.reduction.few:
+        if len({owner for owner, _, _ in order}) > self.reduction.few:
             self._lay_line()
             return
-        self._order = sorted(order, key=lambda item: item[1].owner)
+        self._order = sorted(order, key=lambda item: item[0])
         lengths: dict[int, int] = {}
-        for place, part in self._order:
-            if part.owner == self._rank:
-                piece, at = self.entries[place].piece, lengths.get(part.owner, 0)
+        for owner, place, part in self._order:
+            at = lengths.get(owner, 0)
+            lengths[owner] = at + part.stop - part.start
+            if owner == self._rank:
+                piece = self.entries[place].piece
                 assert piece is not None, "a rank that owns elements has a piece of them"
-                self.cuts.append(ReceivedInterval(piece, at, at + part.stop - part.start))
-            lengths[part.owner] = lengths.get(part.owner, 0) + part.stop - part.start
+                self.cuts.append((piece, slice(at, lengths[owner])))
         longest = max(lengths.values())
         if len(lengths) == self._world and longest * self._world <= _PADDING * sum(lengths.values()):
             self._pads = {owner: longest - length for owner, length in lengths.items() if length < longest}
@@ -198,8 +185,8 @@ class Bucket:
         for entry in self.entries:
             if entry.piece is not None:
                 start, stop = _interval(entry, self._rank)
-                self._places.append((begin + start, begin + stop))
-                self.cuts.append(ReceivedInterval(entry.piece, at, at + stop - start))
+                self._places.append(slice(begin + start, begin + stop))
+                self.cuts.append((entry.piece, slice(at, at + stop - start)))
                 at += stop - start
             begin += entry.numel
 
@@ -210,14 +197,14 @@ def label(entries: Sequence[BucketEntry]) -> str:
     return f"gradients of {last}" + (f" … {first}" if first != last else "")
 
 
-def _parts(mine: Tensor, cuts: Sequence[ReceivedInterval]) -> Sequence[Tensor]:
+def _parts(mine: Tensor, cuts: Sequence[Cut]) -> Sequence[Tensor]:
     """What each piece gets of it; by one operation where they lie side by side."""
     sizes, at = [], 0
-    for cut in cuts:
-        if cut.start != at:
-            return [mine[cut.start : cut.stop] for cut in cuts]
-        sizes.append(cut.stop - at)
-        at = cut.stop
+    for _, part in cuts:
+        if part.start != at:
+            return [mine[each] for _, each in cuts]
+        sizes.append(part.stop - at)
+        at = part.stop
     parts: Sequence[Tensor] = mine[:at].split(sizes)
     return parts
 

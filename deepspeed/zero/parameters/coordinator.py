@@ -1,6 +1,7 @@
 """`FetchCoordinator`: what hooks on modules and parameters tell stage 3; it makes parameters whole and lets go of them.
 
-Who needs what at this moment is `UseCounts`; what is gathered when, and how ranks agree on it, is `FetchSchedule`.
+It counts on each shard how many uses need it at this moment. What is gathered when, and how ranks agree on it, is
+`FetchSchedule`.
 
 [Note: differentiated twice] The graph that a backward with `create_graph=True` makes needs parameters, belongs to no
 module, and may run first in the next backward. So the parameters of all modules that such a backward came to stay whole
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
 from deepspeed.zero.parameters.shard import Shard, shards_of
-from deepspeed.zero.parameters.uses import ModuleUse, UseCounts
+from deepspeed.zero.parameters.uses import ModuleUse
 
 
 class FetchCoordinator:
@@ -24,12 +25,21 @@ class FetchCoordinator:
 
     def __init__(self, schedule: FetchSchedule) -> None:
         self.schedule = schedule
-        self._holds = UseCounts(schedule.left, schedule.loosened)
-        self._uses: dict[int, ModuleUse] = {}
         self._users: dict[int, ModuleUse] = {}
         """A use of each shard, by its number."""
         self._forwards: set[tuple[object, ...]] = set()
         """The kinds of forward with gradients since the last backward."""
+        self._stack: list[tuple[ModuleUse, tuple[Shard, ...]]] = []
+        """The modules that run inside each other, with what they hold."""
+        self._backward: dict[ModuleUse, set[Shard]] = {}
+        """The uses of which backward is running, with what they hold."""
+        self._holders: dict[Shard, set[ModuleUse]] = {}
+        """The same by shard."""
+        self._inputs_done: set[ModuleUse] = set()
+        self._recomputed: dict[ModuleUse, list[Shard]] = {}
+        """What modules that were recomputed in backward do not train."""
+        self._until_step: dict[Shard, None] = {}
+        """What is kept for [Note: differentiated twice]."""
         self.in_backward = False
         self.kind: tuple[object, ...] = ()
         """Which part of the model runs, and how, where it is run in parts: passes of one kind have one plan."""
@@ -44,7 +54,6 @@ class FetchCoordinator:
 
     def add(self, use: ModuleUse) -> None:
         """Know about a use; all ranks add the same ones in the same order."""
-        self._uses[use.number] = use
         for shard in use.shards:
             self._users.setdefault(shard.number, use)
         self.schedule.add(use)
@@ -53,24 +62,27 @@ class FetchCoordinator:
         """Forget every use and every plan."""
         self.forget_graphs()
         self.schedule.clear()
-        self._uses.clear()
         self._users.clear()
-        self._holds.clear()
+        self._stack.clear()
+        self._backward.clear()
+        self._holders.clear()
+        self._inputs_done.clear()
+        self._recomputed.clear()
         self._forwards.clear()
         self.in_backward = False
 
     @property
     def current(self) -> ModuleUse | None:
         """The innermost module that is running."""
-        return self._holds.current
+        return self._stack[-1][0] if self._stack else None
 
     def first_uses(self) -> Iterator[nn.Parameter]:
         """Parameters in the order in which the first forward used them, the same on all ranks."""
         for number in self.schedule.first:
-            for shard in self._uses[number].shards:
+            for shard in self.schedule.uses[number].shards:
                 yield shard.param
 
-    # ---- forward
+    # ---- forward: modules run inside each other
 
     def enter(self, use: ModuleUse) -> None:
         """A module begins to run."""
@@ -78,46 +90,65 @@ class FetchCoordinator:
             self._bring()
             self.schedule.open(("forward", use.number, *self.kind, torch.is_grad_enabled()), use)
         self.schedule.need(use)
-        self._holds.push(use)
+        shards = tuple(use.shards)
+        for shard in shards:
+            _hold(use, shard)
+        self._stack.append((use, shards))
 
     def leave(self, use: ModuleUse) -> None:
         """A module has run, or failed."""
         if self.in_backward:
-            self._holds.keep_frozen(use)
-        if self._holds.pop(use) and not self._holds.running and not self.in_backward and self.schedule.running:
+            self._keep_frozen(use)
+        if self._pop(use) and not self._stack and not self.in_backward and self.schedule.running:
             if self.schedule.grad:
                 self._forwards.add(self.schedule.key)
             self.schedule.close()
 
+    def _pop(self, use: ModuleUse) -> bool:
+        """Modules above it were left by an exception. False if it never began."""
+        if not self._stack or (self._stack[-1][0] is not use and not any(top is use for top, _ in self._stack)):
+            return False
+        while True:
+            top, shards = self._stack.pop()
+            for shard in shards:
+                _loosen(top, shard)
+            self.schedule.left(top, shards)
+            if top is use:
+                return True
+
     def pass_by(self) -> None:
         """Take part in a forward that the other ranks run and this one does not."""
-        for outermost in list(self._uses.values())[:1]:
+        for outermost in list(self.schedule.uses.values())[:1]:
             self.enter(outermost)
             self.leave(outermost)
 
     def also(self, shard: Shard) -> None:
         """The running module needs one more parameter, now and whenever it runs."""
-        use = self.current
-        if use is None:
+        if not self._stack:
             return
+        use, held = self._stack[-1]
         if shard not in use.shards:
             self.schedule.extend(use, shard)
         self.schedule.need(use)
-        self._holds.also(shard)
+        if shard not in held:
+            _hold(use, shard)
+            self._stack[-1] = use, (*held, shard)
 
     def hand_over(self, use: ModuleUse, shard: Shard) -> None:
-        """A module returns one of its parameters: whoever called it uses that from now on."""
-        caller = self._holds.caller_of(use)
+        """A module returns one of its parameters: whoever called it uses that from now on, until it ends."""
+        caller = next((top for top, _ in reversed(self._stack) if top is not use), None)
         if caller is not None and shard not in caller.shards:
             self.schedule.extend(caller, shard)
-            self._holds.lend(caller, shard)
+            place = next(i for i, (top, _) in enumerate(self._stack) if top is caller)
+            _hold(caller, shard)
+            self._stack[place] = caller, (*self._stack[place][1], shard)
 
-    # ---- backward
+    # ---- backward: modules wait for the gradients of their parameters
 
     def begin_backward(self) -> None:
         """A backward begins."""
         self._bring()
-        if self.in_backward or not self._uses:
+        if self.in_backward or not self.schedule.uses:
             return
         self.in_backward = True
         kinds = self.kind or tuple(sorted(self._forwards, key=repr))
@@ -136,16 +167,47 @@ class FetchCoordinator:
             if self.notice is not None:
                 self.notice()
             self.begin_backward()
-        if not self._holds.holds_all(use):
+        held = self._backward.get(use)
+        if not held or not held.issuperset(use.shards):  # else told by another output or another call of it
             self.schedule.need(use)
-            self._holds.keep(use)
-        self._holds.release_frozen(use)
-        if recorded:
-            self._holds.keep_until_step(use)
+            self._keep(use)
+        self._release_frozen(use)
+        for shard in use.shards if recorded else ():
+            if shard not in self._until_step:
+                self._until_step[shard] = None
+                shard.holds += 1
+
+    def _keep(self, use: ModuleUse) -> None:
+        held = self._backward.setdefault(use, set())
+        for shard in use.shards:
+            if shard not in held:
+                held.add(shard)
+                self._holders.setdefault(shard, set()).add(use)
+                _hold(use, shard)
+
+    def _keep_frozen(self, use: ModuleUse) -> None:
+        """A module was recomputed in backward: what it does not train stays whole until its own backward.
+
+        Checkpointing keeps such a parameter itself, not a view of its memory, and looks at its shape when the first
+        module of the recomputed ones runs backward.
+        """
+        frozen = [shard for shard in use.shards if not shard.persistent and not shard.param.requires_grad]
+        if frozen and use not in self._recomputed:
+            self._recomputed[use] = frozen
+            for shard in frozen:
+                shard.holds += 1
+
+    def _release_frozen(self, use: ModuleUse) -> None:
+        """The backward of a module that was recomputed runs: it holds what it needs by itself."""
+        for shard in self._recomputed.pop(use, ()):
+            shard.holds -= 1
 
     def forget_graphs(self) -> None:
         """Parameters are about to change: no graph that was made with them is differentiated any more."""
-        self.schedule.let_go(self._holds.end_step())
+        kept, self._until_step = list(self._until_step), {}
+        for shard in kept:
+            shard.holds -= 1
+        self.schedule.let_go(kept)
 
     def before_weights(self, params: Iterable[Tensor]) -> None:
         """The gradients of these are computed next, apart from those of their modules' inputs."""
@@ -155,25 +217,67 @@ class FetchCoordinator:
 
     def gradient_arrived(self, shard: Shard) -> None:
         """Every use of a trained parameter in this backward is over: its gradient is there."""
-        self._holds.arrived(shard)
+        for use in sorted(self._holders.get(shard, ()), key=lambda use: use.number):
+            self._drop(use, (shard,))
+            self._drop_frozen(use)
 
     def inputs_done(self, use: ModuleUse) -> None:
-        """The gradients of all inputs of a module are known."""
-        self._holds.inputs_done(use, all_of_it=self.inputs_only)
+        """The gradients of all inputs of a module are known, so nothing but its own parameters can be missing."""
+        if use not in self._backward:
+            return
+        if self.inputs_only:  # those of its parameters are not computed in this backward
+            self._drop(use, tuple(self._backward[use]))
+        else:
+            self._inputs_done.add(use)
+            self._drop_frozen(use)
 
     def end_backward(self) -> None:
         """A backward is over: nothing is needed any more."""
-        if not self.in_backward:
-            return
-        self._holds.end_backward()
-        self.in_backward = False
-        self._forwards.clear()
-        self.schedule.close()
+        if self._let_all_go():
+            self.schedule.close()
 
     def abandon(self) -> None:
         """A backward failed."""
-        if self.in_backward:
-            self.in_backward = False
-            self._forwards.clear()
-            self._holds.end_backward()
+        if self._let_all_go():
             self.schedule.abandon()
+
+    def _let_all_go(self) -> bool:
+        """Nothing is needed for a backward any more; False if there was none."""
+        if not self.in_backward:
+            return False
+        for use, frozen in list(self._recomputed.items()):
+            self._release_frozen(use)
+            self.schedule.loosened(use, frozen)
+        for use, held in list(self._backward.items()):
+            self._drop(use, tuple(held))
+        self.in_backward = False
+        self._forwards.clear()
+        return True
+
+    def _drop_frozen(self, use: ModuleUse) -> None:
+        held = self._backward.get(use)
+        if held and use in self._inputs_done and not any(shard.param.requires_grad for shard in held):
+            self._drop(use, tuple(held))
+
+    def _drop(self, use: ModuleUse, shards: tuple[Shard, ...]) -> None:
+        held = self._backward[use]
+        for shard in shards:
+            held.discard(shard)
+            self._holders[shard].discard(use)
+            _loosen(use, shard)
+        if held:
+            self.schedule.loosened(use, shards)
+        else:
+            del self._backward[use]
+            self._inputs_done.discard(use)
+            self.schedule.left(use, use.shards)
+
+
+def _hold(use: ModuleUse, shard: Shard) -> None:
+    shard.holds += 1
+    shard.users.add(use.number)
+
+
+def _loosen(use: ModuleUse, shard: Shard) -> None:
+    shard.holds -= 1
+    shard.users.discard(use.number)

@@ -80,7 +80,7 @@ class FetchSchedule:
         self._between = between_passes  # whether parameters may stay whole from forward to backward
         self._log_traces = log_traces
         self._known: dict[tuple[object, ...], _Known] = {}
-        self._uses: dict[int, ModuleUse] = {}
+        self.uses: dict[int, ModuleUse] = {}
         self._shards: dict[int, Shard] = {}
         self._live: dict[int, Shard] = {}
         self._pass: _Pass | None = None
@@ -97,7 +97,7 @@ class FetchSchedule:
 
     def add(self, use: ModuleUse) -> None:
         """Know about a use; all ranks add the same ones in the same order."""
-        self._uses[use.number] = use
+        self.uses[use.number] = use
         for shard in use.shards:
             self._shards[shard.number] = shard
 
@@ -110,7 +110,7 @@ class FetchSchedule:
     def clear(self) -> None:
         """Forget every use and every plan."""
         self._known.clear()
-        self._uses.clear()
+        self.uses.clear()
         self._pass = None
 
     def invalidate(self) -> None:
@@ -222,7 +222,7 @@ class FetchSchedule:
         now = self._pass
         if now is not None and now.plan is None:
             now.events.append(use.event(False))
-        self.let_go(shards, self._keep.get(use.number, frozenset()))
+        self.loosened(use, shards)
 
     def loosened(self, use: ModuleUse, shards: Sequence[Shard]) -> None:
         """A use does not need some of its parameters any more."""
@@ -266,7 +266,7 @@ class FetchSchedule:
             self._depart(now, max(int(said[:, 1].min()), int(said[:, 2].max())))
         wanted = [mine.number + 1] if mine is not None and bool((codes == mine.number + 1).all()) else None
         for number in wanted or sorted({int(code) for code in codes.tolist() if code > 0}):
-            use = self._uses[number - 1]
+            use = self.uses[number - 1]
             now.served.append(use.number)
             self._gather(now, use.shards)
             if use is not mine:
@@ -302,7 +302,7 @@ class FetchSchedule:
         while now.plan is not None and now.next < until:
             step = now.plan.steps[now.next]
             self._do(now, now.next)
-            skipped = self._uses.get(step.use)
+            skipped = self.uses.get(step.use)
             self.let_go(skipped.shards if skipped else (), step.keep)
 
     def _do(self, now: _Pass, place: int) -> None:
@@ -337,7 +337,7 @@ class FetchSchedule:
         if agreed:
             returns = self._between and now.key[-1] is True
             return plan(now.events, numel, self._limits, whole=whole, returns=returns)
-        events = [self._uses[use].event(enter) for use in served for enter in (True, False)]
+        events = [self.uses[use].event(enter) for use in served for enter in (True, False)]
         return plan(events, numel, FetchLimits(0, self._limits.live, 0))
 
     def _agree(self, mine: tuple[int, ...], served: tuple[int, ...]) -> bool:

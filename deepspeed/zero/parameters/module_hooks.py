@@ -74,21 +74,6 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
     del module.__dict__[_KEY][id(parameter)]
 
 
-class _Call:
-    """One call of a module, of which backward reports the inputs' gradients."""
-
-    __slots__ = ("_done", "left")
-
-    def __init__(self, done: Callable[[], None]) -> None:
-        self._done = done
-        self.left = 0
-
-    def fired(self, _: Tensor) -> None:
-        self.left -= 1
-        if self.left == 0:
-            self._done()
-
-
 class ModuleHooks:
     """Connects the modules of a model to a coordinator; can be taken off and put on again."""
 
@@ -257,11 +242,18 @@ class ModuleHooks:
         return hidden(pre), hidden(post)
 
     def _watch_inputs(self, use: ModuleUse, inputs: Any) -> None:
-        call = _Call(lambda: self._coordinator.inputs_done(use))
-        for tensor in tensors_in(inputs):
-            if tensor.requires_grad:
-                call.left += 1
-                tensor.register_hook(call.fired)
+        """Tell when backward has reported the gradients of all inputs of one call."""
+        watched = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
+        left = len(watched)
+
+        def fired(_: Tensor) -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                self._coordinator.inputs_done(use)
+
+        for tensor in watched:
+            tensor.register_hook(fired)
 
     def _keep_returned(self, use: ModuleUse, tensors: Iterable[Tensor]) -> None:
         """A module that returns a parameter hands it to whoever called it, who uses it then."""

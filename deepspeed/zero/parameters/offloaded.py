@@ -140,25 +140,23 @@ class FileChunks:
         parts = target.split(step)
         return [_Part(offset + place * step * size, part) for place, part in enumerate(parts)]
 
-    def begin(self, part: _Part, *, must: bool = False) -> _Flight | None:
-        """Start a read; None if all buffers are in use, unless it `must` be: then there is one more."""
-        if self.device.type == "cpu":
-            return _Flight(part, part.target, self._engine.read(self._swap.path, part.target, part.offset))
-        if not self._free and self._made >= max(self._limits.buffers, 1) and not must:
-            return None
-        buffer = self._buffer(part.target.nbytes)
-        filled = buffer[: part.target.nbytes].view(part.target.dtype)
-        return _Flight(part, buffer, self._engine.read(self._swap.path, filled, part.offset))
+    def begin(self, part: _Part, *, must: bool = False) -> bool:
+        """Start a read; False if all buffers are in use, unless it `must` be: then there is one more."""
+        if self.device.type != "cpu":
+            if not self._free and self._made >= max(self._limits.buffers, 1) and not must:
+                return False
+            part.buffer = self._buffer(part.target.nbytes)
+        part.ticket = self._engine.read(self._swap.path, part.filled, part.offset)
+        return True
 
-    def land(self, flight: _Flight) -> None:
+    def land(self, part: _Part) -> None:
         """Wait for a read and send what came to the device."""
-        flight.ticket.wait()
-        target = flight.part.target
-        if flight.buffer is target:
-            return
-        with self._side_stream.again():
-            target.copy_(flight.buffer[: target.nbytes].view(target.dtype), non_blocking=True)
-            self._free.append((flight.buffer, self._side_stream.record()))
+        assert part.ticket is not None, "only what was begun lands"
+        part.ticket.wait()
+        if part.buffer is not None:
+            with self._side_stream.again():
+                part.target.copy_(part.filled, non_blocking=True)
+                self._free.append((part.buffer, self._side_stream.record()))
 
     def done(self) -> None:
         """What computes waits for all that was sent."""
@@ -177,17 +175,21 @@ class FileChunks:
         return host_empty(size, torch.uint8, pinned=self._limits.pinned)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class _Part:
+    """Neighbouring elements of a chunk that are read together."""
+
     offset: int
     target: Tensor
+    buffer: Tensor | None = None
+    """Host memory through which they go to a device."""
+    ticket: FileTicket | None = None
 
-
-@dataclass(frozen=True, eq=False)
-class _Flight:
-    part: _Part
-    buffer: Tensor
-    ticket: FileTicket
+    @property
+    def filled(self) -> Tensor:
+        """What the read writes."""
+        target = self.target
+        return target if self.buffer is None else self.buffer[: target.nbytes].view(target.dtype)
 
 
 class ChunkRead:
@@ -196,31 +198,26 @@ class ChunkRead:
     def __init__(self, files: FileChunks, parts: Sequence[_Part]) -> None:
         self._files = files
         self._waiting = deque(parts)
-        self._flying: deque[_Flight] = deque()
+        self._flying: deque[_Part] = deque()
         self._begin()
 
     def wait(self) -> None:
         """Everything is where it is used, or the device knows when it is."""
         while self._flying or self._waiting:
             if not self._flying:  # those that have the buffers are waited for later than this one
-                flight = self._files.begin(self._waiting.popleft(), must=True)
-                assert flight is not None, "it must be"
-                self._flying.append(flight)
+                self._begin(must=True)
             self._files.land(self._flying.popleft())
             self._begin()
         self._files.done()
 
     def is_completed(self) -> bool:
         """True if `wait` would not wait for the disk."""
-        return not self._waiting and all(flight.ticket.is_completed() for flight in self._flying)
+        return not self._waiting and all(part.ticket and part.ticket.is_completed() for part in self._flying)
 
-    def _begin(self) -> None:
-        while self._waiting:
-            flight = self._files.begin(self._waiting[0])
-            if flight is None:
-                break
-            self._waiting.popleft()
-            self._flying.append(flight)
+    def _begin(self, *, must: bool = False) -> None:
+        while self._waiting and self._files.begin(self._waiting[0], must=must):
+            self._flying.append(self._waiting.popleft())
+            must = False
 
 
 class FileGather:

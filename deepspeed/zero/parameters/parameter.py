@@ -48,17 +48,21 @@ def _chunk(param: ZeroParameter) -> Tensor:
     return chunk
 
 
-class ZeroParameter(WatchedData, nn.Parameter):
+class EngineParameter(WatchedData, nn.Parameter):
+    """A parameter whose class an engine has changed."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An ordinary parameter: clients make new ones of the class of an old one."""
+        return ordinary_class(cls)(*args, **kwargs)
+
+
+class ZeroParameter(EngineParameter):
     """A parameter of which this rank may hold a shard only; the same object as before, with another class.
 
     Outside of its use it is empty (`numel() == 0`); `ds_shape` and `ds_numel` tell what it is as a whole.
     """
 
     _zero: Shard
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An ordinary parameter: clients make new ones of the class of an old one."""
-        return ordinary_class(cls)(*args, **kwargs)
 
     ds_id = property(lambda self: self._zero.number, doc="A number of its own.")
     ds_shape = property(lambda self: self._zero.shape, doc="The shape of the whole parameter.")
@@ -214,12 +218,8 @@ class SpreadParameter(_TakenGradient, ZeroParameter):
             )
 
 
-class WholeParameter(WatchedData, nn.Parameter):
+class WholeParameter(EngineParameter):
     """One that is whole, while its master lies elsewhere; a copy, pickled or not, is an ordinary parameter."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """An ordinary parameter: clients make new ones of the class of an old one."""
-        return ordinary_class(cls)(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if ordinary_class(type(self)) is nn.Parameter:
@@ -269,8 +269,7 @@ def spread_class(param: nn.Parameter) -> None:
 
 def ordinary_class(kind: type[nn.Parameter]) -> type[nn.Parameter]:
     """The class that a parameter had before an engine changed it."""
-    ours = (ZeroParameter, WholeParameter)
-    return next((b for b in kind.__mro__ if issubclass(b, nn.Parameter) and not issubclass(b, ours)), kind)
+    return next((b for b in kind.__mro__ if issubclass(b, nn.Parameter) and not issubclass(b, EngineParameter)), kind)
 
 
 @cache

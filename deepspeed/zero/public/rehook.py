@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import ItemsView
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import nn
@@ -13,21 +14,6 @@ from deepspeed.zero.parameters.module_hooks import ModuleHooks, external_paramet
 _EXTERNAL = "ds_external_parameters"
 
 
-class _Trace:
-    """The part of the coordinator that clients touch."""
-
-    def __init__(self, hooks: ModuleHooks | None) -> None:
-        self._hooks = hooks
-
-    def is_invalid_trace(self) -> bool:
-        """Plans that do not fit are found and made anew without help."""
-        return False
-
-    def _invalidate_trace(self) -> None:
-        if self._hooks is not None:
-            self._hooks.forget_plans()
-
-
 class ParameterOffload:
     """The hooks of one model; without any where parameters are always whole."""
 
@@ -35,7 +21,11 @@ class ParameterOffload:
         self.module = module
         self.backward_hooks: list[Any] = []
         """None are needed: what runs before a module's backward is attached to its output."""
-        self.param_coordinator = _Trace(hooks)
+        self.param_coordinator = SimpleNamespace(
+            is_invalid_trace=lambda: False,  # plans that do not fit are found and made anew without help
+            _invalidate_trace=lambda: None if hooks is None else hooks.forget_plans(),
+        )
+        """The part of the coordinator that clients touch."""
         self._hooks = hooks
         vars(module)[_EXTERNAL] = partial(_external, module)
 

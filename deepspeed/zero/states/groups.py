@@ -26,7 +26,7 @@ from deepspeed.zero.piece import StatePiece, as_wide, hand_over, is_moment
 from deepspeed.zero.placement import Placement
 from deepspeed.zero.states.late_parameters import PendingUpdate, postpone
 from deepspeed.zero.states.offloaded_tile import move_out
-from deepspeed.zero.states.parameter_state import ParameterState, ShardState, WholeState
+from deepspeed.zero.states.parameter_state import ParameterState, WholeState
 
 if TYPE_CHECKING:
     from deepspeed.zero.gradients.reducer import GradientReducer
@@ -207,7 +207,8 @@ class ShardGroup:
 
     def held(self, place: int, reducer: GradientReducer | None) -> ParameterState:
         """What this rank holds of the parameter at that place."""
-        return ShardState(self, place, reducer)
+        piece = next((piece for piece in self.pieces if piece.param is self.params[place]), None)
+        return ParameterState(self, place, piece, reducer)
 
     def gradients(self) -> list[Tensor | None]:
         """The reduced gradients of this rank's pieces, before they are handed over."""
@@ -336,7 +337,7 @@ class WholeGroup(ShardGroup):
         return piece.param.grad if piece.separate else None
 
     def held(self, place: int, reducer: GradientReducer | None) -> WholeState:
-        return WholeState(self.pieces[place])
+        return WholeState(self, place)
 
     def gradients(self) -> list[Tensor | None]:
         return [p.master.grad if p.param.grad is None else p.param.grad for p in self.pieces]

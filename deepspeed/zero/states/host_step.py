@@ -10,8 +10,10 @@ waits for its tile; see `late_parameters.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,7 +33,7 @@ from deepspeed.ops.multi_tensor import scale_
 from deepspeed.ops.one_pass import OnePass
 from deepspeed.zero.piece import StatePiece
 from deepspeed.zero.states.offloaded_tile import OffloadedTile
-from deepspeed.zero.states.tiles import StepTiling, Tile, TileUpdate, TileUpdates, choose, twin
+from deepspeed.zero.states.tiles import StepTiling, Tile, TileUpdate, choose, twin
 
 _SLOTS = 2
 _SPARE = 0.10  # of the device's memory that stays free
@@ -314,9 +316,9 @@ class HostStep:
 
     def _run(self, turns: Sequence[TileUpdate], optimizer: Optimizer, factor: float) -> None:
         if self._streamer is not None and self._workers is not None:
-            left = TileUpdates(turns)
+            left = deque(turns)  # two take from its ends until none is left
             streaming = self._workers.submit(self._stream, left, twin(optimizer), factor)
-            for turn in iter(left.first, None):
+            for turn in _until_empty(left.popleft):
                 self._step(turn, optimizer, factor)
             streaming.result()
             return
@@ -333,7 +335,7 @@ class HostStep:
         tiles = [turn.tile for turn in turns if not turn.only_before]
         through(tiles, self._store, work, ahead=self._pace.ahead, behind=self._pace.behind)
 
-    def _stream(self, left: TileUpdates, optimizer: Optimizer, factor: float) -> None:
+    def _stream(self, left: deque[TileUpdate], optimizer: Optimizer, factor: float) -> None:
         """Let the device update what it keeps, then the others from their end."""
         streamer = self._streamer
         assert streamer is not None, "only then there is something to stream"
@@ -346,7 +348,7 @@ class HostStep:
         for turn in self._staying:
             step(turn)
         streamer.ready()
-        for turn in iter(left.last, None):
+        for turn in _until_empty(left.pop):
             step(turn)
             streamer.ready()
 
@@ -410,6 +412,13 @@ class HostStep:
         with self._side_stream.again():
             torch._foreach_copy_(sources, list(outs), non_blocking=True)
             self._events[-1] = turn.sent = self._side_stream.record()
+
+
+def _until_empty(take: Callable[[], TileUpdate]) -> Iterator[TileUpdate]:
+    """What `take` returns until its deque is empty."""
+    with suppress(IndexError):
+        while True:
+            yield take()
 
 
 def _step_plainly(turn: TileUpdate, outs: Sequence[Tensor], optimizer: Optimizer, factor: float) -> None:

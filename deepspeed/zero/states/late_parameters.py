@@ -7,13 +7,14 @@ before they run, since kernels of other libraries do not ask for a class. Waitin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 # Attributes of a tensor that give access to its values; all others only describe it.
 _READS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
@@ -46,7 +47,7 @@ class LateParameter:
         """Run a function of torch; what it reads arrives first."""
         kwargs = kwargs or {}
         if not _describes(func):
-            for param in list(_late_in((args, kwargs.values()))):
+            for param in filter(is_late, tree_leaves((args, kwargs))):
                 arrive(param)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -106,16 +107,6 @@ def _describes(func: Callable[..., Any]) -> bool:
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _READS
     return name in _DESCRIBES
-
-
-def _late_in(values: Iterable[Any], depth: int = 4) -> Iterator[nn.Parameter]:
-    for value in values:
-        if is_late(value):
-            yield value
-        elif isinstance(value, (list, tuple)) and depth:
-            yield from _late_in(value, depth - 1)
-        elif isinstance(value, dict) and depth:
-            yield from _late_in(value.values(), depth - 1)
 
 
 @cache

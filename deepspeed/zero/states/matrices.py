@@ -28,12 +28,8 @@ from deepspeed.zero.states.groups import ShardGroup
 _WHOLE_ELEMENTS = 2**25
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixRound:
-    """Parameters that travel together."""
-
-    owned: dict[int, tuple[int, ...]]
-    """Those that each rank computes, in the order of the ranks; a rank without any is not in it."""
+MatrixRound = dict[int, tuple[int, ...]]
+"""Parameters that travel together, by the rank that computes them, in the order of the ranks that compute any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ def plan(layout: FlatLayout, limit: int = _WHOLE_ELEMENTS) -> MatrixPlan:
             owner = ranks.start + int(loads[ranks.start : ranks.stop].argmin())
             loads[owner] += _cost(layout.numels[param])
             owned.setdefault(owner, []).append(param)
-        rounds.append(MatrixRound({owner: tuple(owned[owner]) for owner in sorted(owned)}))
+        rounds.append({owner: tuple(owned[owner]) for owner in sorted(owned)})
     return MatrixPlan(settled, rounds)
 
 
@@ -150,11 +146,11 @@ class _Exchange:
         for each in planned.rounds:
             yield from self._round(each)
 
-    def _round(self, each: MatrixRound) -> Iterator[tuple[int, Tensor]]:
-        world, mine = self._layout.world, each.owned.get(self._me, ())
-        sizes = {param: _size(self._layout, param, self._me) for theirs in each.owned.values() for param in theirs}
+    def _round(self, owned: MatrixRound) -> Iterator[tuple[int, Tensor]]:
+        world, mine = self._layout.world, owned.get(self._me, ())
+        sizes = {param: _size(self._layout, param, self._me) for theirs in owned.values() for param in theirs}
         sends, comes = [0] * world, [0] * world
-        for owner, theirs in each.owned.items():
+        for owner, theirs in owned.items():
             sends[owner] = sum(sizes[param] for param in theirs)
         parts = stretches(self._layout, mine)
         for part in parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,37 +22,6 @@ if TYPE_CHECKING:
     from deepspeed.zero.states.groups import ShardGroup
 
 _KEY = "_states"
-
-
-class ParameterState(Protocol):
-    """One parameter that an optimizer trains, as this rank sees it."""
-
-    name: str
-    shape: torch.Size
-    """Of the whole parameter."""
-    interval: tuple[int, int]
-    """The elements that lie here; all of them where nothing is sharded."""
-    axis: AxisGroup | None
-    """The ranks over which the parameter is spread; None if it is whole here."""
-    chunk: int
-    """Elements of a rank's part, padding included."""
-    dtype: torch.dtype
-    """Of the master."""
-    device: torch.device
-    master: nn.Parameter | None
-    """What the optimizer updates; None if no element lies here."""
-
-    def gradient(self) -> Tensor | None:
-        """The reduced gradient of the elements that lie here, not yet multiplied by its unit."""
-
-    def has_gradient(self) -> bool:
-        """True if this rank had a gradient for the parameter."""
-
-    def put_gradient(self, values: Tensor) -> None:
-        """Replace the gradient of the elements that lie here; one-dimensional."""
-
-    def publish(self) -> None:
-        """Bring the master into the model's parameter; on all ranks of the axis."""
 
 
 @dataclass(eq=False)
@@ -168,67 +137,70 @@ def join(held: ParameterState, part: Tensor | None, dtype: torch.dtype, present:
     return flat[:-1].view(held.shape) if flat[-1].item() else None
 
 
-class ShardState:
-    """`ParameterState` for a parameter that is spread over ranks."""
+class ParameterState:
+    """One parameter that an optimizer trains, as this rank sees it."""
 
-    def __init__(self, group: ShardGroup, place: int, reducer: GradientReducer | None) -> None:
-        self._group, self._place, self._reducer = group, place, reducer
+    def __init__(
+        self, group: ShardGroup, place: int, piece: StatePiece | None, reducer: GradientReducer | None
+    ) -> None:
+        self._group, self._place, self._piece, self._reducer = group, place, piece, reducer
         self._param = group.params[place]
-        self._piece: StatePiece | None = next((piece for piece in group.pieces if piece.param is self._param), None)
         self.name = group.names[place]
         self.shape = torch.Size(getattr(self._param, "ds_shape", self._param.shape))
-        self.axis = group.axis if group.axis.size > 1 else None
+        """Of the whole parameter."""
+        self.axis: AxisGroup | None = group.axis if group.axis.size > 1 else None
+        """The ranks over which the parameter is spread; None if it is whole here."""
         self.interval = group.layout.interval(place, group.axis.rank)
+        """The elements that lie here; all of them where nothing is sharded."""
         self.chunk = -(-self.shape.numel() // group.axis.size)
+        """Elements of a rank's part, padding included."""
         self.dtype = group.dtypes.master
+        """Of the master."""
         self.device = self._param.device
-        self.master = None if self._piece is None else self._piece.master
+        self.master = None if piece is None else piece.master
+        """What the optimizer updates; None if no element lies here."""
 
     def gradient(self) -> Tensor | None:
+        """The reduced gradient of the elements that lie here, not yet multiplied by its unit."""
         return None if self._piece is None else self._piece.gradient
 
     def has_gradient(self) -> bool:
+        """True if this rank had a gradient for the parameter."""
         return self._reducer is not None and self._reducer.had_gradient(self._param)
 
     def put_gradient(self, values: Tensor) -> None:
+        """Replace the gradient of the elements that lie here; one-dimensional."""
         if self._piece is not None:
             self._piece.put_gradient(values, self._group.dtypes.accumulate)
         if self._reducer is not None:
             self._reducer.note_gradient(self._param)
 
     def publish(self) -> None:
+        """Bring the master into the model's parameter; on all ranks of the axis."""
         self._group.publish_one(self._place)
 
 
-class WholeState:
-    """`ParameterState` for a parameter that is whole on this rank."""
+class WholeState(ParameterState):
+    """Of a parameter of a `WholeGroup`: gradients lie where plain PyTorch has them."""
 
-    axis: AxisGroup | None = None
-
-    def __init__(self, piece: StatePiece) -> None:
-        self._piece, self._param = piece, piece.param
-        self._master = piece.master
-        self.master: nn.Parameter | None = piece.master
-        self.name = piece.name
-        self.shape = piece.shape
-        self.interval = piece.interval
-        self.chunk = piece.shape.numel()
-        self.dtype = piece.master.dtype
-        self.device = piece.param.device
+    def __init__(self, group: ShardGroup, place: int) -> None:
+        self._own = group.pieces[place]
+        super().__init__(group, place, self._own, None)
+        self.dtype = self._own.master.dtype
 
     def gradient(self) -> Tensor | None:
         """See `ParameterState`; where gradients are accumulated in the master's dtype they lie there already."""
-        grad = self._param.grad if self._param.grad is not None else self._master.grad
+        grad = self._param.grad if self._param.grad is not None else self._own.master.grad
         return grad.to_dense() if grad is not None and grad.layout != torch.strided else grad
 
     def has_gradient(self) -> bool:
         return self.gradient() is not None
 
     def put_gradient(self, values: Tensor) -> None:
-        holder = self._param if self._param.grad is not None else self._master
+        holder = self._param if self._param.grad is not None else self._own.master
         holder.grad = values.to(holder.dtype).view(self.shape)
 
     @torch.no_grad()
     def publish(self) -> None:
-        if self._piece.separate:
-            plain_data(self._param).copy_(self._master)
+        if self._own.separate:
+            plain_data(self._param).copy_(self._own.master)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from threading import Event, Lock
+from threading import Event
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -156,24 +155,6 @@ class TileUpdate:
         self.wait()
         if self.kept is not None:
             self.kept.synchronize()
-
-
-class TileUpdates:
-    """Turns that two take from both ends until none is left."""
-
-    def __init__(self, turns: Iterable[TileUpdate]) -> None:
-        self._left = deque(turns)
-        self._lock = Lock()
-
-    def first(self) -> TileUpdate | None:
-        """The next one in order."""
-        with self._lock:
-            return self._left.popleft() if self._left else None
-
-    def last(self) -> TileUpdate | None:
-        """The one that is needed last."""
-        with self._lock:
-            return self._left.pop() if self._left else None
 
 
 @dataclass(frozen=True)
