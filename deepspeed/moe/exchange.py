@@ -26,31 +26,26 @@ from deepspeed.ops.registry import op
 from deepspeed.parallel import AxisGroup
 
 
-@dataclass(frozen=True)
-class Dispatch:
-    """Which row each assignment has among those of the experts."""
-
-    places: RowAssignment
-
-    def to_rows(self, tokens: Tensor) -> Tensor:
-        """[count, M] of [S, M]; empty rows are 0."""
-        moved: Tensor = _ToRows.apply(tokens, self.places)  # type: ignore[no-untyped-call]
-        return moved
-
-    def combine(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """[S, M] of [count, M]: each token's rows, weighted [k, S] and summed in float32."""
-        summed: Tensor = _Combine.apply(rows, weights, self.places)  # type: ignore[no-untyped-call]
-        return summed
+def to_rows(tokens: Tensor, places: RowAssignment) -> Tensor:
+    """[count, M] of [S, M]; empty rows are 0."""
+    moved: Tensor = _ToRows.apply(tokens, places)  # type: ignore[no-untyped-call]
+    return moved
 
 
-def by_slots(routes: Routes, capacity: int) -> Dispatch:
+def combine(rows: Tensor, weights: Tensor, places: RowAssignment) -> Tensor:
+    """[S, M] of [count, M]: each token's rows, weighted [k, S] and summed in float32."""
+    summed: Tensor = _Combine.apply(rows, weights, places)  # type: ignore[no-untyped-call]
+    return summed
+
+
+def by_slots(routes: Routes, capacity: int) -> RowAssignment:
     """Every expert has `capacity` rows, filled from the front."""
     count = routes.num_experts * capacity
     rows = torch.where(routes.kept, routes.experts * capacity + routes.places, count)
-    return Dispatch(RowAssignment(rows.contiguous(), count, full=False))
+    return RowAssignment(rows.contiguous(), count, full=False)
 
 
-def in_order(experts: Tensor, count: int) -> tuple[Dispatch, Groups]:
+def in_order(experts: Tensor, count: int) -> tuple[RowAssignment, Groups]:
     """Experts [k, S] have as many rows as they were chosen, one behind the other; dropped assignments have one, too.
 
     Beside it the groups of rows, one for each of `count` experts.
@@ -62,9 +57,8 @@ def in_order(experts: Tensor, count: int) -> tuple[Dispatch, Groups]:
     rows[sources] = torch.arange(flat.numel(), device=flat.device)
     numbers = torch.arange(count, device=flat.device, dtype=narrow)
     ends = torch.searchsorted(ordered, numbers, right=True, out_int32=True)
-    return Dispatch(RowAssignment(rows.view(experts.shape), flat.numel(), full=True, sorted=sources)), Groups(
-        count, ends=ends
-    )
+    places = RowAssignment(rows.view(experts.shape), flat.numel(), full=True, sorted=sources)
+    return places, Groups(count, ends=ends)
 
 
 class _ToRows(torch.autograd.Function):
@@ -90,8 +84,8 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weights = ctx.saved_tensors
-        to_rows, to_weights = op("combine_slopes")(grads[0], rows, weights, ctx.places, ctx.needs_input_grad[:2])
-        return to_rows, to_weights, None
+        of_rows, of_weights = op("combine_slopes")(grads[0], rows, weights, ctx.places, ctx.needs_input_grad[:2])
+        return of_rows, of_weights, None
 
 
 Counts = list[list[int]]
@@ -307,12 +301,12 @@ def through_experts(
     `count` experts are spread over the axis in order; with several ranks the host has to know how many rows travel.
     `beside` is done once, while they do.
     """
-    plan, groups = in_order(experts, count)
-    rows = plan.to_rows(tokens)
+    places, groups = in_order(experts, count)
+    rows = to_rows(tokens, places)
     if axis is None or axis.size == 1:
         if beside is not None:
             beside()
-        return plan.combine(compute(rows, groups), weights)
+        return combine(compute(rows, groups), weights, places)
     local = count // axis.size
     sent = groups.counts().view(axis.size, local)
     came = exchange_counts(sent, axis)
@@ -324,4 +318,4 @@ def through_experts(
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order), device=order.device)
     rows = exchange(out.index_select(0, back), axis, goes, comes)
-    return plan.combine(rows, weights)
+    return combine(rows, weights, places)

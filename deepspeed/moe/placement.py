@@ -185,13 +185,10 @@ def spread_experts(
 
 def cuts_of_experts(module: nn.Module) -> dict[str, tuple[DimSplit, int]]:
     """Stacked parameters by name → how they are cut, and which part this rank has."""
+    stacks = [(path, each, each.stack) for path, each in module.named_modules() if isinstance(each, SpreadStack)]
     return {
-        f"{path}.{name}": (
-            DimSplit.of(0, [even(each.stack.experts, each.stack.groups.ep.size)]),
-            each.stack.groups.ep.rank,
-        )
-        for path, each in module.named_modules()
-        if isinstance(each, SpreadStack)
+        f"{path}.{name}": (DimSplit.of(0, [even(stack.experts, stack.groups.ep.size)]), stack.groups.ep.rank)
+        for path, each, stack in stacks
         for name, _ in each.named_parameters(recurse=False)
     }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deepspeed.errors import LayoutError, UsageError
 from deepspeed.log import warn_once
-from deepspeed.moe.exchange import by_slots, exchange, most_of_all, through_experts
+from deepspeed.moe.exchange import by_slots, combine, exchange, most_of_all, through_experts, to_rows
 from deepspeed.moe.experts import Experts
 from deepspeed.moe.mappings import parts_of, whole_of
 from deepspeed.moe.routing import (
@@ -227,8 +227,8 @@ class MOELayer(nn.Module):
         width, ranks, local = tokens.shape[-1], self.ep_size, self.num_local_experts
         if self._slices is not None:
             capacity = -(-capacity // self._slices.size) * self._slices.size
-        plan = by_slots(routes, capacity)
-        rows = plan.to_rows(tokens).view(routes.num_experts, capacity, width)
+        places = by_slots(routes, capacity)
+        rows = to_rows(tokens, places).view(routes.num_experts, capacity, width)
         if self._slices is not None:
             rows = parts_of(rows, 1, self._slices)
         part = rows.shape[1]
@@ -248,7 +248,7 @@ class MOELayer(nn.Module):
             rows = exchange(rows, self._axis)
         if self._slices is not None:
             rows = whole_of(rows, 1, self._slices)
-        return plan.combine(rows.reshape(-1, rows.shape[-1]), routes.weights)
+        return combine(rows.reshape(-1, rows.shape[-1]), routes.weights, places)
 
 
 def _copy(module: M, memo: dict[int, Any], *shared: Any) -> M:
