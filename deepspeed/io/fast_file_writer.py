@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ from deepspeed.ops.host_memory import bytes_of, copy_bytes
 __all__ = ["FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"]
 
 
-class BaseFileWriter(ABC):
+class BaseFileWriter:
     """A file to write to; `close` finishes it, and errors of the disk surface there at the latest."""
 
     def __init__(self, file_path: str | os.PathLike[str]) -> None:
@@ -28,19 +27,17 @@ class BaseFileWriter(ABC):
         """Where the file lies."""
         return self._file_path
 
-    @abstractmethod
     def write(self, buffer: Any) -> int:
         """Take all bytes of a buffer; their number. Nothing of it is used after the return."""
+        raise NotImplementedError
 
-    @abstractmethod
     def fileno(self) -> int:
-        """The descriptor of the file."""
+        """The descriptor of the file; -1 where bytes may not go straight to one."""
+        return -1
 
-    @abstractmethod
     def flush(self) -> None:
         """Hand everything to the operating system that can be."""
 
-    @abstractmethod
     def close(self) -> None:
         """Write what is left and close the file; harmless when repeated."""
 
@@ -76,7 +73,8 @@ class FastFileWriter(BaseFileWriter):
     """A file that is written from front to end while more of it is produced.
 
     `torch.save` runs C++ code around `write`, through which an exception does not come whole. So the first error is
-    kept, what follows is dropped, and `close` raises it.
+    kept, what follows is dropped, and `close` raises it. Before `close` there is nothing to flush: only whole pages go
+    past the page cache.
     """
 
     def __init__(self, file_path: str | os.PathLike[str], config: FastFileWriterConfig) -> None:
@@ -103,13 +101,6 @@ class FastFileWriter(BaseFileWriter):
             if self._filled == len(half):
                 self._send()
         return len(source)
-
-    def fileno(self) -> int:
-        """-1: bytes that went straight to the descriptor would miss those that are gathered."""
-        return -1
-
-    def flush(self) -> None:
-        """Nothing to do before `close`: only whole pages go past the page cache. torch.save calls it."""
 
     def close(self) -> None:
         if self._descriptor is None:
@@ -199,13 +190,3 @@ class MockFileWriter(BaseFileWriter):
         count = memoryview(buffer).nbytes
         self.size += count
         return count
-
-    def fileno(self) -> int:
-        """There is none: -1."""
-        return -1
-
-    def flush(self) -> None:
-        """Nothing to do."""
-
-    def close(self) -> None:
-        """Nothing to do."""
