@@ -58,7 +58,7 @@ class RankOrder(DistributedSampler[Any]):
 class GivenOrder(Sampler[Any]):
     """A user's sampler, which gives one rank's part, begun in the middle of its epoch by passing over indices."""
 
-    def __init__(self, sampler: Iterable[Any], ranks: int) -> None:
+    def __init__(self, sampler: Any, ranks: int) -> None:
         self._sampler = sampler
         self._ranks = ranks
         self._skip = 0
@@ -81,8 +81,6 @@ class GivenOrder(Sampler[Any]):
         return islice(iter(self._sampler), self._skip, None)
 
     def __len__(self) -> int:
-        if not isinstance(self._sampler, Sized):
-            raise TypeError(f"{type(self._sampler).__name__} has no len()")
         return len(self._sampler)
 
 
@@ -92,7 +90,7 @@ class RankStream(IterableDataset[Any]):
     Ranks always get equally many samples: an incomplete last turn is dropped with `drop_last`, else filled up.
     """
 
-    def __init__(self, dataset: Iterable[Any], *, ranks: int, rank: int, drop_last: bool = False) -> None:
+    def __init__(self, dataset: Any, *, ranks: int, rank: int, drop_last: bool = False) -> None:
         self._dataset = dataset
         self._ranks = ranks
         self._rank = rank
@@ -108,8 +106,6 @@ class RankStream(IterableDataset[Any]):
             yield turn[self._rank % len(turn)]
 
     def __len__(self) -> int:
-        if not isinstance(self._dataset, Sized):
-            raise TypeError(f"{type(self._dataset).__name__} has no len()")
         total = len(self._dataset)
         return total // self._ranks if self._drop_last else -(-total // self._ranks)
 

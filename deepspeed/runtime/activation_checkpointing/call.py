@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,39 +89,54 @@ def run(
         return torch_checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
     tensors, rest = split_tensors((args, dict(kwargs)))
     states = get_cuda_rng_tracker().get_states() if preserve_rng_state else None
-    call = (FlatCall if reentrant else _CheckpointedCall)(plan, function, rest, states)
+    call = _CheckpointedCall(plan, function, rest, states, flat=reentrant)
     with plan.keeper.hooks():
         outputs = torch_checkpoint(call, *tensors, use_reentrant=reentrant, preserve_rng_state=preserve_rng_state)
-    return join_tensors(call.outputs, outputs) if isinstance(call, FlatCall) else outputs
+    return join_tensors(call.outputs, outputs) if reentrant else outputs
 
 
 class _CheckpointedCall:
-    """What torch's checkpoint runs: with the tensors of the arguments, first in forward and again in backward."""
+    """What torch's checkpoint runs: with the tensors of the arguments, first in forward and again in backward.
+
+    torch's reentrant variant is an autograd function, which follows the tensors of a tuple and none that is deeper. For
+    it results are `flat`, the tuple of the tensors in them, and `outputs` is the rest of the first ones.
+    """
 
     def __init__(
-        self, plan: CheckpointingPlan, function: Callable[..., Any], rest: Any, states: dict[str, torch.Tensor] | None
+        self,
+        plan: CheckpointingPlan,
+        function: Callable[..., Any],
+        rest: Any,
+        states: dict[str, torch.Tensor] | None,
+        *,
+        flat: bool,
     ) -> None:
         self._plan = plan
         self._function = function
         self._rest = rest
         self._states = states
+        self._flat = flat
         self._again = False
+        self.outputs: Any = None
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
         again, self._again = self._again, True
         args, kwargs = join_tensors(self._rest, tensors)
-        with self._boundary("recompute" if again else "forward"), self._random_states(again), self._hooks(again):
-            return self._function(*args, **kwargs)
-
-    def _random_states(self, again: bool) -> AbstractContextManager[None]:
-        """torch restores the generators of the CPU and of the devices; the tracker's states are ours."""
-        if not again or self._states is None:
-            return nullcontext()
-        return get_cuda_rng_tracker().rewound(self._states)
-
-    def _hooks(self, again: bool) -> AbstractContextManager[None]:
-        """Around the body, torch's own hooks hide ours."""
-        return nullcontext()
+        with ExitStack() as stack:
+            stack.enter_context(self._boundary("recompute" if again else "forward"))
+            if again and self._states is not None:
+                # torch restores the generators of the CPU and of the devices; the tracker's states are ours
+                stack.enter_context(get_cuda_rng_tracker().rewound(self._states))
+            if self._flat and not again and self._plan.keeper.active:
+                # the keeper must not see what the body saves; torch's own hooks of the other variant hide it too
+                stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+            result = self._function(*args, **kwargs)
+        if not self._flat:
+            return result
+        found, rest = split_tensors(result)
+        if not again:
+            self.outputs = rest
+        return tuple(found)
 
     @contextmanager
     def _boundary(self, what: str) -> Iterator[None]:
@@ -139,28 +154,6 @@ class _CheckpointedCall:
                 synchronize()
 
 
-class FlatCall(_CheckpointedCall):
-    """The reentrant variant: results are the tuple of the tensors in them, `outputs` is the rest of the first ones.
-
-    torch's reentrant variant is an autograd function, which follows the tensors of a tuple and none that is deeper.
-    """
-
-    outputs: Any = None
-
-    def __call__(self, *tensors: torch.Tensor) -> Any:
-        first = not self._again
-        found, rest = split_tensors(super().__call__(*tensors))
-        if first:
-            self.outputs = rest
-        return tuple(found)
-
-    def _hooks(self, again: bool) -> AbstractContextManager[None]:
-        """What the body saves where it turns gradients on is none of the keeper's business."""
-        if again or not self._plan.keeper.active:
-            return nullcontext()
-        return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-
-
 InnerBackward = Callable[[Sequence[Tensor], Sequence[Tensor | None], Sequence[Tensor]], None]
 """(outputs, their gradients, inputs) → gradients on the inputs that require some, which are leaves."""
 
@@ -170,7 +163,7 @@ def recompute_by(
 ) -> Any:
     """The function's outputs; in backward it is run again, and `backward` follows."""
     tensors, rest = split_tensors((args, {}))
-    call = FlatCall(plan, function, rest, get_cuda_rng_tracker().get_states())
+    call = _CheckpointedCall(plan, function, rest, get_cuda_rng_tracker().get_states(), flat=True)
     with plan.keeper.hooks():
         outputs: Any = _Recompute.apply(call, backward, *tensors)  # type: ignore[no-untyped-call]
     return join_tensors(call.outputs, outputs)
@@ -203,7 +196,7 @@ class _Recompute(torch.autograd.Function):
     """Keeps the inputs alone."""
 
     @staticmethod
-    def forward(ctx: Any, call: FlatCall, backward: InnerBackward, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, call: _CheckpointedCall, backward: InnerBackward, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.call, ctx.inner = call, backward
         ctx.trained = [tensor.requires_grad for tensor in tensors]
         ctx.conditions = RecomputeContext(tensors)

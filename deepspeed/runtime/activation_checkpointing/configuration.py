@@ -180,11 +180,6 @@ def is_activation(value: object) -> bool:
     )
 
 
-def shard_numel(numel: int, ranks: int) -> int:
-    """Elements of each rank's shard; the last shards are padded where `ranks` does not divide."""
-    return -(-numel // ranks)
-
-
 @dataclass(frozen=True, slots=True)
 class _KeptInput:
     flat: torch.Tensor | OffloadedTensor  # [numel], or [shard_numel] of it
@@ -224,7 +219,7 @@ class InputKeeper:
             return KeptTensor.of(tensor)
         with torch.no_grad():
             flat, form = flattened(tensor)
-            size = shard_numel(tensor.numel(), self._shards)
+            size = -(-tensor.numel() // self._shards)  # the last shards are padded where it does not divide
             start = size * self._axis.rank if self._shards > 1 else 0
             part = flat[start : start + size]
             part = pad(part, (0, size - part.numel())) if part.numel() < size else part

@@ -24,38 +24,28 @@ from deepspeed.runtime.step.optimizers import build_optimizer
 from deepspeed.runtime.step.stepper import Stepper
 from deepspeed.zero.interface import OptimizerStates, ParameterOffload, RankAgreement, StateOwner, attach, in_one_pass
 
-_NAMES = ("train", "eval")
 
+def watch_modes(optimizer: Optimizer, states: OptimizerStates, stack: ExitStack) -> None:
+    """Watch `train` and `eval` of a schedule-free optimizer over masters until the stack is closed.
 
-class ScheduleFreeModes:
-    """Watches those methods of an optimizer over masters, also where a client calls them on the optimizer itself.
-
-    Comparing version counters before the next forward would find the exchange too, but ranks that hold no element
-    would not, and publishing needs all of them.
+    Clients call them on the optimizer itself. Comparing version counters before the next forward would find the
+    exchange too, but ranks that hold no element would not, and publishing needs all of them.
     """
 
-    def __init__(self, optimizer: Optimizer, states: OptimizerStates) -> None:
-        self._optimizer = optimizer
-        self._states = states
-        self._watched = [name for name in _NAMES if callable(getattr(optimizer, name, None))]
-        for name in self._watched:
-            setattr(optimizer, name, self._following(getattr(optimizer, name)))
-
-    def _following(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def followed(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def follow(*args: Any, **kwargs: Any) -> Any:
-            self._states.adopt_edits()
+            states.adopt_edits()
             result = method(*args, **kwargs)
-            self._states.publish()
+            states.publish()
             return result
 
         return follow
 
-    def close(self) -> None:
-        """Leave the optimizer as it was."""
-        for name in self._watched:
-            vars(self._optimizer).pop(name, None)
-        self._watched.clear()
+    for name in ("train", "eval"):
+        if callable(method := getattr(optimizer, name, None)):
+            setattr(optimizer, name, followed(method))
+            stack.callback(vars(optimizer).pop, name, None)
 
 
 def choose_optimizer(
@@ -171,7 +161,7 @@ def returned_optimizer(
     plain = not zero.shards_states and not stepper.states.copies
     if plain and parts.scale.value == 1.0 and not parts.scale.dynamic:
         return basic
-    stack.callback(ScheduleFreeModes(basic, stepper.states).close)
+    watch_modes(basic, stepper.states, stack)
     axis = parts.layout.samples
     common: dict[str, Any] = {
         "backward": parts.backward.run,
