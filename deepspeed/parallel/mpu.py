@@ -201,8 +201,10 @@ class CurrentLayout:
 
     def _clear(self) -> None:
         self._layout: ParallelLayout | None = None
-        self._mpu: Any = None
-        self._mesh: DeviceMesh | None = None
+        self.mpu: Any = None
+        """The mpu that a script set."""
+        self.mesh: DeviceMesh | None = None
+        """The mesh that a script set."""
         self._own: list[ParallelLayout] = []
         self._world_clone: ProcessGroup | None = None
         self.experts: dict[str, ExpertGroups] = {}
@@ -210,15 +212,20 @@ class CurrentLayout:
         self.tensor_rank: int | None = None
         self.tensor_size: int | None = None
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("mpu", "mesh"):
+            self._layout = None  # it came from another one
+        super().__setattr__(name, value)
+
     def get(self) -> ParallelLayout:
         """The current layout; made from the mesh, the mpu or the world if none was set."""
         layout = self._layout
         if layout is not None and layout.table.alive and self._fits(layout):
             return layout
-        if self._mesh is not None:
-            layout = ParallelLayout.from_mesh(self._mesh)
-        elif self._mpu is not None:
-            layout = layout_from_mpu(self._mpu)
+        if self.mesh is not None:
+            layout = ParallelLayout.from_mesh(self.mesh)
+        elif self.mpu is not None:
+            layout = layout_from_mpu(self.mpu)
         else:
             layout = ParallelLayout.build()
         self._layout = self.keep(layout)
@@ -241,25 +248,7 @@ class CurrentLayout:
     @property
     def is_known(self) -> bool:
         """True if `get()` can answer: something was set, or there is a world."""
-        return any(given is not None for given in (self._layout, self._mesh, self._mpu)) or comm.is_initialized()
-
-    @property
-    def mpu(self) -> Any:
-        """The mpu that a script set."""
-        return self._mpu
-
-    @mpu.setter
-    def mpu(self, mpu: Any) -> None:
-        self._mpu, self._layout = mpu, None
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The mesh that a script set."""
-        return self._mesh
-
-    @mesh.setter
-    def mesh(self, mesh: DeviceMesh | None) -> None:
-        self._mesh, self._layout = mesh, None
+        return any(given is not None for given in (self._layout, self.mesh, self.mpu)) or comm.is_initialized()
 
     def world_clone(self) -> ProcessGroup:
         """A group of its own over all ranks, made once by all ranks together."""

@@ -12,7 +12,6 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,34 +61,6 @@ def growth(k: int, size: int, rate: float, staircase: bool) -> float:
     """Factor of the range test: 1 at k = −1, and `rate` more for every `size` steps, in jumps if a staircase."""
     position = (k + 1) // size if staircase else (k + 1) / size
     return 1.0 + rate * position
-
-
-@dataclass(frozen=True, slots=True)
-class Cycle:
-    """The shape of a 1-cycle schedule: up over `first` steps, down over `second`, then decay."""
-
-    first: float
-    second: float
-    first_stairs: int
-    second_stairs: int
-    decay_size: float
-
-    def over(self, k: int) -> bool:
-        """True once the cycle has ended and the decay runs."""
-        return k >= self.first + self.second
-
-    def height(self, k: int) -> float:
-        """0 at the ends of the cycle, 1 at its top; with n stairs only multiples of 1/n, rounded down."""
-        at = (k + 1) % (self.first + self.second)
-        if at <= self.first:
-            return _stair(at, self.first, self.first_stairs)
-        return _stair(self.first + self.second - at, self.second, self.second_stairs)
-
-    def decayed(self, k: int, rate: float) -> float:
-        """1 plus `rate` for every `decay_size` steps since the cycle ended; 1 where there is no decay."""
-        if self.decay_size == 0 or rate == 0:
-            return 1.0
-        return 1.0 + rate * (k + 1 - self.first - self.second) / self.decay_size
 
 
 def _stair(done: float, whole: float, stairs: int) -> float:
@@ -378,17 +349,13 @@ class OneCycle(LRSchedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer, last_batch_iteration)
-        first = at_least(cycle_first_step_size, "cycle_first_step_size", 0, exclusive=True)
-        second = first if cycle_second_step_size is None else cycle_second_step_size
-        stairs = whole(cycle_first_stair_count, "cycle_first_stair_count", -1)
-        later = stairs if cycle_second_stair_count is None else cycle_second_stair_count
-        self.cycle = Cycle(
-            first=first,
-            second=at_least(second, "cycle_second_step_size", 0),
-            first_stairs=stairs,
-            second_stairs=whole(later, "cycle_second_stair_count", -1),
-            decay_size=at_least(decay_step_size, "decay_step_size", 0),
-        )
+        self._first = at_least(cycle_first_step_size, "cycle_first_step_size", 0, exclusive=True)
+        second = self._first if cycle_second_step_size is None else cycle_second_step_size
+        self._second = at_least(second, "cycle_second_step_size", 0)
+        self._first_stairs = whole(cycle_first_stair_count, "cycle_first_stair_count", -1)
+        stairs = self._first_stairs if cycle_second_stair_count is None else cycle_second_stair_count
+        self._second_stairs = whole(stairs, "cycle_second_stair_count", -1)
+        self._decay_size = at_least(decay_step_size, "decay_step_size", 0)
         self.min_lrs = self._per_group(cycle_min_lr, "cycle_min_lr")
         self.max_lrs = self._per_group(cycle_max_lr, "cycle_max_lr")
         self.decay_lr_rate = at_least(decay_lr_rate, "decay_lr_rate", 0)
@@ -402,22 +369,20 @@ class OneCycle(LRSchedule):
 
     def get_lr(self) -> list[float]:
         """The learning rate of each group at `last_batch_iteration`."""
-        k = self.last_batch_iteration
-        if self.cycle.over(k):
-            return [low / self.cycle.decayed(k, self.decay_lr_rate) for low in self.min_lrs]
-        height = self.cycle.height(k)
+        if self._over():
+            return [low / self._decayed(self.decay_lr_rate) for low in self.min_lrs]
+        height = self._height()
         return [line(low, high, height) for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """The betas of each group at `last_batch_iteration`; None where momentum does not cycle."""
         if not self.cycle_momentum:
             return None
-        k = self.last_batch_iteration
-        if self.cycle.over(k):
-            grown = self.cycle.decayed(k, self.decay_mom_rate)
+        if self._over():
+            grown = self._decayed(self.decay_mom_rate)
             moms = [min(high * grown, max(high, _HIGHEST_MOMENTUM)) for high in self.max_moms]
         else:
-            height = self.cycle.height(k)
+            height = self._height()
             moms = [line(high, low, height) for low, high in zip(self.min_moms, self.max_moms, strict=True)]
         return [(mom, group["betas"][1]) for mom, group in zip(moms, self.optimizer.param_groups, strict=False)]
 
@@ -429,6 +394,23 @@ class OneCycle(LRSchedule):
         super()._apply()
         for group, betas in zip(self.optimizer.param_groups, self.get_mom() or (), strict=False):
             group["betas"] = betas
+
+    def _over(self) -> bool:
+        """True once the cycle has ended and the decay runs."""
+        return self.last_batch_iteration >= self._first + self._second
+
+    def _height(self) -> float:
+        """0 at the ends of the cycle, 1 at its top; with n stairs only multiples of 1/n, rounded down."""
+        at = (self.last_batch_iteration + 1) % (self._first + self._second)
+        if at <= self._first:
+            return _stair(at, self._first, self._first_stairs)
+        return _stair(self._first + self._second - at, self._second, self._second_stairs)
+
+    def _decayed(self, rate: float) -> float:
+        """1 plus `rate` for every `decay_step_size` steps since the cycle ended; 1 where there is no decay."""
+        if self._decay_size == 0 or rate == 0:
+            return 1.0
+        return 1.0 + rate * (self.last_batch_iteration + 1 - self._first - self._second) / self._decay_size
 
     def _has_betas(self) -> bool:
         without = [i for i, group in enumerate(self.optimizer.param_groups) if "betas" not in group]

@@ -57,8 +57,7 @@ class LayerMarker:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._original: Callable[..., Any] | None = None
-        self._wrapper: Callable[..., Any] | None = None
+        self._wrapper: Any = None
         self._here = threading.local()
 
     def install(self) -> None:
@@ -92,8 +91,8 @@ class LayerMarker:
             layer = layer_class()
             if self._users == 0 and layer is not None and self._wrapper is not None:
                 if layer.__call__ is self._wrapper:  # else somebody wrapped it once more, and ours does nothing
-                    layer.__call__ = self._original
-                self._wrapper = self._original = None
+                    layer.__call__ = self._wrapper.__wrapped__
+                self._wrapper = None
 
     @property
     def _opened(self) -> list[_HiddenStates]:
@@ -116,8 +115,7 @@ class LayerMarker:
             marks.leave(result)
             return result
 
-        self._original, self._wrapper = original, marked
-        layer.__call__ = marked
+        layer.__call__ = self._wrapper = marked
 
 
 MARKER = LayerMarker()
