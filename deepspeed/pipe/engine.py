@@ -207,7 +207,6 @@ _FACTS: dict[str, Callable[[Any], Any]] = {
     "is_model_parallel": lambda engine: engine.module._grid.model_parallel_size > 1,
     "is_pipe_parallel": lambda engine: engine.module._grid.pipe_parallel_size > 1,
     "micro_batch_size": lambda engine: engine.train_micro_batch_size_per_gpu(),
-    "micro_batches": lambda engine: engine.gradient_accumulation_steps(),
     "next_stage": lambda engine: engine.module.stage_id + 1,
     "num_stages": lambda engine: engine.module.num_stages,
     "prev_stage": lambda engine: engine.module.stage_id - 1,
@@ -224,6 +223,7 @@ class PipelineEngine(DeepSpeedEngine):
     """Class of an instruction of a script's own schedule → what carries it out."""
     total_loss: Tensor | None = None
     """The sum of the losses of the last training batch on the last stage; None elsewhere."""
+    _micro_batches: int | None = None
     fwd_outputs: list[Any]
     """The outputs of the last evaluation that asked for them, on the last stage."""
     _collaborators = (*DeepSpeedEngine._collaborators, "_accord", "_executor", "_feed", "_wires")
@@ -272,6 +272,9 @@ class PipelineEngine(DeepSpeedEngine):
 
     def _train(self) -> Tensor:
         count = self.gradient_accumulation_steps()
+        if self.micro_batches != count:
+            found = f"engine.micro_batches was set to {self.micro_batches}, but a training batch has {count}"
+            raise UsageError(f"{found}. Set it back after evaluation, or call engine.set_train_batch_size()")
         if self._parts.moved:
             self._must_be_here("engine.train_batch()", trains=True, steps=True)
         self.train()
@@ -330,7 +333,7 @@ class PipelineEngine(DeepSpeedEngine):
         return self._evaluate(data_iter, num_micro_batches, compute_loss=False, keep=True).outputs or None
 
     def _evaluate(self, data_iter: Any, count: int | None, compute_loss: bool, *, keep: bool) -> Results:
-        count = self.gradient_accumulation_steps() if count is None else count
+        count = self.micro_batches if count is None else count
         if not isinstance(count, int) or count < 1:
             raise UsageError(f"num_micro_batches is {count!r}; expected a whole number of at least 1")
         feed, training = self._feed.lend(data_iter), self.module.training
@@ -496,6 +499,16 @@ class PipelineEngine(DeepSpeedEngine):
         except UsageError:
             super().set_train_batch_size(before)
             raise
+        self._micro_batches = None
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a batch; scripts assign another number while they evaluate."""
+        return self._micro_batches or self.gradient_accumulation_steps()
+
+    @micro_batches.setter
+    def micro_batches(self, count: int) -> None:
+        self._micro_batches = None if count == self.gradient_accumulation_steps() else count
 
     # ---- where this rank is
 
