@@ -102,11 +102,6 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
     return _tracker
 
 
-def reset() -> None:
-    """Empty the slot."""
-    _tracker.reset()
-
-
 def model_parallel_seed(seed: int, tensor_rank: int) -> int:
     """The seed of a rank's own state, different on each rank of a tensor-parallel group."""
     return seed + _SEED_OFFSET + tensor_rank

@@ -31,10 +31,10 @@ LAYERS = 8
 @pytest.fixture(autouse=True)
 def fresh():
     CONFIGURATION.clear()
-    rng.reset()
+    rng.get_cuda_rng_tracker().reset()
     yield
     CONFIGURATION.clear()
-    rng.reset()
+    rng.get_cuda_rng_tracker().reset()
 
 
 def plainly(function, *args):

@@ -29,13 +29,13 @@ KEPT = {
 @pytest.fixture(autouse=True)
 def fresh():
     CONFIGURATION.clear()
-    rng.reset()
+    rng.get_cuda_rng_tracker().reset()
     set_accelerator(CPU_Accelerator())
     with torch.random.fork_rng(devices=[]):
         yield
     reset_accelerator()
     CONFIGURATION.clear()
-    rng.reset()
+    rng.get_cuda_rng_tracker().reset()
 
 
 @pytest.fixture(params=VARIANTS.values(), ids=VARIANTS)

@@ -21,7 +21,7 @@ def fresh():
     CONFIGURATION.clear()
     yield
     CONFIGURATION.clear()
-    rng.reset()
+    rng.get_cuda_rng_tracker().reset()
 
 
 class Mpu:

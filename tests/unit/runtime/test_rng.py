@@ -14,12 +14,12 @@ from deepspeed.runtime.rng import CudaRNGStatesTracker, RandomStateError, get_cu
 
 @pytest.fixture(autouse=True)
 def empty_slot():
-    rng.reset()
+    rng.get_cuda_rng_tracker().reset()
     set_accelerator(CPU_Accelerator())
     with torch.random.fork_rng(devices=[]):
         yield
     reset_accelerator()
-    rng.reset()
+    rng.get_cuda_rng_tracker().reset()
 
 
 def seeded(seed, count=4):
