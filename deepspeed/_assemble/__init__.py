@@ -48,7 +48,7 @@ from deepspeed.sequence.tiling import tile_model
 from deepspeed.tensor_parallel import SplitModel, cuts_of
 from deepspeed.zero.agreement import digest
 from deepspeed.zero.birth.placement import rank_device
-from deepspeed.zero.build import hold_model_states, state_placement
+from deepspeed.zero.build import StateBuilder
 from deepspeed.zero.interface import LiesOn, NormRanks, RankAgreement, Reshard
 from deepspeed.zero.memory_budget import budget, parameters_leave
 
@@ -187,10 +187,17 @@ class _Assembly:
         if experts is not None and self.zero.shards_states:
             self._require_alike(experts.frozen(self.module), hosts)
         planned = budget(self.schema, self.module, self.precision, self.optimizer, axis, hosts)
-        placement = state_placement(self.schema, planned, hosts, self.stack)
-        held = self.held = hold_model_states(
-            self.schema, self.module, self.precision, self.optimizer, measure, layout.alone, placement
-        )
+        held = self.held = StateBuilder(
+            self.schema,
+            self.module,
+            self.precision,
+            self.optimizer,
+            measure,
+            layout.alone,
+            hosts,
+            self.stack,
+            planned,
+        ).build()
         if self.precompiler is not None and self.optimizer is not None and held.states is not None:
             self.precompiler.add(step_scenes(self.optimizer, held.states, self.precision.accumulate))
         self.stack.callback(held.close)

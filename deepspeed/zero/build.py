@@ -91,28 +91,6 @@ def make_block_gather(schema: Schema) -> Gather[FlatBlocks]:
 
 
 @dataclass(frozen=True)
-class StatePlacement:
-    """Where states live, and the chunks of stage 3; what they need is closed with the stack."""
-
-    tiers: StateTiers
-    remotes: ChunkTiers | None
-    agreement: RankAgreement
-    stack: ExitStack
-
-
-def state_placement(
-    schema: Schema, budgeted: Budgeted | None, agreement: RankAgreement, stack: ExitStack
-) -> StatePlacement:
-    """As the config says: by its offload sections, or by its budgets."""
-    tiers, remotes = agreement.run_together(
-        lambda: (tiers_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
-        "opening swap files",
-        needed=uses_disk(schema),
-    )
-    return StatePlacement(tiers, remotes, agreement, stack)
-
-
-@dataclass(frozen=True)
 class ZeroModel:
     """The states of a model and what moves its gradients and parameters, whole or spread over ranks."""
 
@@ -169,33 +147,205 @@ class ZeroModel:
             coordinator.schedule.departing = self.reducer
 
 
-def hold_model_states(
-    schema: Schema,
-    module: nn.Module,
-    precision: Precision,
-    optimizer: Optimizer | None,
-    measure: NormRanks,
-    alone: AxisGroup,
-    placement: StatePlacement,
-) -> ZeroModel:
-    """Hold the states of a model as the config's stage says; `alone` is an axis on which this rank has no other."""
-    zero, size = schema.zero_optimization, measure.axis.size
-    if zero.stage > 0 and (size > 1 or placement.remotes is not None):
-        _refuse_torch_muon(optimizer)
-    make_planner = partial(_planner, schema, module, precision, placement.tiers)
-    if zero.stage == 3 and (size > 1 or placement.remotes is not None):
-        return _shard_parameters(schema, module, optimizer, measure, placement, make_planner)
-    if size > 1 and zero.stage > 0 and optimizer is not None:
-        placements = placed(measure.ranks_of, lambda axis: Placement(axis, samples=size))
-        resident = partial(BlockGroup, gather=make_block_gather(schema), aligned=zero.parameter_alignment)
-        return _taken(make_planner(placements, resident), module, optimizer, measure, placement)
-    if zero.stage == 3:
-        keep_whole(module, measure.axis)
-    placements = placed(measure.ranks_of, lambda axis: Placement(alone, replicate=axis, samples=size))
-    in_buckets = schema.optimizer_in_backward.enabled and size > 1  # gradients that are used up as they land
-    if optimizer is not None and (placement.tiers.away or zero.offloads_optimizer or in_buckets):
-        return _taken(make_planner(placements, OffloadedGroup), module, optimizer, measure, placement)
-    return _in_place(make_planner(placements, None), module, optimizer, measure)
+@dataclass
+class StateBuilder:
+    """Holds the states of a model as the config says; what they need is closed with the stack."""
+
+    schema: Schema
+    module: nn.Module
+    precision: Precision
+    optimizer: Optimizer | None
+    measure: NormRanks
+    alone: AxisGroup
+    """An axis on which this rank has no other."""
+    agreement: RankAgreement
+    stack: ExitStack
+    budgeted: Budgeted | None
+    tiers: StateTiers = field(init=False)
+    """Where states live, by the offload sections or by budgets."""
+    remotes: ChunkTiers | None = field(init=False)
+    """Where the chunks of stage 3 live."""
+
+    def __post_init__(self) -> None:
+        schema, budgeted, stack = self.schema, self.budgeted, self.stack
+        self.tiers, self.remotes = self.agreement.run_together(
+            lambda: (tiers_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
+            "opening swap files",
+            needed=uses_disk(schema),
+        )
+
+    def build(self) -> ZeroModel:
+        """Choose the path by the config's stage."""
+        schema, zero, ranks_of = self.schema, self.schema.zero_optimization, self.measure.ranks_of
+        size = self.measure.axis.size
+        if zero.stage > 0 and (size > 1 or self.remotes is not None):
+            _refuse_torch_muon(self.optimizer)
+        if zero.stage == 3 and (size > 1 or self.remotes is not None):
+            return self._shard_parameters()
+        if size > 1 and zero.stage > 0 and self.optimizer is not None:
+            placements = placed(ranks_of, lambda axis: Placement(axis, samples=size))
+            resident = partial(BlockGroup, gather=make_block_gather(schema), aligned=zero.parameter_alignment)
+            return self._taken(placements, resident)
+        if zero.stage == 3:
+            keep_whole(self.module, self.measure.axis)
+        placements = placed(ranks_of, lambda axis: Placement(self.alone, replicate=axis, samples=size))
+        in_buckets = schema.optimizer_in_backward.enabled and size > 1  # gradients that are used up as they land
+        if self.optimizer is not None and (self.tiers.away or zero.offloads_optimizer or in_buckets):
+            return self._taken(placements, OffloadedGroup)
+        return self._in_place(placements)
+
+    def _planner(self, axis_of: AxisOf, make: Make | None) -> GroupPlanner:
+        schema, precision = self.schema, self.precision
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        travels, reduction_of = precision.reduce_dtypes(self.module), partial(make_reduction, schema)
+        return GroupPlanner(schema, axis_of, precision, names, travels, reduction_of, make, self.tiers)
+
+    def _in_place(self, axis_of: AxisOf) -> ZeroModel:
+        """Gradients are summed where they lie; without an optimizer, too, for a user who updates parameters."""
+        planner, module, measure = self._planner(axis_of, None), self.module, self.measure
+        schema, precision, optimizer = self.schema, self.precision, self.optimizer
+        states = None if optimizer is None else OptimizerStates(optimizer, planner.groups, measure, waits=planner.waits)
+
+        def holder_of(param: nn.Parameter) -> nn.Parameter:
+            wide = param.dtype != precision.accumulate and param.is_floating_point()
+            return states.holder(param) if wide and states is not None else param
+
+        def dtypes() -> Callable[[nn.Parameter], torch.dtype]:
+            planner.travels.update(precision.reduce_dtypes(module))
+            return lambda param: planner.dtypes(param).reduce
+
+        sparse, rows = embedding_parameters(module, all_rows=schema.sparse_gradients)
+        holding = replicated.ReplicatedPlacement(
+            axis_of,
+            holder_of,
+            dtypes,
+            lambda placement: ReductionWeights.of(schema, placement.size),
+            main=axis_of(nn.Parameter(torch.empty(0))),
+            sparse=sparse,
+            rows=rows,
+        )
+        gradients = replicated.ReplicatedGradients(list(module.named_parameters()), holding)
+        ways = ReductionSettings(every_backward=False, limit=replicated.BUCKET_BYTES, first=replicated.FIRST_BYTES)
+        reducer = GradientReducer(
+            lambda: [gradients], planner.reduction_of, ways, None, registered=module.parameters, replicated=gradients
+        )
+        return ZeroModel(reducer, states, planner.names, measure.ranks_of, reductions=planner.reductions)
+
+    def _shard_parameters(self) -> ZeroModel:
+        """Parameters are cut, too, and gathered for each use."""
+        measure = self.measure
+        coordinator, hooks = fetching = self._fetching()
+        placements = placed(
+            measure.ranks_of, lambda axis: Placement(axis, gradient_group=axis.twin(), samples=measure.axis.size)
+        )
+        # Groups are made by all ranks together, also by a stage of a pipeline that trains nothing.
+        next((placements(param) for param in self.module.parameters() if measure.ranks_of(param) is measure.axis), None)
+        make = partial(StripedGroup, arrived=coordinator.gradient_arrived if hooks.handles else None)
+        sharded = self._taken(placements, make, fetching)
+        return replace(sharded, remote=None if self.remotes is None else self.remotes.remote)
+
+    def _taken(
+        self, axis_of: AxisOf, make: Make, fetching: tuple[FetchCoordinator, ModuleHooks] | None = None
+    ) -> ZeroModel:
+        """Gradients are taken from the parameters, and brought to the pieces that their owners update."""
+        planner = self._planner(axis_of, make)
+        coordinator, hooks = fetching or (None, None)
+        states = None if self.optimizer is None else self._states(self.optimizer, planner, coordinator is None)
+        reducer = GradientReducer(
+            lambda: states.groups if states is not None else [],
+            planner.reduction_of,
+            self._ways(),
+            self.agreement,
+            registered=self.module.parameters,
+            passes=coordinator,
+        )
+        if states is not None:
+            states.reducer = reducer
+        ranks_of = self.measure.ranks_of
+        sharded = ZeroModel(reducer, states, planner.names, ranks_of, coordinator, hooks, reductions=planner.reductions)
+        sharded.leave_by_passes()
+        return sharded
+
+    def _states(self, optimizer: Optimizer, planner: GroupPlanner, whole: bool) -> OptimizerStates:
+        """States in the planner's groups; without tiles on the device where parameters stay `whole`."""
+        schema, late = self.schema, rank_device()[1].type != "cpu"
+        pace = StepTiling.of(schema, 0 if whole else None, pinned=self.tiers.pinned, late=late)
+        store = store_of(schema, self.tiers, optimizer, self.stack)
+        zenflow = schema.zero_optimization.zenflow
+        deferral = None if zenflow is None else DeferredUpdates(zenflow, optimizer)
+        states = self.agreement.run_together(
+            lambda: OptimizerStates(optimizer, planner.groups, self.measure, pace=pace, store=store, deferral=deferral),
+            "taking space on the disk for the optimizer's states",
+            needed=self.tiers.swap is not None,
+        )
+        self.stack.callback(states.close)
+        if states.away:
+            wait_in_modules(self.module, self.stack)
+            states.compiled = runs_compiled(self.module)
+        if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
+            optimizer.whole = ShardedMatrices(states.groups)
+        return states
+
+    def _ways(self) -> ReductionSettings:
+        """How gradients leave."""
+        zero, precision, size = self.schema.zero_optimization, self.precision, self.measure.axis.size
+        block = blocks_of(self.module)[1]
+        given = "reduce_bucket_size" in zero.model_fields_set
+        limit = min(max(_BUCKET, _BUCKET_PER_RANK * size), _BUCKET_MOST)
+        limit = zero.reduce_bucket_size if given else max(limit, min(block + block // 64, _BLOCK_MOST))
+        return ReductionSettings(
+            # Gradients that wait on the parameters of stage 1 would be added up in the parameters' dtype.
+            every_backward=zero.stage >= 2 or precision.accumulate != precision.param or self.tiers.away,
+            strict=given,
+            limit=int(limit) if zero.contiguous_gradients else 1,
+            # At stage 3 a rank that waits for gradients would not serve those that still need its parameters.
+            overlap=zero.overlap_comm is not False or zero.stage == 3,
+            early=not (zero.overlap_comm is False and zero.stage == 3),
+        )
+
+    def _fetching(self) -> tuple[FetchCoordinator, ModuleHooks]:
+        """Cut the parameters, and have modules gather what they need."""
+        schema, module, remotes = self.schema, self.module, self.remotes
+        zero, lies_on = schema.zero_optimization, self.measure.ranks_of
+        apply_zero_leaf_module_config(module, zero.leaf_module)
+        mark_expert_blocks(module)
+        if remotes is not None:
+            self.agreement.run_together(
+                lambda: reserve(remotes, module, lies_on),
+                "taking space on the disk for parameters",
+                needed=uses_disk(schema),
+            )
+        shards = shard_module(module, lies_on, remotes)
+        for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
+            set_z3_leaf_module(unit, True)
+        way, far = make_gather(schema), make_gather(schema, None if remotes is None else remotes.remote)
+        for each in shards:
+            each.strict = zero.enable_sanity_checks
+            each.gather = way if each.remote is None else far
+        total = int(zero.model_persistence_threshold) // self.measure.axis.size
+        gather(persist(shards, int(zero.param_persistence_threshold), total))
+        passes = FetchSchedule(
+            self.agreement,
+            FetchLimits(self._ahead(), live=int(zero.max_live_parameters), reuse=int(zero.max_reuse_distance)),
+            between_passes="max_reuse_distance" in zero.model_fields_set,
+            log_traces=zero.log_trace_cache_warnings,
+        )
+        coordinator = FetchCoordinator(passes)
+        hooks = ModuleHooks(module, coordinator)
+        self.stack.callback(hooks.remove)
+        hooks.install()
+        meet_state_dicts(module, self.stack)
+        return coordinator, hooks
+
+    def _ahead(self) -> int:
+        """Elements that are gathered ahead: as the config says, else one block, or what makes a worthwhile message."""
+        zero = self.schema.zero_optimization
+        if zero.allgather_sequential:
+            return 0
+        ahead = int(zero.prefetch_bucket_size)
+        if "prefetch_bucket_size" in zero.model_fields_set:
+            return ahead
+        return max(min(ahead, _WORTHWHILE * self.measure.axis.size), blocks_of(self.module)[1])
 
 
 def _refuse_torch_muon(optimizer: Optimizer | None) -> None:
@@ -208,183 +358,3 @@ def _refuse_torch_muon(optimizer: Optimizer | None) -> None:
             "deepspeed.ops.muon.MuonWithAuxAdam, which gather the matrices, or zero_optimization.stage 0.",
             path="zero_optimization.stage",
         )
-
-
-def _shard_parameters(
-    schema: Schema,
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    measure: NormRanks,
-    placement: StatePlacement,
-    make_planner: Callable[[AxisOf, Make], GroupPlanner],
-) -> ZeroModel:
-    """Parameters are cut, too, and gathered for each use."""
-    fetching = _fetching(schema, module, measure, placement)
-    coordinator, hooks = fetching
-    placements = placed(
-        measure.ranks_of, lambda axis: Placement(axis, gradient_group=axis.twin(), samples=measure.axis.size)
-    )
-    # Groups are made by all ranks together, also by a stage of a pipeline that trains nothing.
-    next((placements(param) for param in module.parameters() if measure.ranks_of(param) is measure.axis), None)
-    make = partial(StripedGroup, arrived=coordinator.gradient_arrived if hooks.handles else None)
-    sharded = _taken(make_planner(placements, make), module, optimizer, measure, placement, fetching)
-    return replace(sharded, remote=placement.remotes.remote if placement.remotes is not None else None)
-
-
-def _planner(
-    schema: Schema, module: nn.Module, precision: Precision, tiers: StateTiers, axis_of: AxisOf, make: Make | None
-) -> GroupPlanner:
-    names = {id(param): name for name, param in module.named_parameters()}
-    travels = precision.reduce_dtypes(module)
-    return GroupPlanner(schema, axis_of, precision, names, travels, partial(make_reduction, schema), make, tiers)
-
-
-def _in_place(planner: GroupPlanner, module: nn.Module, optimizer: Optimizer | None, measure: NormRanks) -> ZeroModel:
-    """Gradients are summed where they lie; without an optimizer, too, for a user who updates parameters."""
-    schema, precision = planner.schema, planner.precision
-    states = None if optimizer is None else OptimizerStates(optimizer, planner.groups, measure, waits=planner.waits)
-
-    def holder_of(param: nn.Parameter) -> nn.Parameter:
-        wide = param.dtype != precision.accumulate and param.is_floating_point()
-        return states.holder(param) if wide and states is not None else param
-
-    def dtypes() -> Callable[[nn.Parameter], torch.dtype]:
-        planner.travels.update(precision.reduce_dtypes(module))
-        return lambda param: planner.dtypes(param).reduce
-
-    sparse, rows = embedding_parameters(module, all_rows=schema.sparse_gradients)
-    holding = replicated.ReplicatedPlacement(
-        planner.axis_of,
-        holder_of,
-        dtypes,
-        lambda placement: ReductionWeights.of(schema, placement.size),
-        main=planner.axis_of(nn.Parameter(torch.empty(0))),
-        sparse=sparse,
-        rows=rows,
-    )
-    gradients = replicated.ReplicatedGradients(list(module.named_parameters()), holding)
-    ways = ReductionSettings(every_backward=False, limit=replicated.BUCKET_BYTES, first=replicated.FIRST_BYTES)
-    reducer = GradientReducer(
-        lambda: [gradients], planner.reduction_of, ways, None, registered=module.parameters, replicated=gradients
-    )
-    return ZeroModel(reducer, states, planner.names, measure.ranks_of, reductions=planner.reductions)
-
-
-def _ways(planner: GroupPlanner, size: int, block: int) -> ReductionSettings:
-    """How gradients leave where `size` ranks share them; a `block` of the model has so many elements."""
-    zero, precision = planner.schema.zero_optimization, planner.precision
-    given = "reduce_bucket_size" in zero.model_fields_set
-    limit = min(max(_BUCKET, _BUCKET_PER_RANK * size), _BUCKET_MOST)
-    limit = zero.reduce_bucket_size if given else max(limit, min(block + block // 64, _BLOCK_MOST))
-    return ReductionSettings(
-        # Gradients that wait on the parameters of stage 1 would be added up in the parameters' dtype.
-        every_backward=zero.stage >= 2 or precision.accumulate != precision.param or planner.tiers.away,
-        strict=given,
-        limit=int(limit) if zero.contiguous_gradients else 1,
-        # At stage 3 a rank that waits for gradients would not serve those that still need its parameters.
-        overlap=zero.overlap_comm is not False or zero.stage == 3,
-        early=not (zero.overlap_comm is False and zero.stage == 3),
-    )
-
-
-def _taken(
-    planner: GroupPlanner,
-    module: nn.Module,
-    optimizer: Optimizer | None,
-    measure: NormRanks,
-    placement: StatePlacement,
-    fetching: tuple[FetchCoordinator, ModuleHooks] | None = None,
-) -> ZeroModel:
-    """Gradients are taken from the parameters, and brought to the pieces that their owners update."""
-    coordinator, hooks = fetching or (None, None)
-    agreement, stack = placement.agreement, placement.stack
-    states = None
-    if optimizer is not None:
-        device = rank_device()[1]
-        pace = StepTiling.of(
-            planner.schema, 0 if coordinator is None else None, pinned=planner.tiers.pinned, late=device.type != "cpu"
-        )
-        store = store_of(planner.schema, planner.tiers, optimizer, stack)
-        zenflow = planner.schema.zero_optimization.zenflow
-        deferral = None if zenflow is None else DeferredUpdates(zenflow, optimizer)
-        states = agreement.run_together(
-            lambda: OptimizerStates(optimizer, planner.groups, measure, pace=pace, store=store, deferral=deferral),
-            "taking space on the disk for the optimizer's states",
-            needed=planner.tiers.swap is not None,
-        )
-        stack.callback(states.close)
-        if states.away:
-            wait_in_modules(module, stack)
-            states.compiled = runs_compiled(module)
-        if isinstance(optimizer, (SingleDeviceMuon, MuonWithAuxAdam)):
-            optimizer.whole = ShardedMatrices(states.groups)
-    reducer = GradientReducer(
-        lambda: states.groups if states is not None else [],
-        planner.reduction_of,
-        _ways(planner, measure.axis.size, blocks_of(module)[1]),
-        agreement,
-        registered=module.parameters,
-        passes=coordinator,
-    )
-    if states is not None:
-        states.reducer = reducer
-    sharded = ZeroModel(
-        reducer, states, planner.names, measure.ranks_of, coordinator, hooks, reductions=planner.reductions
-    )
-    sharded.leave_by_passes()
-    return sharded
-
-
-def _fetching(
-    schema: Schema, module: nn.Module, measure: NormRanks, placement: StatePlacement
-) -> tuple[FetchCoordinator, ModuleHooks]:
-    """Cut the parameters, and have modules gather what they need."""
-    zero, axis = schema.zero_optimization, measure.axis
-    apply_zero_leaf_module_config(module, zero.leaf_module)
-    mark_expert_blocks(module)
-    remotes, stack = placement.remotes, placement.stack
-    agreement = placement.agreement
-    if remotes is not None:
-        agreement.run_together(
-            lambda: reserve(remotes, module, measure.ranks_of),
-            "taking space on the disk for parameters",
-            needed=uses_disk(schema),
-        )
-    shards = shard_module(module, measure.ranks_of, remotes)
-    for each in shards:
-        each.strict = zero.enable_sanity_checks
-    if zero.module_granularity_threshold > 0:
-        for unit in units_by_granularity(module, zero.module_granularity_threshold).values():
-            set_z3_leaf_module(unit, True)
-    way, far = make_gather(schema), make_gather(schema, None if remotes is None else remotes.remote)
-    for each in shards:
-        each.gather = way if each.remote is None else far
-    total = int(zero.model_persistence_threshold) // axis.size
-    gather(persist(shards, int(zero.param_persistence_threshold), total))
-    passes = FetchSchedule(
-        agreement,
-        FetchLimits(
-            ahead=_ahead(schema, module, axis.size),
-            live=int(zero.max_live_parameters),
-            reuse=int(zero.max_reuse_distance),
-        ),
-        between_passes="max_reuse_distance" in zero.model_fields_set,
-        log_traces=zero.log_trace_cache_warnings,
-    )
-    coordinator = FetchCoordinator(passes)
-    hooks = ModuleHooks(module, coordinator)
-    stack.callback(hooks.remove)
-    hooks.install()
-    meet_state_dicts(module, stack)
-    return coordinator, hooks
-
-
-def _ahead(schema: Schema, module: nn.Module, size: int) -> int:
-    """Elements that are gathered ahead: as the config says, else one block, or what makes a worthwhile message."""
-    zero = schema.zero_optimization
-    if zero.allgather_sequential:
-        return 0
-    ahead = int(zero.prefetch_bucket_size)
-    if "prefetch_bucket_size" in zero.model_fields_set:
-        return ahead
-    return max(min(ahead, _WORTHWHILE * size), blocks_of(module)[1])

@@ -25,7 +25,6 @@ from deepspeed.zero.birth.touched import TouchedParameters
 from deepspeed.zero.offload import gather_from, remote_of
 from deepspeed.zero.parameters import gather as fetch
 from deepspeed.zero.parameters.parameter import shard_parameter
-from deepspeed.zero.parameters.shard import Shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -129,7 +128,8 @@ class Init(ContextDecorator):
             if shard.numel:
                 shard.release()
             if self._pin:
-                _pin(shard)
+                shard.data = get_accelerator().pin_memory(shard.data)
+                shard.refit(shard.dtype)
 
 
 def _schema(config_dict_or_path: Any, config: Any) -> Schema | None:
@@ -184,8 +184,3 @@ def _where(remote_device: str | None, schema: Schema | None) -> str:
             "zero_optimization.offload_param.device nvme and its nvme_path"
         )
     return "nvme"
-
-
-def _pin(shard: Shard) -> None:
-    shard.data = get_accelerator().pin_memory(shard.data)
-    shard.refit(shard.dtype)

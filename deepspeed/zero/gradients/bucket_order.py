@@ -9,6 +9,7 @@ checkpointing a parameter of several segments arrives several times.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 _NEVER = 1 << 60
@@ -169,10 +170,7 @@ class BucketOrder:
 
     def counts(self) -> dict[int, int]:
         """How often each parameter arrived in this backward."""
-        found: dict[int, int] = {}
-        for each in self.sequence:
-            found[each] = found.get(each, 0) + 1
-        return found
+        return Counter(self.sequence)
 
     def learned(self) -> list[int]:
         """The parameters in the order in which their last gradients arrived in this backward."""

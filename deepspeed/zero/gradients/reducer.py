@@ -357,7 +357,7 @@ class GradientReducer:
         departures = self.arrivals.departures
         seen = departures.learned()
         known, count = set(seen), len(self._entries)
-        order = [*seen, *(number for number in self._order if number not in known)]
+        order = self._in_front(seen)
         positions = [departures.positions.get(number, _NEVER) if number in known else _NEVER for number in range(count)]
         numbers = agreement.broadcast_numbers([*order, *positions], 2 * count)
         order, positions = numbers[:count], numbers[count:]
@@ -406,11 +406,13 @@ class GradientReducer:
         """Before the first backward: the reverse of first use, with everything else at the end."""
         numbers = [self._number[id(param)] for param in used if id(param) in self._number]
         if numbers:
-            first = list(dict.fromkeys(numbers))
-            seen = set(first)
-            self._order = [*reversed(first), *(number for number in self._order if number not in seen)]
+            self._order = self._in_front(reversed(dict.fromkeys(numbers)))
             self._rebuild()
         self._guessed = False
+
+    def _in_front(self, numbers: Iterable[int]) -> list[int]:
+        """These first, then the others in the order that they have."""
+        return list(dict.fromkeys([*numbers, *self._order]))
 
     def _agree(self) -> None:
         """A second round for what was late on any rank, who had a gradient, and the order from now on."""
@@ -457,9 +459,7 @@ class GradientReducer:
             return None
         self._proposals += 1
         self._patience = 1 << max(self._proposals - 4, 0)
-        seen = departures.learned()
-        known = set(seen)
-        order = [*seen, *(number for number in self._order if number not in known)]
+        order = self._in_front(departures.learned())
         return None if order == self._order else order
 
 

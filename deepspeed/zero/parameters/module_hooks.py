@@ -228,7 +228,8 @@ class ModuleHooks:
                 return
             tensors = (output,) if type(output) is Tensor else tuple(tensors_in(output))
             if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
-                self._keep_returned(use, tensors)
+                for shard in shards_of(tensors):  # whoever called the module uses them then
+                    coordinator.hand_over(use, shard)
             coordinator.leave(use)
             if torch.is_grad_enabled() and use.shards:
                 for tensor in tensors:
@@ -254,12 +255,6 @@ class ModuleHooks:
 
         for tensor in watched:
             tensor.register_hook(fired)
-
-    def _keep_returned(self, use: ModuleUse, tensors: Iterable[Tensor]) -> None:
-        """A module that returns a parameter hands it to whoever called it, who uses it then."""
-        for shard in map(shard_of, tensors):
-            if shard is not None:
-                self._coordinator.hand_over(use, shard)
 
 
 def _hook_base(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:

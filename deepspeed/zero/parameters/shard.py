@@ -97,8 +97,7 @@ class Shard:
             device = values.device if self.remote is None else self.remote.device
             self.flat = torch.zeros(self.chunk * self.axis.size, dtype=self.dtype, device=device)
             self.flat[: self.numel].copy_(values.reshape(-1))
-            start = self.axis.rank * self.chunk
-            self.data = self._kept(self.flat[start : start + self.chunk])
+            self.data = self._kept(self.rows[self.axis.rank])
         self.full = self.flat[: self.numel].view(self.shape)
         show(self.param, self.full)
 
@@ -129,8 +128,7 @@ class Shard:
         other.gather = self.gather
         if self.whole:
             self.reclaim()
-        start = 0 if self.alone else self.axis.rank * self.chunk
-        other.data = self._kept(self.flat[start : start + self.chunk] if self.whole else self.data)
+        other.data = self._kept(self.rows[self.axis.rank] if self.whole else self.data)
         other.refit(self.dtype)
         if self.whole:
             other.allocate()
@@ -239,8 +237,7 @@ class Shard:
         self.reclaim()
         self.mark()
         if not self.alone:
-            start = self.axis.rank * self.chunk
-            self.data.copy_(self.flat[start : start + self.chunk])
+            self.data.copy_(self.rows[self.axis.rank])
         self.edits += 1
 
     @torch.no_grad()

@@ -139,17 +139,11 @@ class Reshard:
         self._done.update(id(shard.param) for shard in shards)
         fetch.gather([shard for shard in shards if not shard.whole])
         for shard in shards:
-            _open(shard)
+            shard.param.__class__ = ordinary_class(type(shard.param))
+            del shard.param._zero  # type: ignore[attr-defined]
         yield
         for shard in shards:
             mine = shard_parameter(shard.param, axis or self._axis, shard.name, shard.remote)
             mine.strict, mine.gather = shard.strict, shard.gather
             if mine.numel and not mine.alone:
                 mine.release()
-
-
-def _open(shard: Shard) -> None:
-    """Make an ordinary parameter of a whole one that knows its shard."""
-    param = shard.param
-    param.__class__ = ordinary_class(type(param))
-    del param._zero  # type: ignore[attr-defined]

@@ -137,9 +137,7 @@ def _is_changed(shard: Shard, version: int, kept: Tensor | None) -> bool:
         return True
     if kept is not None:
         return not torch.equal(kept, shard.full)
-    start = shard.axis.rank * shard.chunk
-    mine = shard.flat[start : start + shard.chunk]
-    return not shard.alone and not torch.equal(mine, shard.data.to(mine.device))
+    return not shard.alone and not torch.equal(shard.rows[shard.axis.rank], shard.data.to(shard.device))
 
 
 @contextmanager

@@ -69,12 +69,13 @@ class TiledLinear(nn.Module):
         with GatheredParameters(other.parameters()):
             weight, bias = self._given(other)
             rows: Any = self.linears
-            for row, (top, bottom) in zip(rows, _spans(self.out_parts), strict=True):
-                for tile, (left, right) in zip(row, _spans(self.in_parts), strict=True):
+            biases = [None] * len(rows) if bias is None else bias.tensor_split(self.out_splits)
+            for row, high, of_row in zip(rows, weight.tensor_split(self.out_splits), biases, strict=True):
+                for tile, part in zip(row, high.tensor_split(self.in_splits, dim=1), strict=True):
                     with GatheredParameters(tile.parameters(), modifier_rank=0):
-                        tile.weight.copy_(weight[top:bottom, left:right])
-                        if bias is not None and tile is row[-1]:
-                            tile.bias.copy_(bias[top:bottom])
+                        tile.weight.copy_(part)
+                        if of_row is not None and tile is row[-1]:
+                            tile.bias.copy_(of_row)
 
     def extra_repr(self) -> str:
         """The sizes and the splits."""
@@ -170,9 +171,5 @@ def _bounds(side: str, features: int, splits: int) -> list[int]:
     return [part * size + min(part, longer) for part in range(splits + 1)]
 
 
-def _spans(bounds: Sequence[int]) -> list[tuple[int, int]]:
-    return list(pairwise(bounds))
-
-
 def _sizes(bounds: Sequence[int]) -> list[int]:
-    return [stop - start for start, stop in _spans(bounds)]
+    return [stop - start for start, stop in pairwise(bounds)]

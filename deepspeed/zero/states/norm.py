@@ -59,15 +59,11 @@ class NormRanks:
         return self.axis if self.lies_on is None else self.lies_on(param)
 
 
-@dataclass(frozen=True)
-class NormTerms:
-    """Gradients of one placement that lie on this rank."""
+NormTerms = tuple[Placement, Sequence[Tensor], Sequence[Tensor]]
+"""Gradients of one placement that lie on this rank.
 
-    placement: Placement
-    shared: Sequence[Tensor]
-    """Of parameters that every rank of the model group has alike."""
-    split: Sequence[Tensor] = ()
-    """Of parameters of which each rank of the model group has a part."""
+First those of parameters that every rank of the model group has alike, then those of which each has a part.
+"""
 
 
 def total_norm(lines: Sequence[NormTerms], measure: NormRanks, device: torch.device) -> Pending[Tensor]:
@@ -76,8 +72,8 @@ def total_norm(lines: Sequence[NormTerms], measure: NormRanks, device: torch.dev
     In float64, so that it hardly depends on how gradients are cut; on a single rank as torch computes it.
     """
     if measure.axis.size == 1 and measure.alone:
-        return Pending(global_norm(_dense([tensor for line in lines for tensor in line.shared])).to(device))
-    found = [(line.placement, (_squares(line.shared), _squares(line.split))) for line in lines]
+        return Pending(global_norm(_dense([tensor for _, shared, _ in lines for tensor in shared])).to(device))
+    found = [(placement, (_squares(shared), _squares(split))) for placement, shared, split in lines]
     return joint_norm(found, measure, device)
 
 

@@ -405,7 +405,7 @@ class OptimizerStates:
     def _line(self, placement: Placement, filled: list[Tensor]) -> NormTerms:
         """What is measured: memory as it is filled, or gradient by gradient where some are parts of split ones."""
         if self._measure.alone:
-            return NormTerms(placement, filled)
+            return placement, filled, ()
         kinds: tuple[list[Tensor], list[Tensor]] = ([], [])
         for owner, piece in ((group, piece) for group in self._of(placement) for piece in group.pieces):
             if id(piece.param) in self._measure.elsewhere:
@@ -416,7 +416,7 @@ class OptimizerStates:
                 grad = piece.master.grad if piece.master.grad is not None else owner.narrow_gradient(piece)
                 if grad is not None:
                     kinds[self._measure.is_split(piece.param)].append(grad)
-        return NormTerms(placement, *kinds)
+        return placement, *kinds
 
     def _enter(self, options: dict[str, Any], params: list[nn.Parameter]) -> None:
         for group in self._make(options, params):
