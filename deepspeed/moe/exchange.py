@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -88,18 +90,17 @@ class _Combine(torch.autograd.Function):
         return of_rows, of_weights, None
 
 
-Counts = list[list[int]]
-"""[node][place] rows."""
+Counts = NDArray[np.int64]
+"""[node, place] rows."""
 
 
 def swapped(rows: Tensor, counts: Counts) -> Tensor:
-    """Rows that lie in blocks [a][b] of `counts` rows each, in the order [b][a]."""
-    outer, inner = len(counts), len(counts[0])
-    numbers = {count for row in counts for count in row}
-    if len(numbers) == 1:
-        each = numbers.pop()
-        return rows.view(outer, inner, each, *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
-    pieces = rows.split([count for row in counts for count in row])
+    """Rows that lie in blocks [a, b] of `counts` rows each, in the order [b, a]."""
+    outer, inner = counts.shape
+    sizes: list[int] = counts.reshape(-1).tolist()
+    if len(set(sizes)) == 1:
+        return rows.view(outer, inner, sizes[0], *rows.shape[1:]).transpose(0, 1).reshape(rows.shape)
+    pieces = rows.split(sizes)
     return torch.cat([pieces[a * inner + b] for b in range(inner) for a in range(outer)])
 
 
@@ -109,9 +110,9 @@ class TwoHops:
 
     inter: AxisGroup
     intra: AxisGroup
-    goes: Counts  # [node][place]: rows for each rank
-    passing: Counts  # [place][node]: rows that each neighbour hands to this rank, for its place on each node
-    comes: Counts  # [node][place]: rows from each rank
+    goes: Counts  # [node, place]: rows for each rank
+    passing: Counts  # [place, node]: rows that each neighbour hands to this rank, for its place on each node
+    comes: Counts  # [node, place]: rows from each rank
 
     @classmethod
     def plan(
@@ -119,35 +120,35 @@ class TwoHops:
     ) -> TwoHops:
         """With unequal numbers neighbours tell each other theirs, for which the host waits."""
         inter, intra = nodes
-        outward, inward = _by_node(goes, intra.size), _by_node(comes, intra.size)
+        outward, inward = (np.array(each).reshape(-1, intra.size) for each in (goes, comes))
         if equal:
-            return cls(inter, intra, outward, _turned(outward), inward)
+            return cls(inter, intra, outward, outward.T, inward)
         told = torch.tensor(outward, device=like.device).t().contiguous()  # [place, node]
         heard = torch.empty_like(told)
         with comm.labelled("numbers of tokens that pass"):
             comm.all_to_all_single(heard, told, group=intra.group)
-        return cls(inter, intra, outward, heard.tolist(), inward)
+        return cls(inter, intra, outward, heard.cpu().numpy(), inward)
 
     def out(self, rows: Tensor) -> tuple[Tensor, Any]:
         """(what will be filled, the work on the way to it)."""
         by_place = swapped(rows, self.goes)
-        passing = rows.new_empty(_total(self.passing), *rows.shape[1:])
-        _send(by_place, passing, self.intra, _sums(self.passing), _sums(_turned(self.goes))).wait()
+        passing = rows.new_empty(int(self.passing.sum()), *rows.shape[1:])
+        _send(by_place, passing, self.intra, self.passing.sum(1).tolist(), self.goes.sum(0).tolist()).wait()
         by_node = swapped(passing, self.passing)
-        received = rows.new_empty(_total(self.comes), *rows.shape[1:])
-        return received, _send(by_node, received, self.inter, _sums(self.comes), _sums(_turned(self.passing)))
+        received = rows.new_empty(int(self.comes.sum()), *rows.shape[1:])
+        return received, _send(by_node, received, self.inter, self.comes.sum(1).tolist(), self.passing.sum(0).tolist())
 
     def back(self, rows: Tensor) -> tuple[Tensor, Any]:
         """The first hop of the way back, as `out`; `through` is the second."""
-        received = rows.new_empty(_total(self.passing), *rows.shape[1:])
-        return received, _send(rows, received, self.inter, _sums(_turned(self.passing)), _sums(self.comes))
+        received = rows.new_empty(int(self.passing.sum()), *rows.shape[1:])
+        return received, _send(rows, received, self.inter, self.passing.sum(0).tolist(), self.comes.sum(1).tolist())
 
     def through(self, by_node: Tensor) -> Tensor:
         """What came from other nodes, to the neighbours that it belongs to: rows as they were before `out`."""
-        passing = swapped(by_node, _turned(self.passing))
-        by_place = by_node.new_empty(_total(self.goes), *by_node.shape[1:])
-        _send(passing, by_place, self.intra, _sums(_turned(self.goes)), _sums(self.passing)).wait()
-        return swapped(by_place, _turned(self.goes))
+        passing = swapped(by_node, self.passing.T)
+        by_place = by_node.new_empty(int(self.goes.sum()), *by_node.shape[1:])
+        _send(passing, by_place, self.intra, self.goes.sum(0).tolist(), self.passing.sum(1).tolist()).wait()
+        return swapped(by_place, self.goes.T)
 
 
 Splits = list[int] | None
@@ -156,22 +157,6 @@ Splits = list[int] | None
 def _send(rows: Tensor, received: Tensor, axis: AxisGroup, comes: Splits, goes: Splits) -> Any:
     with comm.labelled("tokens to their experts"):
         return comm.all_to_all_single(received, rows.contiguous(), comes, goes, group=axis.group, async_op=True)
-
-
-def _by_node(counts: Sequence[int], places: int) -> Counts:
-    return [list(counts[start : start + places]) for start in range(0, len(counts), places)]
-
-
-def _turned(counts: Counts) -> Counts:
-    return [list(column) for column in zip(*counts, strict=True)]
-
-
-def _sums(counts: Counts) -> list[int]:
-    return [sum(row) for row in counts]
-
-
-def _total(counts: Counts) -> int:
-    return sum(_sums(counts))
 
 
 def exchange(
