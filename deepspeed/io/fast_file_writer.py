@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from deepspeed.ops.host_memory import bytes_of, copy_bytes
 __all__ = ["FastFileWriter", "FastFileWriterConfig", "MockFileWriter", "PyFileWriter"]
 
 
-class BaseFileWriter:
+class BaseFileWriter(ABC):
     """A file to write to; `close` finishes it, and errors of the disk surface there at the latest."""
 
     def __init__(self, file_path: str | os.PathLike[str]) -> None:
@@ -27,9 +28,9 @@ class BaseFileWriter:
         """Where the file lies."""
         return self._file_path
 
+    @abstractmethod
     def write(self, buffer: Any) -> int:
         """Take all bytes of a buffer; their number. Nothing of it is used after the return."""
-        raise NotImplementedError
 
     def fileno(self) -> int:
         """The descriptor of the file; -1 where bytes may not go straight to one."""
