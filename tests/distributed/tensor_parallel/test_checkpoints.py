@@ -9,9 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed.checkpoint import open_checkpoint
 from deepspeed.checkpoint.formats.consolidate import fp32_weights
-from deepspeed.checkpoint.formats.detect import ModelShare
+from deepspeed.checkpoint.formats.detect import ModelShare, open_checkpoint
 from deepspeed.checkpoint.formats.native.reader import NativeSource
 from deepspeed.checkpoint.formats.universal.convert import convert
 from deepspeed.tensor_parallel import splits_of
