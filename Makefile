@@ -6,13 +6,14 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.stamp
 DOCS   := $(VENV)/.stamp-docs
 NEWEST := .venv-newest
+PROJECTS := .venv-projects
 # What depends on how models of Transformers are written.
 CLIENT := tests/clients tests/unit/fusion tests/unit/tensor_parallel tests/unit/sequence \
           tests/distributed/fusion tests/distributed/tensor_parallel tests/distributed/sequence
 # Else every process that a test starts compiles the whole package again.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help venv demo test test-all newest quick lint types unit format bench docs clean
+.PHONY: help venv demo test test-all newest projects quick lint types unit format bench docs clean
 
 help:
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 18
@@ -44,20 +45,29 @@ test: venv ## lint, types, import contract, and tests that cover every behaviour
 	@echo "==> tests: covering samples, without tests/full.txt"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --sample --budget tests
 
-test-all: lint types unit newest ## what CI runs: every test, then models and clients with the newest Transformers
+test-all: lint types unit newest projects ## what CI runs: every test, the newest Transformers, projects of others
 
-# An environment over .venv, in which only Transformers and what that needs are newer.
-$(NEWEST)/.stamp: $(STAMP)
-	@rm -rf $(NEWEST)
-	@$(BIN)/python -m venv --without-pip $(NEWEST)
+# Environments over .venv: in one only Transformers and what that needs are newer, the other has projects of others.
+$(NEWEST)/.stamp $(PROJECTS)/.stamp: $(STAMP)
+	@rm -rf $(@D)
+	@$(BIN)/python -m venv --without-pip $(@D)
 	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
-		> "$$($(NEWEST)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth"
 	@touch $@
 
 newest: $(NEWEST)/.stamp
 	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) --upgrade transformers
 	@echo "==> tests with Transformers $$($(NEWEST)/bin/python -c 'import transformers; print(transformers.__version__)')"
 	@$(NEWEST)/bin/python -m pytest -n 2 $(CLIENT)
+
+# Without dependencies: `.venv` has the large ones, and stand-ins take the place of others. OpenRLHF also installs its
+# own package `tests`.
+projects: $(PROJECTS)/.stamp ## start projects of others with this package (3 minutes)
+	@$(PROJECTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--requirement tests/projects/requirements.txt
+	@rm -rf "$$($(PROJECTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tests"
+	@echo "==> tests of projects"
+	@$(PROJECTS)/bin/python -m pytest -n 2 tests/projects tests/distributed/elasticity/test_ray_train.py
 
 # What is marked slow is left to `make test`.
 quick: lint types ## what to run after every change: lint, types, and the tests of one process (2 minutes)
@@ -91,4 +101,4 @@ docs: $(DOCS) ## build the documentation into site/ and fail on any warning
 	@echo "==> site/index.html"
 
 clean: ## remove everything that the other targets made
-	rm -rf $(VENV) $(NEWEST) .bench site build dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(NEWEST) $(PROJECTS) .bench site build dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache
