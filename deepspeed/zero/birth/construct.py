@@ -40,20 +40,15 @@ class ParameterConstruction:
                 self._watching = False
 
     def _wrap(self, kind: type[nn.Module], undo: ExitStack) -> None:
-        found: Any = kind.__dict__.get("__init__", _ABSENT)
+        before = found = kind.__dict__.get("__init__", _ABSENT)
         if found is _ABSENT:
             # A base that is no module may bring an `__init__` along, which is then the outermost one.
-            inherited: Any = kind.__init__
             home = next(base for base in kind.__mro__ if "__init__" in base.__dict__)
-            if issubclass(home, nn.Module) or not isinstance(inherited, FunctionType):
-                return
-            found = inherited
-        if not isinstance(found, FunctionType):
-            return
-        before = kind.__dict__.get("__init__", _ABSENT)
-        wrapped = self._wrapper(_original(found))
-        type.__setattr__(kind, "__init__", wrapped)
-        undo.callback(_put_back, kind, "__init__", wrapped, before)
+            found = None if issubclass(home, nn.Module) else vars(home)["__init__"]
+        if isinstance(found, FunctionType):
+            wrapped = self._wrapper(_original(found))
+            type.__setattr__(kind, "__init__", wrapped)
+            undo.callback(_put_back, kind, "__init__", wrapped, before)
 
     def _wrapper(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

@@ -297,16 +297,12 @@ def _runs(events: Sequence[UseEvent], numel: Mapping[int, int]) -> _Runs:
     seen: list[set[int]] = []
     last: int | None = None
     for place, event in enumerate(events):
-        if event.enter and (not end or event.block == -1 or event.block != last):
+        if not end or (event.enter and (event.block == -1 or event.block != last)):
             end.append(place)
             seen.append(set())
         if event.enter:
             last = event.block
-        if not end:
-            end.append(place)
-            seen.append(set())
+            seen[-1].update(event.shards)
         of.append(len(end) - 1)
         end[-1] = place + 1
-        if event.enter:
-            seen[-1].update(event.shards)
     return _Runs(of, end, [sum(numel[shard] for shard in shards) for shards in seen])

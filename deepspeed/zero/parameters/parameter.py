@@ -7,8 +7,9 @@ whole, by `GatheredParameters` for instance, it becomes an ordinary whole parame
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,16 +31,6 @@ def plain_grad(param: Tensor) -> Tensor | None:
     """The gradient of a parameter, whatever clients are told when they ask for it."""
     found: Tensor | None = _GRAD.__get__(param)
     return found
-
-
-class _Gathering:
-    """Parameters on their way; `wait()` before they are used."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = shards
-
-    def wait(self) -> None:
-        fetch.finish(self._shards)
 
 
 def _chunk(param: ZeroParameter) -> Tensor:
@@ -100,11 +91,11 @@ class ZeroParameter(EngineParameter):
         gathering = self.all_gather_coalesced([self] if param_list is None else param_list)
         return gathering if async_op else gathering.wait()
 
-    def all_gather_coalesced(self, params: Iterable[nn.Parameter]) -> _Gathering:
+    def all_gather_coalesced(self, params: Iterable[nn.Parameter]) -> Any:
         """Begin to make these parameters whole; `wait()` of the result finishes that."""
         shards = [shard for shard in shards_of(params) if not shard.whole]
         fetch.start(shards)
-        return _Gathering(shards)
+        return SimpleNamespace(wait=partial(fetch.finish, shards))
 
     def partition(self, param_list: Iterable[nn.Parameter] | None = None, has_been_updated: bool = False) -> None:
         """Let go of what `all_gather` made whole; with `has_been_updated` every rank keeps its part of the changes."""

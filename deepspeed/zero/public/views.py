@@ -6,6 +6,7 @@ What is flat there lies in pieces here, so that most views are copies: good for 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -113,7 +114,7 @@ _OF_EACH_GROUP: dict[str, Callable[[ShardGroup], Any]] = {
 
 _OF_ALL: dict[str, Callable[[OptimizerStates, Optimizer], Any]] = {
     "averaged_gradients": _gradients,
-    "grad_partitions_flat_buffer": lambda states, optimizer: _joined(sum(_gradients(states, optimizer).values(), [])),
+    "grad_partitions_flat_buffer": lambda *of: _joined([*chain.from_iterable(_gradients(*of).values())]),
     "persistent_parameters": _lasting,
     "sub_group_to_group_id": _owners,
 }
