@@ -36,10 +36,10 @@ class BaseFileWriter(ABC):
         """The descriptor of the file; -1 where bytes may not go straight to one."""
         return -1
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # noqa: B027 - a writer may have nothing to do
         """Hand everything to the operating system that can be."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - the same
         """Write what is left and close the file; harmless when repeated."""
 
     def __enter__(self) -> BaseFileWriter:
