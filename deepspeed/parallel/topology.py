@@ -164,11 +164,6 @@ class PipelineParallelGrid:
         """The ranks of every pipeline."""
         return [list(group) for group in self._axes["pipe"].groups]
 
-    @functools.cached_property
-    def p2p_groups(self) -> list[list[int]]:
-        """Each rank with the next one of its pipeline."""
-        return [_with_next(rank, self._axes["pipe"]) for rank in range(self.world_size)]
-
     def close(self) -> None:
         """Destroy the groups that this grid made."""
         self._groups.clear()
@@ -235,11 +230,6 @@ def _grid_axes(topology: ProcessTopology) -> dict[str, Axis]:
     for name in ("data", "pipe", "model", "sequence"):
         axes[name] = grid.axis(name) if name in grid.names else alone
     return axes
-
-
-def _with_next(rank: int, pipes: Axis) -> list[int]:
-    pipe = pipes.group_of(rank)
-    return [rank, pipe[(pipe.index(rank) + 1) % len(pipe)]]
 
 
 def _balanced(world: int) -> PipeDataParallelTopology:

@@ -208,9 +208,7 @@ _FACTS: dict[str, Callable[[Any], Any]] = {
     "is_pipe_parallel": lambda engine: engine.module._grid.pipe_parallel_size > 1,
     "micro_batch_size": lambda engine: engine.train_micro_batch_size_per_gpu(),
     "next_stage": lambda engine: engine.module.stage_id + 1,
-    "num_stages": lambda engine: engine.module.num_stages,
     "prev_stage": lambda engine: engine.module.stage_id - 1,
-    "stage_id": lambda engine: engine.module.stage_id,
 }
 
 

@@ -51,19 +51,17 @@ MOVED: dict[str, str] = {
     "deepspeed.utils.z3_leaf_module": "deepspeed.zero.public.leaf",
 }
 
-STATE_ACCESS = (
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
+
+def names_at(home: str, names: str) -> dict[str, str]:
+    """Names that are the same at one home."""
+    return dict.fromkeys(names.split(), home)
+
+
+STATE_ACCESS = names_at(
+    "deepspeed.zero.public.access",
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+    "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
     "safe_update_full_grad_vectorized",
 )
 
@@ -74,119 +72,72 @@ SPLIT: dict[str, dict[str, str]] = {
         "CHECKPOINT_INFO_KEY": "deepspeed.published.constants",
         "DeepSpeedCheckpoint": "deepspeed.checkpoint",
     },
-    "deepspeed.comm.config": {
-        "CommsLoggerConfig": "deepspeed.config.monitor",
-    },
-    "deepspeed.comm.constants": {
-        "CCL_BACKEND": "deepspeed.published.constants",
-        "GLOO_BACKEND": "deepspeed.published.constants",
-        "MPI_BACKEND": "deepspeed.published.constants",
-        "NCCL_BACKEND": "deepspeed.published.constants",
-    },
+    "deepspeed.comm.config": {"CommsLoggerConfig": "deepspeed.config.monitor"},
+    "deepspeed.comm.constants": names_at(
+        "deepspeed.published.constants",
+        "CCL_BACKEND GLOO_BACKEND MPI_BACKEND NCCL_BACKEND",
+    ),
     "deepspeed.comm.torch": {
         "TorchBackend": "deepspeed.published.torch_backend",
         "has_all_reduce_coalesced": "deepspeed.comm",
         "has_coalescing_manager": "deepspeed.comm",
     },
-    "deepspeed.constants": {
-        "CROSS_RANK": "deepspeed.published.constants",
-        "CROSS_SIZE": "deepspeed.published.constants",
-        "TORCH_DISTRIBUTED_DEFAULT_PORT": "deepspeed.published.constants",
-        "default_pg_timeout": "deepspeed.published.constants",
-    },
+    "deepspeed.constants": names_at(
+        "deepspeed.published.constants",
+        "CROSS_RANK CROSS_SIZE TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout",
+    ),
     "deepspeed.elasticity.config": {
+        **names_at("deepspeed.errors", "ElasticityConfigError ElasticityError ElasticityIncompatibleWorldSize"),
         "ElasticityConfig": "deepspeed.config.elasticity",
-        "ElasticityConfigError": "deepspeed.errors",
-        "ElasticityError": "deepspeed.errors",
-        "ElasticityIncompatibleWorldSize": "deepspeed.errors",
     },
-    "deepspeed.elasticity.constants": {
-        "DEEPSPEED_ELASTICITY_CONFIG": "deepspeed.published.constants",
-        "ELASTICITY": "deepspeed.published.constants",
-        "ENABLED": "deepspeed.published.constants",
-        "IGNORE_NON_ELASTIC_BATCH_INFO": "deepspeed.published.constants",
-        "LATEST_ELASTICITY_VERSION": "deepspeed.published.constants",
-        "MAX_ACCEPTABLE_BATCH_SIZE": "deepspeed.published.constants",
-        "MAX_GPUS": "deepspeed.published.constants",
-        "MICRO_BATCHES": "deepspeed.published.constants",
-        "MINIMUM_DEEPSPEED_VERSION": "deepspeed.published.constants",
-        "MIN_GPUS": "deepspeed.published.constants",
-        "MIN_TIME": "deepspeed.published.constants",
-        "MODEL_PARALLEL_SIZE": "deepspeed.published.constants",
-        "NUM_GPUS_PER_NODE": "deepspeed.published.constants",
-        "PREFER_LARGER_BATCH": "deepspeed.published.constants",
-        "VERSION": "deepspeed.published.constants",
-    },
-    "deepspeed.elasticity.utils": {
-        "is_torch_elastic_compatible": "deepspeed.published.runtime_names",
-    },
-    "deepspeed.launcher.constants": {
-        "IMPI_LAUNCHER": "deepspeed.published.constants",
-        "MPICH_LAUNCHER": "deepspeed.published.constants",
-        "MVAPICH_LAUNCHER": "deepspeed.published.constants",
-        "OPENMPI_LAUNCHER": "deepspeed.published.constants",
-        "PDSH_LAUNCHER": "deepspeed.published.constants",
-        "PDSH_MAX_FAN_OUT": "deepspeed.published.constants",
-        "SLURM_LAUNCHER": "deepspeed.published.constants",
-    },
-    "deepspeed.module_inject": {
-        "set_autotp_mode": "deepspeed.tensor_parallel.model_init",
-    },
+    "deepspeed.elasticity.constants": names_at(
+        "deepspeed.published.constants",
+        "DEEPSPEED_ELASTICITY_CONFIG ELASTICITY ENABLED IGNORE_NON_ELASTIC_BATCH_INFO LATEST_ELASTICITY_VERSION "
+        "MAX_ACCEPTABLE_BATCH_SIZE MAX_GPUS MICRO_BATCHES MINIMUM_DEEPSPEED_VERSION MIN_GPUS MIN_TIME "
+        "MODEL_PARALLEL_SIZE NUM_GPUS_PER_NODE PREFER_LARGER_BATCH VERSION",
+    ),
+    "deepspeed.elasticity.utils": {"is_torch_elastic_compatible": "deepspeed.published.runtime_names"},
+    "deepspeed.launcher.constants": names_at(
+        "deepspeed.published.constants",
+        "IMPI_LAUNCHER MPICH_LAUNCHER MVAPICH_LAUNCHER OPENMPI_LAUNCHER PDSH_LAUNCHER PDSH_MAX_FAN_OUT SLURM_LAUNCHER",
+    ),
+    "deepspeed.module_inject": {"set_autotp_mode": "deepspeed.tensor_parallel.model_init"},
     "deepspeed.module_inject.layers": {
-        "GatherReplacedLayerParams": "deepspeed.tensor_parallel.linear_modules",
-        "LinearAllreduce": "deepspeed.tensor_parallel.linear_modules",
-        "LinearLayer": "deepspeed.tensor_parallel.linear_modules",
-        "TensorParallel_Layer": "deepspeed.tensor_parallel.linear_modules",
+        **names_at(
+            "deepspeed.tensor_parallel.linear_modules",
+            "GatherReplacedLayerParams LinearAllreduce LinearLayer TensorParallel_Layer",
+        ),
         "is_autotp_training_mode": "deepspeed.tensor_parallel.model_init",
         "set_autotp_mode": "deepspeed.tensor_parallel.model_init",
     },
     "deepspeed.module_inject.tp_shard": {
+        **names_at(
+            "deepspeed.published.tp_shard",
+            "get_n_embd get_num_attention_heads get_num_kv_heads get_shard_size get_shard_size_list set_n_embd "
+            "set_num_attention_heads set_num_kv_heads set_tp_grain_size",
+        ),
         "AutoTPMeta": "deepspeed.tensor_parallel.linear_modules",
-        "get_n_embd": "deepspeed.published.tp_shard",
-        "get_num_attention_heads": "deepspeed.published.tp_shard",
-        "get_num_kv_heads": "deepspeed.published.tp_shard",
-        "get_shard_size": "deepspeed.published.tp_shard",
-        "get_shard_size_list": "deepspeed.published.tp_shard",
-        "set_n_embd": "deepspeed.published.tp_shard",
-        "set_num_attention_heads": "deepspeed.published.tp_shard",
-        "set_num_kv_heads": "deepspeed.published.tp_shard",
-        "set_tp_grain_size": "deepspeed.published.tp_shard",
     },
-    "deepspeed.monitor.config": {
-        "CSVConfig": "deepspeed.config.monitor",
-        "CometConfig": "deepspeed.config.monitor",
-        "DeepSpeedMonitorConfig": "deepspeed.config.monitor",
-        "TensorBoardConfig": "deepspeed.config.monitor",
-        "WandbConfig": "deepspeed.config.monitor",
-    },
-    "deepspeed.ops.adam.multi_tensor_apply": {
-        "MultiTensorApply": "deepspeed.published.runtime_names",
-    },
-    "deepspeed.runtime.bf16_optimizer": {
-        "BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer",
-    },
-    "deepspeed.runtime.comm.coalesced_collectives": {
-        "reduce_scatter_coalesced": "deepspeed.comm.coalesced",
-    },
+    "deepspeed.monitor.config": names_at(
+        "deepspeed.config.monitor",
+        "CSVConfig CometConfig DeepSpeedMonitorConfig TensorBoardConfig WandbConfig",
+    ),
+    "deepspeed.ops.adam.multi_tensor_apply": {"MultiTensorApply": "deepspeed.published.runtime_names"},
+    "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer"},
+    "deepspeed.runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced": "deepspeed.comm.coalesced"},
     "deepspeed.runtime.config": {
-        "ADAGRAD_OPTIMIZER": "deepspeed.published.constants",
-        "ADAMW_OPTIMIZER": "deepspeed.published.constants",
-        "ADAM_OPTIMIZER": "deepspeed.published.constants",
+        **names_at(
+            "deepspeed.published.constants",
+            "ADAGRAD_OPTIMIZER ADAMW_OPTIMIZER ADAM_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER "
+            "ONEBIT_ADAM_OPTIMIZER ONEBIT_LAMB_OPTIMIZER ZERO_ONE_ADAM_OPTIMIZER",
+        ),
         "DeepSpeedConfig": "deepspeed.config",
         "DeepSpeedConfigError": "deepspeed.errors",
-        "LAMB_OPTIMIZER": "deepspeed.published.constants",
-        "LION_OPTIMIZER": "deepspeed.published.constants",
-        "MUON_OPTIMIZER": "deepspeed.published.constants",
-        "ONEBIT_ADAM_OPTIMIZER": "deepspeed.published.constants",
-        "ONEBIT_LAMB_OPTIMIZER": "deepspeed.published.constants",
-        "ZERO_ONE_ADAM_OPTIMIZER": "deepspeed.published.constants",
     },
-    "deepspeed.runtime.config_utils": {
-        "DeepSpeedConfigModel": "deepspeed.published.config_utils",
-        "DeepSpeedConfigObject": "deepspeed.published.config_utils",
-        "dict_raise_error_on_duplicate_keys": "deepspeed.published.config_utils",
-        "get_scalar_param": "deepspeed.published.config_utils",
-    },
+    "deepspeed.runtime.config_utils": names_at(
+        "deepspeed.published.config_utils",
+        "DeepSpeedConfigModel DeepSpeedConfigObject dict_raise_error_on_duplicate_keys get_scalar_param",
+    ),
     "deepspeed.runtime.fp16.fused_optimizer": {
         "FP16_Optimizer": "deepspeed.runtime.base_optimizer:MixedPrecisionOptimizer",
     },
@@ -194,42 +145,34 @@ SPLIT: dict[str, dict[str, str]] = {
         "FP16_UnfusedOptimizer": "deepspeed.runtime.base_optimizer:MixedPrecisionOptimizer",
     },
     "deepspeed.runtime.pipe": {
-        "LayerSpec": "deepspeed.pipe",
-        "PipelineModule": "deepspeed.pipe",
+        **names_at("deepspeed.pipe", "LayerSpec PipelineModule TiedLayerSpec"),
         "ProcessTopology": "deepspeed.parallel.topology",
-        "TiedLayerSpec": "deepspeed.pipe",
     },
-    "deepspeed.runtime.precision_config": {
-        "DeepSpeedBF16Config": "deepspeed.config.precision",
-        "DeepSpeedFP16Config": "deepspeed.config.precision",
-    },
+    "deepspeed.runtime.precision_config": names_at(
+        "deepspeed.config.precision", "DeepSpeedBF16Config DeepSpeedFP16Config"
+    ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
-        "SequenceTiledCompute": "deepspeed.sequence.tiling",
-        "TiledFusedLogitsLoss": "deepspeed.sequence.tiling",
-        "TiledMLP": "deepspeed.sequence.tiling",
+        **names_at(
+            "deepspeed.sequence.tiling", "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP sequence_tiled_compute"
+        ),
         "UlyssesSPAttentionHF": "deepspeed.sequence.ulysses",
         "UlyssesSPDataLoaderAdapter": "deepspeed.sequence.ulysses",
-        "sequence_tiled_compute": "deepspeed.sequence.tiling",
     },
-    "deepspeed.runtime.state_dict_factory": {
-        "MegatronSDLoader": "deepspeed.published.state_dict_factory",
-        "SDLoaderBase": "deepspeed.published.state_dict_factory",
-        "SDLoaderFactory": "deepspeed.published.state_dict_factory",
-    },
-    "deepspeed.runtime.tensor_parallel.config": {
-        "TPConfig": "deepspeed.config.parallel",
-        "TPTrainingConfig": "deepspeed.config.parallel",
-    },
+    "deepspeed.runtime.state_dict_factory": names_at(
+        "deepspeed.published.state_dict_factory",
+        "MegatronSDLoader SDLoaderBase SDLoaderFactory",
+    ),
+    "deepspeed.runtime.tensor_parallel.config": names_at("deepspeed.config.parallel", "TPConfig TPTrainingConfig"),
     "deepspeed.runtime.utils": {
+        **names_at(
+            "deepspeed.published.runtime_names",
+            "all_gather_dp_groups is_model_parallel_parameter move_to_device set_random_seed",
+        ),
         "PartitionedTensor": "deepspeed.parallel.partitioned_tensor",
-        "all_gather_dp_groups": "deepspeed.published.runtime_names",
-        "is_model_parallel_parameter": "deepspeed.published.runtime_names",
-        "move_to_device": "deepspeed.published.runtime_names",
         "partition_balanced": "deepspeed.parallel.balance",
         "partition_uniform": "deepspeed.parallel.balance",
         "required_torch_version": "deepspeed.accelerator.torch_version",
         "see_memory_usage": "deepspeed.profiling.memory",
-        "set_random_seed": "deepspeed.published.runtime_names",
     },
     "deepspeed.runtime.zero": {
         "GatheredParameters": "deepspeed.zero.public.gathered",
@@ -240,15 +183,11 @@ SPLIT: dict[str, dict[str, str]] = {
         "unregister_external_parameter": "deepspeed.zero.parameters.module_hooks",
         "unwrap_model_for_generation": "deepspeed.zero.public.gathered",
     },
-    "deepspeed.runtime.zero.config": {
-        "DeepSpeedZeroConfig": "deepspeed.config.zero",
-        "DeepSpeedZeroOffloadOptimizerConfig": "deepspeed.config.zero",
-        "DeepSpeedZeroOffloadParamConfig": "deepspeed.config.zero",
-        "ZeroStageEnum": "deepspeed.config.zero",
-    },
-    "deepspeed.runtime.zero.offload_states": {
-        "get_state_devices": "deepspeed.runtime.offload_states",
-    },
+    "deepspeed.runtime.zero.config": names_at(
+        "deepspeed.config.zero",
+        "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig ZeroStageEnum",
+    ),
+    "deepspeed.runtime.zero.offload_states": {"get_state_devices": "deepspeed.runtime.offload_states"},
     "deepspeed.runtime.zero.parameter_offload": {
         "DeepSpeedZeRoOffload": "deepspeed.zero.public.rehook:ParameterOffload",
         "ZeROOrderedDict": "deepspeed.zero.parameters.module_hooks:WatchedParameters",
@@ -265,20 +204,22 @@ SPLIT: dict[str, dict[str, str]] = {
         "zero_wrapper_for_fp_tensor_constructor": "deepspeed.zero.birth.placement",
     },
     "deepspeed.runtime.zero.stage3": {
+        **names_at(
+            "deepspeed.memory",
+            "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
+            "estimate_zero3_model_states_mem_needs_all_live",
+        ),
         "DeepSpeedZeroOptimizer_Stage3": "deepspeed.runtime.base_optimizer:ZeroOptimizer",
-        "estimate_zero3_model_states_mem_needs": "deepspeed.memory",
-        "estimate_zero3_model_states_mem_needs_all_cold": "deepspeed.memory",
-        "estimate_zero3_model_states_mem_needs_all_live": "deepspeed.memory",
         "unwrap_model_for_generation": "deepspeed.zero.public.gathered",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
+        **names_at(
+            "deepspeed.memory",
+            "estimate_zero1_model_states_mem_needs estimate_zero1_model_states_mem_needs_all_cold "
+            "estimate_zero1_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs "
+            "estimate_zero2_model_states_mem_needs_all_cold estimate_zero2_model_states_mem_needs_all_live",
+        ),
         "DeepSpeedZeroOptimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer",
-        "estimate_zero1_model_states_mem_needs": "deepspeed.memory",
-        "estimate_zero1_model_states_mem_needs_all_cold": "deepspeed.memory",
-        "estimate_zero1_model_states_mem_needs_all_live": "deepspeed.memory",
-        "estimate_zero2_model_states_mem_needs": "deepspeed.memory",
-        "estimate_zero2_model_states_mem_needs_all_cold": "deepspeed.memory",
-        "estimate_zero2_model_states_mem_needs_all_live": "deepspeed.memory",
     },
     "deepspeed.runtime.zero.utils": {
         "ZeRORuntimeException": "deepspeed.errors:CheckpointError",
@@ -290,66 +231,43 @@ SPLIT: dict[str, dict[str, str]] = {
         "calc_bw_log": "deepspeed.comm.summary",
         "convert_size": "deepspeed.comm.summary",
     },
-    "deepspeed.utils.numa": {
-        "parse_range_list": "deepspeed.launcher.binding",
-    },
+    "deepspeed.utils.numa": {"parse_range_list": "deepspeed.launcher.binding"},
     "deepspeed.utils.tensor_fragment": {
         "fragment_address": "deepspeed.checkpoint.formats.safe_load",
-        **dict.fromkeys(STATE_ACCESS, "deepspeed.zero.public.access"),
+        **STATE_ACCESS,
     },
     "deepspeed.utils.timer": {
-        "BACKWARD_GLOBAL_TIMER": "deepspeed.published.constants",
-        "BACKWARD_INNER_GLOBAL_TIMER": "deepspeed.published.constants",
-        "BACKWARD_INNER_MICRO_TIMER": "deepspeed.published.constants",
-        "BACKWARD_MICRO_TIMER": "deepspeed.published.constants",
-        "BACKWARD_REDUCE_GLOBAL_TIMER": "deepspeed.published.constants",
-        "BACKWARD_REDUCE_MICRO_TIMER": "deepspeed.published.constants",
+        **names_at(
+            "deepspeed.published.constants",
+            "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER BACKWARD_MICRO_TIMER "
+            "BACKWARD_REDUCE_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER FORWARD_GLOBAL_TIMER FORWARD_MICRO_TIMER "
+            "STEP_GLOBAL_TIMER STEP_MICRO_TIMER",
+        ),
         "CudaEventTimer": "deepspeed.accelerator.clock",
-        "FORWARD_GLOBAL_TIMER": "deepspeed.published.constants",
-        "FORWARD_MICRO_TIMER": "deepspeed.published.constants",
         "NoopTimer": "deepspeed.profiling.timers",
-        "STEP_GLOBAL_TIMER": "deepspeed.published.constants",
-        "STEP_MICRO_TIMER": "deepspeed.published.constants",
         "SynchronizedWallClockTimer": "deepspeed.profiling.timers",
         "ThroughputTimer": "deepspeed.profiling.throughput",
     },
 }
 
-_CONSTANTS = "deepspeed.checkpoint.constants"
-_RNG = "deepspeed.runtime.rng"
-
 # module that exists → names that scripts find there and that live elsewhere → home of each, as above
 REEXPORTED: dict[str, dict[str, str]] = {
     "deepspeed.checkpoint": {
-        "BASE_OPTIMIZER_STATE": _CONSTANTS,
-        "CAT_DIM": _CONSTANTS,
-        "OPTIMIZER_STATE_DICT": _CONSTANTS,
-        "ORIGINAL_VOCAB_SIZE": _CONSTANTS,
-        "PADDED_VOCAB_SIZE": _CONSTANTS,
-        "PARAM": _CONSTANTS,
-        "PARAMETER_TO_AVERAGE_PATTERNS": _CONSTANTS,
-        "PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0": _CONSTANTS,
-        "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS": _CONSTANTS,
-        "PARAMETER_WITH_SUB_PARAMS": _CONSTANTS,
-        "PARAM_GROUPS": _CONSTANTS,
-        "PARAM_N_SUB_PARAMS": _CONSTANTS,
-        "PARAM_SHAPES": _CONSTANTS,
-        "PARAM_SLICE_MAPPINGS": _CONSTANTS,
-        "PIPELINE_REPLICATED_PARAMETER_PATTERNS": _CONSTANTS,
-        "SINGLE_PARTITION_OF_FP32_GROUPS": _CONSTANTS,
-        "SUB_PARAM_SHAPE": _CONSTANTS,
-        "TP_REPLICATED_PARAMETER_PATTERNS": _CONSTANTS,
-        "UNIVERSAL_CHECKPOINT_VERSION_KEY": _CONSTANTS,
-        "UNIVERSAL_CHECKPOINT_VERSION_VALUE": _CONSTANTS,
-        "VOCABULARY_PARAMETER_PATTERNS": _CONSTANTS,
-        "VOCAB_TENSOR": _CONSTANTS,
-        "ZERO_STAGE": _CONSTANTS,
+        **names_at(
+            "deepspeed.checkpoint.constants",
+            "BASE_OPTIMIZER_STATE CAT_DIM OPTIMIZER_STATE_DICT ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE PARAM "
+            "PARAMETER_TO_AVERAGE_PATTERNS PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 "
+            "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PARAMETER_WITH_SUB_PARAMS PARAM_GROUPS PARAM_N_SUB_PARAMS "
+            "PARAM_SHAPES PARAM_SLICE_MAPPINGS PIPELINE_REPLICATED_PARAMETER_PATTERNS SINGLE_PARTITION_OF_FP32_GROUPS "
+            "SUB_PARAM_SHAPE TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_VERSION_KEY "
+            "UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS VOCAB_TENSOR ZERO_STAGE",
+        ),
         "enable_universal_checkpoint": "deepspeed.published.universal_checkpoint",
     },
-    "deepspeed.checkpoint.universal_checkpoint": {
-        "enable_universal_checkpoint": "deepspeed.published.universal_checkpoint",
-        "load_hp_checkpoint_state": "deepspeed.published.universal_checkpoint",
-    },
+    "deepspeed.checkpoint.universal_checkpoint": names_at(
+        "deepspeed.published.universal_checkpoint",
+        "enable_universal_checkpoint load_hp_checkpoint_state",
+    ),
     "deepspeed.comm": {"TorchBackend": "deepspeed.published.torch_backend"},
     "deepspeed.env_report": {"cli_main": "deepspeed.env_report:main"},
     "deepspeed.launcher.runner": {
@@ -358,14 +276,14 @@ REEXPORTED: dict[str, dict[str, str]] = {
         "EXPORT_ENVS": "deepspeed.launcher.environment",
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
-        "_CUDA_RNG_STATE_TRACKER": f"{_RNG}:_tracker",
-        "_MODEL_PARALLEL_RNG_TRACKER_NAME": f"{_RNG}:MODEL_PARALLEL_RNG",
+        "_CUDA_RNG_STATE_TRACKER": "deepspeed.runtime.rng:_tracker",
+        "_MODEL_PARALLEL_RNG_TRACKER_NAME": "deepspeed.runtime.rng:MODEL_PARALLEL_RNG",
         "_set_cuda_rng_state": "deepspeed.published.runtime_names:set_device_rng_state",
     },
-    "deepspeed.runtime.checkpoint_engine": {
-        "CheckpointEngine": "deepspeed.runtime.checkpoint_engine.checkpoint_engine",
-        "TorchCheckpointEngine": "deepspeed.runtime.checkpoint_engine.checkpoint_engine",
-    },
+    "deepspeed.runtime.checkpoint_engine": names_at(
+        "deepspeed.runtime.checkpoint_engine.checkpoint_engine",
+        "CheckpointEngine TorchCheckpointEngine",
+    ),
     "deepspeed.runtime.engine": {
         "MoE": "deepspeed.moe.layer",
         "autocast_if_enabled": "deepspeed.published.runtime_names",

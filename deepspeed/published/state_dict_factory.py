@@ -189,7 +189,6 @@ class MegatronSDLoader(SDLoaderBase):
         return version != 0
 
     def merge_state_dict(self, mp_world_size: int, mp_rank: int) -> StateDict:
-        """See `SDLoaderBase`."""
         files = self.get_merge_state_dicts(mp_world_size, mp_rank)
         modules = [self.get_module(each) for each in files]
         version = self.get_checkpoint_version(files[0])
@@ -204,7 +203,6 @@ class MegatronSDLoader(SDLoaderBase):
         return self.set_module(dict(files[0]), made)
 
     def split_state_dict(self, mp_world_size: int, mp_rank: int) -> StateDict:
-        """See `SDLoaderBase`."""
         file, count, offset = self.get_split_state_dict(mp_world_size, mp_rank)
         version = self.get_checkpoint_version(file)
         made: StateDict = {}
@@ -217,7 +215,6 @@ class MegatronSDLoader(SDLoaderBase):
         return self.set_module(dict(file), made)
 
     def sanity_check(self, ckpt_file_name: str) -> None:
-        """See `SDLoaderBase`."""
         names = self.get_module(self._read(ckpt_file_name))
         for known in (*_INPUTS_CUT, "mlp.dense_h_to_4h.weight", "mlp.dense_h_to_4h.bias", _JOINED):
             if not any(known in name for name in names):

@@ -5,6 +5,8 @@ Projects that cut their own layers set the facts of their model first; they coun
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from deepspeed import comm
@@ -14,39 +16,15 @@ from deepspeed.tensor_parallel.linear_modules import get_shard_size_list as shar
 _MODEL = AutoTPMeta()
 
 
-def set_num_kv_heads(num: int | None) -> None:
-    """Key-value heads of the model."""
-    _MODEL.num_kv_heads = num
+def _fact(name: str) -> tuple[Callable[[int | None], None], Callable[[], int | None]]:
+    """What sets a fact of the model, and what tells it."""
+    return partial(setattr, _MODEL, name), partial(getattr, _MODEL, name)
 
 
-def get_num_kv_heads() -> int | None:
-    """What `set_num_kv_heads` set."""
-    return _MODEL.num_kv_heads
-
-
-def set_num_attention_heads(num: int | None) -> None:
-    """Query heads of the model."""
-    _MODEL.num_attention_heads = num
-
-
-def get_num_attention_heads() -> int | None:
-    """What `set_num_attention_heads` set."""
-    return _MODEL.num_attention_heads
-
-
-def set_n_embd(num: int | None) -> None:
-    """The width of the model."""
-    _MODEL.n_embd = num
-
-
-def get_n_embd() -> int | None:
-    """What `set_n_embd` set."""
-    return _MODEL.n_embd
-
-
-def set_tp_grain_size(num: int) -> None:
-    """Dims without heads are cut at multiples of this."""
-    _MODEL.tp_grain_size = num
+set_num_kv_heads, get_num_kv_heads = _fact("num_kv_heads")
+set_num_attention_heads, get_num_attention_heads = _fact("num_attention_heads")
+set_n_embd, get_n_embd = _fact("n_embd")
+set_tp_grain_size, get_tp_grain_size = _fact("tp_grain_size")  # dims without heads are cut at multiples of this
 
 
 def get_shard_size_list(

@@ -174,7 +174,6 @@ class LlavaFusionAdapter(ModalityFusionSPAdapter):
     """One token stands for an image, and all of the image's features take its place; rows are padded to the longest."""
 
     def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        """See `ModalityFusionSPAdapter`."""
         rows = [self._row(*each) for each in zip(visual, text, ids, strict=True)]
         return pad_sequence(rows, batch_first=True)
 
@@ -198,7 +197,6 @@ class InternVLFusionAdapter(ModalityFusionSPAdapter):
     """Each token that stands for a feature gets one, in their order."""
 
     def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        """See `ModalityFusionSPAdapter`."""
         return _placed(visual, text, ids == self.image_token_id)
 
 
@@ -212,7 +210,6 @@ class Qwen2VLFusionAdapter(ModalityFusionSPAdapter):
         self.vision_start_token_id, self.vision_end_token_id = vision_start_token_id, vision_end_token_id
 
     def fuse(self, visual: Tensor, text: Tensor, ids: Tensor) -> Tensor:
-        """See `ModalityFusionSPAdapter`."""
         begins, ends = ids == self.vision_start_token_id, ids == self.vision_end_token_id
         inside = (begins.cumsum(1) > ends.cumsum(1)) & ~begins
         return _placed(visual, text, inside)

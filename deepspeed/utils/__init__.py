@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from deepspeed import log as logging
 from deepspeed._package import lazy
 from deepspeed.log import log_dist, log_dist_once, logger, print_json_dist, set_log_level_from_string
-from deepspeed.published.old_paths import STATE_ACCESS
+from deepspeed.published.old_paths import STATE_ACCESS, names_at
 
 if TYPE_CHECKING:
     from deepspeed.accelerator.nvtx import instrument_w_nvtx
@@ -43,15 +43,10 @@ if TYPE_CHECKING:
         z3_leaf_parameter,
     )
 
-_LEAVES = (
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
+_LEAVES = names_at(
+    "deepspeed.zero.public.leaf",
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
 )
 _LAZY = {
     "OnDevice": "deepspeed.published.init_on_device:OnDevice",
@@ -59,8 +54,7 @@ _LAZY = {
     "groups": "deepspeed.published.groups",
     "instrument_w_nvtx": "deepspeed.accelerator.nvtx:instrument_w_nvtx",
     "is_initialized": "deepspeed.comm:is_initialized",
-    **{name: f"deepspeed.zero.public.access:{name}" for name in STATE_ACCESS},
-    **{name: f"deepspeed.zero.public.leaf:{name}" for name in _LEAVES},
+    **{name: f"{home}:{name}" for name, home in (STATE_ACCESS | _LEAVES).items()},
 }
 
 __all__ = [

@@ -207,7 +207,6 @@ class InBackward:
         self._comings.note(param)
 
     def leaves_whole(self, param: nn.Parameter) -> bool:
-        """See `GradientConsumer`."""
         if not self._armed or id(param) in self._gone or not self._comings.is_whole(param):
             return False
         self._gone.add(id(param))
