@@ -169,7 +169,8 @@ def keys_without_effect(
 
 @functools.cache
 def _defaults() -> dict[str, object]:
-    return dict(values_of(Schema()))
+    declared = {path: key.info.default for path, key in walk(Schema) if key.section is None}
+    return declared | dict(values_of(Schema()))
 
 
 def _differs(path: str, value: object) -> bool:

@@ -68,7 +68,7 @@ class Backward:
         self.updates: InBackward | None = None
         """What updates parameters while backward runs; None: the step does."""
         if listens:
-            reducer.announce(self._begin_plain, self._noticed)
+            reducer.announce(self._plain, self._noticed)
 
     @property
     def has_gradients(self) -> bool:
@@ -182,8 +182,8 @@ class Backward:
             if self.updates is not None:
                 self.updates.finish()
 
-    def _plain(self, grad: Tensor) -> None:
-        """A gradient flows into an output of the module; the first one of a user's backward prepares for the rest."""
+    def _plain(self, grad: Tensor | None = None) -> None:
+        """A gradient flows into an output of a module; the first one of a user's backward prepares for the rest."""
         task = torch._C._current_graph_task_id()
         if self._running or task == self._plain_task:
             return
