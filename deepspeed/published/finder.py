@@ -124,6 +124,8 @@ class _Reexporting(Loader):
             if name not in rows:
                 if own is not None:
                     return own(name)
+                if (below := f"{module.__name__}.{name}") in MOVED:
+                    return importlib.import_module(below)
                 raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
             home, _, new = rows[name].partition(":")
             value = getattr(importlib.import_module(home), new or name)
