@@ -22,6 +22,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
+from deepspeed._package import submodule
 from deepspeed.published.old_paths import COMING, MOVED, REEXPORTED, REMOVED, SPLIT
 
 _LEADING = {
@@ -104,7 +105,7 @@ def _moved(name: str) -> str | None:
 
 
 class _Reexporting(Loader):
-    """Loads a module that offers names of other modules, too, on first use."""
+    """Loads a module that offers names of other modules, too, on first use, or a package that offers its modules."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -118,15 +119,11 @@ class _Reexporting(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        own, rows = vars(module).get("__getattr__"), REEXPORTED[module.__name__]
+        own, rows = vars(module).get("__getattr__"), REEXPORTED.get(module.__name__, {})
 
         def find(name: str) -> Any:
             if name not in rows:
-                if own is not None:
-                    return own(name)
-                if (below := f"{module.__name__}.{name}") in MOVED:
-                    return importlib.import_module(below)
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+                return submodule(module.__name__, name) if own is None else own(name)
             home, _, new = rows[name].partition(":")
             value = getattr(importlib.import_module(home), new or name)
             setattr(module, name, value)
@@ -156,7 +153,7 @@ class _Finder(MetaPathFinder, Loader):
             raise ImportError(reason, name=name)
         if spec is not None and name in _LOST_NAMES and spec.submodule_search_locations is None:
             spec.submodule_search_locations = []
-        if spec is not None and spec.loader is not None and name in REEXPORTED:
+        if spec is not None and spec.loader is not None and (name in REEXPORTED or spec.submodule_search_locations):
             spec.loader = _Reexporting(spec.loader)
         return spec
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,3 +81,28 @@ def test_a_name_is_read(path, feature):
         return
     with pytest.raises((AttributeError, ImportError), match="is not part of this version yet; until then"):
         reach(path)
+
+
+FRESH = """
+import os, sys
+from tests.compat.test_in_use import READ, reach
+
+def is_reached(path):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            reach(path)
+        except (AttributeError, ImportError):
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(pid, 0)[1] == 0
+
+print([path for path, feature in READ if feature is None and not is_reached(path)])
+"""
+
+
+def test_every_name_is_reached_after_a_plain_import():
+    """Each in a process of its own: what one of them imports must not help another."""
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", FRESH], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
