@@ -53,6 +53,11 @@ _FAMILIES = (
     "deepspeed.ops.model.linear_loss",
     "deepspeed.ops.fp8.quantise",
     "deepspeed.ops.fp8.linear",
+    "deepspeed.ops.generate.attention",
+    "deepspeed.ops.generate.pages",
+    "deepspeed.ops.generate.streaming",
+    "deepspeed.ops.generate.packed",
+    "deepspeed.ops.generate.sampling",
 )
 
 
