@@ -9,24 +9,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AliasChoices, ConfigDict, ValidationError, model_validator
+import torch
+from pydantic import BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
 
 from deepspeed.config.clean import ConfigProblem, clean
 from deepspeed.config.memory import Bytes, MemoryConfig
-from deepspeed.config.model import ConfigModel, Lower, Patterns, PositiveCount, Section, key
+from deepspeed.config.model import ConfigModel, Lower, NoEffect, Patterns, PositiveCount, Section, key, no_effect
 from deepspeed.config.read import ConfigSource, read
+from deepspeed.config.schema_walk import keys_of, walk
+from deepspeed.config.zero import DeepSpeedZeroConfig
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import warn_once
 
 __all__ = [
+    "ActivationQuantConfig",
     "AllocationMode",
+    "BaseQuantConfig",
     "CacheMemoryConfig",
     "DSStateManagerConfig",
+    "DeepSpeedInferenceConfig",
+    "DeepSpeedMoEConfig",
+    "DeepSpeedTPConfig",
+    "DtypeEnum",
+    "InferenceCheckpointConfig",
+    "MoETypeEnum",
+    "QKVQuantConfig",
+    "QuantTypeEnum",
+    "QuantizationConfig",
     "RaggedInferenceEngineConfig",
     "RaggedQuantizationConfig",
     "RaggedTensorParallelConfig",
     "SpeculationConfig",
+    "WeightQuantConfig",
+    "idle_keys",
     "read_inference_config",
 ]
 
@@ -36,6 +53,22 @@ class InferenceSection(Section):
 
     model_config = ConfigDict(frozen=False, validate_assignment=True)
 
+    moved: ClassVar[Mapping[str, str]] = {}
+    """Older keys → the dotted keys that take their place."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_older_keys(cls, data: Any) -> Any:
+        return cls.at_new_places(data) if isinstance(data, dict) else data
+
+    @classmethod
+    def at_new_places(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """The data without older keys."""
+        kept = {name: value for name, value in data.items() if name not in cls.moved}
+        for old in cls.moved.keys() & data.keys():
+            _move(kept, old, cls.moved[old], data[old], cls)
+        return kept
+
     def __setattr__(self, name: str, value: Any) -> None:
         # pydantic assigns before the rules between fields are checked; a refused value must not stay.
         before = dict(self.__dict__)
@@ -44,6 +77,21 @@ class InferenceSection(Section):
         except ValidationError:
             self.__dict__.update(before)
             raise
+
+
+def _move(data: dict[str, Any], old: str, new: str, value: Any, model: type[ConfigModel]) -> None:
+    """Set the nested key `new`, whose section may be there under any of its names."""
+    warn_once(f"config key {old!r} is deprecated; use {new!r}")
+    head, _, last = new.partition(".")
+    known = keys_of(model)[head]
+    name = next((each for each in (known.json, known.name) if data.get(each) is not None), head)
+    section = data.get(name)
+    if isinstance(section, ConfigModel):
+        section = {field: getattr(section, field) for field in section.model_fields_set}
+    section = dict(section or {})
+    if section.get(last) is not None and section[last] != value:
+        raise ValueError(f"both {old!r} and {new!r} are given; keep {new!r}")
+    data[name] = {**section, last: value}
 
 
 class AllocationMode(Enum):
@@ -155,6 +203,249 @@ class RaggedInferenceEngineConfig(InferenceSection):
     )
 
 
+class DtypeEnum(Enum):
+    """Dtypes by any of their usual names."""
+
+    fp16 = torch.float16
+    fp32 = torch.float32
+    bf16 = torch.bfloat16
+    int8 = torch.int8
+
+    @classmethod
+    def _missing_(cls, value: object) -> DtypeEnum | None:
+        return next((member for member in cls if str(value).removeprefix("torch.") in _DTYPES[member.name]), None)
+
+
+_DTYPES: dict[str, tuple[str, ...]] = {
+    "fp16": ("fp16", "float16", "half"),
+    "fp32": ("fp32", "float32", "float"),
+    "bf16": ("bf16", "bfloat16", "bfloat"),
+    "int8": ("int8",),
+}
+
+
+def _dtype(value: Any) -> Any:
+    try:
+        return DtypeEnum(value).value
+    except ValueError:
+        names = ", ".join(name for names in _DTYPES.values() for name in names)
+        raise ValueError(f"{value!r} is not a supported dtype; use a torch.dtype or one of {names}") from None
+
+
+class MoETypeEnum(str, Enum):
+    """Kinds of blocks of experts."""
+
+    residual = "residual"
+    standard = "standard"
+
+
+class QuantTypeEnum(str, Enum):
+    """Whether a group of integers has a scale alone, or a zero point too."""
+
+    asym = "asymmetric"
+    sym = "symmetric"
+
+
+_OF_THE_MODEL = "it is read from the model's own layers"
+_OWN_GROUPS = "groups of experts follow from ep_size"
+
+
+class DeepSpeedTPConfig(InferenceSection):
+    """Ranks that share every layer (AutoTP)."""
+
+    enabled: bool = key(True, "Whether tp_size counts; false is a tp_size of 1.")
+    tp_size: PositiveCount = key(1, "Number of ranks that share every layer.")
+    tp_grain_size: PositiveCount = no_effect(64, "layers are cut between heads, and feed-forward layers evenly")
+    mpu: Any = key(None, "An object with get_model_parallel_group(), as Megatron has; it says the ranks.")
+    tp_group: Any = key(None, "The process group of the ranks.")
+
+
+class DeepSpeedMoEConfig(InferenceSection):
+    """Experts that are dealt to ranks."""
+
+    enabled: bool = key(True, "Whether ep_size counts; false is an ep_size of 1.")
+    ep_size: PositiveCount = key(1, "Number of ranks that experts are dealt to.")
+    moe_experts: list[PositiveCount] = no_effect([1], _OF_THE_MODEL, alias="num_experts")
+    type: MoETypeEnum = no_effect(MoETypeEnum.standard, _OF_THE_MODEL)
+    ep_mp_group: Any = no_effect(None, _OWN_GROUPS, alias="expert_mp_group")
+    ep_group: Any = no_effect(None, _OWN_GROUPS, alias="expert_group")
+
+    @field_validator("moe_experts", mode="before")
+    @classmethod
+    def _one_number(cls, value: Any) -> Any:
+        return [value] if isinstance(value, int) else value
+
+
+class BaseQuantConfig(InferenceSection):
+    """How numbers are rounded to integers."""
+
+    enabled: bool = key(True, "Whether they are rounded, where the section is given or dtype is int8.")
+    num_bits: Literal[4, 8] = key(8, "Width of the integers.")
+    q_type: QuantTypeEnum = key(QuantTypeEnum.sym, "Whether a group has a scale alone, or a zero point too.")
+    q_groups: PositiveCount = key(1, "Number of groups of a row.")
+
+
+class WeightQuantConfig(BaseQuantConfig):
+    """How weights are held."""
+
+    quantized_initialization: dict[str, Any] = no_effect({}, "weight_quantization of a training's config has it")
+    post_init_quant: dict[str, Any] = key(
+        {}, "Parts of module names → num_bits, group_size and symmetric of the weights of these modules."
+    )
+
+
+class ActivationQuantConfig(BaseQuantConfig):
+    """How inputs of linear layers are rounded; only where this section is given."""
+
+
+class QKVQuantConfig(InferenceSection):
+    """Whether projections of queries, keys and values are quantised with the others."""
+
+    enabled: bool = key(True, "Whether they are.")
+
+
+class QuantizationConfig(InferenceSection):
+    """Integers instead of weights and activations: with dtype int8, or where a section is given."""
+
+    enabled: bool = key(True, "Whether anything is quantised.")
+    activation: ActivationQuantConfig = key(ActivationQuantConfig, "Inputs of linear layers.")
+    weight: WeightQuantConfig = key(WeightQuantConfig, "Weights of linear layers.")
+    qkv: QKVQuantConfig = key(QKVQuantConfig, "Projections of queries, keys and values.")
+
+
+class InferenceCheckpointConfig(InferenceSection):
+    """What the keys of the top level say, in a section of its own; those go before."""
+
+    checkpoint_dir: str | None = key(None, "As checkpoint.")
+    save_mp_checkpoint_path: str | None = key(None, "As save_mp_checkpoint_path.")
+    base_dir: str | None = key(None, "As base_dir.")
+
+
+def _switch(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
+class DeepSpeedInferenceConfig(InferenceSection):
+    """The config of `deepspeed.init_inference`."""
+
+    moved: ClassVar[Mapping[str, str]] = {
+        "mp_size": "tensor_parallel.tp_size",
+        "mpu": "tensor_parallel.mpu",
+        "ep_size": "moe.ep_size",
+        "ep_group": "moe.ep_group",
+        "expert_group": "moe.ep_group",
+        "ep_mp_group": "moe.ep_mp_group",
+        "expert_mp_group": "moe.ep_mp_group",
+        "moe_experts": "moe.moe_experts",
+        "moe_type": "moe.type",
+    }
+
+    replace_with_kernel_inject: bool = key(
+        False, "Whether modules that fused kernels compute are replaced; a table lists them.", alias="kernel_inject"
+    )
+    dtype: Annotated[Any, BeforeValidator(_dtype)] = key(
+        torch.float16, "Dtype of weights and computation; int8 holds weights of linear layers in 8 bits."
+    )
+    tensor_parallel: DeepSpeedTPConfig = key(DeepSpeedTPConfig, "Ranks that share every layer.", alias="tp")
+    enable_cuda_graph: bool = key(
+        False, "Whether forward passes are captured as graphs of the device, by shapes of inputs, and replayed."
+    )
+    use_triton: bool = key(False, "As replace_with_kernel_inject, whose kernels are Triton's.")
+    triton_autotune: bool = no_effect(False, "kernels choose the sizes of their blocks by the shapes they get")
+    zero: DeepSpeedZeroConfig = key(
+        DeepSpeedZeroConfig, "Stage 3 with offload_param lets layers stream from host or disk (ZeRO-Inference)."
+    )
+    triangular_masking: bool = no_effect(True, "the model makes its own masks", alias="tm")
+    moe: Annotated[DeepSpeedMoEConfig, BeforeValidator(_switch)] = key(DeepSpeedMoEConfig, "Experts over ranks.")
+    keep_module_on_host: bool = key(False, "Whether weights stay in host memory, from where layers stream.")
+    quant: QuantizationConfig = key(QuantizationConfig, "Integers instead of weights and activations.")
+    checkpoint: str | dict[str, Any] | None = key(
+        None, "Where weights lie: a folder of safetensors, or a description as a dict or a JSON file."
+    )
+    base_dir: str = key("", "The folder that relative paths of a checkpoint's description start from.")
+    set_empty_params: bool = key(
+        False, "Whether parameters lose the values they have, and their memory, before a checkpoint is read."
+    )
+    save_mp_checkpoint_path: str | None = key(
+        None, "A folder to which every rank writes its part of the weights, with a description to load them by."
+    )
+    checkpoint_config: InferenceCheckpointConfig = key(
+        InferenceCheckpointConfig, "The three keys above in a section.", alias="ckpt_config"
+    )
+    return_tuple: bool = no_effect(True, "a layer returns what the model's own layer returns")
+    training_mp_size: PositiveCount = key(1, "Number of ranks that shared the layers of the checkpoint's training.")
+    replace_method: str = no_effect("auto", "modules are recognised by what they compute")
+    injection_policy: Any = key(
+        None,
+        "Class of a block → names of its linear layers whose outputs are summed over ranks; the others of the block "
+        "are cut by outputs.",
+        alias="injection_dict",
+    )
+    injection_policy_tuple: tuple[Any, ...] | None = no_effect(None, "the library sets it by itself")
+    config: Any = no_effect(None, _OF_THE_MODEL, alias="args")
+    max_out_tokens: PositiveCount = key(
+        1024,
+        "Number of tokens of a sequence, its prompt included, for which generate() keeps a cache.",
+        alias="max_tokens",
+    )
+    min_out_tokens: PositiveCount = key(
+        1, "Number of tokens of a sequence that the cache must have room for at least.", alias="min_tokens"
+    )
+    transposed_mode: bool = no_effect(False, "kernels read weights as the model stores them")
+    ragged: RaggedInferenceEngineConfig | None = key(
+        None, "Paged generation: limits, cache, quantisation and speculation of generate()."
+    )
+
+    @field_validator("injection_policy", mode="after")
+    @classmethod
+    def _layers_of_classes(cls, value: Any) -> dict[Any, Any] | None:
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"expected a dict of classes and names of layers, found {value!r}")
+        for block, names in (value or {}).items():
+            if not (isinstance(block, type) and issubclass(block, torch.nn.Module)):
+                raise ValueError(
+                    f"injection_policy maps classes of layers to names; {block!r} is no class of nn.Module"
+                )
+            if isinstance(names, type):
+                raise ValueError(
+                    f"injection_policy: {names.__name__} is a policy class of DeepSpeed; give the names of the "
+                    f"linear layers of {block.__name__} whose outputs are summed, such as ('mlp.down_proj',)"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _one_way(self) -> DeepSpeedInferenceConfig:
+        if self.injection_policy is not None and self.replace_with_kernel_inject:
+            raise ValueError(
+                "injection_policy says by names how layers are split, replace_with_kernel_inject finds modules by "
+                "itself; give one of them"
+            )
+        if self.min_out_tokens > self.max_out_tokens:
+            raise ValueError(f"min_out_tokens ({self.min_out_tokens}) is above max_out_tokens ({self.max_out_tokens})")
+        return self
+
+    @property
+    def ranks(self) -> int:
+        """The tensor-parallel ranks that the config asks for by number."""
+        return self.tensor_parallel.tp_size if self.tensor_parallel.enabled else 1
+
+
+def idle_keys(config: ConfigModel) -> list[str]:
+    """A line for each key that is given with a value other than its default, and has no effect."""
+    found = []
+    for path, known in walk(type(config)):
+        why = next((mark.why for mark in known.info.metadata if isinstance(mark, NoEffect)), None)
+        owner: Any = config
+        *parents, _ = path.split(".")
+        for parent in parents:
+            owner = getattr(owner, keys_of(type(owner))[parent].name) if isinstance(owner, ConfigModel) else None
+        if why is None or owner is None or known.name not in owner.model_fields_set:
+            continue
+        if getattr(owner, known.name) != known.info.get_default(call_default_factory=True):
+            found.append(f"{path}: no effect: {why}")
+    return found
+
+
 Config = TypeVar("Config", bound=ConfigModel)
 
 
@@ -167,10 +458,10 @@ def read_inference_config(
     """
     if isinstance(source, model) and not keys:
         return source
-    if isinstance(source, model):
+    if isinstance(source, ConfigModel):
         source = {name: getattr(source, name) for name in source.model_fields_set}
-    raw, name = read({} if source is None else source)  # type: ignore[arg-type]
-    names = _usual_names(model)
+    raw, name = (source or {}, "the given dict") if source is None or isinstance(source, Mapping) else read(source)
+    names = {spelling: known.json for spelling, known in keys_of(model).items()}
     merged = {names.get(given, given): value for given, value in raw.items()}
     for given, value in (keys or {}).items():
         usual = names.get(given, given)
@@ -180,6 +471,11 @@ def read_inference_config(
                 path=given,
             )
         merged[usual] = value
+    if issubclass(model, InferenceSection):
+        try:
+            merged = model.at_new_places(merged)
+        except ValueError as error:
+            raise DeepSpeedConfigError(str(error)) from None
     found = clean(merged, model)
     problems = [*found.problems, *(ConfigProblem(path, "unknown key") for path in found.unknown)]
     try:
@@ -193,14 +489,3 @@ def read_inference_config(
         text = str(problems[0]) if len(problems) == 1 else f"{len(problems)} problems in the config ({name}):\n{listed}"
         raise DeepSpeedConfigError(text, path=problems[0].path)
     return made
-
-
-def _usual_names(model: type[ConfigModel]) -> dict[str, str]:
-    """Every spelling of a key at the top → its usual one."""
-    table: dict[str, str] = {}
-    for name, info in model.model_fields.items():
-        usual = info.alias or name
-        table[name] = table[usual] = usual
-        choices = info.validation_alias.choices if isinstance(info.validation_alias, AliasChoices) else ()
-        table.update((str(choice), usual) for choice in choices)
-    return table
