@@ -16,6 +16,8 @@ __all__ = ["AttentionOptions", "paged_attention", "paged_attention_reference", "
 
 WIDEST = 256
 """Elements of a head that the kernels hold."""
+_CACHED = 2**21
+"""Bytes of keys that stay in a processor's cache between their copy and their use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,8 @@ def paged_attention_reference(
     first, sizes = starts.tolist(), lengths.tolist()
     counts = [after - before for before, after in itertools.pairwise(first)]
     alone = [s for s, count in enumerate(counts) if count == 1 and sizes[s]]
-    for some in _batches(alone, sizes):
+    fitting = _CACHED // key_pages[0, 0].nbytes
+    for some in _batches(alone, sizes, fitting):
         chosen = torch.tensor(some, device=query.device)
         rows = query[starts[chosen].long()].unsqueeze(1)
         out[starts[chosen].long()] = _attend(
@@ -100,12 +103,13 @@ def paged_attention_reference(
     return out
 
 
-def _batches(sequences: list[int], sizes: list[int]) -> list[list[int]]:
-    """Sequences of similar lengths together: what is padded is a quarter of a batch at most."""
+def _batches(sequences: list[int], sizes: list[int], tokens: int) -> list[list[int]]:
+    """Sequences of similar lengths together: a quarter of a batch is padding at most, and it has so many tokens."""
     batches: list[list[int]] = []
     for s in sorted(sequences, key=lambda s: sizes[s]):
-        if batches and 4 * sizes[batches[-1][0]] >= 3 * sizes[s]:
-            batches[-1].append(s)
+        batch = batches[-1] if batches else []
+        if batch and 4 * sizes[batch[0]] >= 3 * sizes[s] and (len(batch) + 1) * sizes[s] <= tokens:
+            batch.append(s)
         else:
             batches.append([s])
     return batches
@@ -123,9 +127,9 @@ def _attend(
     # What is behind the last token of a sequence is read from this token: other memory may hold NaN.
     at = torch.minimum(position, (lengths - 1).unsqueeze(1))
     blocks = tables.long().gather(1, at // size)
-    slots = blocks.clamp(min=0) * size + at % size
-    keys = _gathered(key_pages, slots, options.key_scale, query.dtype)
-    values = _gathered(value_pages, slots, options.value_scale, query.dtype)
+    used, offsets = blocks.clamp(min=0), at % size
+    keys = _gathered(key_pages, used, offsets, options.key_scale, query.dtype)
+    values = _gathered(value_pages, used, offsets, options.value_scale, query.dtype)
     places = lengths.unsqueeze(1) - count + torch.arange(count, device=device)
     behind = places.unsqueeze(2) - position  # [batch, queries, keys]
     seen = (position < lengths.unsqueeze(1)).unsqueeze(1) & (blocks >= 0).unsqueeze(1)
@@ -154,9 +158,17 @@ def _attend(
     return found.reshape(batch, count, heads, -1)
 
 
-def _gathered(pages: Tensor, slots: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """[batch, key heads, tokens, width] of the tokens in slots [batch, tokens]."""
-    found = pages.view(-1, *pages.shape[2:])[slots].to(dtype)
+def _gathered(pages: Tensor, blocks: Tensor, offsets: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[batch, key heads, tokens, width] of tokens by blocks and offsets [batch, tokens]."""
+    size, heads, width = pages.shape[1:]
+    line, stride = heads * width, pages.stride(0)
+    if pages.itemsize > 1 and pages[0].is_contiguous() and stride % line == 0:
+        # Whole lines of memory: on a CPU this is several times as fast as an index.
+        lines = pages.as_strided(((len(pages) - 1) * (stride // line) + size, line), (line, 1))
+        found = functional.embedding(blocks * (stride // line) + offsets, lines)
+    else:
+        found = pages[blocks, offsets].to(dtype)
+    found = found.view(*blocks.shape, heads, width)
     if scale is not None:
         found = (found * scale.view(-1, 1)).to(dtype)
     return found.transpose(1, 2)

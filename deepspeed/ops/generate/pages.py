@@ -70,7 +70,8 @@ def write_pages_reference(key: Tensor, value: Tensor, target: PageTarget) -> Non
     pairs = ((key, target.key_pages, target.key_scale), (value, target.value_pages, target.value_scale))
     for x, pages, scale in pairs:
         rows = x if whole else x[chosen]
-        pages.view(-1, *pages.shape[2:])[slots] = _narrowed(rows, scale, pages.dtype)
+        size = pages.shape[1]
+        pages[slots // size, slots % size] = _narrowed(rows, scale, pages.dtype)
 
 
 def _narrowed(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
