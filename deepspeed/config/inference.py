@@ -70,6 +70,11 @@ class InferenceSection(Section):
         return kept
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in self.moved:
+            section, _, new = self.moved[name].partition(".")
+            setattr(getattr(self, section), new, value)
+            self.__dict__[name] = value
+            return
         # pydantic assigns before the rules between fields are checked; a refused value must not stay.
         before = dict(self.__dict__)
         try:
@@ -395,6 +400,13 @@ class DeepSpeedInferenceConfig(InferenceSection):
     ragged: RaggedInferenceEngineConfig | None = key(
         None, "Paged generation: limits, cache, quantisation and speculation of generate()."
     )
+    mp_size: Any = key(1, "Older name of tensor_parallel.tp_size.")
+    mpu: Any = key(None, "Older name of tensor_parallel.mpu.")
+    ep_size: Any = key(1, "Older name of moe.ep_size.")
+    ep_group: Any = key(None, "Older name of moe.ep_group.", alias="expert_group")
+    ep_mp_group: Any = key(None, "Older name of moe.ep_mp_group.", alias="expert_mp_group")
+    moe_experts: Any = key([1], "Older name of moe.moe_experts.")
+    moe_type: Any = key(MoETypeEnum.standard, "Older name of moe.type.")
 
     @field_validator("injection_policy", mode="after")
     @classmethod
@@ -422,6 +434,10 @@ class DeepSpeedInferenceConfig(InferenceSection):
             )
         if self.min_out_tokens > self.max_out_tokens:
             raise ValueError(f"min_out_tokens ({self.min_out_tokens}) is above max_out_tokens ({self.max_out_tokens})")
+        for old, new in self.moved.items():  # older names can be read
+            if old in type(self).model_fields:
+                section, _, name = new.partition(".")
+                self.__dict__[old] = getattr(getattr(self, section), name)
         return self
 
     @property
