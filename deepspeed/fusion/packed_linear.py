@@ -1,0 +1,200 @@
+"""Linear layers whose weights are held in few bits: whole ones, those that ranks share, and Transformers' Conv1D."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from deepspeed.errors import UsageError
+from deepspeed.ops.generate.packed import PackedWeight, pack, packed_linear, unpack
+from deepspeed.parallel.regions import cut_of
+from deepspeed.transformers.replacement import class_before, replacement
+
+_PARTS = ("packed_data", "packed_scales", "packed_zeros")
+
+
+@dataclass(frozen=True)
+class WeightPacking:
+    """How weights are rounded: see `pack`."""
+
+    mode: str
+    group_size: int = 128
+    symmetric: bool = True
+    exclude: tuple[str, ...] = ()
+    """Regular expressions, matched from the start of module names to leave."""
+    rounded_input: Callable[[Tensor], Tensor] | None = None
+    """What becomes of inputs before they are multiplied."""
+
+
+class PackedProduct(nn.Module):
+    """A layer without the parameter `weight`; the attribute of that name is widened anew on each access."""
+
+    packed_mode: tuple[str, tuple[int, int], int, bool]
+    rounded_input: Callable[[Tensor], Tensor] | None
+    packed_dtype: torch.dtype
+    packed_transposed: bool
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight [out, in] as it is held."""
+        mode, shape, group_size, symmetric = self.packed_mode
+        data, scales, zeros = (self._buffers[name] for name in _PARTS)
+        assert data is not None, "it is set when a layer is packed"
+        assert scales is not None, "they are set when a layer is packed"
+        return PackedWeight(mode, data, scales, zeros, shape, group_size, symmetric)
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight that the packed one stands for, as the layer had it."""
+        found = unpack(self.packed, self.packed_dtype)
+        return found.t() if self.packed_transposed else found
+
+    def product(self, inputs: Tensor, *, with_bias: bool = True) -> Tensor:
+        """The product with the weight, and the bias."""
+        inputs = inputs if self.rounded_input is None else self.rounded_input(inputs)
+        return packed_linear(inputs, self.packed, self.bias if with_bias else None)  # type: ignore[arg-type]
+
+    def set_weight(self, weight: Tensor) -> None:
+        """Round other values of the whole weight, in the same way and in the same memory."""
+        mode, shape, group_size, symmetric = self.packed_mode
+        given = weight.t() if self.packed_transposed else weight
+        if tuple(given.shape) != shape:
+            raise UsageError(f"a weight of shape {tuple(given.shape)} for a packed layer of {shape}")
+        made = pack(given, mode, group_size, symmetric)
+        for name, value in zip(_PARTS, (made.data, made.scales, made.zeros), strict=True):
+            if value is not None:
+                self._buffers[name].copy_(value)  # type: ignore[union-attr]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedProduct:
+        """Packed tensors follow to other devices, and keep their dtypes."""
+        held = {name: self._buffers.pop(name) for name in _PARTS}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, value in held.items():
+            if value is not None:
+                moved = fn(value.new_empty(0, dtype=self.packed_dtype))
+                held[name] = value.to(moved.device) if moved.device != value.device else value
+                last = moved.dtype
+        self._buffers.update(held)
+        self.packed_dtype = last
+        return self
+
+
+class PackedLinear(PackedProduct):
+    """A whole layer of that kind."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.product(input)
+
+
+@torch.no_grad()
+def pack_layer(module: nn.Module, packing: WeightPacking) -> None:
+    """Let a layer hold its weight so; see `refusal` for which can."""
+    transposed = _is_transposed(module)
+    weight: Tensor = module.weight  # type: ignore[assignment]
+    made = pack(weight.t().contiguous() if transposed else weight, packing.mode, packing.group_size, packing.symmetric)
+    base = type(module)
+    module.__class__ = class_before(PackedProduct if cut_of(module) is not None else PackedLinear, base)
+    del module._parameters["weight"]
+    for name, value in zip(_PARTS, (made.data, made.scales, made.zeros), strict=True):
+        module.register_buffer(name, value)
+    kept = made.mode, made.shape, made.group_size, made.symmetric
+    module.packed_mode = kept  # type: ignore[assignment]
+    module.packed_dtype, module.packed_transposed = weight.dtype, transposed  # type: ignore[assignment]
+    module.rounded_input = packing.rounded_input  # type: ignore[assignment]
+
+
+def pack_linears(
+    model: nn.Module, packing: WeightPacking, own: Mapping[str, WeightPacking] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Pack the linear layers of a model: (their names, name → why another one is left).
+
+    `own` has parts of names → another packing for the layers that they match.
+    """
+    hidden = [re.compile(pattern) for pattern in packing.exclude]
+    done: list[str] = []
+    left: dict[str, str] = {}
+    uses: dict[int, int] = {}
+    for module in model.modules():
+        for param in module.parameters(recurse=False):
+            uses[id(param)] = uses.get(id(param), 0) + 1
+    for name, module in list(model.named_modules()):
+        if not (isinstance(module, nn.Linear) or _is_transposed(module)) or isinstance(module, PackedProduct):
+            continue
+        matching = [part for part in own or {} if part in name]
+        if len(matching) > 1:
+            raise UsageError(f"{name} matches {' and '.join(map(repr, matching))}; let one of them match it")
+        chosen = (own or {})[matching[0]] if matching else packing
+        reason = "excluded" if not matching and any(p.match(name) for p in hidden) else refusal(module, uses)
+        if reason is None:
+            pack_layer(module, chosen)
+            done.append(name)
+        else:
+            left[name] = reason
+    return done, left
+
+
+def refusal(module: nn.Module, uses: Mapping[int, int]) -> str | None:
+    """Why a linear layer keeps its weight; None if it can be packed."""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is no parameter, but computed"
+    if uses.get(id(weight), 1) > 1:
+        return "its weight is tied to another layer's"
+    if weight.dim() != 2 or not weight.is_floating_point():
+        return f"its weight has the shape {tuple(weight.shape)} and dtype {weight.dtype}"
+    if replacement(module) is not None:
+        return "another forward was put in place of its own"
+    share = cut_of(module)
+    if getattr(share, "rows", None) is not None:
+        return "ranks hold its weight whole and compute parts"
+    known = (nn.Linear.forward,)
+    whole = share is None and isinstance(module, nn.Linear)
+    if whole and type(module).forward not in known:
+        return f"{type(module).__name__} computes in its own way"
+    return None
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Transformers' Conv1D, whose weight is [in, out]."""
+    return any(kind.__name__ == "Conv1D" and hasattr(module, "nf") for kind in type(module).__mro__)
+
+
+def rounding(bits: int, symmetric: bool, groups: int) -> Callable[[Tensor], Tensor]:
+    """Rounds inputs to integers by groups of a row, with scales of the moment, and back."""
+    steps = 2 ** (bits - 1) - 1 if symmetric else 2**bits - 1
+
+    def rounded(inputs: Tensor) -> Tensor:
+        if inputs.shape[-1] % groups:
+            raise UsageError(
+                f"quant.activation.q_groups is {groups}, which does not divide rows of {inputs.shape[-1]} numbers"
+            )
+        rows = inputs.float().unflatten(-1, (groups, -1))
+        low = None if symmetric else rows.amin(-1, keepdim=True)
+        span = rows.abs().amax(-1, keepdim=True) if low is None else rows.amax(-1, keepdim=True) - low
+        scale = (span / steps).clamp(min=1e-30)
+        whole = ((rows if low is None else rows - low) / scale).round() * scale
+        return (whole if low is None else whole + low).flatten(-2).to(inputs.dtype)
+
+    return rounded
+
+
+def packed_embedding(ids: Tensor, packed: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Rows of a packed table: only those that are looked up are widened."""
+    chosen, places = torch.unique(ids, return_inverse=True)
+    zeros = None if packed.zeros is None else packed.zeros[chosen]
+    part = PackedWeight(
+        packed.mode,
+        packed.data[chosen],
+        packed.scales[chosen],
+        zeros,
+        (len(chosen), packed.shape[1]),
+        packed.group_size,
+        packed.symmetric,
+    )
+    found: Tensor = functional.embedding(places, unpack(part, dtype))
+    return found
