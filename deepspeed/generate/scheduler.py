@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from heapq import heapify, heappop, heappush
+from operator import attrgetter
 
 from deepspeed.errors import DeepSpeedError, UsageError
-from deepspeed.generate import sequence as sequences
+from deepspeed.generate.blocks import BlockCache, CacheGroup
+from deepspeed.generate.sequence import Sequence, SequenceState
+
+__all__ = [
+    "CacheGroup",
+    "Progress",
+    "QueueFull",
+    "RequestTooLarge",
+    "ScheduledStep",
+    "ScheduledWork",
+    "Scheduler",
+    "SchedulerConfig",
+    "SchedulerStats",
+]
+
+_rank = attrgetter("rank")
 
 
 class RequestTooLarge(UsageError):
@@ -16,15 +33,6 @@ class RequestTooLarge(UsageError):
 
 class QueueFull(DeepSpeedError, RuntimeError):
     """As many requests wait as may; try again later."""
-
-
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """Layers that share block tables: `blocks` of them on the device; `window`: how many tokens back a query reads."""
-
-    layers: tuple[int, ...]
-    blocks: int
-    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +47,12 @@ class SchedulerConfig:
     prefix_cache: bool = True
     salt: bytes = b""  # what makes equal tokens unequal prefixes: model, adapter
 
+    def __post_init__(self) -> None:
+        for field in fields(self)[:5]:
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise UsageError(f"{field.name} is {value}; it must be at least 1")
+
 
 @dataclass(slots=True)  # not frozen: that takes three times as long to make
 class ScheduledWork:
@@ -49,7 +63,7 @@ class ScheduledWork:
     known token on gives one).
     """
 
-    sequence: sequences.Sequence
+    sequence: Sequence
     start: int
     count: int
     samples: bool
@@ -70,10 +84,11 @@ class ScheduledStep:
     from_host: tuple[tuple[int, int, int], ...]  # (group, host block, device block)
 
 
-class Progress(NamedTuple):
+@dataclass(slots=True)
+class Progress:
     """Tokens of a sequence that became known; `sequence.finish_reason` says whether it ended."""
 
-    sequence: sequences.Sequence
+    sequence: Sequence
     tokens: list[int]
 
 
@@ -96,14 +111,42 @@ class SchedulerStats:
 
 
 class Scheduler:
-    """Hands out steps and takes their tokens; asynchronous: `next` may be called before the last step's `collect`."""
+    """Hands out steps and takes their tokens; asynchronous: `next` may be called before the last step's `collect`.
 
-    def __init__(self, config: SchedulerConfig, groups: Sequence[CacheGroup], host_blocks: int = 0) -> None:
+    Sequences run by rank: priority, then arrival. One that needs a block takes it from the last of the ranks, and the
+    first is never preempted. As each fits in the empty cache, the first always progresses, so that all of them end.
+    """
+
+    def __init__(self, config: SchedulerConfig, groups: Iterable[CacheGroup], host_blocks: int = 0) -> None:
         """`host_blocks`: of each group, for blocks that leave the device."""
-        raise RuntimeError("not yet")
+        self.config = config
+        self._cache = BlockCache(groups, config.block_size, host_blocks, config.salt)
+        self._host_blocks = host_blocks * len(self._cache.pools)
+        self._by_uid: dict[int, Sequence] = {}  # all that have not ended
+        self._running: list[Sequence] = []  # by rank
+        self._prompts: set[Sequence] = set()  # running, with more than one token to compute
+        self._waiting: list[tuple[tuple[int, int, int], Sequence]] = []  # a heap
+        self._ended_waiting = 0  # of them have ended
+        self._forks: dict[int, list[Sequence]] = {}  # of a sequence that computes its prompt for them
+        self._queued: set[int] = set()  # of these requests no sequence has run
+        self._arrivals = self._swapped = self._hit_tokens = self._preemptions = self._drafted = self._accepted = 0
 
-    def add(self, request: Sequence[sequences.Sequence]) -> None:
+    def add(self, request: Iterable[Sequence]) -> None:
         """Queue the sequences of one request, which share a prompt; RequestTooLarge or QueueFull if it cannot be."""
+        request = list(request)
+        first = request[0]
+        limit = self._limit(first)
+        if len({each.uid for each in request} - self._by_uid.keys()) < len(request):
+            raise UsageError(f"{[each.uid for each in request]}: each sequence that has not ended needs its own uid")
+        if self.config.max_queue is not None and len(self._queued) >= self.config.max_queue:
+            raise QueueFull(f"{len(self._queued)} requests wait, as many as max_queue allows; try again later")
+        self._arrivals += 1
+        for each in request:
+            each.arrival, each.limit = self._arrivals, limit
+            each.rank = (-each.priority, self._arrivals, each.index)
+            self._by_uid[each.uid] = each
+        self._queued.add(first.request)
+        self._lead(request)
 
     def cancel(self, uid: int) -> bool:
         """End a sequence with the reason "cancelled"; False if it has ended already."""
@@ -111,20 +154,303 @@ class Scheduler:
 
     def finish(self, uid: int, reason: str) -> bool:
         """End a sequence at any moment; False if it has ended already. "error" also forgets its cached blocks."""
-        return False
+        sequence = self._by_uid.get(uid)
+        if sequence is None:
+            return False
+        state, sequence.state = sequence.state, SequenceState.FINISHED
+        sequence.finish_reason = reason
+        del self._by_uid[uid]
+        if state is SequenceState.RUNNING:
+            del self._running[bisect_left(self._running, sequence.rank, key=_rank)]
+            self._prompts.discard(sequence)
+            self._cache.free(sequence, forget=reason == "error")
+        else:
+            self._leave_queue(sequence, state)
+        followers = self._forks.pop(uid, None)
+        if followers:
+            self._lead(followers)
+        elif sequence.parent is None:
+            self._queued.discard(sequence.request)
+        return True
 
-    def next(self, drafts: Mapping[int, Sequence[int]] | None = None) -> ScheduledStep | None:
+    def next(self, drafts: Mapping[int, Collection[int]] | None = None) -> ScheduledStep | None:
         """The next step; None: nothing can run until more is collected or added. `drafts`: guesses by uid."""
-        return None
+        decodes, chunks, spare = self._continue(drafts or {})
+        if spare > 0:
+            self._admit(decodes, chunks, spare)
+        if not decodes and not chunks:
+            return None  # blocks that left for the host leave with the next step
+        for work in chunks:
+            if work.samples and work.sequence.uid in self._forks:
+                for each in self._forks.pop(work.sequence.uid):
+                    heappush(self._waiting, (each.rank, each))
+        copies, to_host, from_host = self._cache.end_step()
+        return ScheduledStep((*decodes, *chunks), copies, to_host, from_host)
 
-    def collect(self, step: ScheduledStep, sampled: Mapping[int, Sequence[int]]) -> list[Progress]:
+    def collect(self, step: ScheduledStep, sampled: Mapping[int, Collection[int]]) -> list[Progress]:
         """Take a step's tokens by uid: one, or the accepted drafts and one; those of ended sequences are dropped."""
-        return []
+        progress = []
+        size = self.config.block_size
+        for work in step.work:
+            sequence = work.sequence
+            if not work.samples or sequence.state is SequenceState.FINISHED:
+                continue
+            new = sampled[sequence.uid]
+            sequence.pending -= 1
+            reason = None
+            tokens, ends = sequence.tokens, sequence.end_ids
+            before = len(tokens)
+            earliest = sequence.prompt_length + sequence.params.min_tokens
+            for token in new:
+                tokens.append(token)
+                if token in ends and len(tokens) > earliest:
+                    reason = "stop"
+                elif len(tokens) >= sequence.limit:
+                    reason = "length"
+                else:
+                    continue
+                break
+            if work.drafts:
+                self._roll_back(sequence, work, len(new))
+            known = sequence.computed if sequence.computed < len(tokens) else len(tokens)
+            if known // size > sequence.registered:
+                self._cache.register(sequence, known)
+            if sequence.state is SequenceState.SWAPPED and not sequence.pending:
+                heappush(self._waiting, (sequence.rank, sequence))
+            if reason is not None:
+                self.finish(sequence.uid, reason)
+            progress.append(Progress(sequence, tokens[before:]))
+        return progress
 
     def reset(self) -> None:
         """Forget the contents of the cache, for new weights or new memory: what runs is computed again."""
+        while self._running:
+            self._preempt(self._running.pop())
+        self._cache.reset()
+        for sequence in self._by_uid.values():
+            sequence.hashes = []
+            sequence.root = self._root(sequence)
+
+    @property
+    def decoding(self) -> list[Sequence]:
+        """Running sequences for which drafts can be given now: all tokens known, all but the last computed."""
+        return [each for each in self._running if not each.pending and each.computed == len(each.tokens) - 1]
 
     @property
     def stats(self) -> SchedulerStats:
         """Counts for monitors."""
-        raise RuntimeError("not yet")
+        pools = self._cache.pools
+        return SchedulerStats(
+            waiting=len(self._by_uid) - len(self._running) - self._swapped,
+            running=len(self._running),
+            swapped=self._swapped,
+            total_blocks=sum(pool.size for pool in pools),
+            free_blocks=sum(pool.available for pool in pools),
+            cached_blocks=sum(pool.cached for pool in pools),
+            host_blocks=self._host_blocks,
+            host_used_blocks=sum(pool.host_cached for pool in pools),
+            prefix_hit_tokens=self._hit_tokens,
+            preemptions=self._preemptions,
+            drafted=self._drafted,
+            accepted=self._accepted,
+        )
+
+    # what runs
+
+    def _continue(self, drafts: Mapping[int, Collection[int]]) -> tuple[list[ScheduledWork], list[ScheduledWork], int]:
+        """Work of the running sequences, one token or chunks of prompts, and how many tokens more may be admitted."""
+        running = self._running
+        decodes: list[ScheduledWork] = []
+        chunks: list[ScheduledWork] = []
+        reserved = min(len(running) - len(self._prompts), self.config.max_tokens_per_step)  # one for each decode
+        spare = self.config.max_tokens_per_step - reserved
+        short = False
+        at = 0
+        while at < len(running):  # it may lose sequences at its end
+            sequence = running[at]
+            at += 1
+            start = sequence.computed
+            known = len(sequence.tokens) + sequence.pending
+            if known >= sequence.limit or sequence.drafted:
+                continue  # what is in flight decides how it goes on
+            count = known - start
+            guesses: tuple[int, ...] = ()
+            prompt = sequence in self._prompts
+            if prompt:
+                count = min(count, spare)
+            elif len(decodes) == reserved:
+                count = 0
+            elif drafts and not sequence.pending:
+                guesses = tuple(drafts.get(sequence.uid, ()))[: max(0, min(spare, sequence.limit - known - 1))]
+                count += len(guesses)
+            if count <= 0:
+                continue
+            if start + count > sequence.reach:
+                preemptions = self._preemptions
+                reach = self._make_room(sequence, start, start + count)
+                short = short or reach <= start or self._preemptions > preemptions
+                count = min(count, reach - start)
+                if count <= 0:
+                    continue
+                guesses = guesses[: count - 1]
+            if not prompt:
+                decodes.append(ScheduledWork(sequence, start, count, True, guesses))
+                sequence.computed = start + count
+                sequence.pending += 1
+                if guesses:
+                    sequence.drafted = len(guesses)
+                    spare -= len(guesses)
+            else:
+                chunks.append(self._chunk(sequence, start, count))
+                spare -= count
+        return decodes, chunks, 0 if short else spare + reserved - len(decodes)
+
+    def _chunk(self, sequence: Sequence, start: int, count: int) -> ScheduledWork:
+        """Tokens of a sequence that are known, all but the last of which give no new one."""
+        end = sequence.computed = start + count
+        samples = end == len(sequence.tokens)
+        if samples:
+            sequence.pending += 1
+            self._prompts.discard(sequence)
+        else:
+            self._prompts.add(sequence)
+        self._cache.register(sequence, end)
+        return ScheduledWork(sequence, start, count, samples)
+
+    def _make_room(self, sequence: Sequence, start: int, end: int) -> int:
+        """Blocks up to `end`, from the last ranks if not even `start` has one; how far they reach."""
+        reach = self._cache.grow(sequence, start, end)
+        while reach <= start and self._running[-1] is not sequence:
+            self._preempt(self._running.pop())
+            reach = self._cache.grow(sequence, start, end)
+        assert reach > start or self._running[0] is not sequence, f"{sequence} does not fit in the empty cache"
+        return reach
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take the blocks of a sequence that no longer runs; those that are full can be found again."""
+        self._prompts.discard(sequence)
+        self._cache.free(sequence)
+        sequence.state = SequenceState.SWAPPED
+        self._swapped += 1
+        self._preemptions += 1
+        if not sequence.pending:  # else when all its tokens are known
+            heappush(self._waiting, (sequence.rank, sequence))
+
+    def _roll_back(self, sequence: Sequence, work: ScheduledWork, given: int) -> None:
+        """Keep of what was computed for drafts what the accepted ones used."""
+        assert 1 <= given <= len(work.drafts) + 1, f"{given} tokens for {len(work.drafts)} drafts of {sequence}"
+        self._drafted += len(work.drafts)
+        self._accepted += given - 1
+        sequence.drafted = 0
+        sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
+
+    # what waits
+
+    def _admit(self, decodes: list[ScheduledWork], chunks: list[ScheduledWork], spare: int) -> None:
+        """Let waiting sequences run, by rank, as long as the tokens that they know fit in the cache."""
+        running, waiting = self._running, self._waiting
+        while waiting and spare > 0 and len(running) < self.config.max_sequences:
+            sequence = waiting[0][1]
+            if sequence.finished:
+                heappop(waiting)
+                self._ended_waiting -= 1
+                continue
+            if not self._place(sequence, chunks, spare):
+                return
+            heappop(waiting)
+            if sequence.state is SequenceState.SWAPPED:
+                self._swapped -= 1
+            sequence.state = SequenceState.RUNNING
+            self._queued.discard(sequence.request)
+            insort(running, sequence, key=_rank)
+            start = sequence.computed
+            end = self._cache.grow(sequence, start, min(len(sequence.tokens), start + spare))
+            assert end > start, f"{sequence} was admitted, but no block is left for it"
+            spare -= end - start
+            chunks.append(self._chunk(sequence, start, end - start))
+
+    def _place(self, sequence: Sequence, chunks: list[ScheduledWork], spare: int) -> bool:
+        """Give a waiting sequence the blocks that hold its beginning already; False if the rest would not fit.
+
+        What runs will need blocks soon: one for each sequence stays, so that the new one is not preempted at once.
+        """
+        reserve, size = len(self._running), self.config.block_size
+        parent, length = sequence.parent, sequence.prompt_length - 1
+        first_time = sequence.state is SequenceState.WAITING
+        if first_time and parent is not None and self._has_prompt(parent, length, chunks):
+            if any(pool.available <= reserve for pool in self._cache.pools):
+                return False
+            self._cache.fork(sequence, parent, length)
+            sequence.cached_tokens = parent.cached_tokens
+            return True
+        hit = self._cache.match(sequence)
+        end = min(len(sequence.tokens), hit * size + spare)
+        if self._running and not self._cache.fits(sequence, hit, end, reserve):
+            return False
+        self._cache.claim(sequence, hit)
+        if first_time:
+            sequence.cached_tokens = hit * size
+            self._hit_tokens += hit * size
+        return True
+
+    def _has_prompt(self, parent: Sequence, length: int, chunks: list[ScheduledWork]) -> bool:
+        """Whether a sequence had computed its first `length` tokens before this step and still has their blocks."""
+        return (
+            parent.state is SequenceState.RUNNING
+            and parent.computed >= length
+            and all(work.sequence is not parent or work.start >= length for work in chunks)
+            and self._cache.holds(parent, length)
+        )
+
+    def _lead(self, request: list[Sequence]) -> None:
+        """Queue sequences of one prompt: the first computes it, the others follow when it has."""
+        leader, *followers = request
+        for each in request:
+            each.parent = None if each is leader else leader
+            each.root = self._root(each)
+        if followers:
+            self._forks[leader.uid] = followers
+        heappush(self._waiting, (leader.rank, leader))
+
+    def _root(self, sequence: Sequence) -> bytes:
+        """Where hashes begin: those of its request alone, if nothing is to be shared or every token of it scored."""
+        private = not self.config.prefix_cache or sequence.params.prompt_logprobs is not None
+        return self._cache.root((sequence.parent or sequence).uid if private else None)
+
+    def _leave_queue(self, sequence: Sequence, state: SequenceState) -> None:
+        """Forget that a sequence waits; entries of the heap stay until half of it is such entries."""
+        if state is SequenceState.SWAPPED:
+            self._swapped -= 1
+            if sequence.pending:
+                return
+        elif sequence.parent is not None:
+            followers = self._forks.get(sequence.parent.uid, [])
+            if sequence in followers:
+                followers.remove(sequence)
+                return
+        self._ended_waiting += 1
+        if self._ended_waiting > 16 and 2 * self._ended_waiting > len(self._waiting):
+            self._waiting = [entry for entry in self._waiting if not entry[1].finished]
+            heapify(self._waiting)
+            self._ended_waiting = 0
+
+    def _limit(self, sequence: Sequence) -> int:
+        """The length at which a sequence ends, within its parameters, the context and the empty cache."""
+        prompt, asked, context = sequence.prompt_length, sequence.params.max_tokens, self.config.max_context
+        if not prompt:
+            raise UsageError("the prompt has no token; it needs at least one")
+        if prompt >= context:
+            raise RequestTooLarge(
+                f"the prompt has {prompt} tokens, and max_context is {context}: shorten the prompt to at most "
+                f"{context - 1} tokens, or raise max_context"
+            )
+        wanted = context if asked is None else min(prompt + asked, context)
+        if self._cache.capacity is None or wanted - 1 <= self._cache.capacity:  # the last token is not put there
+            return wanted
+        most = self._cache.capacity + 1
+        if asked is not None or prompt >= most:
+            raise RequestTooLarge(
+                f"the prompt has {prompt} tokens, max_tokens is {asked}, but the whole "
+                f"cache holds {most - 1} tokens: ask for less, or make the cache larger"
+            )
+        return most

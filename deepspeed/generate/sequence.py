@@ -43,6 +43,7 @@ class Sequence:
         "priority",
         "prompt_length",
         "rank",
+        "reach",
         "registered",
         "request",
         "root",
@@ -85,6 +86,7 @@ class Sequence:
         # of the cache
         self.blocks: list[list[int]] = []  # by cache group; -1: fell out of the window
         self.freed: list[int] = []  # by cache group: how many at the start are -1
+        self.reach = 0  # positions below it have a block in every group
         self.root = b""  # hash before the first block
         self.hashes: list[bytes] = []  # of each full block of known tokens
         self.registered = 0  # full blocks that other sequences can find
