@@ -87,10 +87,9 @@ def sample_reference(logits: Tensor, tensors: SamplingTensors) -> tuple[Tensor, 
         )
         noise = gumbel(tensors.seeds[drawn], tensors.offsets[drawn], logits.shape[1])
         tokens[drawn] = (kept + noise).argmax(1)
-    largest = scores.amax(1)
-    failed = largest.isnan() | (largest == float("-inf"))
-    tokens = torch.where(failed, 0, tokens)
     total = raw.logsumexp(1)
+    failed = ~(total.isfinite() & scores.amax(1).isfinite())
+    tokens = torch.where(failed, 0, tokens)
     logprob = raw.gather(1, tokens.unsqueeze(1))[:, 0] - total
     return tokens, torch.where(failed, float("nan"), logprob), total
 

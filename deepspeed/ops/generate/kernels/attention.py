@@ -1,0 +1,336 @@
+"""Attention to pages: tiles of queries and of the heads that share a key head, contexts split over programs.
+
+[Note: tiles of ragged queries] A tile has QUERIES consecutive queries of one sequence, each with all heads of a group.
+Sequence s begins at tile starts[s] // QUERIES + s, which leaves room for all of its tiles. So the number of programs
+depends on shapes only, and a program finds its sequence by bisection. One that finds no queries ends.
+
+[Note: split contexts] Where there are few tiles, the keys of a tile are divided among programs. Each writes its result
+and the logarithm of its sum of weights, -inf where it saw no key, and a second kernel joins them. With `deterministic`
+the divisions are at fixed positions, so the numbers of a query do not depend on other queries or on the length.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.ops.generate.kernels.streaming import processors
+from deepspeed.ops.model.kernels.common import cdiv, next_power
+from deepspeed.ops.precompile import launch
+
+if TYPE_CHECKING:
+    from deepspeed.ops.generate.attention import AttentionOptions
+
+LOG2E = 1.4426950408889634
+FIXED = 4096
+"""Keys of a program where divisions are at fixed positions."""
+
+
+class AttentionTile(NamedTuple):
+    """The shape of a program: rows (queries · heads of a group), keys of a step, steps under way, warps."""
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+    splits: int
+    """Programs among which the keys of a tile are divided."""
+
+
+@triton.jit
+def _sequence(starts_ptr, tile, sequences, QUERIES: tl.constexpr):
+    """The last sequence that begins at this tile or before."""
+    low, high = 0, sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts_ptr + middle) // QUERIES + middle <= tile:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _keys(
+    q, top, weight, found, key_ptr, value_ptr, table_ptr, begin, end, place, behind_most, length, scale, slope,
+    key_block, key_token, value_block, value_token, width, value_width, soft_cap,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Take keys [begin, end) into (largest score, sum of weights, weighted values); `place` are query positions."""
+    at, along, value_along = tl.arange(0, KEYS), tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    for start in range(begin, end, KEYS):
+        position = start + at
+        there = position < length
+        block = tl.load(table_ptr + position // SIZE, mask=there, other=-1).to(tl.int64)
+        there = there & (block >= 0)
+        offset = position % SIZE
+        key_at = key_ptr + (block * key_block + offset * key_token)[None, :] + along[:, None]
+        value_at = value_ptr + (block * value_block + offset * value_token)[:, None] + value_along[None, :]
+        if EVEN:
+            k = tl.load(key_at, mask=there[None, :], other=0.0)
+            v = tl.load(value_at, mask=there[:, None], other=0.0)
+        else:
+            k = tl.load(key_at, mask=there[None, :] & (along < width)[:, None], other=0.0)
+            v = tl.load(value_at, mask=there[:, None] & (value_along < value_width)[None, :], other=0.0)
+        scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
+        if CAP:
+            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634)) + 1.0))
+        if ALIBI:
+            scores += slope[:, None] * (position[None, :] - place[:, None]).to(tl.float32)
+        if MASKED:
+            behind = place[:, None] - position[None, :]
+            seen = there[None, :] & (behind < behind_most)
+            if CAUSAL:
+                seen = seen & (behind >= 0)
+            else:
+                seen = seen & (behind > -behind_most)
+            scores = tl.where(seen, scores, float("-inf"))
+        else:
+            scores = tl.where(there[None, :], scores, float("-inf"))
+        largest = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(largest == float("-inf"), 0.0, largest)
+        p = tl.exp2(scores - base[:, None])
+        shrunk = tl.exp2(top - base)
+        weight = weight * shrunk + tl.sum(p, 1)
+        found = tl.dot(p.to(q.dtype), v.to(q.dtype), found * shrunk[:, None], input_precision="ieee")
+        top = largest
+    return top, weight, found
+
+
+@triton.jit
+def _attend(
+    q_ptr, key_ptr, value_ptr, table_ptr, starts_ptr, lengths_ptr, sinks_ptr, alibi_ptr, key_scale_ptr, value_scale_ptr,
+    out_ptr, part_ptr, sums_ptr, tokens, sequences, scale, soft_cap, window, splits, width, value_width,
+    q_token, q_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINGLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT: tl.constexpr,
+    FIXED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = GROUP * tl.num_programs(1)
+    row = tl.arange(0, ROWS)
+    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    value_along = tl.arange(0, VALUE_WIDTH)
+    known = value_along < value_width
+    if not SPLIT:  # rows of padding, of which each has a program with its number
+        token = tile * QUERIES + query
+        padding = (query < QUERIES) & (token >= tl.load(starts_ptr + sequences)) & (token < tokens)
+        at = (token.to(tl.int64) * heads + head) * value_width
+        nothing = tl.zeros((ROWS, VALUE_WIDTH), dtype=out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at[:, None] + value_along[None, :], nothing, mask=padding[:, None] & known[None, :])
+    if SINGLE:
+        s = tile
+        if s >= sequences:
+            return
+    else:
+        s = _sequence(starts_ptr, tile, sequences, QUERIES)
+    begin = tl.load(starts_ptr + s)
+    count = tl.load(starts_ptr + s + 1) - begin
+    ahead = 0 if SINGLE else (tile - begin // QUERIES - s) * QUERIES
+    if ahead >= count:
+        return
+    length = tl.load(lengths_ptr + s)
+    inside = (query < QUERIES) & (query + ahead < count)
+    place = length - count + ahead + query  # positions of the queries
+    token = (begin + ahead + query).to(tl.int64)
+    at = token * heads + head
+
+    # The keys that any of the queries sees, and those of this program.
+    low, high = 0, length
+    first = length - count + ahead
+    if CAUSAL:
+        high = tl.minimum(length, first + QUERIES)
+    if WINDOW:
+        low = tl.maximum(0, first - window + 1) // KEYS * KEYS
+        if not CAUSAL:
+            high = tl.minimum(length, first + QUERIES - 1 + window)
+    if SPLIT:
+        if FIXED > 0:
+            low, high = tl.maximum(low, split * FIXED), tl.minimum(high, split * FIXED + FIXED)
+        else:
+            each = tl.cdiv(tl.cdiv(high - low, KEYS), splits) * KEYS
+            low += split * each
+            high = tl.minimum(high, low + each)
+        if low >= high:
+            tl.store(
+                sums_ptr + (split.to(tl.int64) * tokens * heads + at),
+                float("-inf") + tl.zeros((ROWS,), tl.float32),
+                mask=inside,
+            )
+            return
+
+    along = tl.arange(0, WIDTH)
+    q_at = q_ptr + token[:, None] * q_token + head[:, None] * q_head + along[None, :]
+    q = tl.load(q_at, mask=inside[:, None] & (along < width)[None, :], other=0.0)
+    factor = scale
+    if SCALES:
+        factor = scale * tl.load(key_scale_ptr + kv_head)
+    cap = soft_cap
+    if CAP:
+        factor = factor / soft_cap
+        cap = soft_cap * 1.4426950408889634
+    else:
+        factor = factor * 1.4426950408889634
+    slope = tl.zeros((ROWS,), dtype=tl.float32)
+    if ALIBI:
+        slope = tl.load(alibi_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+    key_ptr += kv_head * key_head
+    value_ptr += kv_head * value_head
+    table_ptr += s.to(tl.int64) * table_row
+    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+    weight = tl.zeros((ROWS,), dtype=tl.float32)
+    found = tl.zeros((ROWS, VALUE_WIDTH), dtype=tl.float32)
+    behind_most = window if WINDOW else length + 1
+    clear = low  # up to here every query sees every key
+    if CAUSAL and not WINDOW:
+        clear = tl.maximum(low, tl.minimum(high, first + 1) // KEYS * KEYS)
+        top, weight, found = _keys(
+            q, top, weight, found, key_ptr, value_ptr, table_ptr, low, clear, place, behind_most, length, factor, slope,
+            key_block, key_token, value_block, value_token, width, value_width, cap,
+            SIZE, KEYS, WIDTH, VALUE_WIDTH, False, CAUSAL, CAP, ALIBI, EVEN,
+        )  # fmt: skip
+    top, weight, found = _keys(
+        q, top, weight, found, key_ptr, value_ptr, table_ptr, clear, high, place, behind_most, length, factor, slope,
+        key_block, key_token, value_block, value_token, width, value_width, cap,
+        SIZE, KEYS, WIDTH, VALUE_WIDTH, True, CAUSAL, CAP, ALIBI, EVEN,
+    )  # fmt: skip
+
+    some = weight > 0
+    found = found / tl.where(some, weight, 1.0)[:, None]
+    total = tl.where(some, top + tl.log2(tl.where(some, weight, 1.0)), float("-inf"))
+    if SCALES:
+        found *= tl.load(value_scale_ptr + kv_head)
+    if SPLIT:
+        part = split.to(tl.int64) * tokens * heads + at
+        tl.store(sums_ptr + part, total, mask=inside)
+        tl.store(
+            part_ptr + part[:, None] * value_width + value_along[None, :], found, mask=inside[:, None] & known[None, :]
+        )
+    else:
+        if SINKS:
+            sink = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
+            found = found / (1.0 + tl.exp2(sink - tl.where(some, total, float("inf"))))[:, None]
+        out_at = out_ptr + at[:, None] * value_width + value_along[None, :]
+        tl.store(out_at, found.to(out_ptr.dtype.element_ty), mask=inside[:, None] & known[None, :])
+
+
+@triton.jit
+def _join(
+    part_ptr, sums_ptr, sinks_ptr, starts_ptr, out_ptr, stride, sequences, splits, heads, value_width,
+    SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    token, head = tl.program_id(0), tl.program_id(1)
+    along = tl.arange(0, VALUE_WIDTH)
+    known = along < value_width
+    at = token.to(tl.int64) * heads + head
+    if token >= tl.load(starts_ptr + sequences):
+        tl.store(out_ptr + at * value_width + along, tl.zeros((VALUE_WIDTH,), out_ptr.dtype.element_ty), mask=known)
+        return
+    split = tl.arange(0, SPLITS)
+    sums_ptr += at
+    sums = tl.load(sums_ptr + split.to(tl.int64) * stride, mask=split < splits, other=float("-inf"))
+    top = tl.max(sums, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total, found = tl.zeros((), dtype=tl.float32), tl.zeros((VALUE_WIDTH,), dtype=tl.float32)
+    part_ptr += at * value_width
+    for _ in range(splits):
+        share = tl.exp2(tl.load(sums_ptr) - base)
+        if share > 0.0:
+            total += share
+            found += share * tl.load(part_ptr + along, mask=known, other=0.0)
+        sums_ptr += stride
+        part_ptr += stride * value_width
+    some = total > 0
+    found = found / tl.where(some, total, 1.0)
+    if SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * 1.4426950408889634
+        found = found / (1.0 + tl.exp2(sink - tl.where(some, base + tl.log2(tl.where(some, total, 1.0)), float("inf"))))
+    tl.store(out_ptr + at * value_width + along, found.to(out_ptr.dtype.element_ty), mask=known)
+
+
+def tile_of(query: Tensor, key_pages: Tensor, tables: Tensor, options: AttentionOptions) -> AttentionTile:
+    """What a launch of such shapes uses; from shapes and `max_query` alone."""
+    tokens, heads, width = query.shape
+    kv_heads = key_pages.shape[2]
+    group, wide = heads // kv_heads, next_power(width)
+    context = tables.shape[1] * key_pages.shape[1]
+    if options.deterministic:
+        return AttentionTile(64, 64, 2, 4, cdiv(context, FIXED))
+    if options.max_query > 1 and options.max_query * group > 16:
+        rows = 128 if options.max_query * group > 64 else 64
+        programs = (tokens * group // rows + len(tables)) * kv_heads
+        return AttentionTile(
+            rows, 64, 3 if wide <= 128 else 2, 8 if rows == 128 else 4, _splits(programs, context, query)
+        )
+    rows = max(16, next_power(options.max_query * group))
+    programs = max(len(tables), cdiv(tokens, options.max_query)) * kv_heads
+    return AttentionTile(rows, 64, 3 if wide <= 128 else 2, 4, _splits(programs, context, query))
+
+
+def _splits(programs: int, context: int, query: Tensor) -> int:
+    """So many that every processor has about four programs, none with fewer than 256 keys of the longest context."""
+    wanted = 4 * processors(query.device)
+    return 1 if 2 * programs > wanted else max(1, min(64, wanted // programs, context // 256))
+
+
+def attend(
+    query: Tensor, key_pages: Tensor, value_pages: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor,
+    options: AttentionOptions, tile: AttentionTile | None = None,
+) -> Tensor:  # fmt: skip
+    """Op `paged_attention`."""
+    tokens, heads, width = query.shape
+    size, kv_heads = key_pages.shape[1:3]
+    value_width, sequences, device = value_pages.shape[3], len(tables), query.device
+    out = query.new_empty(tokens, heads, value_width)
+    if not out.numel() or not sequences:
+        return out.zero_()
+    tile = tile or tile_of(query, key_pages, tables, options)
+    group = heads // kv_heads
+    rows = max(tile.rows, next_power(group))
+    single = options.max_query == 1 and not options.deterministic
+    queries = 1 if single else rows // group
+    tiles = max(sequences, tokens) if single else tokens // queries + sequences
+    split = tile.splits > 1
+    parts = (
+        query.new_empty(tile.splits if split else 1, tokens, heads, value_width, dtype=torch.float32) if split else out
+    )
+    sums = torch.empty(tile.splits, tokens, heads, dtype=torch.float32, device=device) if split else out
+    scaled = options.key_scale is not None or options.value_scale is not None
+    key_scale, value_scale = (
+        _by_head(x, kv_heads, query) if scaled else out for x in (options.key_scale, options.value_scale)
+    )
+    whole, value_whole = next_power(max(16, width)), next_power(max(16, value_width))
+    launch(
+        _attend, (tiles, kv_heads, tile.splits),
+        query, key_pages, value_pages, tables, starts, lengths,
+        out if options.sinks is None else options.sinks, out if options.alibi is None else options.alibi,
+        key_scale, value_scale, out, parts, sums, tokens, sequences,
+        float(options.scale), float(options.soft_cap or 0.0), options.window or 0, tile.splits, width, value_width,
+        query.stride(0), query.stride(1), *key_pages.stride()[:3], *value_pages.stride()[:3], tables.stride(0),
+        GROUP=group, QUERIES=queries, ROWS=rows, SIZE=size, KEYS=tile.keys, WIDTH=whole, VALUE_WIDTH=value_whole,
+        SINGLE=single, CAUSAL=options.causal, WINDOW=options.window is not None, CAP=options.soft_cap is not None,
+        ALIBI=options.alibi is not None, SINKS=options.sinks is not None, SCALES=scaled, SPLIT=split,
+        FIXED=FIXED if options.deterministic else 0, EVEN=whole == width and value_whole == value_width,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if split:
+        launch(
+            _join, (tokens, heads),
+            parts, sums, out if options.sinks is None else options.sinks, starts, out, tokens * heads, sequences,
+            tile.splits, heads, value_width,
+            SPLITS=next_power(tile.splits), VALUE_WIDTH=value_whole, SINKS=options.sinks is not None, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+def _by_head(scale: Tensor | None, heads: int, like: Tensor) -> Tensor:
+    """float32 [heads], contiguous."""
+    if scale is None:
+        return torch.ones(heads, dtype=torch.float32, device=like.device)
+    return scale if scale.numel() == heads and scale.is_contiguous() else scale.reshape(-1).expand(heads).contiguous()

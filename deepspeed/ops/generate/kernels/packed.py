@@ -1,0 +1,141 @@
+"""Rows times a packed weight, which is widened in registers: [Note: packed layouts], [Note: streamed products]."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deepspeed.ops.generate.kernels.streaming import Tile, arrive, keep, parts_of, processors, put, scratch, together
+from deepspeed.ops.generate.packed import UNIT, PackedWeight
+from deepspeed.ops.model.kernels.common import cdiv, next_power
+from deepspeed.ops.precompile import launch
+
+_MODES = {"w8a16": 8, "w4a16": 4, "wf6af16": 6, "fp8": 1}
+_WIDEST = 64
+"""Rows of x in a program."""
+
+
+@triton.jit
+def _x(x_ptr, x_row, row, rows, column, inner, COUNT: tl.constexpr, WHOLE: tl.constexpr):
+    """[COUNT, rows] of x, turned."""
+    at = column + tl.arange(0, COUNT)
+    places = x_ptr + tl.minimum(row, rows - 1).to(tl.int64)[None, :] * x_row + at[:, None]
+    if WHOLE:
+        x = tl.load(places)
+    else:
+        x = tl.load(places, mask=(at < inner)[:, None], other=0.0)
+    return x
+
+
+@triton.jit
+def _six(low, high, TYPE: tl.constexpr):
+    """Numbers of 6 bits, times 2^-12: as halves whose exponents have the same low bits."""
+    code = (low | (high << 4)).to(tl.int16)
+    return (((code & 32) << 10) | ((code & 31) << 8)).to(tl.float16, bitcast=True).to(TYPE)
+
+
+@triton.jit
+def _unit(w_at, x_ptr, x_row, row, rows, column, inner, zero, total, MODE: tl.constexpr, WHOLE: tl.constexpr):
+    """Add what a unit of 128 columns gives; `w_at` is where each row has it."""
+    type: tl.constexpr = x_ptr.dtype.element_ty
+    if MODE == 1:
+        at = tl.arange(0, 128)[None, :]
+        if WHOLE:
+            w = tl.load(w_at[:, None] + at)
+        else:
+            w = tl.load(w_at[:, None] + at, mask=at < inner - column, other=0.0)
+        return tl.dot(w.to(type), _x(x_ptr, x_row, row, rows, column, inner, 128, WHOLE), total)
+    elif MODE == 8:
+        w = tl.load(w_at[:, None] + tl.arange(0, 128)[None, :])
+        w = (w ^ 128).to(tl.int8, bitcast=True).to(type) - zero[:, None].to(type)
+        return tl.dot(w, _x(x_ptr, x_row, row, rows, column, inner, 128, WHOLE), total)
+    elif MODE == 4:
+        w = tl.load(w_at[:, None] + tl.arange(0, 64)[None, :])
+        low = (w & 15).to(tl.int8).to(type) - zero[:, None].to(type)
+        total = tl.dot(low, _x(x_ptr, x_row, row, rows, column, inner, 64, WHOLE), total)
+        high = (w >> 4).to(tl.int8).to(type) - zero[:, None].to(type)
+        return tl.dot(high, _x(x_ptr, x_row, row, rows, column + 64, inner, 64, WHOLE), total)
+    else:
+        at = tl.arange(0, 32)[None, :]
+        first, second, bits = (
+            tl.load(w_at[:, None] + at), tl.load(w_at[:, None] + 32 + at), tl.load(w_at[:, None] + 64 + at)
+        )  # fmt: skip
+        x = _x(x_ptr, x_row, row, rows, column, inner, 32, WHOLE)
+        total = tl.dot(_six(first & 15, bits & 3, type), x, total)
+        x = _x(x_ptr, x_row, row, rows, column + 32, inner, 32, WHOLE)
+        total = tl.dot(_six(second & 15, (bits >> 2) & 3, type), x, total)
+        x = _x(x_ptr, x_row, row, rows, column + 64, inner, 32, WHOLE)
+        total = tl.dot(_six(first >> 4, (bits >> 4) & 3, type), x, total)
+        x = _x(x_ptr, x_row, row, rows, column + 96, inner, 32, WHOLE)
+        return tl.dot(_six(second >> 4, bits >> 6, type), x, total)
+
+
+@triton.jit
+def _packed(
+    x_ptr, w_ptr, scales_ptr, zeros_ptr, bias_ptr, y_ptr, partial_ptr, counters_ptr,
+    rows, inner, outs, x_row, w_row, groups, per_group, steps,
+    MODE: tl.constexpr, BYTES: tl.constexpr, GROUPED: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+    PARTS: tl.constexpr, OUT: tl.constexpr, ROWS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    turn = tl.program_id(1)
+    first, top = tile * OUT, turn * ROWS
+    out, row = first + tl.arange(0, OUT), top + tl.arange(0, ROWS)
+    line = tl.minimum(out, outs - 1)
+    w_at = w_ptr + line.to(tl.int64) * w_row
+    begin = part * steps
+    end = tl.minimum(begin + steps, tl.cdiv(inner, 128))
+    total = tl.zeros((OUT, ROWS), dtype=tl.float32)
+    middle: tl.constexpr = 8.0 if MODE == 4 else 0.0
+    zero = tl.full((OUT,), middle, dtype=tl.float32)
+    for step in range(begin, end):
+        if GROUPED:
+            group = line * groups + step // per_group
+            scale = tl.load(scales_ptr + group).to(tl.float32)
+            if ZEROS:
+                zero = tl.load(zeros_ptr + group).to(tl.float32) - (128.0 if MODE == 8 else 0.0)
+            none = tl.zeros((OUT, ROWS), dtype=tl.float32)
+            found = _unit(w_at + step * BYTES, x_ptr, x_row, row, rows, step * 128, inner, zero, none, MODE, WHOLE)
+            total += found * scale[:, None]
+        else:
+            if ZEROS:
+                zero = tl.load(zeros_ptr + line).to(tl.float32) - (128.0 if MODE == 8 else 0.0)
+            total = _unit(w_at + step * BYTES, x_ptr, x_row, row, rows, step * 128, inner, zero, total, MODE, WHOLE)
+    if not GROUPED:
+        total *= tl.load(scales_ptr + line).to(tl.float32)[:, None]
+    if MODE == 6:
+        total *= 4096.0
+    last = part >= 0
+    if PARTS > 1:
+        keep(partial_ptr, tile, part, total, PARTS, OUT, ROWS)
+        last = arrive(counters_ptr, tile, PARTS)
+    if last:
+        if PARTS > 1:
+            total = together(partial_ptr, tile, PARTS, OUT, ROWS)
+        put(y_ptr + top.to(tl.int64) * outs, bias_ptr, total, first, rows - top, outs, BIAS, OUT, ROWS)
+
+
+def multiply(x: Tensor, packed: PackedWeight, bias: Tensor | None, tile: Tile | None = None) -> Tensor:
+    """[rows, out]: x [rows, in] times the transpose of a packed weight."""
+    tile = tile or Tile()
+    rows, inner = x.shape
+    x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
+    outs = packed.shape[0]
+    found = torch.empty(rows, outs, dtype=x.dtype, device=x.device)
+    narrow = max(16, min(_WIDEST, next_power(rows)))
+    tiles, turns = cdiv(outs, tile.out), cdiv(rows, narrow)
+    units = cdiv(inner, UNIT)
+    parts, steps = parts_of(tiles, units, processors(x.device)) if turns == 1 else (1, units)
+    launch(
+        _packed, (tiles * parts, turns),
+        x, packed.data, packed.scales, packed.data if packed.zeros is None else packed.zeros,
+        found if bias is None else bias, found, *scratch(tiles, parts, tile, narrow, x),
+        rows, inner, outs, x.stride(0), packed.data.stride(0), packed.scales.shape[1],
+        max(1, packed.group_size // UNIT), steps,
+        MODE=_MODES[packed.mode], BYTES=UNIT * (8 if packed.mode == "fp8" else _MODES[packed.mode]) // 8,
+        GROUPED=packed.group_size > 0, ZEROS=packed.zeros is not None, BIAS=bias is not None, PARTS=parts,
+        OUT=tile.out, ROWS=narrow, WHOLE=inner % UNIT == 0, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return found
