@@ -199,6 +199,7 @@ class RaggedInferenceEngineConfig(InferenceSection):
     state_manager: DSStateManagerConfig = key(DSStateManagerConfig, "Limits of a step, and the cache.", alias="manager")
     quantization: RaggedQuantizationConfig = key(RaggedQuantizationConfig, "Weights in fewer bits.")
     cuda_graphs: bool = key(True, "Whether steps are captured as graphs of the device and replayed.")
+    kernels: bool = key(True, "Whether modules compute by fused kernels, where the device has them.")
     deterministic: bool = key(
         False, "Whether the bits of a sequence's results do not depend on the other sequences of a step; costs speed."
     )

@@ -332,14 +332,20 @@ def _takes(kind: Any, name: str) -> bool:
     return bool(getattr(kind, flag, True))
 
 
-def register_attention(name: str, function: Callable[..., Any], masks: Callable[..., Any]) -> Callable[[], None]:
-    """Make an attention function and its masks known by a name; returns what undoes it."""
+def register_attention(
+    name: str, function: Callable[..., Any], masks: Callable[..., Any] | None
+) -> Callable[[], None]:
+    """Make an attention function and its masks known by a name; returns what undoes it.
+
+    Where there are no `masks`, models make none.
+    """
     from transformers import AttentionInterface, AttentionMaskInterface
 
     tables = (AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping)
     before = [table.get(name) for table in tables]
     AttentionInterface.register(name, function)
-    AttentionMaskInterface.register(name, masks)
+    if masks is not None:
+        AttentionMaskInterface.register(name, masks)
 
     def undo() -> None:
         for table, value in zip(tables, before, strict=True):

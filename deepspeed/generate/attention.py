@@ -1,0 +1,80 @@
+"""Attention over pages: the function that Transformers' modules call while an engine runs their model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from deepspeed.errors import UsageError
+from deepspeed.generate.batch import Batch
+from deepspeed.generate.cache import PagedCache
+from deepspeed.ops.generate.attention import paged_attention
+from deepspeed.ops.generate.pages import write_pages
+
+
+class PagedAttentionFunction:
+    """One engine's: it knows the batch that runs now, and the pages."""
+
+    def __init__(self, *, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
+        self._batch: Batch | None = None
+        self._cache: PagedCache | None = None
+
+    def begin(self, batch: Batch, cache: PagedCache) -> None:
+        """The forward that follows computes this batch."""
+        self._batch, self._cache = batch, cache
+
+    def end(self) -> None:
+        """The forward is over."""
+        self._batch = self._cache = None
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Write keys and values [1, heads, tokens, width] to the pages, and attend to what sequences have there."""
+        batch, cache = self._batch, self._cache
+        if batch is None or cache is None:
+            raise UsageError(
+                f"{type(module).__name__} was called outside of its engine while the engine holds the model's "
+                "attention. Call the engine's methods, or close it first."
+            )
+        layer = cache.layer(layer_of(module))
+        scales = {"key_scale": layer.key_scale, "value_scale": layer.value_scale}
+        write_pages(_rows(key), _rows(value), layer.keys, layer.values, batch.slots[layer.group], **scales)
+        out = paged_attention(
+            _rows(query),
+            layer.keys,
+            layer.values,
+            batch.tables[layer.group],
+            batch.starts,
+            batch.lengths,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            max_query=batch.shape.most_queries,
+            window=layer.window,
+            soft_cap=options.get("softcap"),
+            sinks=options.get("s_aux"),
+            deterministic=self._deterministic,
+            **scales,
+        )
+        return out[None], None
+
+
+def layer_of(module: nn.Module) -> int:
+    """The number of the layer that an attention module belongs to."""
+    number = getattr(module, "layer_idx", None)
+    if not isinstance(number, int):
+        raise UsageError(f"{type(module).__name__} has no layer_idx, by which its keys and values are found in a cache")
+    return number
+
+
+def _rows(heads: Tensor) -> Tensor:
+    """[1, heads, tokens, width] → [tokens, heads, width]."""
+    return heads[0].transpose(0, 1)

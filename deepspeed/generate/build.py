@@ -1,0 +1,162 @@
+"""A model and a config → the parts of an engine that generates."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.config.inference import RaggedInferenceEngineConfig
+from deepspeed.errors import UsageError
+from deepspeed.generate import weights
+from deepspeed.generate.cache import CachePlan, PagedCache, plan_cache
+from deepspeed.generate.drafts import Drafter, NgramDrafter
+from deepspeed.generate.entry import ModelEntry, adopt
+from deepspeed.generate.guide import SchemaGuides
+from deepspeed.generate.loop import GenerationLoop, Guide
+from deepspeed.generate.runner import Runner
+from deepspeed.generate.sampler import Sampler
+from deepspeed.generate.scheduler import Scheduler, SchedulerConfig
+from deepspeed.log import log_dist
+from deepspeed.parallel.regions import GroupMembers
+
+
+@dataclass(slots=True)
+class EngineParts:
+    """What an `LLM` is made of."""
+
+    model: nn.Module
+    folder: Path | None
+    entry: ModelEntry
+    cache: PagedCache
+    runner: Runner
+    loop: GenerationLoop
+    axis: GroupMembers | None
+    vocabulary: int
+    context: int
+    eos_ids: frozenset[int]
+    base_seed: int
+    guides: SchemaGuides
+
+    def guide(self, schema: str | Mapping[str, Any], tokenizer: Any) -> Guide:
+        """What lets a sequence follow a schema."""
+        return self.guides.make(schema, tokenizer, self.vocabulary, sorted(self.eos_ids))
+
+
+def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype | str, stack: ExitStack) -> EngineParts:
+    """Load, split, round and adopt a model, take memory for its cache; `stack` undoes it."""
+    _refuse_tiers(config)
+    device = weights.device_here()
+    axis = _ranks(config.tensor_parallel.tp_size)
+    loaded = weights.load(source, config, dtype, device, axis)
+    model = loaded.model
+    if config.kernels and device.type == "cuda":
+        weights.inject(model, stack)
+    entry = adopt(model, deterministic=config.deterministic, eight_bits=config.state_manager.kv_dtype == "fp8")
+    stack.callback(entry.close)
+    manager = config.state_manager
+    text = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    context = min(manager.max_context, getattr(text, "max_position_embeddings", None) or manager.max_context)
+    kind = next(param.dtype for param in model.parameters() if param.is_floating_point())
+    plan = _agreed(plan_cache(entry.layers, manager, kind, device), axis)
+    cache = PagedCache(entry.layers, plan, manager.block_size, device, entry.scales)
+    stack.callback(cache.release)
+    scheduler = Scheduler(
+        SchedulerConfig(
+            max_tokens_per_step=manager.max_ragged_batch_size,
+            max_sequences=manager.max_ragged_sequence_count,
+            max_context=context,
+            block_size=manager.block_size,
+            prefix_cache=manager.prefix_cache,
+        ),
+        plan.groups,
+        min(plan.host_blocks),
+    )
+    graphs = config.cuda_graphs and device.type == "cuda"
+    width = -(-context // manager.block_size)
+    runner = Runner(entry, cache, manager.max_ragged_sequence_count, width, graphs=graphs)
+    stack.callback(runner.clear)
+    drafter = _drafter(config, text.vocab_size, stack)
+    loop = GenerationLoop(
+        scheduler, runner, cache, Sampler(text.vocab_size, device), asynchronous=device.type != "cpu", drafter=drafter
+    )
+    log_dist(
+        f"{type(model).__name__} enters by {entry.how}; a cache of "
+        f"{sum(group.blocks for group in plan.groups)} blocks of {manager.block_size} tokens; "
+        + ("graphs of the device" if graphs and entry.captured else "no graphs")
+    )
+    eos = _eos(model)
+    return EngineParts(
+        model,
+        loaded.folder,
+        entry,
+        cache,
+        runner,
+        loop,
+        axis,
+        text.vocab_size,
+        context,
+        eos,
+        _shared(random.SystemRandom().getrandbits(62), axis),
+        SchemaGuides(),
+    )
+
+
+def _refuse_tiers(config: RaggedInferenceEngineConfig) -> None:
+    given = sorted(config.memory.model_fields_set)
+    if given:
+        raise UsageError(f"memory.{given[0]}: an LLM holds its weights on the device; init_inference streams them")
+
+
+def _ranks(size: int) -> GroupMembers | None:
+    """The ranks that share the layers with this one: neighbours."""
+    if size == 1:
+        return None
+    if not comm.is_initialized():
+        raise UsageError(f"tensor_parallel.tp_size is {size}: call deepspeed.init_distributed() first, on {size} ranks")
+    world, rank = comm.get_world_size(), comm.get_rank()
+    if world % size:
+        raise UsageError(f"tensor_parallel.tp_size is {size}, which does not divide {world} ranks")
+    groups = [comm.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    return GroupMembers(groups[rank // size])
+
+
+def _shared(value: int, axis: GroupMembers | None) -> int:
+    """The smallest value of all ranks."""
+    if axis is None:
+        return value
+    tensor = torch.tensor([value], dtype=torch.int64, device=comm.group_device())
+    comm.all_reduce(tensor, op=comm.ReduceOp.MIN, group=axis.group)
+    return int(tensor)
+
+
+def _agreed(plan: CachePlan, axis: GroupMembers | None) -> CachePlan:
+    """The plan that all ranks have room for."""
+    if axis is None:
+        return plan
+    groups = tuple(type(group)(group.layers, _shared(group.blocks, axis), group.window) for group in plan.groups)
+    return CachePlan(groups, tuple(_shared(each, axis) for each in plan.host_blocks), plan.block_bytes, plan.dtype)
+
+
+def _eos(model: nn.Module) -> frozenset[int]:
+    config = getattr(model, "generation_config", None)
+    found = getattr(config, "eos_token_id", None)
+    if found is None:
+        found = getattr(model.config.get_text_config(), "eos_token_id", None)  # type: ignore[union-attr,operator]
+    return frozenset([] if found is None else [found] if isinstance(found, int) else found)
+
+
+def _drafter(config: RaggedInferenceEngineConfig, vocabulary: int, stack: ExitStack) -> Drafter | None:
+    section = config.speculative
+    if section is None:
+        return None
+    if section.method == "ngram":
+        return NgramDrafter(section.tokens)
+    raise UsageError("speculative.method draft: not yet")

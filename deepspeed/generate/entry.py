@@ -1,0 +1,263 @@
+"""How a model enters an engine: its attention calls our function, or its cache is ours, or it is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.errors import UsageError
+from deepspeed.generate.attention import PagedAttentionFunction, layer_of
+from deepspeed.generate.batch import Batch
+from deepspeed.generate.cache import LayerShape, PagedCache, Scales
+from deepspeed.generate.padded import PaddedCache, ProbeCache, padded_logits
+from deepspeed.transformers.attention import configs_in, free_name, register_attention
+
+_KINDS = ("layer_types", "layers_block_type", "block_types")
+_KNOWN_KINDS = {"attention", "full_attention", "sliding_attention", "dense", "sparse", "moe"}
+_PROBE_TOKENS = 64
+_FP8_HEADROOM = 2.0
+"""How much larger numbers may become than those of the probe, before 8-bit pages clip them."""
+
+
+class ModelEntry(Protocol):
+    """One way to run a model over pages."""
+
+    layers: tuple[LayerShape, ...]
+    scales: Scales
+    captured: bool
+    """Whether a forward can be captured in a graph of the device."""
+    how: str
+    """For a reader."""
+
+    def logits(self, batch: Batch, ids: Tensor, cache: PagedCache) -> Tensor:
+        """[wanted, vocabulary] of a batch, whose keys and values are written to the pages."""
+
+    def close(self) -> None:
+        """Undo what was registered."""
+
+
+def adopt(model: nn.Module, *, deterministic: bool = False, eight_bits: bool = False) -> ModelEntry:
+    """Find out how a model can be run over pages, by a forward of a few tokens; refuse it with the reason."""
+    _refuse_by_kind(model)
+    entry: InterfaceEntry | CacheEntry
+    if getattr(model, "_supports_attention_backend", False):
+        entry = InterfaceEntry(model, deterministic=deterministic)
+    elif eight_bits:
+        raise UsageError(
+            f"state_manager.kv_dtype is fp8, but {type(model).__name__} computes attention by itself, which reads its "
+            "cache in the model's dtype. Set kv_dtype to auto."
+        )
+    else:
+        entry = CacheEntry(model)
+    try:
+        entry.probe(eight_bits=eight_bits)
+        _require_all(model, entry.layers)
+    except BaseException:
+        entry.close()
+        raise
+    return entry
+
+
+@dataclass(slots=True)
+class _Seen:
+    shape: LayerShape
+    largest: tuple[Tensor, Tensor] | None = None
+
+
+class InterfaceEntry:
+    """For models whose attention modules call Transformers' attention interface."""
+
+    captured = True
+    how = "the attention interface of Transformers"
+
+    def __init__(self, model: nn.Module, *, deterministic: bool) -> None:
+        self._model = model
+        self._configs = configs_in(model)
+        self._function = PagedAttentionFunction(deterministic=deterministic)
+        self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._name = free_name("deepspeed_generate")
+        self._undo: Callable[[], None] | None = register_attention(self._name, self._function, None)
+        self.layers: tuple[LayerShape, ...] = ()
+        self.scales: Scales = {}
+
+    def close(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+    @contextmanager
+    def _attention(self, name: str) -> Iterator[None]:
+        before = [config._attn_implementation for config in self._configs]
+        try:
+            for config in self._configs:
+                config._attn_implementation = name
+            yield
+        finally:
+            for config, value in zip(self._configs, before, strict=True):
+                config._attn_implementation = value
+
+    def logits(self, batch: Batch, ids: Tensor, cache: PagedCache) -> Tensor:
+        keep = {"logits_to_keep": batch.wanted} if self._keeps else {}
+        self._function.begin(batch, cache)
+        try:
+            with self._attention(self._name):
+                out = self._model(
+                    input_ids=ids[None], position_ids=batch.positions[None], use_cache=False, return_dict=True, **keep
+                )
+        finally:
+            self._function.end()
+        logits: Tensor = out.logits[0]
+        return logits if self._keeps else logits[batch.wanted]
+
+    def probe(self, *, eight_bits: bool) -> None:
+        """Run a few tokens to see which layers call, and with what."""
+        seen: dict[int, _Seen] = {}
+        name = free_name("deepspeed_probe")
+        undo = register_attention(name, _prober(self._model, seen, measure=eight_bits), None)
+        device = next(self._model.parameters()).device
+        config = self._model.config.get_text_config()  # type: ignore[union-attr,operator]
+        count = _PROBE_TOKENS if eight_bits else 1
+        ids = torch.arange(count, device=device) * 7919 % config.vocab_size
+        try:
+            with self._attention(name), torch.no_grad():
+                self._model(input_ids=ids[None], position_ids=torch.arange(count, device=device)[None], use_cache=False)
+        finally:
+            undo()
+        self.layers = tuple(seen[layer].shape for layer in sorted(seen))
+        limit = torch.finfo(torch.float8_e4m3fn).max
+        self.scales = {
+            layer: tuple((_FP8_HEADROOM * each / limit).clamp(min=1e-6) for each in found.largest)  # type: ignore[misc]
+            for layer, found in seen.items()
+            if found.largest is not None
+        }
+
+
+def _prober(model: nn.Module, seen: dict[int, _Seen], *, measure: bool) -> Callable[..., tuple[Tensor, None]]:
+    config = model.config.get_text_config()  # type: ignore[union-attr,operator]
+    kinds = getattr(config, "layer_types", None)
+
+    def probe(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+    ) -> tuple[Tensor, None]:
+        name = type(module).__name__
+        layer = layer_of(module)
+        if layer in seen:
+            raise UsageError(
+                f"{name} cannot be served: the attention of layer {layer} runs more than once in a forward"
+            )
+        if mask is not None or options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise UsageError(f"{name} cannot be served: its attention is not causal, or has a mask of its own")
+        window = options.get("sliding_window")
+        if window is None and kinds is not None and layer < len(kinds) and kinds[layer] == "sliding_attention":
+            window = getattr(config, "sliding_window", None)
+        found = _Seen(LayerShape(layer, key.shape[1], key.shape[-1], value.shape[-1], window))
+        if measure:
+            found.largest = tuple(each[0].float().abs().amax((1, 2)) for each in (key, value))  # type: ignore[assignment]
+        seen[layer] = found
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (each.repeat_interleave(groups, 1) for each in (key, value))
+        scale = options.get("scaling")
+        scores = (query.float() @ keys.float().mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        weights = scores.masked_fill(ahead, float("-inf")).softmax(-1).to(value.dtype)
+        return (weights @ values).transpose(1, 2).contiguous(), None
+
+    return probe
+
+
+class CacheEntry:
+    """For models that compute attention by themselves, over a cache that they are handed."""
+
+    captured = False
+    how = "a Transformers cache over the pages, because its modules compute attention by themselves"
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._accepted = frozenset(inspect.signature(model.forward).parameters)
+        self.layers: tuple[LayerShape, ...] = ()
+        self.scales: Scales = {}
+
+    def close(self) -> None:
+        pass  # nothing is registered
+
+    def logits(self, batch: Batch, ids: Tensor, cache: PagedCache) -> Tensor:
+        return padded_logits(self._forward, batch, ids, cache)
+
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor, past: PaddedCache | ProbeCache) -> Tensor:
+        """Logits [rows, tokens, vocabulary]."""
+        extra = {"position_ids": positions} if "position_ids" in self._accepted else {}
+        out = self._model(
+            input_ids=ids, attention_mask=mask, past_key_values=past, use_cache=True, return_dict=True, **extra
+        )
+        logits: Tensor = out.logits
+        return logits
+
+    def probe(self, *, eight_bits: bool) -> None:
+        """Run one token to see which layers ask the cache, and with what."""
+        if "past_key_values" not in self._accepted:
+            return
+        device = next(self._model.parameters()).device
+        past = ProbeCache()
+        one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        with torch.no_grad():
+            self._forward(one, one, torch.ones_like(one), past)
+        self.layers = tuple(past.seen[layer] for layer in sorted(past.seen))
+
+
+def _refuse_by_kind(model: nn.Module) -> None:
+    """Refuse models whose layers keep something else than keys and values."""
+    config = getattr(model, "config", None)
+    name = type(model).__name__
+    if config is None or not callable(getattr(config, "get_text_config", None)):
+        raise UsageError(f"{name} cannot be served: it is no model of Transformers with a config")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(
+            f"{name} cannot be served: it is an encoder-decoder, whose {_named(model, 'encoder')} reads a whole "
+            "prompt. Use deepspeed.init_inference and its generate."
+        )
+    text = config.get_text_config()
+    kinds = [str(each) for key in _KINDS for each in getattr(text, key, None) or ()]
+    other = sorted(set(kinds) - _KNOWN_KINDS)
+    if other or getattr(model, "_is_stateful", False):
+        what = f"layers of the type {other[0]!r}" if other else "layers that keep a state"
+        raise UsageError(
+            f"{name} cannot be served: it has {what} ({_layer_name(model)}), and the cache holds keys and values of "
+            "attention only. Use model.generate of Transformers."
+        )
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise UsageError(f"{name} cannot be served: {text.num_kv_shared_layers} of its layers read other layers' keys")
+
+
+def _require_all(model: nn.Module, layers: Sequence[LayerShape]) -> None:
+    expected = model.config.get_text_config().num_hidden_layers  # type: ignore[union-attr,operator]
+    if len(layers) != expected:
+        raise UsageError(
+            f"{type(model).__name__} cannot be served: {len(layers)} of its {expected} layers have attention that a "
+            f"paged cache can hold; its layers are {_layer_name(model)}."
+        )
+
+
+def _layer_name(model: nn.Module) -> str:
+    """The classes in the model's layers that hold a state or a convolution, else those of its first layer."""
+    states = ("mamba", "ssm", "rwkv", "recurrent", "delta", "conv", "xlstm", "mixer")
+    named = sorted(
+        {
+            f"{name}: {type(m).__name__}"
+            for name, m in model.named_modules()
+            if any(s in type(m).__name__.lower() for s in states)
+        }
+    )
+    if named:
+        return named[0]
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each)]
+    return f"{lists[0][0]}.0: {type(lists[0][1][0]).__name__}" if lists else type(model).__name__
+
+
+def _named(model: nn.Module, part: str) -> str:
+    return next((f"{name}: {type(each).__name__}" for name, each in model.named_modules() if name.endswith(part)), part)

@@ -1,0 +1,453 @@
+"""`LLM`: a causal model that generates for many requests at once, over a paged cache."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed.config.inference import RaggedInferenceEngineConfig, read_inference_config
+from deepspeed.errors import UsageError
+from deepspeed.generate import weights
+from deepspeed.generate.build import EngineParts, build
+from deepspeed.generate.loop import SequenceUpdate, TopLogprobs
+from deepspeed.generate.params import SamplingParams
+from deepspeed.generate.sampler import seed_of
+from deepspeed.generate.scheduler import QueueFull
+from deepspeed.generate.sequence import Sequence as Generated
+from deepspeed.generate.stops import TextStream, end_ids
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token of a request, as it became known."""
+
+    uid: int
+    index: int
+    """Which of the request's `n` continuations."""
+    id: int
+    """-1 where a continuation ended without a token."""
+    text: str
+    """What can be shown now; it may hold text of earlier tokens back, or bring it."""
+    logprob: float | None
+    top_logprobs: Mapping[int, float] | None
+    finish_reason: str | None
+    """"stop", "length", "cancelled" or "error" with the last token."""
+    cached_tokens: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One continuation of a prompt."""
+
+    uid: int
+    index: int
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str
+    logprobs: list[float] | None
+    top_logprobs: list[Mapping[int, float]] | None
+    prompt_logprobs: list[float | None] | None
+    """None for the first token, which follows nothing."""
+    cached_tokens: int
+
+
+@dataclass(slots=True)
+class _Continuation:
+    sequence: Generated
+    stream: TextStream | None
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[TopLogprobs] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    reason: str | None = None
+
+
+@dataclass(slots=True)
+class _Request:
+    prompt: list[int]
+    params: SamplingParams
+    parts: list[_Continuation]
+
+    @property
+    def ended(self) -> bool:
+        return all(part.reason is not None for part in self.parts)
+
+
+class LLM:
+    """Generates with a model of Transformers, a path or a module. With `tp_size` above 1, every rank makes the same
+    calls."""
+
+    def __init__(
+        self,
+        model: Any,
+        config: RaggedInferenceEngineConfig | Mapping[str, Any] | str | None = None,
+        *,
+        tokenizer: Any = None,
+        dtype: torch.dtype | str = "auto",
+        **keys: Any,
+    ) -> None:
+        """`tokenizer`: an object, a path, or None for the one in the model's folder; `keys` are keys of the config."""
+        self.config = read_inference_config(RaggedInferenceEngineConfig, config, keys)
+        self._stack = ExitStack()
+        with self._stack:
+            self._parts = build(model, self.config, dtype, self._stack)
+            self._stack = self._stack.pop_all()
+        self.tokenizer = _tokenizer(tokenizer, self._parts.folder)
+        self._uids, self._sequence_uids = itertools.count(), itertools.count()
+        self._random = random.Random(self._parts.base_seed)
+        self._requests: dict[int, _Request] = {}
+        self._unclaimed: list[Token] = []
+        self._claimed: set[int] = set()
+        self._sleeping: weights.ParkedModel | None = None
+        self._prompt_tokens = self._output_tokens = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as this rank holds it."""
+        return self._open.model
+
+    @property
+    def _open(self) -> EngineParts:
+        if self._parts is None:
+            raise UsageError("this LLM is closed. Make a new one")
+        return self._parts
+
+    # requests
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]:
+        """Continue all prompts; completions come in the order of the prompts, those of one prompt by index."""
+        listed = [prompts] if _is_one(prompts) else list(prompts)  # type: ignore[list-item]
+        each = [params] * len(listed) if params is None or isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(listed):
+            raise UsageError(f"{len(each)} SamplingParams were given for {len(listed)} prompts; give one, or one each")
+        checked = [(self._tokens_of(prompt), one or SamplingParams()) for prompt, one in zip(listed, each, strict=True)]
+        for ids, one in checked:
+            self._check(ids, one)
+        waiting = list(reversed(checked))
+        uids: list[int] = []
+        done: dict[int, list[Completion]] = {}
+        with _Progress(len(checked), shown=progress) as bar:
+            try:
+                while len(done) < len(checked):
+                    while waiting and self._submitted(waiting[-1], uids):
+                        waiting.pop()
+                    for token in self._step():
+                        if token.uid not in self._claimed:
+                            self._unclaimed.append(token)
+                    for uid in [uid for uid in uids if uid not in done and self._requests[uid].ended]:
+                        done[uid] = self._completions(uid)
+                        bar.advance()
+            finally:
+                for uid in uids:
+                    if uid not in done:
+                        self.cancel(uid)
+                self._claimed.difference_update(uids)
+        return [completion for uid in uids for completion in done[uid]]
+
+    def _submitted(self, request: tuple[list[int], SamplingParams], uids: list[int]) -> bool:
+        """Queue a request of `generate`; False while the queue is full."""
+        try:
+            uid = self.submit(*request)
+        except QueueFull:
+            return False
+        uids.append(uid)
+        self._claimed.add(uid)
+        return True
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Token]:
+        """The tokens of one prompt as they become known; closing the iterator cancels the rest."""
+        uid = self.submit(prompt, params)
+        self._claimed.add(uid)
+        try:
+            while not self._requests[uid].ended:
+                for token in self._step():
+                    if token.uid == uid:
+                        yield token
+                    elif token.uid not in self._claimed:
+                        self._unclaimed.append(token)
+            self._requests.pop(uid)
+        finally:
+            self.cancel(uid)
+            self._claimed.discard(uid)
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0) -> int:
+        """Queue a prompt; returns its uid, by which `step` names its tokens. Higher priorities run first."""
+        parts = self._open
+        params = params or SamplingParams()
+        ids = self._tokens_of(prompt)
+        self._check(ids, params)
+        uid = next(self._uids)
+        ends = end_ids(params, parts.eos_ids)
+        sequences = [
+            Generated(next(self._sequence_uids), ids, params, request=uid, index=index, priority=priority, end_ids=ends)
+            for index in range(params.n)
+        ]
+        base = self._random.getrandbits(63) if params.seed is None else params.seed
+        parts.loop.add(sequences, [seed_of(base, index) for index in range(params.n)])
+        if params.schema is not None:
+            for sequence in sequences:
+                parts.loop.guides[sequence.uid] = parts.guide(params.schema, self._tokenizer_for("schema"))
+        self._requests[uid] = _Request(ids, params, [_Continuation(each, self._text(params)) for each in sequences])
+        self._prompt_tokens += len(ids)
+        return uid
+
+    def step(self) -> list[Token]:
+        """Run one step; returns the tokens that became known, which may be none."""
+        tokens, self._unclaimed = [*self._unclaimed, *self._step()], []
+        for token in tokens:
+            if token.finish_reason is not None and token.uid in self._requests and self._requests[token.uid].ended:
+                self._requests.pop(token.uid)
+        return tokens
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has something to do."""
+        return bool(self._unclaimed) or self._open.loop.busy
+
+    def cancel(self, uid: int) -> None:
+        """End a request and free its blocks; nothing happens if it has ended."""
+        request = self._requests.pop(uid, None)
+        for part in request.parts if request is not None else ():
+            if part.reason is None:
+                self._open.loop.finish(part.sequence.uid, "cancelled")
+
+    def _step(self) -> list[Token]:
+        if self._sleeping is not None:
+            raise UsageError("this LLM sleeps. Call wake() before it generates")
+        tokens: list[Token] = []
+        for update in self._open.loop.step():
+            tokens += self._tokens(update)
+        return tokens
+
+    def _tokens(self, update: SequenceUpdate) -> list[Token]:
+        sequence = update.sequence
+        request = self._requests.get(sequence.request)
+        part = None if request is None else request.parts[sequence.index]
+        if request is None or part is None or part.reason is not None:
+            return []
+        found: list[Token] = []
+        for at, token in enumerate(update.tokens):
+            last = sequence.finished and at == len(update.tokens) - 1
+            text, stopped = ("", False) if part.stream is None else part.stream.push(token, last=last)
+            reason = "stop" if stopped else sequence.finish_reason if last else None
+            if stopped and not sequence.finished:
+                self._open.loop.finish(sequence.uid, "stop")
+            part.ids.append(token)
+            part.text.append(text)
+            part.logprobs += update.logprobs[at : at + 1]
+            part.tops += update.tops[at : at + 1]
+            part.reason = reason
+            found.append(self._token(request, part, token, text, reason))
+            self._output_tokens += 1
+            if reason is not None:
+                return found
+        if sequence.finished and part.reason is None:
+            part.reason = sequence.finish_reason
+            text = "" if part.stream is None else part.stream.flush()
+            part.text.append(text)
+            found.append(self._token(request, part, -1, text, part.reason))
+        return found
+
+    def _token(self, request: _Request, part: _Continuation, token: int, text: str, reason: str | None) -> Token:
+        asked = request.params.logprobs is not None and token >= 0
+        sequence = part.sequence
+        return Token(
+            sequence.request,
+            sequence.index,
+            token,
+            text,
+            part.logprobs[-1] if asked else None,
+            part.tops[-1] if asked else None,
+            reason,
+            sequence.cached_tokens,
+            len(request.prompt),
+        )
+
+    def _completions(self, uid: int) -> list[Completion]:
+        request = self._requests.pop(uid)
+        scores: list[float | None] | None = None
+        if request.params.prompt_logprobs is not None:
+            scores = [None] * len(request.prompt)
+            for scored in self._open.loop.prompt_scores.pop(request.parts[0].sequence.uid, ()):
+                scores[scored.start : scored.start + len(scored.logprobs)] = scored.logprobs
+        asked = request.params.logprobs is not None
+        return [
+            Completion(
+                uid,
+                index,
+                request.prompt,
+                part.ids,
+                "".join(part.text),
+                part.reason or "error",
+                part.logprobs if asked else None,
+                list(part.tops) if asked else None,
+                scores,
+                part.sequence.cached_tokens,
+            )
+            for index, part in enumerate(request.parts)
+        ]
+
+    # text and checks
+
+    def _tokenizer_for(self, what: str) -> Any:
+        if self.tokenizer is None:
+            raise UsageError(f"{what} needs a tokenizer, and this LLM has none. Pass tokenizer=…, or give token ids")
+        return self.tokenizer
+
+    def _tokens_of(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        return list(self._tokenizer_for("a prompt of text")(prompt)["input_ids"])
+
+    def _text(self, params: SamplingParams) -> TextStream | None:
+        if self.tokenizer is None:
+            if params.stop_strings:
+                self._tokenizer_for("stop")
+            return None
+        return TextStream(self.tokenizer, params.stop_strings)
+
+    def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
+        vocabulary, context = self._open.vocabulary, self._open.context
+        if not ids:
+            raise UsageError("the prompt is empty; it needs one token at least")
+        foreign = next((token for token in ids if not 0 <= token < vocabulary), None)
+        if foreign is not None:
+            raise UsageError(
+                f"the prompt has the token id {foreign}, but the model's vocabulary ends at {vocabulary - 1}"
+            )
+        for name, tokens in (("logit_bias", params.logit_bias or ()), ("stop_token_ids", params.stop_token_ids)):
+            outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
+            if outside is not None:
+                raise UsageError(
+                    f"{name} has the token id {outside}, but the model's vocabulary ends at {vocabulary - 1}"
+                )
+        if len(ids) >= context:
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens, but a sequence has at most {context} with what follows. Shorten "
+                "the prompt, or raise state_manager.max_context."
+            )
+
+    # the engine
+
+    def update_weights(self, items: weights.WeightItems) -> int:
+        """Take other values, whole tensors by Transformers' names; returns how many parameters were replaced.
+
+        What runs goes on with the new values; what is cached is computed again.
+        """
+        parts = self._open
+        self._drain()
+        count = weights.update(parts.model, items, parts.axis)
+        parts.loop.scheduler.reset()
+        return count
+
+    def sleep(self) -> None:
+        """Free the device: the cache is dropped, weights go to host memory. Requests stay, and go on after `wake`."""
+        if self._sleeping is None:
+            parts = self._open
+            self._drain()
+            parts.loop.scheduler.reset()
+            parts.runner.clear()
+            parts.cache.release()
+            self._sleeping = weights.ParkedModel(parts.model)
+
+    def wake(self) -> None:
+        """Take the device again."""
+        if self._sleeping is not None:
+            self._sleeping.bring_back()
+            self._sleeping = None
+            self._open.cache.allocate()
+
+    def _drain(self) -> None:
+        for update in self._open.loop.drain():
+            self._unclaimed += [token for token in self._tokens(update) if token.uid not in self._claimed]
+
+    def stats(self) -> dict[str, Any]:
+        """Counts of now and sums since the start, for monitors."""
+        parts = self._open
+        found = parts.loop.scheduler.stats
+        return {
+            **{name: getattr(found, name) for name in type(found).__dataclass_fields__},
+            "steps": parts.loop.steps,
+            "step_seconds": parts.loop.step_seconds,
+            "host_seconds": parts.loop.host_seconds,
+            "prompt_tokens": self._prompt_tokens,
+            "output_tokens": self._output_tokens,
+            "graphs": parts.runner.graphs,
+            "cache_bytes": parts.cache.plan.device_bytes,
+            "entry": parts.entry.how,
+        }
+
+    def close(self) -> None:
+        """Free everything; the model computes again what its class does."""
+        if self._parts is not None:
+            self._parts.loop.drain()
+            self._stack.close()
+            self._parts = None  # type: ignore[assignment]
+            self._requests.clear()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _is_one(prompts: Any) -> bool:
+    """Whether it is one prompt: text, or token ids."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+
+
+def _tokenizer(given: Any, folder: Any) -> Any:
+    if given is not None and not isinstance(given, str) and not hasattr(given, "__fspath__"):
+        return given
+    if given is None and (folder is None or not any((folder / name).exists() for name in _TOKENIZER_FILES)):
+        return None
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(given or folder)
+
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+
+
+class _Progress:
+    """A bar of finished requests on a terminal."""
+
+    def __init__(self, total: int, *, shown: bool) -> None:
+        self._total, self._shown, self._close = total, shown, None
+        self.advance: Callable[[], None] = lambda: None
+
+    def __enter__(self) -> _Progress:
+        if self._shown:
+            from rich.console import Console
+            from rich.progress import MofNCompleteColumn, Progress
+
+            console = Console(stderr=True)
+            if console.is_terminal:
+                bar = Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=console, transient=True)
+                bar.start()
+                task = bar.add_task("Generating", total=self._total)
+                self.advance = lambda: bar.advance(task)
+                self._close = bar.stop  # type: ignore[assignment]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._close is not None:
+            self._close()

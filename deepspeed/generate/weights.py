@@ -1,0 +1,191 @@
+"""Weights of a served model: read by each rank's part, put on the device, rounded, and replaced in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.pretrained import fill, stored_as, take_place, values_from
+from deepspeed.config.inference import RaggedInferenceEngineConfig
+from deepspeed.config.parallel import TPTrainingConfig
+from deepspeed.errors import UsageError
+from deepspeed.fusion.build import find, lines, put
+from deepspeed.fusion.packed_linear import PackedProduct, WeightPacking, pack_linears
+from deepspeed.log import log_dist
+from deepspeed.memory.host import ParkedStorages
+from deepspeed.parallel.regions import RankGroup
+from deepspeed.tensor_parallel import cuts_of
+from deepspeed.tensor_parallel.build import split
+
+WeightItems = Mapping[str, Tensor] | Iterable["tuple[str, Tensor] | Mapping[str, Tensor]"]
+"""Whole tensors by Transformers' names: a mapping, pairs, or mappings one after the other."""
+
+_KINDS = ("norm", "mlp", "rotary")
+
+
+def device_here() -> torch.device:
+    """The device of this rank."""
+    return torch.device(get_accelerator().current_device_name())
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model on its device, and the folder it came from."""
+
+    model: nn.Module
+    folder: Path | None
+
+
+def load(
+    source: Any,
+    config: RaggedInferenceEngineConfig,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    axis: RankGroup | None,
+) -> LoadedModel:
+    """A model from a path or a module: this rank's part of it, in its dtype, rounded if the config says so."""
+    kind = dtype_of(dtype)
+    if isinstance(source, nn.Module):
+        model, folder = source, None
+        if kind is not None:
+            model.to(kind)
+        if axis is not None:
+            split(model, axis, TPTrainingConfig(autotp_size=axis.size))
+    else:
+        folder = _folder(source)
+        model = _read(folder, kind, axis)
+    model.eval().requires_grad_(False)
+    if config.quantization.quantization_mode is not None:
+        _pack(model, config)
+    model.to(device)
+    return LoadedModel(model, folder)
+
+
+def dtype_of(dtype: torch.dtype | str) -> torch.dtype | None:
+    """A dtype by its name; None for "auto"."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    names = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+    found = getattr(torch, names.get(dtype, dtype), None)
+    if dtype != "auto" and not isinstance(found, torch.dtype):
+        raise UsageError(f"dtype is {dtype!r}; it must be auto, bfloat16, float16, float32 or a torch.dtype")
+    return None if dtype == "auto" else found
+
+
+def _folder(source: Any) -> Path:
+    folder = Path(source)
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download  # comes with Transformers
+
+    try:
+        return Path(snapshot_download(str(source)))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the model {str(source)!r} is no folder, and no model that can be downloaded: {error}"
+        ) from error
+
+
+def _read(folder: Path, dtype: torch.dtype | None, axis: RankGroup | None) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    kind = dtype or getattr(config.get_text_config(), "dtype", None) or torch.float32
+    if axis is None or getattr(config, "quantization_config", None) is not None:
+        if axis is not None:
+            raise UsageError(
+                f"{folder} holds weights that Transformers has quantised; {axis.size} ranks cannot share them. "
+                "Set tensor_parallel.tp_size to 1."
+            )
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(folder, dtype=kind)
+        return model
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=kind)
+    values_from(model, folder)
+    empty = take_place(model)
+    split(model, axis, TPTrainingConfig(autotp_size=axis.size))
+    fill(model, empty, cuts_of(model, axis.rank))
+    return model
+
+
+def _pack(model: nn.Module, config: RaggedInferenceEngineConfig) -> None:
+    """Round the weights layer by layer, before they go to the device: it never holds them in the model's dtype."""
+    section = config.quantization
+    assert section.quantization_mode is not None, "this was asked before"
+    packing = WeightPacking(section.quantization_mode, section.group_size, section.symmetric, tuple(section.exclude))
+    done, left = pack_linears(model, packing)
+    if not done:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in list(left.items())[:3]) or "there are none"
+        raise UsageError(f"quantization: no linear layer of {type(model).__name__} could be packed ({reasons})")
+    log_dist(f"quantization: {len(done)} linear layers hold {section.quantization_mode}, {len(left)} keep their dtype")
+
+
+def inject(model: nn.Module, undo: ExitStack) -> None:
+    """Let modules compute by fused kernels, where the device has them; told once."""
+    found = list(find(model, _KINDS, serves="infer"))
+    put(found, undo)
+    if found:
+        log_dist("Fused kernels\n" + "\n".join(lines(found)))
+
+
+@torch.no_grad()
+def update(model: nn.Module, items: WeightItems, axis: RankGroup | None) -> int:
+    """Replace values by whole tensors of Transformers' names, this rank's part of each; returns how many parameters."""
+    count = 0
+    pairs: dict[str, Tensor] = {}
+    for item in [items] if isinstance(items, Mapping) else items:
+        if isinstance(item, Mapping):
+            count += _replace(model, item, axis)
+        else:
+            pairs[item[0]] = item[1]
+    return count + (_replace(model, pairs, axis) if pairs else 0)
+
+
+def _replace(model: nn.Module, tensors: Mapping[str, Tensor], axis: RankGroup | None) -> int:
+    held = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+    packed = {f"{name}.weight": each for name, each in model.named_modules() if isinstance(each, PackedProduct)}
+    cuts = cuts_of(model, axis.rank) if axis is not None else {}
+    found = stored_as(model, tensors)
+    unknown = sorted(name for name in found if name not in held and name not in packed)
+    if unknown:
+        raise UsageError(f"update_weights: the model has no parameter {unknown[0]!r} (nor {len(unknown) - 1} others)")
+    parts: dict[str, Tensor] = {}
+    for name, stored in found.items():
+        part = stored.whole()
+        if name in cuts:
+            splits, place = cuts[name]
+            part = splits.cut(part, place)
+        expected = packed[name].packed.shape if name in packed else tuple(held[name].shape)
+        if tuple(part.shape) != tuple(expected) and name not in packed:
+            raise UsageError(f"update_weights: {name} has the shape {tuple(part.shape)}, the model {tuple(expected)}")
+        parts[name] = part
+    for name, part in parts.items():  # all fit: nothing is left half replaced
+        if name in packed:
+            packed[name].set_weight(part.to(packed[name].packed.data.device, packed[name].packed_dtype))
+        else:
+            held[name].copy_(part)
+    return len(parts)
+
+
+class ParkedModel:
+    """The weights of a model in host memory, while the device is needed for something else."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parked = ParkedStorages()
+        tensors = [*model.parameters(), *model.buffers()]
+        there = [each for each in tensors if each.device.type != "cpu"]
+        if there:
+            self._parked.park(there, there, pinned=True)
+
+    def bring_back(self) -> None:
+        """Put them back on the device."""
+        self._parked.bring_back()
