@@ -34,7 +34,7 @@ from deepspeed.log import log_dist, logger
 from deepspeed.published import finder
 
 if TYPE_CHECKING:
-    from deepspeed import accelerator, comm, moe, ops, parallel, pipe, runtime, tensor_parallel, utils, zero
+    from deepspeed import accelerator, comm, inference, moe, ops, parallel, pipe, runtime, tensor_parallel, utils, zero
     from deepspeed import comm as dist
     from deepspeed._api import (
         DeepSpeedOptimizerCallable,
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm import init_distributed
     from deepspeed.config import DeepSpeedConfig
+    from deepspeed.config.inference import DeepSpeedInferenceConfig
+    from deepspeed.inference.engine import InferenceEngine, default_inference_config, init_inference
+    from deepspeed.inference.modules import replace_transformer_layer
     from deepspeed.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
     from deepspeed.pipe.engine import DualPipeVEngine, DualPipeVModule, PipelineEngine
     from deepspeed.pipe.module import PipelineModule
@@ -61,6 +64,7 @@ _LAZY = {
     "DeepSpeedConfig": "deepspeed.config:DeepSpeedConfig",
     "DeepSpeedDataLoader": "deepspeed.runtime.dataloader:DeepSpeedDataLoader",
     "DeepSpeedEngine": "deepspeed.runtime.engine:DeepSpeedEngine",
+    "DeepSpeedInferenceConfig": "deepspeed.config.inference:DeepSpeedInferenceConfig",
     "DeepSpeedOptimizer": "deepspeed.runtime.base_optimizer:DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable": "deepspeed._api:DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable": "deepspeed._api:DeepSpeedSchedulerCallable",
@@ -69,6 +73,7 @@ _LAZY = {
     "DualPipeVEngine": "deepspeed.pipe.engine:DualPipeVEngine",
     "DualPipeVModule": "deepspeed.pipe.engine:DualPipeVModule",
     "HAS_TRITON": "deepspeed.published.runtime_names:HAS_TRITON",
+    "InferenceEngine": "deepspeed.inference.engine:InferenceEngine",
     "PipelineEngine": "deepspeed.pipe.engine:PipelineEngine",
     "PipelineModule": "deepspeed.pipe.module:PipelineModule",
     "OnDevice": "deepspeed.published.init_on_device:OnDevice",
@@ -76,9 +81,12 @@ _LAZY = {
     "add_config_arguments": "deepspeed._api:add_config_arguments",
     "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
     "comm": "deepspeed.comm",
+    "default_inference_config": "deepspeed.inference.engine:default_inference_config",
     "dist": "deepspeed.comm",
     "get_accelerator": "deepspeed.accelerator:get_accelerator",
+    "inference": "deepspeed.inference",
     "init_distributed": "deepspeed.comm:init_distributed",
+    "init_inference": "deepspeed.inference.engine:init_inference",
     "initialize": "deepspeed._api:initialize",
     "moe": "deepspeed.moe",
     "ops": "deepspeed.ops",
@@ -87,6 +95,7 @@ _LAZY = {
     "tensor_parallel": "deepspeed.tensor_parallel",
     "tp_model_init": "deepspeed.tensor_parallel.model_init:tp_model_init",
     "parallel": "deepspeed.parallel",
+    "replace_transformer_layer": "deepspeed.inference.modules:replace_transformer_layer",
     "pipe": "deepspeed.pipe",
     "git_branch": "deepspeed.published.git_version_info:git_branch",
     "git_hash": "deepspeed.published.git_version_info:git_hash",
@@ -105,6 +114,7 @@ __all__ = [
     "DeepSpeedDataLoader",
     "DeepSpeedEngine",
     "DeepSpeedError",
+    "DeepSpeedInferenceConfig",
     "DeepSpeedOptimizer",
     "DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable",
@@ -112,6 +122,7 @@ __all__ = [
     "DeepSpeedTransformerLayer",
     "DualPipeVEngine",
     "DualPipeVModule",
+    "InferenceEngine",
     "OnDevice",
     "PipelineEngine",
     "PipelineModule",
@@ -125,9 +136,12 @@ __all__ = [
     "add_config_arguments",
     "checkpointing",
     "comm",
+    "default_inference_config",
     "dist",
     "get_accelerator",
+    "inference",
     "init_distributed",
+    "init_inference",
     "initialize",
     "log_dist",
     "logger",
@@ -135,6 +149,7 @@ __all__ = [
     "ops",
     "parallel",
     "pipe",
+    "replace_transformer_layer",
     "runtime",
     "set_autotp_mode",
     "tensor_parallel",

@@ -31,9 +31,12 @@ Cut = tuple[DimSplit, int]
 Cuts = Mapping[str, Cut]
 """By the names of parameters."""
 
+TensorSource = Path | Mapping[str, Tensor]
+"""A folder of safetensors, or tensors by name, such as views of other files."""
+
 _WAITS = "_waits_for_values"
 _INDEX, _ALONE = "model.safetensors.index.json", "model.safetensors"
-_folders: WeakKeyDictionary[nn.Module, Path] = WeakKeyDictionary()
+_folders: WeakKeyDictionary[nn.Module, TensorSource] = WeakKeyDictionary()
 
 
 @dataclass
@@ -51,12 +54,12 @@ class PretrainedReading:
         return part
 
 
-def values_from(model: nn.Module, folder: Path | str) -> nn.Module:
+def values_from(model: nn.Module, source: TensorSource | str) -> nn.Module:
     """Let parameters on the meta device get their values from a folder of safetensors, in `deepspeed.initialize`.
 
     Each rank reads what it holds: its slices of layers and its experts. Returns the model as it is.
     """
-    _folders[model] = Path(folder)
+    _folders[model] = Path(source) if isinstance(source, str) else source
     return model
 
 
@@ -86,31 +89,41 @@ def fill(model: nn.Module, empty: Empty, *cuts: Cuts) -> None:
     A parameter may have been cut several times, in the order of `cuts`.
     """
     if empty:
-        read = read_parts(model, empty, _folders[model], *cuts)
-        log_dist(f"{_folders[model]}: {read.bytes} bytes of {len(read.tensors)} tensors were read for this rank")
+        source = _folders[model]
+        read = read_parts(model, empty, source, *cuts)
+        log_dist(f"{_named(source)}: {read.bytes} bytes of {len(read.tensors)} tensors were read for this rank")
 
 
 @torch.no_grad()
-def read_parts(model: nn.Module, empty: Empty, folder: Path, *cuts: Cuts) -> PretrainedReading:
+def read_parts(model: nn.Module, empty: Empty, source: TensorSource, *cuts: Cuts) -> PretrainedReading:
     """Read this rank's part of parameters.
 
     Names are those of the model's state dict, or those that Transformers makes them of; a tied parameter is found by
     any of its names.
     """
-    found, read = stored_as(model, _tensors(folder)), PretrainedReading()
+    found, read = stored_as(model, _tensors(source)), PretrainedReading()
     for param, known in empty.items():
         name = next((each for each in known if each in found), None)
         if name is None:
-            raise UsageError(f"{folder} has no tensor {' or '.join(known)}, which the model needs")
+            raise UsageError(f"{_named(source)} has no tensor {' or '.join(known)}, which the model needs")
         part = _part(name, found[name], [each[name] for each in cuts if name in each], param, read)
-        param.data = torch.empty(part.shape, dtype=param.dtype).copy_(part)
-        param.__dict__.pop(_WAITS, None)
+        give_value(param, part)
     for name, buffer in model.named_buffers():
         if name in found:  # biases of routers, for instance
             stored = found[name]
             _require_shape(name, stored, tuple(buffer.shape))
             buffer.copy_(read.note(stored, stored.whole()))
     return read
+
+
+def give_value(param: nn.Parameter, part: Tensor) -> None:
+    """Let a parameter that waits have the value of this rank, in memory of its own."""
+    param.data = torch.empty(part.shape, dtype=param.dtype).copy_(part)
+    param.__dict__.pop(_WAITS, None)
+
+
+def _named(source: TensorSource) -> str:
+    return str(source) if isinstance(source, Path) else "the files of the checkpoint"
 
 
 def _part(name: str, stored: Stored, cuts: Sequence[Cut], param: nn.Parameter, read: PretrainedReading) -> Tensor:
@@ -142,8 +155,10 @@ def _stand_in(param: nn.Parameter) -> None:
     torch.utils.swap_tensors(param, other)
 
 
-def _tensors(folder: Path) -> dict[str, Tensor]:
+def _tensors(folder: TensorSource) -> Mapping[str, Tensor]:
     """The tensors of a folder by name, as views of files that are not read yet."""
+    if not isinstance(folder, Path):
+        return folder
     if not folder.is_dir():
         raise UsageError(f"values of the model are to come from {folder}, which is no folder")
     index = folder / _INDEX

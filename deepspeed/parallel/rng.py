@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from deepspeed import comm
 from deepspeed.accelerator import get_accelerator
-from deepspeed.parallel.layout import AxisGroup
+from deepspeed.parallel.process_groups import ranks_of
 from deepspeed.parallel.regions import RankGroup
 
 _APART = 0x9E3779B97F4A7C15  # odd, so that the seeds of ranks differ
@@ -76,13 +76,13 @@ def rank_generator(axis: RankGroup) -> Iterator[None]:
         draws.end()
 
 
-def sync_generators(axis: AxisGroup) -> None:
+def sync_generators(axis: RankGroup) -> None:
     """Give all ranks of an axis the random states of the first: what is whole must be dropped alike everywhere."""
-    accelerator, device = get_accelerator(), comm.group_device()
+    accelerator, device, first = get_accelerator(), comm.group_device(), ranks_of(axis.group)[0]
     host = torch.get_rng_state().to(device)
-    comm.broadcast(host, src=axis.ranks[0], group=axis.group)
+    comm.broadcast(host, src=first, group=axis.group)
     torch.set_rng_state(host.cpu())
     if accelerator.device_name() != "cpu":
         state = accelerator.get_rng_state().to(device)
-        comm.broadcast(state, src=axis.ranks[0], group=axis.group)
+        comm.broadcast(state, src=first, group=axis.group)
         accelerator.set_rng_state(state.cpu())

@@ -1,0 +1,298 @@
+"""A user's model becomes one for inference: split, loaded, cast, placed, quantised and fused as the config says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed import comm
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.pretrained import Empty, fill, take_place, values_from
+from deepspeed.config.inference import DeepSpeedInferenceConfig, QuantTypeEnum, WeightQuantConfig
+from deepspeed.config.parallel import TPTrainingConfig
+from deepspeed.config.schema import Schema
+from deepspeed.errors import DeepSpeedConfigError, FeatureUnavailable, UsageError
+from deepspeed.fragments import DimSplit
+from deepspeed.fusion.build import find, lines, put
+from deepspeed.fusion.packed_linear import WeightPacking, pack_linears, rounding
+from deepspeed.inference.checkpoint import SlicedFiles, fill_slices, find_files, save_slices, splits_for
+from deepspeed.inference.modules import KINDS, mark_blocks
+from deepspeed.log import log_dist, print_dist
+from deepspeed.moe.auto_ep import spread_blocks
+from deepspeed.moe.placement import cuts_of_experts, spread_experts
+from deepspeed.parallel import ParallelLayout
+from deepspeed.parallel.regions import GroupMembers, RankGroup
+from deepspeed.parallel.rng import sync_generators
+from deepspeed.precision.cast import cast_module
+from deepspeed.tensor_parallel import cuts_of, split, splits_of
+from deepspeed.zero.birth.placement import rank_device
+
+_QKV = r"(.*\.)?(q_proj|k_proj|v_proj|qkv|qkv_proj|query|key|value|query_key_value|c_attn|Wqkv|q|k|v)$"
+
+
+@dataclass
+class Prepared:
+    """What the engine must know of its model."""
+
+    device: torch.device
+    dtype: torch.dtype
+    """Of the computation."""
+    axis: RankGroup | None = None
+    """The ranks that share layers."""
+    packed: list[str] = field(default_factory=list)
+    """The names of quantised layers."""
+    fused: list[str] = field(default_factory=list)
+    """The names of what fused kernels compute."""
+
+
+def prepare(model: nn.Module, config: DeepSpeedInferenceConfig, stack: ExitStack) -> Prepared:
+    """Change the model in place; `stack` takes back what can be."""
+    _refuse_streaming(config)
+    device = rank_device()[1]
+    made = Prepared(device, compute_dtype(model, config))
+    layout, made.axis = _ranks(config, stack)
+    files = find_files(config)
+    _make_empty(model, config, files)
+    section = tp_section(model, config, 1 if made.axis is None else made.axis.size)
+    written: dict[str, DimSplit] = {}
+    if isinstance(files, SlicedFiles) and files.slices and not files.splits:
+        saved = max(len(files.slices), config.training_mp_size)
+        written = splits_for(model, section.model_copy(update={"autotp_size": saved}), saved)
+    empty: Empty = {}
+    if files is not None:
+        values_from(model, files if isinstance(files, Path) else files.whole)
+        empty = take_place(model)
+    _split(model, config, section, made, layout)
+    _fill(model, empty, files, written, made.axis)
+    cast_module(model, made.dtype)
+    if config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path:
+        _save(model, config, made.axis)
+    if layout is not None:
+        spread_experts(model, layout, stack, data_first=False)
+    made.packed = quantise(model, config)
+    model.to(device)
+    if config.replace_with_kernel_inject or config.use_triton:
+        made.fused = inject(model, stack)
+    model.eval()
+    return made
+
+
+def _refuse_streaming(config: DeepSpeedInferenceConfig) -> None:
+    memory = config.ragged.memory if config.ragged is not None else None
+    asked = {
+        "keep_module_on_host": config.keep_module_on_host,
+        "zero.offload_param": config.zero.offloads_parameters,
+        "ragged.memory": memory is not None and (memory.device is not None or memory.host is not None),
+    }
+    for key, on in asked.items():
+        if on:
+            raise FeatureUnavailable(
+                f"{key}: layers that stream from host memory or disk (ZeRO-Inference) are not part of this version "
+                "yet; remove the key, share layers over ranks (tensor_parallel) or hold weights in fewer bits (quant)",
+                path=key,
+            )
+
+
+def compute_dtype(model: nn.Module, config: DeepSpeedInferenceConfig) -> torch.dtype:
+    """The dtype of everything but quantised weights: of int8 the model's own, if it is one of 16 bits."""
+    wanted: torch.dtype = config.dtype
+    if wanted is torch.int8:
+        own = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float16)
+        wanted = own if own in (torch.float16, torch.bfloat16) else torch.float16
+        if wanted not in get_accelerator().supported_dtypes():
+            wanted = torch.float32
+    if wanted not in get_accelerator().supported_dtypes():
+        able = ", ".join(str(each).removeprefix("torch.") for each in get_accelerator().supported_dtypes())
+        raise DeepSpeedConfigError(
+            f"dtype: the {get_accelerator().device_name()} device does not compute in {wanted}; it has {able}",
+            path="dtype",
+        )
+    return wanted
+
+
+def _ranks(config: DeepSpeedInferenceConfig, stack: ExitStack) -> tuple[ParallelLayout | None, RankGroup | None]:
+    """The layout and the ranks that share layers, as far as there are any."""
+    section = config.tensor_parallel
+    experts = config.moe.ep_size if config.moe.enabled else 1
+    group = section.tp_group
+    if section.mpu is not None:
+        group = section.mpu.get_model_parallel_group()
+    if config.ranks < 2 and experts < 2 and group is None:
+        return None, None
+    comm.init_distributed()
+    if group is not None and (section.mpu is not None or config.ranks > 1):
+        members = GroupMembers(group)
+        if section.mpu is None and members.size != config.ranks:
+            raise UsageError(
+                f"tensor_parallel.tp_size is {config.ranks}, but tp_group has {members.size} ranks; let them agree"
+            )
+        if experts > 1:
+            raise UsageError(
+                "moe.ep_size with a process group of tensor-parallel ranks: give tensor_parallel.tp_size instead of "
+                "the group, so that the groups of experts are made with it"
+            )
+        return None, members if members.size > 1 else None
+    layout = ParallelLayout.build(tp=config.ranks)
+    stack.callback(layout.close)
+    layout.create_groups()
+    return layout, layout.tensor if config.ranks > 1 else None
+
+
+def _make_empty(model: nn.Module, config: DeepSpeedInferenceConfig, files: object) -> None:
+    waiting = [name for name, param in model.named_parameters() if param.is_meta]
+    if files is None and (waiting or config.set_empty_params):
+        found = f"{len(waiting)} parameters on the meta device, such as {waiting[0]}" if waiting else "set_empty_params"
+        raise UsageError(f"the model has {found}, and no checkpoint gives them values; set the key checkpoint")
+    if config.set_empty_params:
+        for module in model.modules():
+            for param in module.parameters(recurse=False):
+                if not param.is_meta:
+                    torch.utils.swap_tensors(param, nn.Parameter(param.detach().to("meta"), param.requires_grad))
+
+
+def tp_section(model: nn.Module, config: DeepSpeedInferenceConfig, ranks: int) -> TPTrainingConfig:
+    """The rules by which layers are split: those of `injection_policy`, else what AutoTP finds."""
+    if config.injection_policy is None:
+        return TPTrainingConfig(autotp_size=ranks)
+    specs = []
+    for kind, given in config.injection_policy.items():
+        rows = [given] if isinstance(given, str) else [str(name) for name in given]
+        blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, kind)]
+        if not blocks:
+            raise UsageError(f"injection_policy: the model has no module of the class {kind.__name__}")
+        for path, block in blocks:
+            names = {name for name, module in block.named_modules() if hasattr(module, "weight")}
+            summed = {name for name in names if any(name == row or name.endswith(f".{row}") for row in rows)}
+            missing = [row for row in rows if not any(name == row or name.endswith(f".{row}") for name in names)]
+            if missing:
+                raise UsageError(
+                    f"injection_policy: {kind.__name__} has no layer {', '.join(missing)}; its layers are "
+                    f"{', '.join(sorted(names))}"
+                )
+            others = {name for name, module in block.named_modules() if _is_linear(module)} - summed
+            for chosen, how in ((others, "column"), (summed, "row")):
+                patterns = [re.escape(f"{path}.{name}".strip(".")) + r"\.weight$" for name in sorted(chosen)]
+                if patterns:
+                    specs.append({"patterns": patterns, "partition_type": how})
+    policy = {"layer_specs": specs, "use_default_specs": False}
+    return TPTrainingConfig.model_validate({"autotp_size": ranks, "partition_config": policy})
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _split(
+    model: nn.Module,
+    config: DeepSpeedInferenceConfig,
+    section: TPTrainingConfig,
+    made: Prepared,
+    layout: ParallelLayout | None,
+) -> None:
+    if layout is not None and config.moe.enabled and config.moe.ep_size > 1:
+        schema = Schema.model_validate(
+            {
+                "expert_parallel": {"enabled": True, "autoep_size": config.moe.ep_size},
+                "tensor_parallel": {"autotp_size": config.ranks},
+            }
+        )
+        spread_blocks(schema, model, layout, lambda *_: nullcontext())
+    if made.axis is None:
+        return
+    split(model, made.axis, section, element_size=made.dtype.itemsize)
+    sync_generators(made.axis)
+
+
+def _fill(
+    model: nn.Module,
+    empty: Empty,
+    files: Path | SlicedFiles | None,
+    written: Mapping[str, DimSplit],
+    axis: RankGroup | None,
+) -> None:
+    cuts = (cuts_of_experts(model), cuts_of(model, 0 if axis is None else axis.rank))
+    if isinstance(files, SlicedFiles) and files.slices:
+        fill_slices(empty, files, written, *cuts)
+    else:
+        fill(model, empty, *cuts)
+
+
+def _save(model: nn.Module, config: DeepSpeedInferenceConfig, axis: RankGroup | None) -> None:
+    if cuts_of_experts(model):
+        raise FeatureUnavailable(
+            "save_mp_checkpoint_path: experts that are dealt to ranks (moe.ep_size) are not written yet; save with an "
+            "ep_size of 1",
+            path="save_mp_checkpoint_path",
+        )
+    folder = config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path
+    save_slices(model, Path(str(folder)), axis, splits_of(model))
+
+
+def packing_of(
+    weight: WeightQuantConfig, rounded: Callable[..., Any] | None, exclude: tuple[str, ...]
+) -> WeightPacking:
+    """How `quant.weight` asks weights to be held."""
+    if weight.q_groups > 1:
+        raise DeepSpeedConfigError(
+            f"quant.weight.q_groups is {weight.q_groups}: groups of a row have 128 columns or a multiple of it here; "
+            "name them by quant.weight.post_init_quant (group_size) or ragged.quantization.group_size",
+            path="quant.weight.q_groups",
+        )
+    mode, size = ("w8a16", 0) if weight.num_bits == 8 else ("w4a16", 128)
+    return WeightPacking(mode, size, weight.q_type is QuantTypeEnum.sym, exclude, rounded)
+
+
+def quantise(model: nn.Module, config: DeepSpeedInferenceConfig) -> list[str]:
+    """Round weights and inputs of linear layers as the config asks: the names of layers."""
+    quant, ragged = config.quant, config.ragged.quantization if config.ragged is not None else None
+    given = quant.enabled and "weight" in quant.model_fields_set and quant.weight.enabled
+    inputs = quant.enabled and "activation" in quant.model_fields_set and quant.activation.enabled
+    exclude: tuple[str, ...] = ("lm_head", ".*embed")
+    rounded = None
+    if inputs:
+        how = quant.activation
+        rounded = rounding(how.num_bits, how.q_type is QuantTypeEnum.sym, how.q_groups)
+    if "qkv" in quant.model_fields_set and not quant.qkv.enabled:
+        exclude = (*exclude, _QKV)
+    if ragged is not None and ragged.quantization_mode is not None:
+        packing = WeightPacking(
+            ragged.quantization_mode, ragged.group_size, ragged.symmetric, tuple(ragged.exclude), rounded
+        )
+    elif config.dtype is torch.int8 or given or inputs:
+        packing = packing_of(quant.weight, rounded, exclude)
+    else:
+        return []
+    own = {
+        part: WeightPacking(
+            "w4a16" if int(how.get("num_bits", 8)) == 4 else "w8a16",
+            int(how.get("group_size", 0)),
+            bool(how.get("symmetric", False)),
+            rounded_input=rounded,
+        )
+        for part, how in quant.weight.post_init_quant.items()
+    }
+    done, left = pack_linears(model, packing, own)
+    reasons = sorted({reason for reason in left.values() if reason != "excluded"})
+    log_dist(
+        f"quantisation: {len(done)} linear layers hold their weights as {packing.mode}, {len(left)} keep them"
+        + (f" ({'; '.join(reasons)})" if reasons else "")
+    )
+    return done
+
+
+def inject(model: nn.Module, stack: ExitStack) -> list[str]:
+    """Put fused kernels in place of what they compute, and log the table: the names of the modules."""
+    found = list(find(model, KINDS, serves="infer"))
+    put(found, stack)
+    told = lines(found) if found else ["nothing was found that fused kernels compute"]
+    print_dist("\n".join(["Fused kernels", *told]))
+    names = [each.name for each in found if not hasattr(each.result, "reason")]
+    mark_blocks(model, names, stack)
+    return names
