@@ -43,7 +43,7 @@ def find_inputs(
     if max(len(plain), len(rounded)) < 2 or done:
         return None
     if type(module) not in known:
-        known[type(module)] = list(_groups(innermost(type(module))))
+        known[type(module)] = list(input_groups(type(module)))
     groups = [
         tuple(name for name in names if name in some) for names in known[type(module)] for some in (plain, rounded)
     ]
@@ -140,9 +140,9 @@ class _Together:
         self._left.clear()
 
 
-def _groups(forward: Any) -> Iterator[tuple[str, ...]]:
-    """Names of modules that the lines of one block call with one name that these do not assign."""
-    tree = tree_of(forward)
+def input_groups(kind: type) -> Iterator[tuple[str, ...]]:
+    """Names of modules that lines of a block of a class's forward call with one name that these do not assign."""
+    tree = tree_of(innermost(kind))
     for node in ast.walk(tree) if tree is not None else ():
         for block in (getattr(node, field, None) for field in ("body", "orelse", "finalbody")):
             if isinstance(block, list):

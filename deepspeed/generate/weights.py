@@ -16,8 +16,9 @@ from deepspeed.checkpoint.pretrained import fill, stored_as, take_place, values_
 from deepspeed.config.inference import RaggedInferenceEngineConfig
 from deepspeed.config.parallel import TPTrainingConfig
 from deepspeed.errors import UsageError
-from deepspeed.fusion.build import find, lines, put
+from deepspeed.fusion.build import FusionFinding, find, lines, put
 from deepspeed.fusion.packed_linear import PackedProduct, WeightPacking, pack_linears
+from deepspeed.fusion.streamed import find_streams
 from deepspeed.log import log_dist
 from deepspeed.memory.host import ParkedStorages
 from deepspeed.parallel.regions import RankGroup
@@ -133,6 +134,11 @@ def inject(model: nn.Module, undo: ExitStack) -> None:
     """Let modules compute by fused kernels, where the device has them; told once."""
     found = list(find(model, _KINDS, serves="infer"))
     put(found, undo)
+    streamed = [
+        FusionFinding("stream", name, type(module).__name__, swap) for name, module, swap in find_streams(model)
+    ]
+    put(streamed, undo)
+    found += streamed
     if found:
         log_dist("Fused kernels\n" + "\n".join(lines(found)))
 
