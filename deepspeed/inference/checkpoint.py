@@ -141,7 +141,7 @@ def _tensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"checkpoint: {path} was written by DeepSpeed's injected kernels, whose layers ({injected}) are not "
             "those of the model: which parts of fused weights belong to which rank is not told. Convert the original "
-            "weights: init_inference(checkpoint=<folder of safetensors>, save_mp_checkpoint_path=...) writes slices anew"
+            "weights: init_inference(checkpoint=FOLDER_OF_SAFETENSORS, save_mp_checkpoint_path=...) writes slices"
         )
     return found
 

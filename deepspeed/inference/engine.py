@@ -17,6 +17,7 @@ from deepspeed.config.read import ConfigSource
 from deepspeed.errors import UsageError
 from deepspeed.generate.graphs import GraphedModule
 from deepspeed.inference.modules import parts_of
+from deepspeed.inference.paged import PagedGenerate
 from deepspeed.inference.prepare import prepare
 from deepspeed.log import log_dist
 from deepspeed.transformers.replacement import put_whole, replacement
@@ -66,6 +67,7 @@ class InferenceEngine(nn.Module):
         for line in idle_keys(self._config):
             log_dist(line)
         self._graphs = _graphs(model, self._config)
+        self._paged = _paged(model, self._config)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -140,6 +142,8 @@ class InferenceEngine(nn.Module):
             raise UsageError(f"{type(self.module).__name__} has no generate(); call the engine for a forward")
         self._check_length(inputs, kwargs)
         with torch.no_grad():
+            if self._paged is not None and (found := self._paged(*inputs, **kwargs)) is not None:
+                return found
             return own(*inputs, **kwargs)
 
     def _check_length(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -158,6 +162,8 @@ class InferenceEngine(nn.Module):
         if self._graphs is not None:
             self._graphs.clear()
             self._graphs = None
+        if self._paged is not None:
+            self._paged.close()
         self._undo.close()
 
 
@@ -170,6 +176,12 @@ def _attach(part: nn.Module, config: DeepSpeedInferenceConfig) -> None:
     if graphs is not None:
         own = replacement(part) or type(part).forward
         put_whole(part, lambda module, *args, **kwargs: graphs(partial(own, module), *args, **kwargs))
+
+
+def _paged(model: nn.Module, config: DeepSpeedInferenceConfig) -> PagedGenerate | None:
+    """What generates text for models of Transformers; None for others."""
+    generates = callable(getattr(model, "generate", None)) and hasattr(model, "generation_config")
+    return PagedGenerate(model, config) if generates else None
 
 
 def _graphs(model: nn.Module, config: DeepSpeedInferenceConfig) -> GraphedModule | None:

@@ -1,0 +1,275 @@
+"""Transformers' `generate` by paged generation: what it takes is read, or said why Transformers itself is needed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed.config.inference import DeepSpeedInferenceConfig, RaggedInferenceEngineConfig
+from deepspeed.errors import DeepSpeedError, UsageError
+from deepspeed.generate.llm import LLM
+from deepspeed.generate.params import SamplingParams
+from deepspeed.log import logger
+
+_READ = {
+    "bos_token_id",
+    "decoder_start_token_id",
+    "do_sample",
+    "eos_token_id",
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "min_p",
+    "num_return_sequences",
+    "pad_token_id",
+    "repetition_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "transformers_version",
+    "use_cache",
+}
+"""Keys of a generation config that paged generation follows, or that say nothing about its tokens."""
+_INERT: Mapping[str, object] = {
+    "early_stopping": False,
+    "num_beams": 1,
+    "typical_p": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "encoder_repetition_penalty": 1.0,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+    "use_cache": True,
+}
+_OF_ASSISTANTS = ("num_assistant", "assistant_", "target_lookbehind", "prefill_chunk_size", "disable_compile")
+_ARGUMENTS = {
+    "attention_mask",
+    "generation_config",
+    "input_ids",
+    "inputs",
+    "streamer",
+    "synced_gpus",
+    "use_model_defaults",
+}
+
+
+class _Unsuited(Exception):
+    """Why pages cannot serve a call."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    ids: Tensor
+    mask: Tensor | None
+    prompts: list[list[int]]
+    params: SamplingParams
+    pad: int
+    streamer: Any
+
+
+class PagedGenerate:
+    """`generate` of one model; the cache is made for the first call that needs it, and for a larger one anew."""
+
+    def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
+        self._model, self._config = model, config
+        self._llm: LLM | None = None
+        self._rows = 0
+        self._reasons: set[str] = set()
+        self._never: str | None = None
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """What Transformers returns: ids [batch × n, length]; None where Transformers itself has to do it."""
+        try:
+            if self._never is not None:
+                raise _Unsuited(self._never)
+            call = self._read(inputs, kwargs)
+            return self._run(call)
+        except _Unsuited as reason:
+            if str(reason) not in self._reasons:
+                self._reasons.add(str(reason))
+                logger.info("generate() runs in Transformers: %s", reason)
+            return None
+
+    def close(self) -> None:
+        """Free the cache."""
+        if self._llm is not None:
+            self._llm.close()
+            self._llm = None
+
+    def _read(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+        given = {name: value for name, value in kwargs.items() if value is not None}
+        if inputs:
+            given = {"inputs": inputs[0], **given}
+        if len(inputs) > 1:
+            raise _Unsuited("more than one argument is given without its name")
+        config = copy.deepcopy(given.get("generation_config") or self._model.generation_config)
+        if not hasattr(config, "to_diff_dict"):
+            raise _Unsuited("the model has no generation config")
+        left = config.update(**{name: value for name, value in given.items() if name not in _ARGUMENTS})
+        ids = given.get("input_ids", given.get("inputs"))
+        if left:
+            raise _Unsuited(f"it is given {', '.join(sorted(left))}")
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+            raise _Unsuited("the prompt is no tensor of token ids [batch, length]")
+        for name, value in config.to_diff_dict().items():
+            ignored = name.startswith(("_", *_OF_ASSISTANTS)) or value is None
+            if not (name in _READ or ignored or (name in _INERT and value == _INERT[name]) or value is False):
+                raise _Unsuited(f"it is asked for {name}={value!r:.60}")
+        if config.use_cache is False:
+            raise _Unsuited("use_cache is false")
+        return self._call(config, ids, given)
+
+    def _call(self, config: Any, ids: Tensor, given: Mapping[str, Any]) -> _Call:
+        length, rows = ids.shape[1], ids.shape[0]
+        count = config.num_return_sequences or 1
+        streamer = given.get("streamer")
+        if streamer is not None and rows * count > 1:
+            raise _Unsuited("a streamer takes one sequence")
+        if count > 1 and not config.do_sample:
+            raise _Unsuited("several sequences of one prompt without sampling")
+        ends = config.eos_token_id
+        ends = [] if ends is None else [int(ends)] if isinstance(ends, int) else [int(end) for end in ends]
+        pad = config.pad_token_id if config.pad_token_id is not None else (ends[0] if ends else 0)
+        mask = given.get("attention_mask")
+        if mask is None and config.pad_token_id is not None and config.pad_token_id not in ends:
+            found = ids != config.pad_token_id
+            mask = found if not bool(found.all()) else None
+        prompts = _prompts(ids, mask)
+        new = self._new_tokens(config, length)
+        if length + new > self._config.max_out_tokens:
+            raise _Unsuited(
+                f"{length} + {new} tokens are more than max_out_tokens ({self._config.max_out_tokens}), for which the "
+                "cache is made"
+            )
+        least = config.min_new_tokens or max((config.min_length or 0) - length, 0)
+        sampled = bool(config.do_sample)
+        params = SamplingParams(
+            max_tokens=new,
+            min_tokens=min(int(least), new),
+            n=count,
+            temperature=_or(config.temperature, 1.0) if sampled else 0.0,
+            top_k=_or(config.top_k, 50) if sampled else 0,
+            top_p=_or(config.top_p, 1.0) if sampled else 1.0,
+            min_p=_or(config.min_p, 0.0) if sampled else 0.0,
+            repetition_penalty=_or(config.repetition_penalty, 1.0),
+            stop_token_ids=tuple(ends),
+            ignore_eos=True,
+            seed=int(torch.randint(0, 2**62, ())) if sampled else None,
+        )
+        return _Call(ids, mask, prompts, params, int(pad), streamer)
+
+    def _new_tokens(self, config: Any, length: int) -> int:
+        if config.max_new_tokens is not None:
+            new = int(config.max_new_tokens)
+        elif config.max_length in (None, 20):
+            text = self._model.config.get_text_config()  # type: ignore[union-attr,operator]
+            most = getattr(text, "max_position_embeddings", None)
+            new = 20 if most is None else min(20, most - length)
+        else:
+            new = int(config.max_length) - length
+        if new < 1:
+            raise _Unsuited(f"the prompt of {length} tokens leaves no room for a new one")
+        return new
+
+    def _run(self, call: _Call) -> Tensor:
+        llm = self._engine(len(call.prompts) * call.params.n)
+        if call.streamer is not None:
+            call.streamer.put(call.ids.cpu())
+            tokens = []
+            for token in llm.stream(call.prompts[0], call.params):
+                if token.finish_reason == "error":
+                    raise UsageError("generate(): the model's logits are not finite")
+                if token.id >= 0:
+                    tokens.append(token.id)
+                    call.streamer.put(torch.tensor([token.id]))
+            call.streamer.end()
+            found = [tokens]
+        else:
+            seed = call.params.seed
+            each = [_seeded(call.params, seed, row) for row in range(len(call.prompts))]
+            done = llm.generate(call.prompts, each, progress=False)
+            if any(one.finish_reason == "error" for one in done):
+                raise UsageError("generate(): the model's logits are not finite")
+            found = [one.token_ids for one in done]
+        longest = max(map(len, found))
+        out = call.ids.new_full((len(found), call.ids.shape[1] + longest), call.pad)
+        out[:, : call.ids.shape[1]] = call.ids.repeat_interleave(call.params.n, 0)
+        for row, tokens in enumerate(found):
+            if tokens:
+                out[row, call.ids.shape[1] : call.ids.shape[1] + len(tokens)] = torch.tensor(tokens, device=out.device)
+        return out
+
+    def _engine(self, rows: int) -> LLM:
+        """An engine whose cache has room for so many sequences; all of them run if it has less, one after the other."""
+        if self._llm is not None and self._rows >= rows:
+            return self._llm
+        self.close()
+        try:
+            self._llm = LLM(self._model, self._ragged(rows))
+        except DeepSpeedError as error:
+            self._never = str(error)
+            raise _Unsuited(self._never) from error
+        self._rows = rows
+        return self._llm
+
+    def _ragged(self, rows: int) -> RaggedInferenceEngineConfig:
+        """The config's `ragged`, with a cache for so many sequences unless it says its size.
+
+        Weights may change between calls, so that no prefix is kept; and they are quantised, split and fused by now.
+        """
+        given = self._config.ragged
+        made = RaggedInferenceEngineConfig() if given is None else given.model_copy(deep=True)
+        manager = made.state_manager
+        if given is None or "prefix_cache" not in given.state_manager.model_fields_set:
+            manager.prefix_cache = False
+        context = self._config.max_out_tokens
+        if given is None or "memory_config" not in given.state_manager.model_fields_set:
+            blocks = -(-context // manager.block_size)
+            manager.memory_config = {"mode": "allocate", "size": max(rows, 1) * blocks + 1}  # type: ignore[assignment]
+        if given is None or "max_context" not in given.state_manager.model_fields_set:
+            manager.max_context = context
+        if manager.max_context < self._config.min_out_tokens:
+            raise UsageError(
+                f"min_out_tokens is {self._config.min_out_tokens}, above state_manager.max_context "
+                f"({manager.max_context}); lower the first or raise the second"
+            )
+        made.quantization.quantization_mode = None
+        made.tensor_parallel.tp_size = 1
+        made.kernels = False
+        return made
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _seeded(params: SamplingParams, seed: int | None, row: int) -> SamplingParams:
+    """Every prompt of a call draws its own numbers."""
+    if seed is None:
+        return params
+    fields = {name: getattr(params, name) for name in type(params).__dataclass_fields__}
+    return SamplingParams(**{**fields, "seed": (seed + 1_000_003 * row) % 2**62})
+
+
+def _prompts(ids: Tensor, mask: Tensor | None) -> list[list[int]]:
+    """The tokens of each row without the padding before them."""
+    if mask is None:
+        return [[int(token) for token in row] for row in ids.tolist()]
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        raise _Unsuited("the attention mask has not the shape of the prompt")
+    found = []
+    for row, kept in zip(ids.tolist(), mask.ne(0).tolist(), strict=True):
+        start = kept.index(True) if True in kept else len(kept)
+        if start == len(kept) or not all(kept[start:]):
+            raise _Unsuited("the attention mask hides other tokens than those at the start of a row")
+        found.append([int(token) for token in row[start:]])
+    return found
