@@ -1,0 +1,155 @@
+"""Few rows times large weights, and times packed ones: kernels beside their references, and what packing loses."""
+
+import pytest
+import torch
+
+from tests.covering import pairs
+from tests.unit.ops.model.interpreted import numbers
+
+from deepspeed.errors import UsageError  # isort: skip
+from deepspeed.ops.generate.kernels import packed as packed_kernels
+from deepspeed.ops.generate.kernels import streaming as kernels
+from deepspeed.ops.generate.packed import (
+    MODES,
+    pack,
+    packed_linear,
+    packed_linear_reference,
+    packed_linear_triton,
+    unpack,
+)
+from deepspeed.ops.generate.streaming import (
+    streamed_gated,
+    streamed_gated_reference,
+    streamed_gated_triton,
+    streamed_linear,
+    streamed_linear_reference,
+    streamed_linear_triton,
+)
+
+HALF = torch.float16  # the interpreter multiplies no bfloat16
+
+
+def close(found, expected, tolerance=4e-3):
+    assert found.shape == expected.shape
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("rows", "inner", "units", "biased"), pairs((1, 5, 17, 64), (128, 400, 1040), (1, 7), (False, True))
+)
+def test_streamed_linear(monkeypatch, rows, inner, units, biased):
+    monkeypatch.setattr(kernels, "processors", lambda _device: units)
+    x, outs = numbers(rows, inner, dtype=HALF) * inner**-0.5, (70, 64, 130, 8)
+    weights = [numbers(out, inner, dtype=HALF) for out in outs]
+    biases = [numbers(out, dtype=HALF, seed=2) if biased and out != 64 else None for out in outs]
+    for found, expected in zip(
+        streamed_linear_triton(x, weights, biases), streamed_linear_reference(x, weights, biases), strict=True
+    ):
+        close(found, expected)
+    assert not kernels.counters(x.device).any(), "counters are as they were"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("rows", "kind", "units"), [(1, "silu", 1), (5, "gelu_tanh", 7), (33, "gelu", 3)])
+def test_streamed_gated(monkeypatch, rows, kind, units):
+    monkeypatch.setattr(kernels, "processors", lambda _device: units)
+    x = numbers(2, rows, 400, dtype=HALF)[:, :, :] * 0.05
+    gate, up = (numbers(70, 400, dtype=HALF, seed=seed) for seed in (0, 1))
+    for biases in (None, [numbers(70, dtype=HALF), None]):
+        found = streamed_gated_triton(x, gate, up, kind, biases)
+        close(found, streamed_gated_reference(x, gate, up, kind, biases))
+
+
+def test_what_the_kernel_does_not_take_is_torchs():
+    x, weight = numbers(2, 3, 20).requires_grad_(), numbers(7, 20)
+    for ways in ((streamed_linear_triton, streamed_gated_triton), (streamed_linear, streamed_gated)):
+        close(ways[0](x, [weight])[0], torch.nn.functional.linear(x, weight))
+        ways[1](x, weight, weight, "silu").sum().backward()
+    assert x.grad is not None
+
+
+def test_programs_have_equal_shares():
+    for tiles in (1, 16, 64, 96, 224, 2004):
+        for steps in (1, 3, 32, 112):
+            parts, each = kernels.parts_of(tiles, steps, 132)
+            assert (parts - 1) * each < steps <= parts * each
+            if steps == 112:
+                waves = -(-tiles * parts // 132) * each
+                assert waves <= 1.25 * tiles * steps / 132 + 4, (tiles, steps)
+
+
+LOSS = {("w8a16", True): 0.008, ("w8a16", False): 0.008, ("w4a16", True): 0.13, ("w4a16", False): 0.11}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packing_loses_what_the_bits_say(mode, symmetric):
+    weight = numbers(40, 300)
+    packed = pack(weight, mode, 128, symmetric)
+    back = unpack(packed, torch.float32)
+    assert back.shape == weight.shape
+    loss = ((back - weight).norm() / weight.norm()).item()
+    least, most = {"wf6af16": (0.03, 0.055), "fp8": (0.02, 0.03)}.get(mode, (0.001, LOSS.get((mode, symmetric))))
+    assert least < loss < most
+    bits = {"w8a16": 8, "w4a16": 4, "wf6af16": 6, "fp8": 8}[mode]
+    padded = 300 if mode == "fp8" else 384
+    assert packed.data.nbytes == 40 * padded * bits // 8
+    again = pack(back, mode, 128, symmetric)
+    assert ((unpack(again, torch.float32) - back).norm() / back.norm()).item() < 0.02, "packed numbers stay"
+    moved = packed.to("cpu")
+    assert torch.equal(unpack(moved, torch.float32), back)
+    assert moved.nbytes >= moved.data.nbytes
+
+
+def test_six_bits_are_numbers_of_three_and_two():
+    every = torch.tensor(
+        [
+            sign * (m / 16 if e == 0 else (4 + m) * 2.0 ** (e - 5))
+            for sign in (1, -1)
+            for e in range(8)
+            for m in range(4)
+        ]
+    )
+    row = torch.cat((every, every))[None]
+    assert torch.equal(unpack(pack(row, "wf6af16"), torch.float32), row)
+    assert every.max() == 28
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_zeros_and_slices_of_rows(mode):
+    weight = numbers(6, 256)
+    weight[2] = 0
+    whole, part = pack(weight, mode), pack(weight[2:4], mode)
+    assert torch.equal(unpack(whole, torch.float32)[2:4], unpack(part, torch.float32))
+    assert not unpack(part, torch.float32)[0].any()
+
+
+def test_what_cannot_be_packed_is_told():
+    with pytest.raises(UsageError, match="group_size=64: expected a multiple of 128"):
+        pack(numbers(4, 128), "w8a16", 64)
+    with pytest.raises(UsageError, match=r"mode 'int3': expected one of w8a16"):
+        pack(numbers(4, 128), "int3")
+    with pytest.raises(UsageError, match=r"shape \(4,\)"):
+        pack(numbers(4), "fp8")
+
+
+CASES = [(mode, True) for mode in MODES] + [("w8a16", False), ("w4a16", False)]
+
+
+@pytest.mark.parametrize(("mode", "symmetric"), CASES)
+@pytest.mark.parametrize(
+    ("rows", "inner", "group", "units"), [(1, 256, 128, 1), (20, 1040, 128, 5), (3, 400, 256, 1), (70, 512, 0, 9)]
+)
+def test_packed_linear(monkeypatch, mode, symmetric, rows, inner, group, units):
+    monkeypatch.setattr(packed_kernels, "processors", lambda _device: units)
+    x, bias = numbers(rows, inner, dtype=HALF) * inner**-0.5, numbers(130, dtype=HALF)
+    packed = pack(numbers(130, inner), mode, group, symmetric)
+    expected = packed_linear_reference(x, packed, bias)
+    found = packed_linear_triton(x, packed, bias)
+    if mode == "fp8" and rows > 64:  # x is rounded as well
+        assert 1e-4 < ((found - expected).norm() / expected.norm()).item() < 0.05
+    else:
+        close(found, expected, 8e-3)
+    close(packed_linear(x[None], packed), packed_linear_reference(x, packed)[None], 8e-3)
