@@ -74,8 +74,9 @@ class ScheduledWork:
 class ScheduledStep:
     """What one step does, in this order: `to_host`, `from_host`, `copies`, then the forward of `work`, decode first.
 
-    Steps run in the order in which they were handed out. Block tables (`sequence.blocks`) are those at the return of
-    `next`; pack them before it is called again.
+    Steps run in the order in which they were handed out. Each layer writes the keys and values of all work before any
+    work reads: a sequence may share a block that another one fills in the same step. Block tables (`sequence.blocks`)
+    are those at the return of `next`; pack them before it is called again.
     """
 
     work: tuple[ScheduledWork, ...]
@@ -187,39 +188,31 @@ class Scheduler:
         copies, to_host, from_host = self._cache.end_step()
         return ScheduledStep((*decodes, *chunks), copies, to_host, from_host)
 
-    def collect(self, step: ScheduledStep, sampled: Mapping[int, Collection[int]]) -> list[Progress]:
+    def collect(self, step: ScheduledStep, sampled: Mapping[int, list[int]]) -> list[Progress]:
         """Take a step's tokens by uid: one, or the accepted drafts and one; those of ended sequences are dropped."""
         progress = []
-        size = self.config.block_size
+        size, finished, swapped = self.config.block_size, SequenceState.FINISHED, SequenceState.SWAPPED
         for work in step.work:
             sequence = work.sequence
-            if not work.samples or sequence.state is SequenceState.FINISHED:
+            if not work.samples or sequence.state is finished:
                 continue
             new = sampled[sequence.uid]
+            tokens = sequence.tokens
+            tokens += new
             sequence.pending -= 1
             reason = None
-            tokens, ends = sequence.tokens, sequence.end_ids
-            before = len(tokens)
-            earliest = sequence.prompt_length + sequence.params.min_tokens
-            for token in new:
-                tokens.append(token)
-                if token in ends and len(tokens) > earliest:
-                    reason = "stop"
-                elif len(tokens) >= sequence.limit:
-                    reason = "length"
-                else:
-                    continue
-                break
+            if len(tokens) >= sequence.limit or not sequence.end_ids.isdisjoint(new):
+                reason, new = self._ending(sequence, new)
             if work.drafts:
                 self._roll_back(sequence, work, len(new))
-            known = sequence.computed if sequence.computed < len(tokens) else len(tokens)
-            if known // size > sequence.registered:
-                self._cache.register(sequence, known)
-            if sequence.state is SequenceState.SWAPPED and not sequence.pending:
+            length, computed = len(tokens), sequence.computed
+            if (computed if computed < length else length) // size > sequence.registered:
+                self._cache.register(sequence, min(computed, length))
+            if sequence.state is swapped and not sequence.pending:
                 heappush(self._waiting, (sequence.rank, sequence))
             if reason is not None:
                 self.finish(sequence.uid, reason)
-            progress.append(Progress(sequence, tokens[before:]))
+            progress.append(Progress(sequence, new))
         return progress
 
     def reset(self) -> None:
@@ -335,6 +328,21 @@ class Scheduler:
         self._preemptions += 1
         if not sequence.pending:  # else when all its tokens are known
             heappush(self._waiting, (sequence.rank, sequence))
+
+    def _ending(self, sequence: Sequence, new: list[int]) -> tuple[str | None, list[int]]:
+        """Why a sequence ends with one of its new tokens, if it does, and those up to it; the others are removed."""
+        tokens = sequence.tokens
+        before = len(tokens) - len(new)
+        for at in range(before, len(tokens)):
+            reason = None
+            if tokens[at] in sequence.end_ids and at - sequence.prompt_length >= sequence.params.min_tokens:
+                reason = "stop"
+            elif at + 1 >= sequence.limit:
+                reason = "length"
+            if reason is not None:
+                del tokens[at + 1 :]
+                return reason, tokens[before:]
+        return None, tokens[before:]
 
     def _roll_back(self, sequence: Sequence, work: ScheduledWork, given: int) -> None:
         """Keep of what was computed for drafts what the accepted ones used."""
