@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import os
+import socket
 import threading
 from contextlib import asynccontextmanager
 
@@ -29,8 +31,14 @@ def text():
 class Scene:
     """A service, its engine and a client of its application."""
 
-    def __init__(self, service, engine, client):
-        self.service, self.engine, self.client = service, engine, client
+    def __init__(self, service, engine, app, client, connection):
+        self.service, self.engine, self.app, self.client = service, engine, app, client
+        self._connection = connection
+
+    def lose(self):
+        """End the engine as a process that ends does."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
 
     async def post(self, path, **body):
         return await self.client.post(path, json={"model": "fake", **body})
@@ -57,10 +65,11 @@ def scene(text):
         replica = Replica(0, ours, (), metrics, itertools.count())
         service = Service("fake", text, [replica], replica.ready(), metrics, max_queue)
         service.watch(lambda: None)
-        transport = httpx.ASGITransport(make_app(service, **options), raise_app_exceptions=False)
+        app = make_app(service, **options)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
-                yield Scene(service, engine, client)
+                yield Scene(service, engine, app, client, theirs)
         finally:
             replica.close()
             thread.join()
