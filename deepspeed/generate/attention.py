@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deepspeed.errors import UsageError
 from deepspeed.generate.batch import Batch
-from deepspeed.generate.cache import PagedCache
+from deepspeed.generate.cache import CachedLayer, PagedCache
 from deepspeed.ops.generate.attention import paged_attention
 from deepspeed.ops.generate.pages import write_pages
 
@@ -49,21 +52,28 @@ class PagedAttentionFunction:
         layer = cache.layer(layer_of(module))
         scales = {"key_scale": layer.key_scale, "value_scale": layer.value_scale}
         write_pages(_rows(key), _rows(value), layer.keys, layer.values, batch.slots[layer.group], **scales)
-        out = paged_attention(
-            _rows(query),
-            layer.keys,
-            layer.values,
-            batch.tables[layer.group],
-            batch.starts,
-            batch.lengths,
+        attend = partial(
+            paged_attention,
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-            max_query=batch.shape.most_queries,
             window=layer.window,
             soft_cap=options.get("softcap"),
             sinks=options.get("s_aux"),
             deterministic=self._deterministic,
             **scales,
         )
+        rows, table = _rows(query), batch.tables[layer.group]
+        if self._deterministic and query.device.type == "cpu":
+            out = _one_by_one(attend, rows, layer, table, batch)
+        else:
+            out = attend(
+                rows,
+                layer.keys,
+                layer.values,
+                table,
+                batch.starts,
+                batch.lengths,
+                max_query=batch.shape.most_queries,
+            )
         return out[None], None
 
 
@@ -73,6 +83,20 @@ def layer_of(module: nn.Module) -> int:
     if not isinstance(number, int):
         raise UsageError(f"{type(module).__name__} has no layer_idx, by which its keys and values are found in a cache")
     return number
+
+
+def _one_by_one(
+    attend: Callable[..., Tensor], query: Tensor, layer: CachedLayer, table: Tensor, batch: Batch
+) -> Tensor:
+    """Each query alone, because products on a processor have other bits together."""
+    found: list[Tensor] = []
+    for place, (count, context) in enumerate(zip(batch.counts, batch.contexts, strict=True)):
+        for seen in range(context - count + 1, context + 1):
+            starts = torch.tensor([0, 1], dtype=torch.int32)
+            lengths = torch.tensor([seen], dtype=torch.int32)
+            one = query[len(found) : len(found) + 1]
+            found.append(attend(one, layer.keys, layer.values, table[place : place + 1], starts, lengths, max_query=1))
+    return torch.cat(found)
 
 
 def _rows(heads: Tensor) -> Tensor:

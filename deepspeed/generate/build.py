@@ -16,8 +16,9 @@ from deepspeed import comm
 from deepspeed.config.inference import RaggedInferenceEngineConfig
 from deepspeed.errors import UsageError
 from deepspeed.generate import weights
+from deepspeed.generate.blocks import CacheGroup
 from deepspeed.generate.cache import CachePlan, PagedCache, plan_cache
-from deepspeed.generate.drafts import Drafter, NgramDrafter
+from deepspeed.generate.drafts import FEW, Drafter, ModelDrafter, NgramDrafter
 from deepspeed.generate.entry import ModelEntry, adopt
 from deepspeed.generate.guide import SchemaGuides
 from deepspeed.generate.loop import GenerationLoop, Guide
@@ -26,6 +27,9 @@ from deepspeed.generate.sampler import Sampler
 from deepspeed.generate.scheduler import Scheduler, SchedulerConfig
 from deepspeed.log import log_dist
 from deepspeed.parallel.regions import GroupMembers
+
+_DRAFTED = 8
+"""Sequences of full length that a draft model's cache holds; usual ones are shorter."""
 
 
 @dataclass(slots=True)
@@ -58,13 +62,16 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     loaded = weights.load(source, config, dtype, device, axis)
     model = loaded.model
     if config.kernels and device.type == "cuda":
-        weights.inject(model, stack)
+        weights.inject(model, stack, streamed=not config.deterministic)
+    if config.deterministic:
+        weights.fix_rows(model, device, stack)
     entry = adopt(model, deterministic=config.deterministic, eight_bits=config.state_manager.kv_dtype == "fp8")
     stack.callback(entry.close)
     manager = config.state_manager
     text = model.config.get_text_config()  # type: ignore[union-attr,operator]
     context = min(manager.max_context, getattr(text, "max_position_embeddings", None) or manager.max_context)
     kind = next(param.dtype for param in model.parameters() if param.is_floating_point())
+    drafter = _drafter(config, text.vocab_size, kind, context, stack)
     plan = _agreed(plan_cache(entry.layers, manager, kind, device), axis)
     cache = PagedCache(entry.layers, plan, manager.block_size, device, entry.scales)
     stack.callback(cache.release)
@@ -83,7 +90,6 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     width = -(-context // manager.block_size)
     runner = Runner(entry, cache, manager.max_ragged_sequence_count, width, graphs=graphs)
     stack.callback(runner.clear)
-    drafter = _drafter(config, text.vocab_size, stack)
     loop = GenerationLoop(
         scheduler, runner, cache, Sampler(text.vocab_size, device), asynchronous=device.type != "cpu", drafter=drafter
     )
@@ -153,10 +159,40 @@ def _eos(model: nn.Module) -> frozenset[int]:
     return frozenset([] if found is None else [found] if isinstance(found, int) else found)
 
 
-def _drafter(config: RaggedInferenceEngineConfig, vocabulary: int, stack: ExitStack) -> Drafter | None:
+def _drafter(
+    config: RaggedInferenceEngineConfig, vocabulary: int, dtype: torch.dtype, context: int, stack: ExitStack
+) -> Drafter | None:
     section = config.speculative
     if section is None:
         return None
     if section.method == "ngram":
         return NgramDrafter(section.tokens)
-    raise UsageError("speculative.method draft: not yet")
+    device, manager = weights.device_here(), config.state_manager
+    plain = RaggedInferenceEngineConfig()
+    model = weights.load(section.model, plain, dtype, device, None).model
+    own = model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
+    if own != vocabulary:
+        raise UsageError(
+            f"speculative.model {type(model).__name__} has a vocabulary of {own} tokens, but the model has "
+            f"{vocabulary}. A draft model needs the same tokens."
+        )
+    if config.kernels and device.type == "cuda":
+        weights.inject(model, stack, streamed=True)
+    entry = adopt(model)
+    stack.callback(entry.close)
+    longest = -(-(context + section.tokens) // manager.block_size)
+    blocks = longest * _DRAFTED
+    size = sum(layer.numel for layer in entry.layers) * manager.block_size * dtype.itemsize
+    groups = (CacheGroup(tuple(layer.layer for layer in entry.layers), blocks),)  # no block leaves a window
+    cache = PagedCache(entry.layers, CachePlan(groups, (0,), (size,), dtype), manager.block_size, device)
+    stack.callback(cache.release)
+    runner = Runner(entry, cache, FEW, longest, graphs=config.cuda_graphs and device.type == "cuda")
+    stack.callback(runner.clear)
+    return ModelDrafter(
+        runner,
+        Sampler(own, device),
+        count=section.tokens,
+        blocks=blocks,
+        block_size=manager.block_size,
+        tokens=manager.max_ragged_batch_size,
+    )

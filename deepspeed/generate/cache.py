@@ -15,6 +15,8 @@ from deepspeed.errors import UsageError
 from deepspeed.generate.blocks import CacheGroup
 from deepspeed.ops.generate.pages import copy_blocks
 
+_USUAL = 0.25
+"""Length of a usual sequence, as a part of the longest."""
 _FEWEST = 2
 """Blocks of a cache that can do anything."""
 
@@ -93,10 +95,10 @@ def plan_cache(
 
 
 def _share(window: int | None, config: DSStateManagerConfig) -> float:
-    """Blocks of layers with a window, as a part of those that see everything."""
+    """Blocks of layers with a window, as a part of those that see everything: most sequences are not the longest."""
     if window is None:
         return 1.0
-    return min(1.0, (window + config.max_ragged_batch_size + config.block_size) / config.max_context)
+    return min(1.0, (window + config.block_size) / (config.max_context * _USUAL))
 
 
 def _blocks(config: DSStateManagerConfig, sizes: Sequence[int], shares: Sequence[float], device: torch.device) -> int:
@@ -162,7 +164,7 @@ class PagedCache:
                 values = self._empty(group.blocks, shape.heads, shape.value_width)
                 held += [keys, values]
                 scales = self._scales.get(number, (None, None))
-                self._layers[number] = CachedLayer(index, group.window, keys, values, *scales)
+                self._layers[number] = CachedLayer(index, shape.window, keys, values, *scales)
             self._pages.append(held)
             count, numel = self.plan.host_blocks[index], sum(each[0].numel() for each in held)
             pinned = self.device.type != "cpu" and count > 0

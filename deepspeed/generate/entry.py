@@ -244,15 +244,10 @@ def _require_all(model: nn.Module, layers: Sequence[LayerShape]) -> None:
 
 
 def _layer_name(model: nn.Module) -> str:
-    """The classes in the model's layers that hold a state or a convolution, else those of its first layer."""
+    """The module in the model's layers that holds a state, by its class; else the first layer."""
     states = ("mamba", "ssm", "rwkv", "recurrent", "delta", "conv", "xlstm", "mixer")
-    named = sorted(
-        {
-            f"{name}: {type(m).__name__}"
-            for name, m in model.named_modules()
-            if any(s in type(m).__name__.lower() for s in states)
-        }
-    )
+    inside = ((name, type(each).__name__) for name, each in model.named_modules() if any(map(str.isdigit, name)))
+    named = [f"{name}: {kind}" for name, kind in inside if any(state in kind.lower() for state in states)]
     if named:
         return named[0]
     lists = [(name, each) for name, each in model.named_modules() if isinstance(each, nn.ModuleList) and len(each)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.pretrained import fill, stored_as, take_place, values_from
@@ -24,11 +26,13 @@ from deepspeed.memory.host import ParkedStorages
 from deepspeed.parallel.regions import RankGroup
 from deepspeed.tensor_parallel import cuts_of
 from deepspeed.tensor_parallel.build import split
+from deepspeed.transformers.replacement import put_forward, replacement
 
 WeightItems = Mapping[str, Tensor] | Iterable["tuple[str, Tensor] | Mapping[str, Tensor]"]
 """Whole tensors by Transformers' names: a mapping, pairs, or mappings one after the other."""
 
 _KINDS = ("norm", "mlp", "rotary")
+_ROWS = 64
 
 
 def device_here() -> torch.device:
@@ -130,17 +134,41 @@ def _pack(model: nn.Module, config: RaggedInferenceEngineConfig) -> None:
     log_dist(f"quantization: {len(done)} linear layers hold {section.quantization_mode}, {len(left)} keep their dtype")
 
 
-def inject(model: nn.Module, undo: ExitStack) -> None:
+def inject(model: nn.Module, undo: ExitStack, *, streamed: bool) -> None:
     """Let modules compute by fused kernels, where the device has them; told once."""
     found = list(find(model, _KINDS, serves="infer"))
     put(found, undo)
-    streamed = [
-        FusionFinding("stream", name, type(module).__name__, swap) for name, module, swap in find_streams(model)
-    ]
-    put(streamed, undo)
-    found += streamed
+    if streamed:
+        few = [FusionFinding("stream", name, type(each).__name__, swap) for name, each, swap in find_streams(model)]
+        put(few, undo)
+        found += few
     if found:
         log_dist("Fused kernels\n" + "\n".join(lines(found)))
+
+
+def fix_rows(model: nn.Module, device: torch.device, undo: ExitStack) -> None:
+    """Let layers multiply the same number of rows always, so that a row's bits do not depend on the others.
+
+    Libraries choose how to add up by the number of rows. A row alone is the only number that holds on a processor.
+    """
+    rows = 1 if device.type == "cpu" else _ROWS
+    for name, module in model.named_modules():
+        own = [key for key, param in module.named_parameters(recurse=False) if param.dim() > 1]
+        if not own or isinstance(module, nn.Embedding):
+            continue
+        if not isinstance(module, (nn.Linear, PackedProduct)) and type(module).__name__ != "Conv1D":
+            raise UsageError(
+                f"deterministic: {name} ({type(module).__name__}) multiplies {own[0]} by as many rows as come "
+                "together, so that its bits depend on the batch. Leave deterministic out for this model."
+            )
+        undo.callback(put_forward(module, partial(_in_slices, replacement(module) or type(module).forward, rows)))
+
+
+def _in_slices(forward: Callable[..., Tensor], rows: int, module: nn.Module, x: Tensor) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    padded = functional.pad(flat, (0, 0, 0, -len(flat) % rows))
+    found = torch.cat([forward(module, part) for part in padded.split(rows)])
+    return found[: len(flat)].view(*x.shape[:-1], found.shape[-1])
 
 
 @torch.no_grad()
