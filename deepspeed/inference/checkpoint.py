@@ -65,6 +65,11 @@ def find_files(config: DeepSpeedInferenceConfig) -> Path | SlicedFiles | None:
     return _described(source, Path(base), strict=bool(base))
 
 
+def described_files(folder: Path) -> SlicedFiles:
+    """The files that `save_slices` wrote."""
+    return _described(_read_json(folder / DESCRIPTION), folder, strict=True)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(read_regular(path, _MOST_BYTES))
@@ -182,7 +187,8 @@ def fill_slices(empty: Empty, files: SlicedFiles, splits: Mapping[str, DimSplit]
     ranks = len(files.slices)
     nbytes = 0
     for param, names in empty.items():
-        name = next((each for each in names if each in files.slices[0] or each in files.whole), None)
+        known = files.slices[0] if files.slices else {}
+        name = next((each for each in names if each in known or each in files.whole), None)
         if name is None:
             raise UsageError(f"the files of the checkpoint have no tensor {' or '.join(names)}, which the model needs")
         own = [each[name] for each in cuts if name in each]
@@ -240,11 +246,13 @@ def _read_part(pieces: Sequence[Tensor], written: DimSplit, cut: DimSplit, place
     return cut.cut_with(read, place)
 
 
-def save_slices(model: nn.Module, folder: Path, axis: RankGroup | None, cuts: Mapping[str, DimSplit]) -> None:
+def save_slices(
+    state: Mapping[str, Tensor], folder: Path, axis: RankGroup | None, cuts: Mapping[str, DimSplit]
+) -> None:
     """Write this rank's slices, and what is whole on the first; `checkpoint` takes the folder again."""
     rank, ranks = (0, 1) if axis is None else (axis.rank, axis.size)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: t.detach().cpu().contiguous() for name, t in model.state_dict().items()}
+    tensors = {name: t.detach().cpu().contiguous() for name, t in state.items()}
     sliced = {name: tensor for name, tensor in tensors.items() if name in cuts}
     if ranks > 1:
         save(TensorFile(sliced, {"format": "pt"}), folder / f"tp_{rank:02d}.safetensors")

@@ -111,7 +111,7 @@ class PagedGenerate:
             given = {"inputs": inputs[0], **given}
         if len(inputs) > 1:
             raise _Unsuited("more than one argument is given without its name")
-        config = copy.deepcopy(given.get("generation_config") or self._model.generation_config)
+        config: Any = copy.deepcopy(given.get("generation_config") or self._model.generation_config)
         if not hasattr(config, "to_diff_dict"):
             raise _Unsuited("the model has no generation config")
         left = config.update(**{name: value for name, value in given.items() if name not in _ARGUMENTS})

@@ -232,7 +232,7 @@ def _save(model: nn.Module, config: DeepSpeedInferenceConfig, axis: RankGroup | 
             path="save_mp_checkpoint_path",
         )
     folder = config.save_mp_checkpoint_path or config.checkpoint_config.save_mp_checkpoint_path
-    save_slices(model, Path(str(folder)), axis, splits_of(model))
+    save_slices(model.state_dict(), Path(str(folder)), axis, splits_of(model))
 
 
 def packing_of(
