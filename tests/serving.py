@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,13 +48,27 @@ def save_tokenizer(folder: Path) -> Path:
     make_tokenizer().save(str(folder / "tokenizer.json"))
     config = {
         "bos_token": "<s>",
-        "eos_token": {"content": "</s>"},
+        "eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": False, "rstrip": False, "normalized": False},
         "pad_token": "<pad>",
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
+
+
+def save_model(folder: Path) -> Path:
+    """A small random Llama with that tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(
+        vocab_size=320, num_key_value_heads=2, max_position_embeddings=CONTEXT, bos_token_id=0, eos_token_id=1, **shape
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return save_tokenizer(folder)
 
 
 @dataclass(frozen=True)
@@ -183,6 +199,11 @@ class Served:
             ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=False
         )
         return [int(word) for word in found.stdout.split()]
+
+    def open_requests(self) -> int:
+        """Requests that are being answered."""
+        with urllib.request.urlopen(f"{self.address}/metrics") as answer:
+            return int(re.search(r"^deepspeed_requests_open (\d+)$", answer.read().decode(), re.MULTILINE)[1])
 
     def engines(self) -> list[int]:
         """Its engines; the other child is the tracker of multiprocessing."""

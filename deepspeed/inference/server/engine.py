@@ -191,8 +191,9 @@ def run(
     os.environ.update(options.environment)
     try:
         engine, ready = make(options)
-    except Exception as error:  # noqa: BLE001  # of a model, a device or a library; the HTTP process logs it
-        logger.exception("the engine could not be made")
+    except Exception as error:  # noqa: BLE001  # of a model, a device or a library; the HTTP process says it
+        if not isinstance(error, DeepSpeedError):
+            logger.exception("the engine could not be made")
         _send(connection, Failed(f"{type(error).__name__}: {printable(error, 2000)}"))
         sys.exit(1)
     loop = EngineLoop(engine)
@@ -220,10 +221,24 @@ def make_llm(options: EngineOptions) -> tuple[TokenEngine, Ready]:
         comm.init_distributed()
         config["tensor_parallel"] = {"tp_size": options.ranks}
     llm = LLM(options.model, config, dtype=options.dtype)
+    engine = _WithoutText(llm)
     manager = llm.config.state_manager
     shape = llm.model.config.get_text_config()  # type: ignore[union-attr,operator]
     context = min(manager.max_context, getattr(shape, "max_position_embeddings", None) or manager.max_context)
-    return llm, Ready(shape.vocab_size, context)
+    return engine, Ready(shape.vocab_size, context)
+
+
+class _WithoutText:
+    """An `LLM` that makes no text, which the HTTP process does; only a schema needs its tokenizer."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm, self._tokenizer = llm, llm.tokenizer
+        self.step, self.cancel, self.stats, self.close = llm.step, llm.cancel, llm.stats, llm.close
+
+    def submit(self, prompt: Sequence[int], params: SamplingParams, *, priority: int = 0) -> int:
+        self._llm.tokenizer = None if params.schema is None else self._tokenizer
+        uid: int = self._llm.submit(prompt, params, priority=priority)
+        return uid
 
 
 def lead(connection: Connection, loop: EngineLoop, ready: Ready, followers: Sequence[Connection] = ()) -> None:
