@@ -27,27 +27,39 @@ class BatchShape:
 
 
 class PackedTensors:
-    """Named tensors in one piece of host memory and one of the device, so that one copy fills all."""
+    """Named tensors in one piece of the device, filled by one copy from host memory.
+
+    Two pieces of host memory take turns: one is written while the copy of the other may not have run yet.
+    """
 
     def __init__(self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> None:
         sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, (dtype, shape) in fields.items()}
         total = sum(-(-size // _ALIGNED) * _ALIGNED for size in sizes.values())
         there = device.type != "cpu"
-        self._host = torch.zeros(total, dtype=torch.uint8, pin_memory=there)
-        self._device = torch.zeros(total, dtype=torch.uint8, device=device) if there else self._host
-        self.host: dict[str, numpy.ndarray] = {}
+        self._pieces = [torch.zeros(total, dtype=torch.uint8, pin_memory=there) for _ in range(2 if there else 1)]
+        self._device = torch.zeros(total, dtype=torch.uint8, device=device) if there else self._pieces[0]
+        self._views: list[dict[str, numpy.ndarray]] = [{} for _ in self._pieces]
         self.tensors: dict[str, Tensor] = {}
         begin = 0
         for name, (dtype, shape) in fields.items():
             piece = slice(begin, begin + sizes[name])
-            self.host[name] = self._host[piece].view(dtype).view(shape).numpy()
+            for views, memory in zip(self._views, self._pieces, strict=True):
+                views[name] = memory[piece].view(dtype).view(shape).numpy()
             self.tensors[name] = self._device[piece].view(dtype).view(shape)
             begin += -(-sizes[name] // _ALIGNED) * _ALIGNED
+        self._turn = 0
+
+    @property
+    def host(self) -> dict[str, numpy.ndarray]:
+        """What the host may write now, by name."""
+        return self._views[self._turn]
 
     def send(self) -> None:
         """Copy what the host wrote."""
-        if self._device is not self._host:
-            self._device.copy_(self._host, non_blocking=True)
+        written = self._pieces[self._turn]
+        if written is not self._device:
+            self._device.copy_(written, non_blocking=True)
+            self._turn ^= 1
 
 
 class Batch:
@@ -83,16 +95,17 @@ class Batch:
     ) -> None:
         """Write a step's work; `rows` are the places of its sequences in `tables` [places, width] of each group."""
         host = self._packed.host
-        counts = numpy.fromiter((each.count for each in work), numpy.int64, len(work))
-        starts = numpy.fromiter((each.start for each in work), numpy.int64, len(work))
+        counts = numpy.array([each.count for each in work], numpy.int64)
+        starts = numpy.array([each.start for each in work], numpy.int64)
         ends = numpy.cumsum(counts)
         total = int(ends[-1])
         places = numpy.asarray(rows, numpy.int64)
         owner = numpy.repeat(numpy.arange(len(work)), counts)
         positions = numpy.arange(total) + (starts - ends + counts)[owner]
-        ids: list[int] = []
-        for each in work:
-            ids += _ids(each)
+        if total == len(work):
+            ids = [known[each.start] if each.start < len(known := each.sequence.tokens) else -1 for each in work]
+        else:
+            ids = [token for each in work for token in _ids(each)]
         host["ids"][:total], host["ids"][total:] = ids, 0
         host["sources"][:total], host["sources"][total:] = places[owner], 0
         host["positions"][:total], host["positions"][total:] = positions, 0
@@ -114,6 +127,11 @@ class Batch:
         wanted[: len(indices)], wanted[len(indices) :] = indices, 0
         rows[: len(targets)], rows[len(targets) :] = targets, 0
 
+    def clear(self) -> None:
+        """Write a step of nothing: no token has a slot."""
+        for name, values in self._packed.host.items():
+            values.fill(-1 if name == "slots" else 0)
+
     def send(self) -> None:
         """Copy everything to the device."""
         self._packed.send()
@@ -134,10 +152,12 @@ class BlockTables:
         self.arrays = [numpy.full((places, width), -1, numpy.int32) for _ in range(groups)]
         self._known: list[dict[int, list[int]]] = [{} for _ in range(groups)]
 
-    def update(self, place: int, blocks: Sequence[list[int]]) -> None:
-        """Let a row say what a sequence's blocks are now."""
-        for array, known, now in zip(self.arrays, self._known, blocks, strict=True):
-            if known.get(place) != now:
-                array[place, : len(now)] = now
-                array[place, len(now) :] = -1
-                known[place] = list(now)
+    def update(self, work: Sequence[ScheduledWork], places: Sequence[int]) -> None:
+        """Let the rows of these places say what the blocks of their sequences are now."""
+        for group, (array, known) in enumerate(zip(self.arrays, self._known, strict=True)):
+            for each, place in zip(work, places, strict=True):
+                now = each.sequence.blocks[group]
+                if known.get(place) != now:
+                    array[place, : len(now)] = now
+                    array[place, len(now) :] = -1
+                    known[place] = now.copy()

@@ -88,8 +88,16 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     )
     graphs = config.cuda_graphs and device.type == "cuda"
     width = -(-context // manager.block_size)
-    runner = Runner(entry, cache, manager.max_ragged_sequence_count, width, graphs=graphs)
+    runner = Runner(
+        entry,
+        cache,
+        manager.max_ragged_sequence_count,
+        width,
+        most_tokens=manager.max_ragged_batch_size,
+        graphs=graphs,
+    )
     stack.callback(runner.clear)
+    runner.warm_up()
     loop = GenerationLoop(
         scheduler, runner, cache, Sampler(text.vocab_size, device), asynchronous=device.type != "cpu", drafter=drafter
     )
@@ -186,7 +194,8 @@ def _drafter(
     groups = (CacheGroup(tuple(layer.layer for layer in entry.layers), blocks),)  # no block leaves a window
     cache = PagedCache(entry.layers, CachePlan(groups, (0,), (size,), dtype), manager.block_size, device)
     stack.callback(cache.release)
-    runner = Runner(entry, cache, FEW, longest, graphs=config.cuda_graphs and device.type == "cuda")
+    graphs = config.cuda_graphs and device.type == "cuda"
+    runner = Runner(entry, cache, FEW, longest, most_tokens=manager.max_ragged_batch_size, graphs=graphs)
     stack.callback(runner.clear)
     return ModelDrafter(
         runner,

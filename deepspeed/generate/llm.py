@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,13 +22,15 @@ from deepspeed.generate.params import SamplingParams
 from deepspeed.generate.sampler import seed_of
 from deepspeed.generate.scheduler import QueueFull
 from deepspeed.generate.sequence import Sequence as Generated
+from deepspeed.generate.sequence import SequenceState
 from deepspeed.generate.stops import TextStream, end_ids
 
 Prompt = str | Sequence[int]
+_NONE = (-1,)
+"""In place of a token, where a continuation ended without one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(NamedTuple):
     """A token of a request, as it became known."""
 
     uid: int
@@ -239,46 +242,43 @@ class LLM:
     def _tokens(self, update: SequenceUpdate) -> list[Token]:
         sequence = update.sequence
         request = self._requests.get(sequence.request)
-        part = None if request is None else request.parts[sequence.index]
-        if request is None or part is None or part.reason is not None:
+        if request is None or (part := request.parts[sequence.index]).reason is not None:
             return []
+        ended = sequence.state is SequenceState.FINISHED
+        tokens = update.tokens or (_NONE if ended else ())
+        self._output_tokens += len(update.tokens)
+        last, asked = len(tokens) - 1, request.params.logprobs is not None
+        part.logprobs += update.logprobs
+        part.tops += update.tops
         found: list[Token] = []
-        for at, token in enumerate(update.tokens):
-            last = sequence.finished and at == len(update.tokens) - 1
-            text, stopped = ("", False) if part.stream is None else part.stream.push(token, last=last)
-            reason = "stop" if stopped else sequence.finish_reason if last else None
-            if stopped and not sequence.finished:
-                self._open.loop.finish(sequence.uid, "stop")
-            part.ids.append(token)
-            part.text.append(text)
-            part.logprobs += update.logprobs[at : at + 1]
-            part.tops += update.tops[at : at + 1]
-            part.reason = reason
-            found.append(self._token(request, part, token, text, reason))
-            self._output_tokens += 1
+        for at, token in enumerate(tokens):
+            reason = sequence.finish_reason if ended and at == last else None
+            text = ""
+            if part.stream is not None:
+                text = self._shown(part, token, reason)
+                if part.stream.stopped is not None:
+                    reason = "stop"
+            if token >= 0:
+                part.ids.append(token)
+            own, tops = (
+                (part.logprobs[at - last - 1], part.tops[at - last - 1]) if asked and token >= 0 else (None, None)
+            )
+            facts = sequence.cached_tokens, len(request.prompt)
+            found.append(Token(sequence.request, sequence.index, token, text, own, tops, reason, *facts))
             if reason is not None:
-                return found
-        if sequence.finished and part.reason is None:
-            part.reason = sequence.finish_reason
-            text = "" if part.stream is None else part.stream.flush()
-            part.text.append(text)
-            found.append(self._token(request, part, -1, text, part.reason))
+                part.reason = reason
+                if not ended:
+                    self._open.loop.finish(sequence.uid, "stop")
+                break
         return found
 
-    def _token(self, request: _Request, part: _Continuation, token: int, text: str, reason: str | None) -> Token:
-        asked = request.params.logprobs is not None and token >= 0
-        sequence = part.sequence
-        return Token(
-            sequence.request,
-            sequence.index,
-            token,
-            text,
-            part.logprobs[-1] if asked else None,
-            part.tops[-1] if asked else None,
-            reason,
-            sequence.cached_tokens,
-            len(request.prompt),
-        )
+    def _shown(self, part: _Continuation, token: int, reason: str | None) -> str:
+        assert part.stream is not None, "there is a tokenizer"
+        text = part.stream.push([token]) if token >= 0 else ""
+        if reason is not None:
+            text += part.stream.flush()
+        part.text.append(text)
+        return text
 
     def _completions(self, uid: int) -> list[Completion]:
         request = self._requests.pop(uid)
@@ -321,7 +321,7 @@ class LLM:
             if params.stop_strings:
                 self._tokenizer_for("stop")
             return None
-        return TextStream(self.tokenizer, params.stop_strings)
+        return TextStream(partial(self.tokenizer.decode, skip_special_tokens=True), params)
 
     def _check(self, ids: Sequence[int], params: SamplingParams) -> None:
         vocabulary, context = self._open.vocabulary, self._open.context

@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from math import isnan
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,23 +16,24 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.generate.cache import PagedCache
 from deepspeed.generate.drafts import Drafter
 from deepspeed.generate.runner import Runner
-from deepspeed.generate.sampler import Sampler
+from deepspeed.generate.sampler import Sampler, greedy, plainly_greedy
 from deepspeed.generate.scheduler import ScheduledStep, ScheduledWork, Scheduler
 from deepspeed.generate.sequence import Sequence as Generated
 from deepspeed.generate.sequence import SequenceState
+from deepspeed.ops.generate.sampling import SampleResult
 
 TopLogprobs = dict[int, float]
+_NO_SCORES: tuple[Sequence[float], Sequence[TopLogprobs]] = ((), ())
 
 
-@dataclass(slots=True)
-class SequenceUpdate:
-    """What became known of a sequence."""
+class SequenceUpdate(NamedTuple):
+    """What became known of a sequence; a tuple, because one is made for every token."""
 
     sequence: Generated
-    tokens: list[int]
-    logprobs: list[float] = field(default_factory=list)
+    tokens: Sequence[int]
+    logprobs: Sequence[float] = ()
     """Of the tokens, where they were asked for."""
-    tops: list[TopLogprobs] = field(default_factory=list)
+    tops: Sequence[TopLogprobs] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class GenerationLoop:
         self._places: dict[int, int] = {}
         self._free = list(range(runner.pending.shape[0] - 1, -1, -1))
         self._running: dict[int, Generated] = {}
+        self._special: set[int] = set()
+        """Sequences that need more than the largest logit."""
         self.seeds: dict[int, int] = {}
         """By uid."""
         self.guides: dict[int, Guide] = {}
@@ -94,6 +98,7 @@ class GenerationLoop:
         """Queue the sequences of one request."""
         self.scheduler.add(request)
         self._running.update((each.uid, each) for each in request)
+        self._special.update(each.uid for each in request if not plainly_greedy(each))
         self.seeds.update((each.uid, seed) for each, seed in zip(request, seeds, strict=True))
 
     def finish(self, uid: int, reason: str) -> bool:
@@ -151,7 +156,8 @@ class GenerationLoop:
         if plan.copies:
             self._cache.copy(plan.copies)
         self.steps += 1
-        places = [self._place(each.sequence) for each in plan.work]
+        held = self._places
+        places = [held[uid] if (uid := each.sequence.uid) in held else self._place(each.sequence) for each in plan.work]
         wanted, rows, targets, scored = _wanted(plan.work, places)
         logits, batch = self._runner.run(plan.work, places, wanted or [0], targets)
         for sequence, start, first, count in scored:
@@ -159,13 +165,17 @@ class GenerationLoop:
         results: list[Tensor] = []
         event = None
         if rows:
-            drawn = [(work.sequence, self.seeds.get(work.sequence.uid, 0), _position(work, at)) for work, at in rows]
-            guided = {uid: self.guides[uid] for uid in (work.sequence.uid for work, _ in rows) if uid in self.guides}
-            masks = {uid: guide.mask() for uid, guide in guided.items()}
-            result = self._sampler.draw(logits, drawn, masks)
+            result = self._draw(logits, rows)
             self._runner.pending.index_copy_(0, batch.targets[: len(rows)], result.tokens)
             results, event = _to_host(result)
         self._in_flight.append(_InFlight(plan, rows, results, event))
+
+    def _draw(self, logits: Tensor, rows: Sequence[tuple[ScheduledWork, int]]) -> SampleResult:
+        if not self._special:
+            return greedy(logits[: len(rows)])
+        drawn = [(work.sequence, self.seeds.get(work.sequence.uid, 0), _position(work, at)) for work, at in rows]
+        guided = {work.sequence.uid for work, _ in rows} & self.guides.keys() if self.guides else ()
+        return self._sampler.draw(logits, drawn, {uid: self.guides[uid].mask() for uid in guided})
 
     def _place(self, sequence: Generated) -> int:
         place = self._places.get(sequence.uid)
@@ -198,16 +208,21 @@ class GenerationLoop:
         sampled: dict[int, list[int]] = {}
         scores: dict[int, tuple[list[float], list[TopLogprobs]]] = {}
         failed: list[Generated] = []
-        if done.rows:
-            tokens, logprobs, values, ids = (each.tolist() for each in done.results)
+        if not done.rows:
+            return self._advance(done.step, sampled, scores, failed)
+        tokens, logprobs = done.results[0].tolist(), done.results[1].tolist()
+        if not self._special and self._drafter is None and not isnan(sum(logprobs)):
+            sampled = {work.sequence.uid: [token] for (work, _), token in zip(done.rows, tokens, strict=True)}
+        else:
+            values, ids = (each.tolist() for each in done.results[2:])
             for at, (work, number) in enumerate(done.rows):
                 uid = work.sequence.uid
-                if logprobs[at] != logprobs[at]:
-                    failed.append(work.sequence)
                 found = sampled.setdefault(uid, [])
                 if len(found) != number or (number and found[-1] != work.drafts[number - 1]):
                     continue  # it follows a guess that was wrong
                 found.append(tokens[at])
+                if isnan(logprobs[at]):
+                    failed.append(work.sequence)
                 if work.sequence.params.logprobs is not None:
                     own, tops = scores.setdefault(uid, ([], []))
                     own.append(logprobs[at])
@@ -228,17 +243,18 @@ class GenerationLoop:
                 updates.append(SequenceUpdate(sequence, []))
         for progress in self.scheduler.collect(step, sampled):
             sequence, tokens = progress.sequence, progress.tokens
-            own, tops = scores.get(sequence.uid, ([], []))
+            own, tops = scores.get(sequence.uid, _NO_SCORES) if scores else _NO_SCORES
             updates.append(SequenceUpdate(sequence, tokens, own[: len(tokens)], tops[: len(tokens)]))
-            if sequence.uid in self.guides and not sequence.finished:
+            if self.guides and sequence.uid in self.guides and not sequence.finished:
                 self.guides[sequence.uid].take(tokens)
         for update in updates:
-            if update.sequence.finished:
+            if update.sequence.state is SequenceState.FINISHED:
                 self._forget(update.sequence.uid)
         return updates
 
     def _forget(self, uid: int) -> None:
         self._running.pop(uid, None)
+        self._special.discard(uid)
         self._give_place_back(uid)
         self._sampler.forget(uid)
         self.seeds.pop(uid, None)
@@ -251,6 +267,8 @@ def _wanted(
     work: Sequence[ScheduledWork], places: Sequence[int]
 ) -> tuple[list[int], list[tuple[ScheduledWork, int]], list[int], list[tuple[Generated, int, int, int]]]:
     """Tokens whose logits are needed: those that give a token, with their places, then those of scored prompts."""
+    if all(each.count == 1 and each.samples for each in work):
+        return list(range(len(work))), [(each, 0) for each in work], list(places), []
     wanted: list[int] = []
     rows: list[tuple[ScheduledWork, int]] = []
     targets: list[int] = []

@@ -16,11 +16,12 @@ from deepspeed.generate.graphs import GraphPool
 from deepspeed.generate.scheduler import ScheduledWork
 from deepspeed.log import logger
 
-_MOST_GRAPHS = 48
-_MOST_BATCHES = 64
+_MOST_GRAPHS = 96
 _TOKENS = (64, 128, 256, 384, 512, 640, 768, 1024, 1536, 2048)
-"""Padded sizes of steps with prompts."""
-_SEQUENCES = (8, 32, 64, 128, 256, 512, 1024)
+"""Padded sizes of steps with prompts; larger ones are not captured."""
+_SEQUENCES = (16, 128, 512, 1024)
+_GUESSED = 8
+"""Queries of a sequence in a step that verifies guesses, at most."""
 
 
 def padded_sequences(count: int, most: int) -> int:
@@ -31,15 +32,28 @@ def padded_sequences(count: int, most: int) -> int:
     return min(-(-count // step) * step, most)
 
 
+def _padded_tokens(count: int) -> int:
+    """0 where there are too many."""
+    place = bisect_left(_TOKENS, count)
+    return _TOKENS[place] if place < len(_TOKENS) else 0
+
+
+def _row(count: int) -> int:
+    """Padded sequences of a step with prompts; 0 where there are too many."""
+    place = bisect_left(_SEQUENCES, count)
+    return _SEQUENCES[place] if place < len(_SEQUENCES) else 0
+
+
 class Runner:
     """Runs batches of one model; holds the static tensors, the graphs, and the ids that are still on the device."""
 
-    def __init__(self, entry: ModelEntry, cache: PagedCache, places: int, table_width: int, *, graphs: bool) -> None:
+    def __init__(
+        self, entry: ModelEntry, cache: PagedCache, places: int, table_width: int, *, most_tokens: int, graphs: bool
+    ) -> None:
         self._entry, self._cache = entry, cache
         self._width = table_width
-        self._most_sequences = places
-        self._batches: OrderedDict[tuple[BatchShape, int], Batch] = OrderedDict()
-        self._turn = 0
+        self._most_sequences, self._most_tokens = places, most_tokens
+        self._batches: OrderedDict[BatchShape, Batch] = OrderedDict()
         self._graphs = GraphPool(_MOST_GRAPHS) if graphs and entry.captured else None
         self.pending = torch.zeros(places, dtype=torch.int64, device=cache.device)
         """The last sampled id of each place."""
@@ -54,8 +68,7 @@ class Runner:
 
         The ids that the first of them give belong to the places `targets`.
         """
-        for each, place in zip(work, places, strict=True):
-            self.tables.update(place, each.sequence.blocks)
+        self.tables.update(work, places)
         shape, static = self._shape(work, len(wanted))
         batch = self._batch(shape)
         batch.fill(work, places, self.tables.arrays, self._cache.block_size)
@@ -63,14 +76,7 @@ class Runner:
         batch.send()
         if not static or self._graphs is None:
             return self._forward(batch), batch
-        try:
-            logits: Tensor = self._graphs.run((shape, id(batch)), lambda: self._forward(batch))
-            return logits, batch
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            self._give_up(str(error))
-            return self._forward(batch), batch
+        return self._captured(shape, batch), batch
 
     @torch.no_grad()
     def _forward(self, batch: Batch) -> Tensor:
@@ -85,25 +91,53 @@ class Runner:
         if tokens == len(work):
             count = padded_sequences(tokens, self._most_sequences)
             return BatchShape(count, count, count, 1), True
-        place, row = bisect_left(_TOKENS, tokens), bisect_left(_SEQUENCES, max(len(work), wanted))
-        if place == len(_TOKENS) or row == len(_SEQUENCES):
+        count, sequences = _padded_tokens(tokens), _row(max(len(work), wanted))
+        if not count or not sequences:
             return BatchShape(tokens, len(work), wanted, max(each.count for each in work)), False
-        count, sequences = _TOKENS[place], _SEQUENCES[row]
-        queries = 8 if max(each.count for each in work) <= 8 else count
+        sequences = min(sequences, count)
+        queries = _GUESSED if max(each.count for each in work) <= _GUESSED else count
         return BatchShape(count, sequences, sequences, queries), True
 
     def _batch(self, shape: BatchShape) -> Batch:
-        """Two take turns for each shape, so that one is filled while the other's copy may still run."""
-        self._turn ^= 1
-        key = (shape, self._turn if self._cache.device.type != "cpu" else 0)
-        found = self._batches.get(key)
+        found = self._batches.get(shape)
         if found is None:
             found = Batch(shape, len(self._cache.plan.groups), self._width, self._cache.device)
-            self._batches[key] = found
-            if len(self._batches) > _MOST_BATCHES:
+            self._batches[shape] = found
+            if len(self._batches) > _MOST_GRAPHS:
                 self._batches.popitem(last=False)
-        self._batches.move_to_end(key)
+        self._batches.move_to_end(shape)
         return found
+
+    def warm_up(self) -> None:
+        """Capture the graphs of all decode steps and of steps with prompts, the largest first: they share memory."""
+        if self._graphs is None:
+            return
+        most = self._most_sequences
+        decode = {padded_sequences(count, most) for count in range(1, min(most, self._most_tokens) + 1)}
+        shapes = [BatchShape(count, count, count, 1) for count in decode]
+        rows = {row for row in _SEQUENCES if row < most} | {_row(most)} - {0}
+        sizes = {size for size in _TOKENS if size < self._most_tokens} | {_padded_tokens(self._most_tokens)} - {0}
+        pairs = {(size, min(row, size)) for size in sizes for row in rows}
+        shapes += [BatchShape(size, row, row, size) for size, row in pairs]
+        for shape in sorted(shapes, key=lambda each: (-each.tokens, -each.sequences)):
+            batch = self._batch(shape)
+            batch.clear()
+            batch.send()
+            self._captured(shape, batch)
+            if self._graphs is None:
+                return
+
+    def _captured(self, shape: BatchShape, batch: Batch) -> Tensor:
+        """The logits of a graph, or of an eager forward where it cannot be captured."""
+        assert self._graphs is not None, "graphs were given up"
+        try:
+            logits: Tensor = self._graphs.run((shape, batch), lambda: self._forward(batch))
+            return logits
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            self._give_up(str(error))
+            return self._forward(batch)
 
     def _give_up(self, reason: str) -> None:
         self.eager_reason = reason

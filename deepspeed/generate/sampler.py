@@ -44,24 +44,12 @@ class Sampler:
         asked = [each[0].params.logprobs for each in rows]
         most = max((count for count in asked if count is not None), default=0)
         chosen = logits[: len(rows)]
-        if (
-            not masks
-            and all(_plainly_greedy(each[0], each[2]) for each in rows)
-            and all(count is None for count in asked)
-        ):
-            return self._greedy(chosen)
         result = sample(chosen, self.tensors(rows, masks), logprobs=most)
         for at, (sequence, _, _) in enumerate(rows):
             if sequence.uid in self._counts:
                 token = result.tokens[at : at + 1]
                 self._counts[sequence.uid].index_add_(0, token, torch.ones_like(token, dtype=torch.int32))
         return result
-
-    def _greedy(self, logits: Tensor) -> SampleResult:
-        largest, tokens = logits.max(-1)
-        none = logits.new_empty(len(logits), 0)
-        # the log-probability tells by NaN that a row has failed; nobody asked for its value
-        return SampleResult(tokens, torch.where(largest.isfinite(), 0.0, torch.nan).float(), none, none.long())
 
     def tensors(self, rows: Sequence[tuple[Sampled, int, int]], masks: Mapping[int, Tensor] | None) -> SamplingTensors:
         """What the rows are sampled with."""
@@ -149,9 +137,18 @@ class Sampler:
         return found
 
 
-def _plainly_greedy(sequence: Sampled, position: int) -> bool:
+def greedy(logits: Tensor) -> SampleResult:
+    """The largest of each row; its log-probability, which nobody asked for, is 0, or NaN where the row has NaN."""
+    largest, tokens = logits.max(-1)
+    none = logits.new_empty(len(logits), 0)
+    return SampleResult(tokens, torch.where(largest.isfinite(), 0.0, torch.nan).float(), none, none.long())
+
+
+def plainly_greedy(sequence: Sampled) -> bool:
+    """Whether the largest logit is the next token, and nothing else is asked for."""
     params = sequence.params
-    return params.greedy and not _penalised(params) and not params.logit_bias and not _too_short(sequence, position)
+    plain = params.logprobs is None and params.schema is None and not params.logit_bias and not params.min_tokens
+    return params.greedy and plain and not _penalised(params)
 
 
 def _penalised(params: SamplingParams) -> bool:
