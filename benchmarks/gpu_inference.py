@@ -209,6 +209,22 @@ def requests(bench: Bench, llm: LLM) -> None:
     )
 
 
+def packed(bench: Bench, settings: dict[str, Any]) -> None:
+    """fp8 weights and cache, and int4 weights."""
+    fp8 = {**settings["state_manager"], "kv_dtype": "fp8"}
+    for name, mode, manager, batches in (
+        ("fp8", "fp8", fp8, (1, 32)),
+        ("int4", "w4a16", settings["state_manager"], (1,)),
+    ):
+        with bench.part(name):
+            model = llama(bench.args.layers)
+            keys = {"quantization": {"quantization_mode": mode}, "state_manager": manager}
+            with LLM(model, keys) as llm:
+                for batch in batches:
+                    decode(bench, llm, batch, f"{name} {batch}")
+            del model
+
+
 def peer(bench: Bench, model: Any, batch: int) -> None:
     """Transformers' generate, eager: what more tokens cost."""
     ids = torch.tensor(prompts(batch, 512, seed=5), device="cuda")
@@ -251,7 +267,7 @@ def main() -> None:
     print(f"model built in {time.perf_counter() - begin:.1f} s", flush=True)
     batches = [int(each) for each in args.batches.split(",")]
     settings = {"state_manager": {"max_context": 8192, "memory_config": {"size": 8_000_000_000}}}
-    if {"decode", "prefill", "requests", "profile"} & set(parts):
+    if {"decode", "requests", "profile"} & set(parts):
         begin = time.perf_counter()
         with LLM(model, settings) as llm:
             print(f"engine built in {time.perf_counter() - begin:.1f} s: {llm.stats()}", flush=True)
@@ -260,15 +276,18 @@ def main() -> None:
                     with bench.part(f"decode {batch}"):
                         decode(bench, llm, batch, f"decode {batch}")
             if "profile" in parts:
-                for batch in batches[:2]:
+                for batch in batches:
                     with bench.part(f"profile {batch}"):
                         profile(llm, batch, args.out, f"profile_{batch}")
-            if "prefill" in parts:
-                with bench.part("prefill"):
-                    prefill(bench, llm)
             if "requests" in parts:
                 with bench.part("requests"):
                     requests(bench, llm)
+    if "prefill" in parts:
+        wide = {"state_manager": {**settings["state_manager"], "max_ragged_batch_size": 2048}}
+        with bench.part("prefill"), LLM(model, wide) as llm:
+            prefill(bench, llm)
+    if "packed" in parts:
+        packed(bench, settings)
     if "plain" in parts:
         with bench.part("plain"), LLM(model, settings, kernels=False) as llm:
             for batch in [each for each in batches if each <= 32]:

@@ -92,7 +92,7 @@ class GenerationLoop:
         self.guides: dict[int, Guide] = {}
         self.prompt_scores: dict[int, list[PromptScores]] = {}
         self.steps, self.step_seconds, self.host_seconds = 0, 0.0, 0.0
-        self._last = time.perf_counter()
+        self._last, self._waited = time.perf_counter(), 0.0
 
     def add(self, request: Sequence[Generated], seeds: Sequence[int]) -> None:
         """Queue the sequences of one request."""
@@ -117,6 +117,7 @@ class GenerationLoop:
         """Start the next step and take the tokens of the one before."""
         now = time.perf_counter()
         self.step_seconds, self._last = now - self._last, now
+        self._waited = 0.0
         updates: list[SequenceUpdate] = []
         if self._waits_for_tokens():
             while self._in_flight:
@@ -127,7 +128,7 @@ class GenerationLoop:
             self._launch(plan)
         while len(self._in_flight) > (self._depth if plan is not None else 0):
             updates += self._collect()
-        self.host_seconds = time.perf_counter() - now
+        self.host_seconds = time.perf_counter() - now - self._waited
         return updates
 
     def drain(self) -> list[SequenceUpdate]:
@@ -204,7 +205,9 @@ class GenerationLoop:
     def _collect(self) -> list[SequenceUpdate]:
         done = self._in_flight.popleft()
         if done.event is not None:
+            begin = time.perf_counter()
             done.event.synchronize()
+            self._waited += time.perf_counter() - begin
         sampled: dict[int, list[int]] = {}
         scores: dict[int, tuple[list[float], list[TopLogprobs]]] = {}
         failed: list[Generated] = []
