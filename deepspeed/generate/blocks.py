@@ -4,8 +4,8 @@
 A step runs its copies to the host, then those from the host, then those on the device, then the forward, after
 everything of the steps before. So a block may be taken while an earlier step that reads or writes it is in flight,
 and a block that leaves for the host may be a destination of the same step. What must not happen within one step:
-a host block is read or written and given to another key (`_busy`), the source of a copy is given away (`_pinned`), or a
-block leaves whose content arrives in this step (the scheduler preempts only what the step does not run).
+a host block is read or written and given to another key (`_busy`), or a block is given away that this step reads or
+fills (the scheduler preempts only what the step does not run, and lets sequences begin after that).
 """
 
 from __future__ import annotations
@@ -199,9 +199,7 @@ class BlockCache:
         self.pools = [BlockPool(at, group.blocks, host_blocks) for at, group in enumerate(groups)]
         self._windows = [group.window for group in groups]
         self._salt = salt
-        self._generation = 0
         self._copies: list[tuple[int, int, int]] = []
-        self._pinned: list[tuple[BlockPool, int]] = []
 
     @property
     def capacity(self) -> int | None:
@@ -216,7 +214,7 @@ class BlockCache:
     def root(self, private: int | None) -> bytes:
         """Where a chain of hashes begins; `private`: a number that keeps it apart from all others."""
         own = b"" if private is None else b"%d" % private
-        return blake2b(b"%d/%s/" % (self._generation, own) + self._salt, digest_size=_DIGEST).digest()
+        return blake2b(own + b"/" + self._salt, digest_size=_DIGEST).digest()
 
     def match(self, sequence: Sequence) -> int:
         """How many leading blocks of known tokens are cached; never the last token, which is always computed."""
@@ -283,11 +281,8 @@ class BlockCache:
             for block in shared:
                 pool.hold(block)
             if length % self.block_size:
-                source = blocks[full]
-                pool.hold(source)
-                self._pinned.append((pool, source))
                 shared = [*shared, pool.take()]
-                self._copies.append((group, source, shared[-1]))
+                self._copies.append((group, blocks[full], shared[-1]))
             sequence.blocks.append([FREED] * first + shared)
             sequence.freed.append(first)
         sequence.hashes = parent.hashes[:full]
@@ -335,8 +330,7 @@ class BlockCache:
         sequence.computed = sequence.registered = sequence.reach = 0
 
     def reset(self) -> None:
-        """Forget all contents; roots change, so that blocks in use are not found later either."""
-        self._generation += 1
+        """Forget all contents; no sequence may hold blocks."""
         for pool in self.pools:
             pool.reset()
 
@@ -345,9 +339,7 @@ class BlockCache:
         to_host = tuple(each for pool in self.pools for each in pool.to_host)
         from_host = tuple(each for pool in self.pools for each in pool.from_host)
         copies = tuple(self._copies)
-        for pool, block in self._pinned:
-            pool.release(block)
-        self._copies, self._pinned = [], []
+        self._copies = []
         for pool in self.pools:
             pool.end_step()
         return Transfers(copies, to_host, from_host)

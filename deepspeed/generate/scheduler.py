@@ -220,9 +220,6 @@ class Scheduler:
         while self._running:
             self._preempt(self._running.pop())
         self._cache.reset()
-        for sequence in self._by_uid.values():
-            sequence.hashes = []
-            sequence.root = self._root(sequence)
 
     @property
     def decoding(self) -> list[Sequence]:
@@ -264,9 +261,9 @@ class Scheduler:
             at += 1
             start = sequence.computed
             known = len(sequence.tokens) + sequence.pending
-            if known >= sequence.limit or sequence.drafted:
-                continue  # what is in flight decides how it goes on
-            count = known - start
+            if known >= sequence.limit:
+                continue  # it ends with what is in flight
+            count = known - start  # 0 or less with drafts in flight
             guesses: tuple[int, ...] = ()
             prompt = sequence in self._prompts
             if prompt:
@@ -290,9 +287,7 @@ class Scheduler:
                 decodes.append(ScheduledWork(sequence, start, count, True, guesses))
                 sequence.computed = start + count
                 sequence.pending += 1
-                if guesses:
-                    sequence.drafted = len(guesses)
-                    spare -= len(guesses)
+                spare -= len(guesses)
             else:
                 chunks.append(self._chunk(sequence, start, count))
                 spare -= count
@@ -349,7 +344,6 @@ class Scheduler:
         assert 1 <= given <= len(work.drafts) + 1, f"{given} tokens for {len(work.drafts)} drafts of {sequence}"
         self._drafted += len(work.drafts)
         self._accepted += given - 1
-        sequence.drafted = 0
         sequence.computed = min(sequence.computed, len(sequence.tokens) - 1)
 
     # what waits

@@ -30,7 +30,6 @@ class Sequence:
         "blocks",
         "cached_tokens",
         "computed",
-        "drafted",
         "end_ids",
         "finish_reason",
         "freed",
@@ -77,7 +76,6 @@ class Sequence:
         self.cached_tokens = 0  # of the prompt, supplied by a prefix hit
         self.computed = 0
         self.pending = 0
-        self.drafted = 0  # drafts in flight: how many tokens a step gives is known when it is collected
         # of the scheduler
         self.arrival = 0
         self.rank: tuple[int, int, int] = (-priority, 0, index)  # the lower runs first

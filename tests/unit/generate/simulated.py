@@ -38,8 +38,13 @@ class Device:
         self.windows = [group.window for group in groups]
         self.pages = [[[None] * self.size for _ in range(group.blocks)] for group in groups]
         self.host = [[None] * host_blocks for _ in groups]
+        self.moved = Counter()  # blocks that each kind of transfer moved
         self.states = {}  # of all tokens of a sequence, sampled ones too
         self.computed = Counter()  # tokens by uid
+
+    def lose(self):
+        """The contents of all pages."""
+        self.pages = [[[None] * self.size for _ in pages] for pages in self.pages]
 
     def run(self, step):
         """Run a step; the tokens of each sequence that samples."""
@@ -54,7 +59,9 @@ class Device:
         return {work.sequence.uid: tokens for work in step.work if (tokens := self._attend(work)) is not None}
 
     def _transfer(self, step):
-        for transfers in (step.to_host, step.from_host, step.copies):
+        for kind in ("to_host", "from_host", "copies"):
+            transfers = getattr(step, kind)
+            self.moved[kind] += len(transfers)
             targets = [(group, target) for group, _, target in transfers]
             assert len(targets) == len(set(targets))
         for group, block, host in step.to_host:
@@ -168,7 +175,7 @@ class Schedule:
         self.untouched = set()
         self.steps = 0
 
-    def run(self, arrivals=12):
+    def run(self, arrivals=8):
         """Run it until all sequences have ended, and check their tokens."""
         random = self.random
         left = random.randint(1, arrivals)
@@ -224,6 +231,7 @@ class Schedule:
         what = self.random.random()
         if what < 0.1:
             self.scheduler.reset()
+            self.device.lose()
         elif self.scheduler.finish(each.uid, "error" if what < 0.2 else "cancelled"):
             self.untouched.discard(each.uid)
 
