@@ -218,6 +218,11 @@ class DtypeEnum(Enum):
     int8 = torch.int8
 
     @classmethod
+    def from_str(cls, value: str) -> DtypeEnum:
+        """The dtype of a name."""
+        return cls(value)
+
+    @classmethod
     def _missing_(cls, value: object) -> DtypeEnum | None:
         return next((member for member in cls if str(value).removeprefix("torch.") in _DTYPES[member.name]), None)
 
@@ -419,7 +424,7 @@ class DeepSpeedInferenceConfig(InferenceSection):
                 raise ValueError(
                     f"injection_policy maps classes of layers to names; {block!r} is no class of nn.Module"
                 )
-            if isinstance(names, type):
+            if isinstance(names, type) and not isinstance(getattr(names, "rows", None), tuple):
                 raise ValueError(
                     f"injection_policy: {names.__name__} is a policy class of DeepSpeed; give the names of the "
                     f"linear layers of {block.__name__} whose outputs are summed, such as ('mlp.down_proj',)"

@@ -27,6 +27,12 @@ class DeepSpeedTransformerInference(nn.Module):
         )
 
 
+class HFGPT2LayerPolicy:
+    """What `injection_policy` says of GPT-2's blocks, as a class: the layers whose outputs are summed."""
+
+    rows = ("attn.c_proj", "mlp.c_proj")
+
+
 def mark_blocks(model: nn.Module, names: Collection[str], stack: ExitStack) -> None:
     """Let the blocks in lists of a model, inside of which modules of these names lie, be of that kind."""
     for path, module in model.named_modules():

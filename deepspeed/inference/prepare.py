@@ -163,7 +163,8 @@ def tp_section(model: nn.Module, config: DeepSpeedInferenceConfig, ranks: int) -
         return TPTrainingConfig(autotp_size=ranks)
     specs = []
     for kind, given in config.injection_policy.items():
-        rows = [given] if isinstance(given, str) else [str(name) for name in given]
+        listed = getattr(given, "rows", given)
+        rows = [listed] if isinstance(listed, str) else [str(name) for name in listed]
         blocks = [(path, module) for path, module in model.named_modules() if isinstance(module, kind)]
         if not blocks:
             raise UsageError(f"injection_policy: the model has no module of the class {kind.__name__}")

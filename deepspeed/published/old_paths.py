@@ -17,6 +17,14 @@ MOVED: dict[str, str] = {
     "deepspeed.comm.comm": "deepspeed.comm",
     "deepspeed.compile.config": "deepspeed.config.compile",
     "deepspeed.git_version_info": "deepspeed.published.git_version_info",
+    "deepspeed.inference.config": "deepspeed.config.inference",
+    "deepspeed.inference.v2.checkpoint": "deepspeed.inference.v2.engine_v2",
+    "deepspeed.inference.v2.engine_factory": "deepspeed.inference.v2.engine_v2",
+    "deepspeed.inference.v2.ragged.blocked_allocator": "deepspeed.inference.v2.ragged_cache",
+    "deepspeed.inference.v2.ragged.kv_cache": "deepspeed.inference.v2.ragged_cache",
+    "deepspeed.inference.v2.ragged.ragged_manager": "deepspeed.inference.v2.ragged_cache",
+    "deepspeed.inference.v2.ragged.sequence_descriptor": "deepspeed.inference.v2.ragged_cache",
+    "deepspeed.inference.v2.scheduling_utils": "deepspeed.inference.v2.engine_v2",
     "deepspeed.io.mock_file_writer": "deepspeed.io.fast_file_writer",
     "deepspeed.io.py_file_writer": "deepspeed.io.fast_file_writer",
     "deepspeed.monitor.csv_monitor": "deepspeed.monitor.monitor",
@@ -97,11 +105,46 @@ SPLIT: dict[str, dict[str, str]] = {
         "MODEL_PARALLEL_SIZE NUM_GPUS_PER_NODE PREFER_LARGER_BATCH VERSION",
     ),
     "deepspeed.elasticity.utils": {"is_torch_elastic_compatible": "deepspeed.published.runtime_names"},
+    "deepspeed.inference.quantization": {
+        "_init_group_wise_weight_quantization": "deepspeed.inference.group_quantization",
+    },
+    "deepspeed.inference.quantization.layers": names_at(
+        "deepspeed.inference.group_quantization", "QuantizedEmbedding QuantizedLinear"
+    ),
+    "deepspeed.inference.quantization.quantization": {
+        "_init_group_wise_weight_quantization": "deepspeed.inference.group_quantization",
+    },
+    "deepspeed.inference.quantization.utils": names_at(
+        "deepspeed.inference.group_quantization", "DeQuantizer Quantizer"
+    ),
+    "deepspeed.inference.v2.config_v2": {
+        "DeepSpeedTPConfig": "deepspeed.config.inference:RaggedTensorParallelConfig",
+        "QuantizationConfig": "deepspeed.config.inference:RaggedQuantizationConfig",
+        "RaggedInferenceEngineConfig": "deepspeed.config.inference",
+    },
+    "deepspeed.inference.v2.ragged": {
+        **names_at("deepspeed.config.inference", "AllocationMode DSStateManagerConfig"),
+        **names_at(
+            "deepspeed.inference.v2.ragged_cache",
+            "BlockedKVCache DSSequenceDescriptor DSStateManager KVCacheConfig PlaceholderSequenceDescriptor "
+            "RaggedBatchWrapper split_kv",
+        ),
+        "MemoryConfig": "deepspeed.config.inference:CacheMemoryConfig",
+    },
+    "deepspeed.inference.v2.ragged.manager_configs": {
+        **names_at("deepspeed.config.inference", "AllocationMode DSStateManagerConfig"),
+        **names_at("deepspeed.inference.v2.ragged_cache", "KVCacheConfig KVCacheType"),
+        "MemoryConfig": "deepspeed.config.inference:CacheMemoryConfig",
+    },
     "deepspeed.launcher.constants": names_at(
         "deepspeed.published.constants",
         "IMPI_LAUNCHER MPICH_LAUNCHER MVAPICH_LAUNCHER OPENMPI_LAUNCHER PDSH_LAUNCHER PDSH_MAX_FAN_OUT SLURM_LAUNCHER",
     ),
-    "deepspeed.module_inject": {"set_autotp_mode": "deepspeed.tensor_parallel.model_init"},
+    "deepspeed.model_implementations": {"DeepSpeedTransformerInference": "deepspeed.inference.modules"},
+    "deepspeed.module_inject": {
+        "replace_transformer_layer": "deepspeed.inference.modules",
+        "set_autotp_mode": "deepspeed.tensor_parallel.model_init",
+    },
     "deepspeed.module_inject.layers": {
         **names_at(
             "deepspeed.tensor_parallel.linear_modules",
@@ -110,6 +153,8 @@ SPLIT: dict[str, dict[str, str]] = {
         "is_autotp_training_mode": "deepspeed.tensor_parallel.model_init",
         "set_autotp_mode": "deepspeed.tensor_parallel.model_init",
     },
+    "deepspeed.module_inject.replace_module": {"replace_transformer_layer": "deepspeed.inference.modules"},
+    "deepspeed.module_inject.replace_policy": {"HFGPT2LayerPolicy": "deepspeed.inference.modules"},
     "deepspeed.module_inject.tp_shard": {
         **names_at(
             "deepspeed.published.tp_shard",
@@ -309,6 +354,9 @@ REMOVED: dict[str, str] = {
     "deepspeed.module_inject.autotp_config": _SPLIT,
     "deepspeed.module_inject.fusedqkv_utils": _SPLIT,
     "deepspeed.module_inject.layers.*": _SPLIT,
+    "deepspeed.module_inject.replace_policy.*": (
+        "give init_inference replace_with_kernel_inject, or injection_policy with names of layers"
+    ),
     "deepspeed.module_inject.tp_plan_converter": _SPLIT,
     "deepspeed.moe.ep_count": _EXPERTS,
     "deepspeed.moe.ep_experts": _EXPERTS,
@@ -347,31 +395,24 @@ REMOVED: dict[str, str] = {
 }
 
 _TORCHAO = "torchao and PEFT quantise models, and engines of this library train them"
-_GENERATE = "use generate() of the Transformers model, or vLLM"
+_GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
 # module or name of a feature that is still to come, with all below it → what to use meanwhile
 COMING: dict[str, str] = {
     "deepspeed.DeepSpeedHybridEngine": _GENERATE,
-    "deepspeed.DeepSpeedInferenceConfig": _GENERATE,
-    "deepspeed.InferenceEngine": _GENERATE,
     "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
     "deepspeed.compile": "set compile in the config, or use torch.compile",
     "deepspeed.compression": _TORCHAO,
-    "deepspeed.default_inference_config": _GENERATE,
-    "deepspeed.inference": _GENERATE,
-    "deepspeed.init_inference": _GENERATE,
+    "deepspeed.inference.v2.allocator": _GENERATE,
+    "deepspeed.inference.v2.inference_parameter": _GENERATE,
+    "deepspeed.inference.v2.inference_utils": _GENERATE,
     "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
-    "deepspeed.model_implementations": _GENERATE,
-    "deepspeed.module_inject.replace_module": _GENERATE,
-    "deepspeed.module_inject.replace_policy": _GENERATE,
-    "deepspeed.module_inject.replace_transformer_layer": _GENERATE,
     "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
     "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",
     "deepspeed.ops.fp_quantizer": _TORCHAO,
     "deepspeed.ops.quantizer": _TORCHAO,
     "deepspeed.ops.random_ltd": "train without token dropping",
     "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
-    "deepspeed.replace_transformer_layer": _GENERATE,
     "deepspeed.runtime.comm.compressed": "gradients travel in communication_data_type",
     "deepspeed.runtime.comm.mpi": "gradients travel in communication_data_type",
     "deepspeed.runtime.comm.nccl": "gradients travel in communication_data_type",

@@ -1,0 +1,369 @@
+"""Published pieces of a paged cache for scripts with schedules of their own: blocks, sequences, packed batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed.accelerator import get_accelerator
+from deepspeed.config.inference import (
+    AllocationMode,
+    CacheMemoryConfig,
+    DSStateManagerConfig,
+    DtypeEnum,
+    InferenceSection,
+)
+from deepspeed.config.model import PositiveCount, key
+from deepspeed.errors import UsageError
+
+__all__ = [
+    "BaseSequenceDescriptor",
+    "BlockedAllocator",
+    "BlockedKVCache",
+    "DSSequenceDescriptor",
+    "DSStateManager",
+    "KVCacheConfig",
+    "KVCacheType",
+    "PlaceholderSequenceDescriptor",
+    "RaggedBatchWrapper",
+    "split_kv",
+]
+
+
+class KVCacheType(Enum):
+    """What a group of caches keeps of a sequence: everything, or the last tokens."""
+
+    DENSE = "dense"
+    LOCAL = "local"
+
+
+class KVCacheConfig(InferenceSection):
+    """One group of caches that share block tables."""
+
+    type: KVCacheType = key(KVCacheType.DENSE, "What is kept of a sequence.")
+    block_size: PositiveCount = key(128, "Number of tokens of a block.")
+    num_allocation_groups: PositiveCount = key(1, "Number of tables of a sequence.")
+    cache_shape: tuple[int, int, int] = key(..., "(caches, heads, width of a head).")
+    cache_dtype: DtypeEnum = key(DtypeEnum.fp16, "Dtype of keys and values.")
+    max_blocks_per_allocation_group: PositiveCount = key(64, "Blocks of one sequence in a table.")
+
+
+class BlockedAllocator:
+    """A free list of block numbers."""
+
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise UsageError(f"BlockedAllocator: num_blocks is {num_blocks}, expected at least 1")
+        self._total = num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._held: set[int] = set()
+
+    def allocate(self, num_blocks: int) -> Tensor:
+        """Numbers of blocks that were free."""
+        if num_blocks > len(self._free):
+            raise UsageError(f"{num_blocks} blocks are asked for, {len(self._free)} of {self._total} are free")
+        found = [self._free.pop() for _ in range(num_blocks)]
+        self._held.update(found)
+        return torch.tensor(found, dtype=torch.int32)
+
+    def free(self, blocks: Iterable[int] | int | Tensor) -> None:
+        """Give blocks back; one that is free already is an error, and nothing changes."""
+        given = [blocks] if isinstance(blocks, int) else [int(block) for block in torch.as_tensor(blocks).flatten()]
+        foreign = [block for block in given if block not in self._held]
+        if foreign or len(set(given)) != len(given):
+            raise UsageError(f"blocks {foreign or given} are not held, or are given back twice")
+        self._held.difference_update(given)
+        self._free += reversed(given)
+
+    @property
+    def free_blocks(self) -> int:
+        """How many are free."""
+        return len(self._free)
+
+
+class BlockedKVCache:
+    """Blocks of keys and values of several groups of caches, and a copy of some in host memory."""
+
+    def __init__(
+        self,
+        configs: Sequence[KVCacheConfig],
+        memory_config: CacheMemoryConfig,
+        mp_group: Any = None,
+        offload: bool = False,
+    ) -> None:
+        self._configs, self._offload = tuple(configs), offload
+        device = torch.device(get_accelerator().current_device_name())
+        bytes_of = [
+            config.cache_shape[0] * config.block_size * 2 * config.cache_shape[1] * config.cache_shape[2]
+            * config.cache_dtype.value.itemsize
+            for config in self._configs
+        ]  # fmt: skip
+        if memory_config.mode is AllocationMode.ALLOCATE:
+            blocks = memory_config.size
+        else:
+            blocks = (get_accelerator().available_memory() - memory_config.size) // sum(bytes_of)
+        if mp_group is not None:
+            least = torch.tensor([blocks], dtype=torch.int64, device=device)
+            torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=mp_group)
+            blocks = int(least)
+        if blocks < 1:
+            raise UsageError(f"there is no room for a block of {sum(bytes_of)} bytes beside {memory_config.size} bytes")
+        self._allocators = [BlockedAllocator(blocks) for _ in self._configs]
+        self._caches = [
+            [
+                torch.zeros(
+                    (blocks, config.block_size, 2, *config.cache_shape[1:]),
+                    dtype=config.cache_dtype.value,
+                    device=device,
+                )
+                for _ in range(config.cache_shape[0])
+            ]
+            for config in self._configs
+        ]
+        self._host: list[dict[int, list[Tensor]]] = [{} for _ in self._configs]
+        self._next = 0
+
+    def reserve(self, num_blocks: int, cache_group: int = 0) -> Tensor:
+        """Numbers of free blocks."""
+        return self._allocators[cache_group].allocate(num_blocks)
+
+    def free(self, blocks: Iterable[int], cache_group: int = 0) -> None:
+        """Give blocks back."""
+        self._allocators[cache_group].free(blocks)
+
+    def offload(self, blocks: Iterable[int], cache_group: int = 0) -> Tensor:
+        """Move the content of blocks to host memory, and free them; returns numbers for `restore`."""
+        if not self._offload:
+            raise UsageError("BlockedKVCache.offload: the cache was made with offload=False")
+        held, found = self._host[cache_group], []
+        given = [int(block) for block in torch.as_tensor(blocks).flatten()]
+        for block in given:
+            held[self._next] = [cache[block].cpu() for cache in self._caches[cache_group]]
+            found.append(self._next)
+            self._next += 1
+        self.free(given, cache_group)
+        return torch.tensor(found, dtype=torch.int32)
+
+    def restore(self, blocks: Iterable[int], cache_group: int = 0) -> Tensor:
+        """Bring back what `offload` moved; returns the blocks where it lies now."""
+        given = [int(block) for block in torch.as_tensor(blocks).flatten()]
+        found = self.reserve(len(given), cache_group)
+        for number, block in zip(given, found.tolist(), strict=True):
+            for cache, saved in zip(self._caches[cache_group], self._host[cache_group].pop(number), strict=True):
+                cache[block].copy_(saved)
+        return found
+
+    def get_cache(self, cache_id: int, cache_group: int = 0) -> Tensor:
+        """[blocks, block_size, 2, heads, width] of one cache."""
+        return self._caches[cache_group][cache_id]
+
+    @property
+    def free_blocks(self) -> Tensor:
+        """Of each group."""
+        return torch.tensor([each.free_blocks for each in self._allocators], dtype=torch.int32)
+
+    @property
+    def num_caches(self) -> int:
+        """Groups of caches."""
+        return len(self._caches)
+
+
+def split_kv(kv_cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of a cache, as views."""
+    if kv_cache.dim() != 5 or kv_cache.shape[2] != 2:
+        raise UsageError(f"a cache has the shape [blocks, block_size, 2, heads, width], found {tuple(kv_cache.shape)}")
+    return kv_cache[:, :, 0], kv_cache[:, :, 1]
+
+
+class BaseSequenceDescriptor:
+    """What a batch must know of a sequence."""
+
+    seen_tokens: int
+    cur_allocated_blocks: int
+    kv_blocks_ptr: int
+
+
+class PlaceholderSequenceDescriptor(BaseSequenceDescriptor):
+    """A sequence that is not there yet."""
+
+    def __init__(self, seen_tokens: int = 0, cur_allocated_blocks: int = 0, kv_blocks_ptr: int = 0) -> None:
+        self.seen_tokens = seen_tokens
+        self.cur_allocated_blocks = cur_allocated_blocks
+        self.kv_blocks_ptr = kv_blocks_ptr
+
+
+class DSSequenceDescriptor(BaseSequenceDescriptor):
+    """A sequence: tokens that are computed or in flight, and its blocks, in tables on the host and on the device."""
+
+    def __init__(
+        self,
+        tracking_id: int,
+        kv_cache_ids: Sequence[Tensor],
+        kv_cache_ids_shadow: Sequence[Tensor],
+        max_context: int = -1,
+    ) -> None:
+        self.tracking_id, self.max_context = tracking_id, max_context
+        self.seen_tokens = self.in_flight_tokens = 0
+        self._device, self._host = tuple(kv_cache_ids), tuple(kv_cache_ids_shadow)
+        self._counts = [0] * len(self._host)
+
+    @property
+    def cur_allocated_blocks(self) -> int:  # type: ignore[override]
+        """Blocks of all groups."""
+        return sum(self._counts)
+
+    @property
+    def kv_blocks_ptr(self) -> int:  # type: ignore[override]
+        """Where the first table lies on the device."""
+        return self._device[0].data_ptr()
+
+    def kv_cache_ids(self, cache_group: int = 0, on_device: bool = False) -> Tensor:
+        """The table of a group."""
+        return (self._device if on_device else self._host)[cache_group]
+
+    def all_block_ids(self, cache_group: int = 0) -> Tensor:
+        """The blocks of a group."""
+        return self._host[cache_group].flatten()[: self._counts[cache_group]]
+
+    def pre_forward(self, num_tokens: int) -> None:
+        """So many tokens are in flight."""
+        self.in_flight_tokens = num_tokens
+
+    def post_forward(self) -> None:
+        """What was in flight is computed."""
+        self.seen_tokens += self.in_flight_tokens
+        self.in_flight_tokens = 0
+
+    def extend_kv_cache(self, new_ids: Sequence[Tensor] | Tensor, cache_group: int = 0) -> None:
+        """Add blocks at the end of a table."""
+        added = torch.cat(list(new_ids)) if isinstance(new_ids, (list, tuple)) else torch.as_tensor(new_ids)
+        start, stop = self._counts[cache_group], self._counts[cache_group] + added.numel()
+        table = self._host[cache_group].flatten()
+        if stop > table.numel():
+            raise UsageError(f"sequence {self.tracking_id} has room for {table.numel()} blocks, {stop} are asked for")
+        for each in (self._host, self._device):
+            each[cache_group].view(-1)[start:stop].copy_(added)
+        self._counts[cache_group] = stop
+
+    def free_kv_cache(self, free_ids: Sequence[Tensor] | Tensor, cache_group: int = 0) -> None:
+        """Take blocks out of a table; the others move up."""
+        gone = torch.cat(list(free_ids)) if isinstance(free_ids, (list, tuple)) else torch.as_tensor(free_ids)
+        kept = [block for block in self.all_block_ids(cache_group).tolist() if block not in set(gone.tolist())]
+        self._counts[cache_group] = 0
+        self.extend_kv_cache(torch.tensor(kept, dtype=torch.int32), cache_group)
+
+
+class DSStateManager:
+    """Sequences by uid, and the cache that they share."""
+
+    def __init__(
+        self, config: DSStateManagerConfig, kv_configs: Sequence[KVCacheConfig], base_mp_group: Any = None
+    ) -> None:
+        self._config, self._kv_configs = config, tuple(kv_configs)
+        self._cache = BlockedKVCache(self._kv_configs, config.memory_config, base_mp_group, config.offload)
+        self.tracked_sequences: dict[int, DSSequenceDescriptor] = {}
+
+    @property
+    def n_tracked_sequences(self) -> int:
+        """How many sequences there are."""
+        return len(self.tracked_sequences)
+
+    @property
+    def kv_block_size(self) -> int:
+        """Tokens of a block, of the first group."""
+        return self._kv_configs[0].block_size
+
+    @property
+    def n_kv_cache_groups(self) -> int:
+        """Groups of caches."""
+        return self._cache.num_caches
+
+    @property
+    def free_blocks(self) -> Tensor:
+        """Of each group."""
+        return self._cache.free_blocks
+
+    def get_cache(self, cache_id: int, cache_group: int = 0) -> Tensor:
+        """See `BlockedKVCache`."""
+        return self._cache.get_cache(cache_id, cache_group)
+
+    def allocate_blocks(self, n_blocks: int, cache_group: int = 0) -> Tensor:
+        """Free blocks of a group."""
+        return self._cache.reserve(n_blocks, cache_group)
+
+    def get_sequence(self, uid: int) -> DSSequenceDescriptor | None:
+        """A sequence that is there."""
+        return self.tracked_sequences.get(uid)
+
+    def get_or_create_sequence(self, uid: int) -> DSSequenceDescriptor:
+        """A sequence, which begins now if it is not there."""
+        if uid not in self.tracked_sequences:
+            if self.n_tracked_sequences >= self._config.max_tracked_sequences:
+                raise UsageError(
+                    f"{self.n_tracked_sequences} sequences are there, max_tracked_sequences allows no more"
+                )
+            sizes = [-(-self._config.max_context // each.block_size) for each in self._kv_configs]
+            device = self._cache.get_cache(0).device
+            tables = [torch.zeros((1, size), dtype=torch.int32) for size in sizes]
+            there = [table.to(device, copy=True) for table in tables]
+            self.tracked_sequences[uid] = DSSequenceDescriptor(uid, there, tables, self._config.max_context)
+        return self.tracked_sequences[uid]
+
+    def flush_sequence(self, uid: int) -> None:
+        """Forget a sequence, and free its blocks."""
+        sequence = self.tracked_sequences.pop(uid, None)
+        if sequence is None:
+            return
+        for group in range(self.n_kv_cache_groups):
+            self._cache.free(sequence.all_block_ids(group), group)
+
+
+class RaggedBatchWrapper:
+    """Tokens of several sequences in one row, and where each of them begins."""
+
+    def __init__(self, config: DSStateManagerConfig) -> None:
+        self._config = config
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a new batch."""
+        self._tokens: list[Tensor] = []
+        self._sequences: list[BaseSequenceDescriptor] = []
+
+    def insert_sequence(self, seq_descriptor: BaseSequenceDescriptor, tokens: Tensor, do_checks: bool = True) -> None:
+        """Add tokens of a sequence."""
+        flat = tokens.flatten()
+        if do_checks and self.current_sequences + 1 > self._config.max_ragged_sequence_count:
+            raise UsageError(
+                f"the batch has {self.current_sequences} sequences, max_ragged_sequence_count allows no more"
+            )
+        if do_checks and self.current_tokens + flat.numel() > self._config.max_ragged_batch_size:
+            raise UsageError(
+                f"{self.current_tokens} + {flat.numel()} tokens are more than max_ragged_batch_size "
+                f"({self._config.max_ragged_batch_size})"
+            )
+        self._tokens.append(flat)
+        self._sequences.append(seq_descriptor)
+
+    @property
+    def current_tokens(self) -> int:
+        """Tokens of the batch."""
+        return sum(each.numel() for each in self._tokens)
+
+    @property
+    def current_sequences(self) -> int:
+        """Sequences of the batch."""
+        return len(self._sequences)
+
+    def input_ids(self) -> Tensor:
+        """All tokens, one sequence after the other."""
+        return torch.cat(self._tokens) if self._tokens else torch.zeros(0, dtype=torch.int64)
+
+    def tokens_to_seq(self) -> Tensor:
+        """The sequence of each token."""
+        counts = torch.tensor([each.numel() for each in self._tokens])
+        return torch.arange(len(self._tokens)).repeat_interleave(counts) if self._tokens else torch.zeros(0).long()
