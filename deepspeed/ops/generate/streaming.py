@@ -44,7 +44,8 @@ def streamed_linear_reference(x: Tensor, weights: Sequence[Tensor], biases: Bias
 @reference("streamed_gated")
 def streamed_gated_reference(x: Tensor, gate: Tensor, up: Tensor, kind: str, biases: Biases = None) -> Tensor:
     """By two products."""
-    return gated(*streamed_linear_reference(x, (gate, up), biases), kind)
+    first, second = streamed_linear_reference(x, (gate, up), biases)
+    return gated(first, second, kind)
 
 
 def _streams(x: Tensor, weights: Sequence[Tensor], biases: Biases) -> bool:

@@ -25,7 +25,6 @@ from deepspeed.ops.precompile import launch
 if TYPE_CHECKING:
     from deepspeed.ops.generate.attention import AttentionOptions
 
-LOG2E = 1.4426950408889634
 FIXED = 4096
 """Keys of a program where divisions are at fixed positions."""
 
@@ -56,10 +55,10 @@ def _sequence(starts_ptr, tile, sequences, QUERIES: tl.constexpr):
 
 @triton.jit
 def _keys(
-    q, top, weight, found, key_ptr, value_ptr, table_ptr, begin, end, place, behind_most, length, scale, slope,
+    q, top, weight, found, key_ptr, value_ptr, table_ptr, begin, end, place, window, length, scale, slope,
     key_block, key_token, value_block, value_token, width, value_width, soft_cap,
     SIZE: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, MASKED: tl.constexpr,
-    CAUSAL: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CAP: tl.constexpr, ALIBI: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Take keys [begin, end) into (largest score, sum of weights, weighted values); `place` are query positions."""
     at, along, value_along = tl.arange(0, KEYS), tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
@@ -79,19 +78,18 @@ def _keys(
             v = tl.load(value_at, mask=there[:, None] & (value_along < value_width)[None, :], other=0.0)
         scores = tl.dot(q, k.to(q.dtype), input_precision="ieee") * scale
         if CAP:
-            scores = soft_cap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * 1.4426950408889634)) + 1.0))
+            scores = tl.exp2(scores * 2.8853900817779268) + 1.0  # soft_cap · tanh(scores), in base 2 as all scores
+            scores = soft_cap * 1.4426950408889634 * (1.0 - 2.0 / scores)
         if ALIBI:
             scores += slope[:, None] * (position[None, :] - place[:, None]).to(tl.float32)
+        seen = there[None, :]
         if MASKED:
             behind = place[:, None] - position[None, :]
-            seen = there[None, :] & (behind < behind_most)
             if CAUSAL:
                 seen = seen & (behind >= 0)
-            else:
-                seen = seen & (behind > -behind_most)
-            scores = tl.where(seen, scores, float("-inf"))
-        else:
-            scores = tl.where(there[None, :], scores, float("-inf"))
+            if WINDOW:
+                seen = seen & (behind < window) & (behind > -window)
+        scores = tl.where(seen, scores, float("-inf"))
         largest = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(largest == float("-inf"), 0.0, largest)
         p = tl.exp2(scores - base[:, None])
@@ -103,47 +101,13 @@ def _keys(
 
 
 @triton.jit
-def _attend(
-    q_ptr, key_ptr, value_ptr, table_ptr, starts_ptr, lengths_ptr, sinks_ptr, alibi_ptr, key_scale_ptr, value_scale_ptr,
-    out_ptr, part_ptr, sums_ptr, tokens, sequences, scale, soft_cap, window, splits, width, value_width,
-    q_token, q_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
-    GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
-    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINGLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-    CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT: tl.constexpr,
-    FIXED: tl.constexpr, EVEN: tl.constexpr,
+def _span(
+    length, first, split, splits, window,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SPLIT: tl.constexpr,
+    FIXED: tl.constexpr,
 ):  # fmt: skip
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    heads = GROUP * tl.num_programs(1)
-    row = tl.arange(0, ROWS)
-    query, head = row // GROUP, kv_head * GROUP + row % GROUP
-    value_along = tl.arange(0, VALUE_WIDTH)
-    known = value_along < value_width
-    if not SPLIT:  # rows of padding, of which each has a program with its number
-        token = tile * QUERIES + query
-        padding = (query < QUERIES) & (token >= tl.load(starts_ptr + sequences)) & (token < tokens)
-        at = (token.to(tl.int64) * heads + head) * value_width
-        nothing = tl.zeros((ROWS, VALUE_WIDTH), dtype=out_ptr.dtype.element_ty)
-        tl.store(out_ptr + at[:, None] + value_along[None, :], nothing, mask=padding[:, None] & known[None, :])
-    if SINGLE:
-        s = tile
-        if s >= sequences:
-            return
-    else:
-        s = _sequence(starts_ptr, tile, sequences, QUERIES)
-    begin = tl.load(starts_ptr + s)
-    count = tl.load(starts_ptr + s + 1) - begin
-    ahead = 0 if SINGLE else (tile - begin // QUERIES - s) * QUERIES
-    if ahead >= count:
-        return
-    length = tl.load(lengths_ptr + s)
-    inside = (query < QUERIES) & (query + ahead < count)
-    place = length - count + ahead + query  # positions of the queries
-    token = (begin + ahead + query).to(tl.int64)
-    at = token * heads + head
-
-    # The keys that any of the queries sees, and those of this program.
+    """[low, high): the keys that queries from position `first` on see, or those of a split."""
     low, high = 0, length
-    first = length - count + ahead
     if CAUSAL:
         high = tl.minimum(length, first + QUERIES)
     if WINDOW:
@@ -157,67 +121,96 @@ def _attend(
             each = tl.cdiv(tl.cdiv(high - low, KEYS), splits) * KEYS
             low += split * each
             high = tl.minimum(high, low + each)
-        if low >= high:
-            tl.store(
-                sums_ptr + (split.to(tl.int64) * tokens * heads + at),
-                float("-inf") + tl.zeros((ROWS,), tl.float32),
-                mask=inside,
-            )
-            return
+    return low, high
 
-    along = tl.arange(0, WIDTH)
-    q_at = q_ptr + token[:, None] * q_token + head[:, None] * q_head + along[None, :]
-    q = tl.load(q_at, mask=inside[:, None] & (along < width)[None, :], other=0.0)
-    factor = scale
-    if SCALES:
-        factor = scale * tl.load(key_scale_ptr + kv_head)
-    cap = soft_cap
-    if CAP:
-        factor = factor / soft_cap
-        cap = soft_cap * 1.4426950408889634
-    else:
-        factor = factor * 1.4426950408889634
-    slope = tl.zeros((ROWS,), dtype=tl.float32)
-    if ALIBI:
-        slope = tl.load(alibi_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
-    key_ptr += kv_head * key_head
-    value_ptr += kv_head * value_head
-    table_ptr += s.to(tl.int64) * table_row
-    top = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
-    weight = tl.zeros((ROWS,), dtype=tl.float32)
-    found = tl.zeros((ROWS, VALUE_WIDTH), dtype=tl.float32)
-    behind_most = window if WINDOW else length + 1
-    clear = low  # up to here every query sees every key
-    if CAUSAL and not WINDOW:
-        clear = tl.maximum(low, tl.minimum(high, first + 1) // KEYS * KEYS)
-        top, weight, found = _keys(
-            q, top, weight, found, key_ptr, value_ptr, table_ptr, low, clear, place, behind_most, length, factor, slope,
-            key_block, key_token, value_block, value_token, width, value_width, cap,
-            SIZE, KEYS, WIDTH, VALUE_WIDTH, False, CAUSAL, CAP, ALIBI, EVEN,
-        )  # fmt: skip
-    top, weight, found = _keys(
-        q, top, weight, found, key_ptr, value_ptr, table_ptr, clear, high, place, behind_most, length, factor, slope,
-        key_block, key_token, value_block, value_token, width, value_width, cap,
-        SIZE, KEYS, WIDTH, VALUE_WIDTH, True, CAUSAL, CAP, ALIBI, EVEN,
-    )  # fmt: skip
 
+@triton.jit
+def _finish(
+    top, weight, found, at, inside, head, kv_head, split, value_scale_ptr, sinks_ptr, out_ptr, part_ptr, sums_ptr,
+    stride, value_width,
+    VALUE_WIDTH: tl.constexpr, SCALES: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Write results, or those of a split."""
     some = weight > 0
     found = found / tl.where(some, weight, 1.0)[:, None]
     total = tl.where(some, top + tl.log2(tl.where(some, weight, 1.0)), float("-inf"))
+    along = tl.arange(0, VALUE_WIDTH)[None, :]
+    whole = inside[:, None] & (along < value_width)
     if SCALES:
         found *= tl.load(value_scale_ptr + kv_head)
     if SPLIT:
-        part = split.to(tl.int64) * tokens * heads + at
+        part = split.to(tl.int64) * stride + at
         tl.store(sums_ptr + part, total, mask=inside)
-        tl.store(
-            part_ptr + part[:, None] * value_width + value_along[None, :], found, mask=inside[:, None] & known[None, :]
-        )
+        tl.store(part_ptr + part[:, None] * value_width + along, found, mask=whole)
     else:
         if SINKS:
             sink = tl.load(sinks_ptr + head, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
             found = found / (1.0 + tl.exp2(sink - tl.where(some, total, float("inf"))))[:, None]
-        out_at = out_ptr + at[:, None] * value_width + value_along[None, :]
-        tl.store(out_at, found.to(out_ptr.dtype.element_ty), mask=inside[:, None] & known[None, :])
+        tl.store(out_ptr + at[:, None] * value_width + along, found.to(out_ptr.dtype.element_ty), mask=whole)
+
+
+@triton.jit
+def _attend(
+    q_ptr, key_ptr, value_ptr, table_ptr, starts_ptr, lengths_ptr, sinks_ptr, alibi_ptr, key_scale_ptr, value_scale_ptr,
+    out_ptr, part_ptr, sums_ptr, tokens, sequences, scale, soft_cap, window, splits, width, value_width, stride,
+    q_token, q_head, key_block, key_token, key_head, value_block, value_token, value_head, table_row,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, KEYS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, SINGLE: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    CAP: tl.constexpr, ALIBI: tl.constexpr, SINKS: tl.constexpr, SCALES: tl.constexpr, SPLIT: tl.constexpr,
+    FIXED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads, row = GROUP * tl.num_programs(1), tl.arange(0, ROWS)
+    query, head = row // GROUP, kv_head * GROUP + row % GROUP
+    if not SPLIT:  # rows of padding, of which each has a program with its number
+        token, along = tile * QUERIES + query, tl.arange(0, VALUE_WIDTH)[None, :]
+        padding = (query < QUERIES) & (token >= tl.load(starts_ptr + sequences)) & (token < tokens)
+        place = out_ptr + (token.to(tl.int64) * heads + head)[:, None] * value_width + along
+        tl.store(
+            place, tl.zeros((ROWS, VALUE_WIDTH), q_ptr.dtype.element_ty), mask=padding[:, None] & (along < value_width)
+        )
+    s = tile if SINGLE else _sequence(starts_ptr, tile, sequences, QUERIES)
+    if s >= sequences:
+        return
+    begin = tl.load(starts_ptr + s)
+    count = tl.load(starts_ptr + s + 1) - begin
+    ahead = 0 if SINGLE else (tile - begin // QUERIES - s) * QUERIES
+    if ahead >= count:
+        return
+    length, inside = tl.load(lengths_ptr + s), (query < QUERIES) & (query + ahead < count)
+    first, token = length - count + ahead, (begin + ahead + query).to(tl.int64)
+    at = token * heads + head
+    low, high = _span(length, first, split, splits, window, QUERIES, KEYS, CAUSAL, WINDOW, SPLIT, FIXED)
+    if (low >= high) & SPLIT:
+        nothing = tl.full((ROWS,), float("-inf"), dtype=tl.float32)
+        tl.store(sums_ptr + split.to(tl.int64) * stride + at, nothing, mask=inside)
+        return
+    along = tl.arange(0, WIDTH)[None, :]
+    q_at = q_ptr + token[:, None] * q_token + head[:, None] * q_head + along
+    q = tl.load(q_at, mask=inside[:, None] & (along < width), other=0.0)
+    factor = scale * tl.load(key_scale_ptr + kv_head) if SCALES else scale
+    factor = factor / soft_cap if CAP else factor * 1.4426950408889634
+    slope = tl.load(alibi_ptr + head, mask=inside & ALIBI, other=0.0).to(tl.float32) * 1.4426950408889634
+    key_ptr, value_ptr = key_ptr + kv_head * key_head, value_ptr + kv_head * value_head
+    table_ptr += s.to(tl.int64) * table_row
+    top, weight = tl.full((ROWS,), float("-inf"), dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.float32)
+    found, clear = tl.zeros((ROWS, VALUE_WIDTH), dtype=tl.float32), low
+    if CAUSAL and not WINDOW and not SINGLE:  # up to here every query sees every key
+        clear = tl.maximum(low, tl.minimum(high, first + 1) // KEYS * KEYS)
+        top, weight, found = _keys(
+            q, top, weight, found, key_ptr, value_ptr, table_ptr, low, clear, first + query, window, length, factor,
+            slope, key_block, key_token, value_block, value_token, width, value_width, soft_cap,
+            SIZE, KEYS, WIDTH, VALUE_WIDTH, False, CAUSAL, WINDOW, CAP, ALIBI, EVEN,
+        )  # fmt: skip
+    top, weight, found = _keys(
+        q, top, weight, found, key_ptr, value_ptr, table_ptr, clear, high, first + query, window, length, factor,
+        slope, key_block, key_token, value_block, value_token, width, value_width, soft_cap,
+        SIZE, KEYS, WIDTH, VALUE_WIDTH, True, CAUSAL, WINDOW, CAP, ALIBI, EVEN,
+    )  # fmt: skip
+    _finish(
+        top, weight, found, at, inside, head, kv_head, split, value_scale_ptr, sinks_ptr, out_ptr, part_ptr, sums_ptr,
+        stride, value_width, VALUE_WIDTH, SCALES, SINKS, SPLIT,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -232,20 +225,20 @@ def _join(
     if token >= tl.load(starts_ptr + sequences):
         tl.store(out_ptr + at * value_width + along, tl.zeros((VALUE_WIDTH,), out_ptr.dtype.element_ty), mask=known)
         return
+    sums_ptr, part_ptr = sums_ptr + at, part_ptr + at * value_width
     split = tl.arange(0, SPLITS)
-    sums_ptr += at
     sums = tl.load(sums_ptr + split.to(tl.int64) * stride, mask=split < splits, other=float("-inf"))
     top = tl.max(sums, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total, found = tl.zeros((), dtype=tl.float32), tl.zeros((VALUE_WIDTH,), dtype=tl.float32)
-    part_ptr += at * value_width
-    for _ in range(splits):
-        share = tl.exp2(tl.load(sums_ptr) - base)
-        if share > 0.0:
-            total += share
-            found += share * tl.load(part_ptr + along, mask=known, other=0.0)
-        sums_ptr += stride
-        part_ptr += stride * value_width
+    for start in range(0, splits, 16):
+        each = start + tl.arange(0, 16)
+        place = each.to(tl.int64) * stride
+        share = tl.exp2(tl.load(sums_ptr + place, mask=each < splits, other=float("-inf")) - base)
+        total += tl.sum(share, 0)
+        some = (share > 0)[:, None] & known[None, :]
+        parts = tl.load(part_ptr + place[:, None] * value_width + along[None, :], mask=some, other=0.0)
+        found += tl.sum(share[:, None] * parts, 0)
     some = total > 0
     found = found / tl.where(some, total, 1.0)
     if SINKS:
@@ -270,13 +263,13 @@ def tile_of(query: Tensor, key_pages: Tensor, tables: Tensor, options: Attention
         )
     rows = max(16, next_power(options.max_query * group))
     programs = max(len(tables), cdiv(tokens, options.max_query)) * kv_heads
-    return AttentionTile(rows, 64, 3 if wide <= 128 else 2, 4, _splits(programs, context, query))
+    return AttentionTile(rows, 64, 4 if wide <= 128 else 3, 4, _splits(programs, context, query))
 
 
 def _splits(programs: int, context: int, query: Tensor) -> int:
-    """So many that every processor has about four programs, none with fewer than 256 keys of the longest context."""
+    """So many that every processor has about four programs, none with fewer than 128 keys of the longest context."""
     wanted = 4 * processors(query.device)
-    return 1 if 2 * programs > wanted else max(1, min(64, wanted // programs, context // 256))
+    return 1 if 2 * programs > wanted else max(1, min(64, wanted // programs, context // 128))
 
 
 def attend(
@@ -312,7 +305,8 @@ def attend(
         out if options.sinks is None else options.sinks, out if options.alibi is None else options.alibi,
         key_scale, value_scale, out, parts, sums, tokens, sequences,
         float(options.scale), float(options.soft_cap or 0.0), options.window or 0, tile.splits, width, value_width,
-        query.stride(0), query.stride(1), *key_pages.stride()[:3], *value_pages.stride()[:3], tables.stride(0),
+        tokens * heads, query.stride(0), query.stride(1), *key_pages.stride()[:3], *value_pages.stride()[:3],
+        tables.stride(0),
         GROUP=group, QUERIES=queries, ROWS=rows, SIZE=size, KEYS=tile.keys, WIDTH=whole, VALUE_WIDTH=value_whole,
         SINGLE=single, CAUSAL=options.causal, WINDOW=options.window is not None, CAP=options.soft_cap is not None,
         ALIBI=options.alibi is not None, SINKS=options.sinks is not None, SCALES=scaled, SPLIT=split,
@@ -324,7 +318,7 @@ def attend(
             _join, (tokens, heads),
             parts, sums, out if options.sinks is None else options.sinks, starts, out, tokens * heads, sequences,
             tile.splits, heads, value_width,
-            SPLITS=next_power(tile.splits), VALUE_WIDTH=value_whole, SINKS=options.sinks is not None, num_warps=1,
+            SPLITS=next_power(tile.splits), VALUE_WIDTH=value_whole, SINKS=options.sinks is not None, num_warps=4 if tile.splits > 4 else 1,
         )  # fmt: skip
     return out
 

@@ -38,6 +38,13 @@ def _gumbel(token, first, second):
 
 
 @triton.jit
+def _keys_of(seed, offset):
+    first = _mixed((seed & 0xFFFFFFFF).to(tl.uint32) ^ 0x9E3779B9) + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    first = _mixed(_mixed(first) + (offset & 0xFFFFFFFF).to(tl.uint32))
+    return first, _mixed(first ^ 0x7F4A7C15)
+
+
+@triton.jit
 def _scores(
     logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, at, inside, repetition, presence, frequency, heat,
     COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
@@ -79,7 +86,21 @@ def _least(
     top, floor, wanted, BY_MASS: tl.constexpr,
     COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The largest number so that what is not below it has the `wanted` count, or sum of exponents."""
+    """The largest number so that what is not below it has the `wanted` count, or part of the sum of exponents.
+
+    Only what is not below `floor` is counted in the sum.
+    """
+    if BY_MASS:
+        mass = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, tokens, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = _scores(
+                logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, at, at < tokens, repetition, presence,
+                frequency, heat, COUNTS, PROMPT, BIAS, MASK,
+            )  # fmt: skip
+            mass += tl.where(x >= floor, tl.exp(x - top), 0.0)
+        wanted = wanted * tl.sum(mass, 0)
+        floor = tl.maximum(floor, top - 40.0)  # what is below has no part in a float32 sum
     low, high = _place(floor), _place(top) + 1  # enough at low, too little at high
     above, upto = tl.zeros((), dtype=tl.int32), tl.zeros((), dtype=tl.int32) + tokens
     eighth = tl.arange(0, 8)
@@ -111,31 +132,11 @@ def _least(
 
 
 @triton.jit
-def _draw(
-    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, temperature_ptr, seeds_ptr, offsets_ptr,
-    repetition_ptr, presence_ptr, frequency_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, chance_ptr, total_ptr,
-    tokens, row_stride,
-    REPETITION: tl.constexpr, PRESENCE: tl.constexpr, FREQUENCY: tl.constexpr, TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr, MIN_P: tl.constexpr, COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, BLOCK: tl.constexpr,
+def _survey(
+    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency, heat,
+    COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * row_stride
-    counts_ptr += row * tokens
-    prompt_ptr += row * tokens
-    bias_ptr += row * tokens
-    mask_ptr += row * tokens
-    repetition, presence, frequency = 1.0, 0.0, 0.0
-    if REPETITION:
-        repetition = tl.load(repetition_ptr + row)
-    if PRESENCE:
-        presence = tl.load(presence_ptr + row)
-    if FREQUENCY:
-        frequency = tl.load(frequency_ptr + row)
-    temperature = tl.load(temperature_ptr + row)
-    heat = tl.where(temperature > 0, temperature, 1.0)
-
-    # The sum of the model's own distribution, and the most likely token.
+    """(logarithm of the sum of exponents of the logits as they are, the largest changed one, its token)."""
     above, sums = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
     top, token = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.int32)
     for start in range(0, tokens, BLOCK):
@@ -154,8 +155,52 @@ def _draw(
         token = tl.where(best > top, start + place, token)
         top = tl.maximum(top, best)
     highest = tl.max(above, 0)
-    total = highest + tl.log(tl.sum(sums * tl.exp(above - highest), 0))
+    return highest + tl.log(tl.sum(sums * tl.exp(above - highest), 0)), top, token
 
+
+@triton.jit
+def _choose(
+    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency, heat,
+    least, first, second, token,
+    COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token drawn among those that are not below `least`."""
+    chosen = tl.full((), float("-inf"), tl.float32)
+    for start in range(0, tokens, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = _scores(
+            logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, at, at < tokens, repetition, presence,
+            frequency, heat, COUNTS, PROMPT, BIAS, MASK,
+        )  # fmt: skip
+        kept = (x >= least) & (x > float("-inf"))
+        best, place = tl.max(tl.where(kept, x + _gumbel(at, first, second), float("-inf")), 0, return_indices=True)
+        token = tl.where(best > chosen, start + place, token)
+        chosen = tl.maximum(chosen, best)
+    return token
+
+
+@triton.jit
+def _draw(
+    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, temperature_ptr, seeds_ptr, offsets_ptr,
+    repetition_ptr, presence_ptr, frequency_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, chance_ptr, total_ptr,
+    tokens, row_stride,
+    REPETITION: tl.constexpr, PRESENCE: tl.constexpr, FREQUENCY: tl.constexpr, TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr, MIN_P: tl.constexpr, COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr,
+    MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * row_stride
+    counts_ptr, prompt_ptr = counts_ptr + row * tokens, prompt_ptr + row * tokens
+    bias_ptr, mask_ptr = bias_ptr + row * tokens, mask_ptr + row * tokens
+    repetition = tl.load(repetition_ptr + row) if REPETITION else 1.0
+    presence = tl.load(presence_ptr + row) if PRESENCE else 0.0
+    frequency = tl.load(frequency_ptr + row) if FREQUENCY else 0.0
+    temperature = tl.load(temperature_ptr + row)
+    heat = tl.where(temperature > 0, temperature, 1.0)
+    total, top, token = _survey(
+        logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency, heat,
+        COUNTS, PROMPT, BIAS, MASK, BLOCK,
+    )  # fmt: skip
     if (temperature > 0) & (top > float("-inf")) & (top < float("inf")) & (total == total):
         least = tl.full((), float("-inf"), tl.float32)
         if TOP_K:
@@ -168,36 +213,17 @@ def _draw(
         if TOP_P:
             share = tl.load(top_p_ptr + row)
             if share < 1:
-                mass = tl.zeros((BLOCK,), tl.float32)
-                for start in range(0, tokens, BLOCK):
-                    at = start + tl.arange(0, BLOCK)
-                    x = _scores(
-                        logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, at, at < tokens, repetition, presence,
-                        frequency, heat, COUNTS, PROMPT, BIAS, MASK,
-                    )  # fmt: skip
-                    mass += tl.where(x >= least, tl.exp(x - top), 0.0)
-                floor = tl.maximum(least, top - 40.0)  # what is below has no part in a float32 sum
                 least = _least(
                     logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency,
-                    heat, top, floor, share * tl.sum(mass, 0), True, COUNTS, PROMPT, BIAS, MASK, BLOCK,
+                    heat, top, least, share, True, COUNTS, PROMPT, BIAS, MASK, BLOCK,
                 )  # fmt: skip
         if MIN_P:
             least = tl.maximum(least, top + tl.log(tl.load(min_p_ptr + row)))
-        seed, offset = tl.load(seeds_ptr + row), tl.load(offsets_ptr + row)
-        first = _mixed((seed & 0xFFFFFFFF).to(tl.uint32) ^ 0x9E3779B9) + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-        first = _mixed(_mixed(first) + (offset & 0xFFFFFFFF).to(tl.uint32))
-        second = _mixed(first ^ 0x7F4A7C15)
-        chosen = tl.full((), float("-inf"), tl.float32)
-        for start in range(0, tokens, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            x = _scores(
-                logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, at, at < tokens, repetition, presence,
-                frequency, heat, COUNTS, PROMPT, BIAS, MASK,
-            )  # fmt: skip
-            kept = (x >= least) & (x > float("-inf"))
-            best, place = tl.max(tl.where(kept, x + _gumbel(at, first, second), float("-inf")), 0, return_indices=True)
-            token = tl.where(best > chosen, start + place, token)
-            chosen = tl.maximum(chosen, best)
+        first, second = _keys_of(tl.load(seeds_ptr + row), tl.load(offsets_ptr + row))
+        token = _choose(
+            logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency, heat,
+            least, first, second, token, COUNTS, PROMPT, BIAS, MASK, BLOCK,
+        )  # fmt: skip
     failed = (total != total) | (total == float("inf")) | (top == float("-inf")) | (top == float("inf"))
     token = tl.where(failed, 0, token)
     chance = tl.load(logits_ptr + token).to(tl.float32) - total
