@@ -144,7 +144,7 @@ class PagedGenerate:
             found = ids != config.pad_token_id
             mask = found if not bool(found.all()) else None
         prompts = _prompts(ids, mask)
-        new = self._new_tokens(config, length)
+        new = self._new_tokens(config, length, given="max_length" in given)
         if length + new > self._config.max_out_tokens:
             raise _Unsuited(
                 f"{length} + {new} tokens are more than max_out_tokens ({self._config.max_out_tokens}), for which the "
@@ -167,10 +167,10 @@ class PagedGenerate:
         )
         return _Call(ids, mask, prompts, params, int(pad), streamer)
 
-    def _new_tokens(self, config: Any, length: int) -> int:
+    def _new_tokens(self, config: Any, length: int, *, given: bool) -> int:
         if config.max_new_tokens is not None:
             new = int(config.max_new_tokens)
-        elif config.max_length in (None, 20):
+        elif config.max_length is None or (config.max_length == 20 and not given):  # its default, for versions
             text = self._model.config.get_text_config()  # type: ignore[union-attr,operator]
             most = getattr(text, "max_position_embeddings", None)
             new = 20 if most is None else min(20, most - length)
