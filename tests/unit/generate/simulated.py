@@ -168,7 +168,7 @@ class Schedule:
         self.device = Device(self.scheduler, self.groups, self.host_blocks)
         self.in_flight = deque()
         self.late = random.choice([0, 1, 1, 1, 2])  # steps in flight while the next one is planned
-        self.drafts = random.random() < 0.3
+        self.drafts = random.random() < 0.5
         self.disturbed = random.random() < 0.5
         self.texts = [[random.randrange(1, VOCABULARY) for _ in range(50)] for _ in range(3)]
         self.sequences = []
