@@ -62,12 +62,12 @@ def _keys(
 ):  # fmt: skip
     """Take keys [begin, end) into (largest score, sum of weights, weighted values); `place` are query positions."""
     at, along, value_along = tl.arange(0, KEYS), tl.arange(0, WIDTH), tl.arange(0, VALUE_WIDTH)
+    ahead = tl.load(table_ptr + (begin + at) // SIZE, mask=begin + at < length, other=-1)
     for start in range(begin, end, KEYS):
         position = start + at
-        there = position < length
-        block = tl.load(table_ptr + position // SIZE, mask=there, other=-1).to(tl.int64)
-        there = there & (block >= 0)
-        offset = position % SIZE
+        block = ahead.to(tl.int64)  # loaded a step before, so that the loads of keys need not wait for it
+        ahead = tl.load(table_ptr + (position + KEYS) // SIZE, mask=position + KEYS < length, other=-1)
+        there, offset = block >= 0, position % SIZE
         key_at = key_ptr + (block * key_block + offset * key_token)[None, :] + along[:, None]
         value_at = value_ptr + (block * value_block + offset * value_token)[:, None] + value_along[None, :]
         if EVEN:
@@ -318,7 +318,8 @@ def attend(
             _join, (tokens, heads),
             parts, sums, out if options.sinks is None else options.sinks, starts, out, tokens * heads, sequences,
             tile.splits, heads, value_width,
-            SPLITS=next_power(tile.splits), VALUE_WIDTH=value_whole, SINKS=options.sinks is not None, num_warps=4 if tile.splits > 4 else 1,
+            SPLITS=next_power(tile.splits), VALUE_WIDTH=value_whole, SINKS=options.sinks is not None,
+            num_warps=4 if tile.splits > 4 else 1,
         )  # fmt: skip
     return out
 

@@ -30,14 +30,38 @@ def _x(x_ptr, x_row, row, rows, column, inner, COUNT: tl.constexpr, WHOLE: tl.co
 
 
 @triton.jit
-def _six(low, high, TYPE: tl.constexpr):
-    """Numbers of 6 bits, times 2^-12: as halves whose exponents have the same low bits."""
-    code = (low | (high << 4)).to(tl.int16)
-    return (((code & 32) << 10) | ((code & 31) << 8)).to(tl.float16, bitcast=True).to(TYPE)
+def _four(code, zero, TYPE: tl.constexpr, ZEROS: tl.constexpr):
+    """Numbers 0 to 15 less their zero: as the last bits of a power of two, which is subtracted with the zero."""
+    if tl.bfloat16 == TYPE:
+        large = (code.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
+        base = 128.0
+    else:
+        large = (code.to(tl.int16) | 0x6400).to(tl.float16, bitcast=True)
+        base = 1024.0
+    if ZEROS:
+        small = large - (zero + base)[:, None].to(TYPE)
+    else:
+        small = large - tl.full((1, 1), base + 8.0, TYPE)
+    return small
 
 
 @triton.jit
-def _unit(w_at, x_ptr, x_row, row, rows, column, inner, zero, total, MODE: tl.constexpr, WHOLE: tl.constexpr):
+def _six(low, high, TYPE: tl.constexpr):
+    """Numbers of 6 bits, times 2^-12: as numbers of 16 bits whose exponents have the same low bits."""
+    code = (low | (high << 4)).to(tl.int16)
+    if tl.bfloat16 == TYPE:
+        small = (((code & 32) << 10) | ((code & 31) << 5)).to(tl.bfloat16, bitcast=True)
+        value = small * tl.full((1, 1), 5.192296858534828e33, TYPE)  # 2^112
+    else:
+        value = (((code & 32) << 10) | ((code & 31) << 8)).to(tl.float16, bitcast=True)
+    return value
+
+
+@triton.jit
+def _unit(
+    w_at, x_ptr, x_row, row, rows, column, inner, zero, total,
+    MODE: tl.constexpr, ZEROS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """Add what a unit of 128 columns gives; `w_at` is where each row has it."""
     type: tl.constexpr = x_ptr.dtype.element_ty
     if MODE == 1:
@@ -49,13 +73,15 @@ def _unit(w_at, x_ptr, x_row, row, rows, column, inner, zero, total, MODE: tl.co
         return tl.dot(w.to(type), _x(x_ptr, x_row, row, rows, column, inner, 128, WHOLE), total)
     elif MODE == 8:
         w = tl.load(w_at[:, None] + tl.arange(0, 128)[None, :])
-        w = (w ^ 128).to(tl.int8, bitcast=True).to(type) - zero[:, None].to(type)
+        w = (w ^ 128).to(tl.int8, bitcast=True).to(type)
+        if ZEROS:
+            w = w - zero[:, None].to(type)
         return tl.dot(w, _x(x_ptr, x_row, row, rows, column, inner, 128, WHOLE), total)
     elif MODE == 4:
         w = tl.load(w_at[:, None] + tl.arange(0, 64)[None, :])
-        low = (w & 15).to(tl.int8).to(type) - zero[:, None].to(type)
+        low = _four(w & 15, zero, type, ZEROS)
         total = tl.dot(low, _x(x_ptr, x_row, row, rows, column, inner, 64, WHOLE), total)
-        high = (w >> 4).to(tl.int8).to(type) - zero[:, None].to(type)
+        high = _four(w >> 4, zero, type, ZEROS)
         return tl.dot(high, _x(x_ptr, x_row, row, rows, column + 64, inner, 64, WHOLE), total)
     else:
         at = tl.arange(0, 32)[None, :]
@@ -88,23 +114,29 @@ def _packed(
     begin = part * steps
     end = tl.minimum(begin + steps, tl.cdiv(inner, 128))
     total = tl.zeros((OUT, ROWS), dtype=tl.float32)
-    middle: tl.constexpr = 8.0 if MODE == 4 else 0.0
-    zero = tl.full((OUT,), middle, dtype=tl.float32)
+    offset: tl.constexpr = 128.0 if MODE == 8 else 0.0
+    group = line * groups + (begin // per_group if GROUPED else 0)
+    scale, zero = tl.load(scales_ptr + group), line.to(tl.float32)
+    if ZEROS:
+        zero = tl.load(zeros_ptr + group).to(tl.float32) - offset
     for step in range(begin, end):
         if GROUPED:
-            group = line * groups + step // per_group
-            scale = tl.load(scales_ptr + group).to(tl.float32)
-            if ZEROS:
-                zero = tl.load(zeros_ptr + group).to(tl.float32) - (128.0 if MODE == 8 else 0.0)
+            # What the next step needs is on its way while this one computes.
+            later = line * groups + tl.minimum((step + 1) // per_group, groups - 1)
+            next_scale = tl.load(scales_ptr + later)
+            next_zero = tl.load(zeros_ptr + later).to(tl.float32) - offset if ZEROS else zero
             none = tl.zeros((OUT, ROWS), dtype=tl.float32)
-            found = _unit(w_at + step * BYTES, x_ptr, x_row, row, rows, step * 128, inner, zero, none, MODE, WHOLE)
-            total += found * scale[:, None]
+            found = _unit(
+                w_at + step * BYTES, x_ptr, x_row, row, rows, step * 128, inner, zero, none, MODE, ZEROS, WHOLE
+            )
+            total += found * scale.to(tl.float32)[:, None]
+            scale, zero = next_scale, next_zero
         else:
-            if ZEROS:
-                zero = tl.load(zeros_ptr + line).to(tl.float32) - (128.0 if MODE == 8 else 0.0)
-            total = _unit(w_at + step * BYTES, x_ptr, x_row, row, rows, step * 128, inner, zero, total, MODE, WHOLE)
+            total = _unit(
+                w_at + step * BYTES, x_ptr, x_row, row, rows, step * 128, inner, zero, total, MODE, ZEROS, WHOLE
+            )
     if not GROUPED:
-        total *= tl.load(scales_ptr + line).to(tl.float32)[:, None]
+        total *= scale.to(tl.float32)[:, None]
     if MODE == 6:
         total *= 4096.0
     last = part >= 0
