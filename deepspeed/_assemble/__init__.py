@@ -32,6 +32,7 @@ from deepspeed.runtime.activation_checkpointing.offload_activations import keep_
 from deepspeed.runtime.backward import Backward
 from deepspeed.runtime.dataloader import build_dataloader
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.model_parameters import ModelParameters
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.place_module import place, replicate
 from deepspeed.runtime.step.choose import (
@@ -230,7 +231,7 @@ class _Assembly:
             accumulation,
             scale,
             events,
-            parameters=self.module.parameters,
+            parameters=ModelParameters(self.module),
             listens=self.optimizer is not None,
         )
         return Parts(
@@ -309,7 +310,7 @@ class _Assembly:
             clipping=self.schema.gradient_clipping,
             report_norm=self.zero.compute_grad_norm,
             stop=self.schema.nonfinite_gradients == "stop",
-            parameters=self.module.parameters,
+            parameters=parts.backward.parameters,
             in_backward=updates,
         )
         parts.optimizer = returned_optimizer(parts, basic, parts.stepper, owner, self.stack)

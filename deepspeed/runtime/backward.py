@@ -55,7 +55,7 @@ class Backward:
         self._accumulation = accumulation
         self._scale = scale
         self._events = events
-        self._parameters = parameters
+        self.parameters = parameters
         self._running = False
         self._plain_task = -1
         self._scaled_by_user = False
@@ -195,7 +195,7 @@ class Backward:
 
     def _adds_up(self) -> bool:
         """False in `torch.autograd.grad`, which returns gradients and adds none to those of parameters."""
-        trained = (param for param in self._parameters() if param.requires_grad)
+        trained = (param for param in self.parameters() if param.requires_grad)
         if any(_runs(get_gradient_edge(param).node) for param in trained):
             return True
         node: Any = torch._C._current_autograd_node()
