@@ -32,7 +32,6 @@ from deepspeed.runtime.activation_checkpointing.offload_activations import keep_
 from deepspeed.runtime.backward import Backward
 from deepspeed.runtime.dataloader import build_dataloader
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.model_parameters import ModelParameters
 from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.place_module import place, replicate
 from deepspeed.runtime.step.choose import (
@@ -231,7 +230,7 @@ class _Assembly:
             accumulation,
             scale,
             events,
-            parameters=ModelParameters(self.module),
+            module=self.module,
             listens=self.optimizer is not None,
         )
         return Parts(

@@ -44,11 +44,7 @@ class Accumulation:
             return True
         if self.boundary is not None:
             return self.boundary
-        return self._counted_out
-
-    @property
-    def _counted_out(self) -> bool:
-        return self._micro_steps - self._began + 1 >= self.steps  # more where `steps` has become less
+        return self.position + 1 >= self.steps  # more where `steps` has become less
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -77,7 +73,6 @@ class Accumulation:
     def advance(self) -> None:
         """This micro step is over."""
         self._seen = 0
-        ended = self._counted_out
         self._micro_steps += 1
-        if ended:
+        if self.position >= self.steps:
             self._began = self._micro_steps

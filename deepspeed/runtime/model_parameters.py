@@ -4,46 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import nn
 
-_OWN, _BELOW, _VALUES = attrgetter("_parameters"), attrgetter("_modules"), methodcaller("values")
+_OWN, _BELOW = attrgetter("_parameters"), attrgetter("_modules")
 
 
 class ModelParameters:
     """Calling it returns what `model.parameters()` yields.
 
-    It compares what the dicts of all modules hold with what they held at the last call. That costs a tenth of a walk
-    over the modules, and notices parameters and modules that were added, replaced or deleted in any way.
+    It compares what the dicts of all modules hold with what they held at the last call, which costs less than a third
+    of a walk over the modules and notices what was added, replaced or deleted in any way.
     """
 
-    __slots__ = ("_dicts", "_model", "_modules", "_parameters", "_seen")
-
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._modules: list[nn.Module] = []
-        self._dicts: list[dict[str, Any]] = []
+        self._modules = [model]
+        self._dicts: list[Any] = []
+        self._values: list[Iterable[Any]] = []
         self._seen: list[Any] = []
         self._parameters: list[nn.Parameter] = []
 
     def __call__(self) -> list[nn.Parameter]:
         """The parameters of the model as it is now, each once."""
-        if not self._modules or not self._unchanged():
-            self._modules = list(self._model.modules())
-            self._dicts = self._present_dicts()
-            self._seen = list(chain.from_iterable(map(_VALUES, self._dicts)))
-            self._parameters = list(self._model.parameters())
+        dicts = [*map(_OWN, self._modules), *map(_BELOW, self._modules)]
+        if not _same(dicts, self._dicts) or not _same(chain.from_iterable(self._values), self._seen):
+            model = self._modules[0]
+            self._modules, self._parameters = list(model.modules()), list(model.parameters())
+            self._dicts = [*map(_OWN, self._modules), *map(_BELOW, self._modules)]
+            self._values = [each.values() for each in self._dicts]  # as the dicts are when these are read
+            self._seen = list(chain.from_iterable(self._values))
         return self._parameters
-
-    def _unchanged(self) -> bool:
-        return _same(self._present_dicts(), self._dicts) and _same(
-            chain.from_iterable(map(_VALUES, self._dicts)), self._seen
-        )
-
-    def _present_dicts(self) -> list[dict[str, Any]]:
-        return [*map(_OWN, self._modules), *map(_BELOW, self._modules)]
 
 
 def _same(left: Iterable[Any], right: list[Any]) -> bool:

@@ -29,9 +29,8 @@ class DistributedAttention(nn.Module):
     Inputs and output are this rank's part of the sequence with all heads: [batch, part, heads, width] with
     `batch_dim_idx` 0, [part, batch, heads, width] with 1. Head counts need not be multiples of the number of ranks.
 
-    Parts of other lengths are padded on their way; the local attention sees no padding. Ranks compare lengths in every
-    forward on a CPU. On a device the host would wait for that: there they compare in every forward only if the lengths
-    of the first one differ; otherwise they must stay equal.
+    Parts of other lengths are padded on their way; the local attention sees no padding. On a CPU ranks compare lengths
+    in every forward. On a device, where the host waits for it, they do only if those of the first forward differ.
     """
 
     def __init__(
