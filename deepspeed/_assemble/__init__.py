@@ -230,7 +230,7 @@ class _Assembly:
             accumulation,
             scale,
             events,
-            parameters=self.module.parameters,
+            module=self.module,
             listens=self.optimizer is not None,
         )
         return Parts(
@@ -309,7 +309,7 @@ class _Assembly:
             clipping=self.schema.gradient_clipping,
             report_norm=self.zero.compute_grad_norm,
             stop=self.schema.nonfinite_gradients == "stop",
-            parameters=self.module.parameters,
+            parameters=parts.backward.parameters,
             in_backward=updates,
         )
         parts.optimizer = returned_optimizer(parts, basic, parts.stepper, owner, self.stack)

@@ -37,7 +37,8 @@ class Listener:
         self._hear, self._path = hear, path
 
     def __call__(self, counts: Tensor, kept: Tensor | None = None) -> None:
-        self._hear(self._path, counts, kept)
+        if torch._C._current_graph_task_id() == -1:  # else a backward runs the layer again
+            self._hear(self._path, counts, kept)
 
     def __deepcopy__(self, _: Any) -> None:
         return None

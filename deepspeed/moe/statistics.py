@@ -47,8 +47,7 @@ class RouterStatistics:
         """[experts + 1]: assignments of each expert, and how many of all were dropped."""
         dropped = torch.zeros_like(counts[:1]) if kept is None else counts.sum() - kept.sum().view(1)
         found = torch.cat((counts, dropped)).detach()
-        known = self._counts.get(path)
-        self._counts[path] = found if known is None else known + found
+        self._counts[path] = self._counts.get(path, 0) + found
 
     def _step(self, event: StepFinished, events: EventStream) -> None:
         self._tell(events)

@@ -12,14 +12,30 @@ class Accumulation:
     Unmanaged, every step is a boundary.
     """
 
-    __slots__ = ("_seen", "boundary", "managed", "micro_steps", "steps")
+    __slots__ = ("_began", "_micro_steps", "_seen", "boundary", "managed", "steps")
 
     def __init__(self, steps: int, *, managed: bool = True) -> None:
         self.steps = steps
+        """Micro steps per optimizer step; a new number counts from the last boundary."""
         self.managed = managed
-        self.micro_steps = 0
+        self._micro_steps = 0
+        self._began = 0
         self._seen = 0
         self.boundary: bool | None = None
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro steps since training began; where it is set, boundaries are at the multiples of `steps`."""
+        return self._micro_steps
+
+    @micro_steps.setter
+    def micro_steps(self, value: int) -> None:
+        self._micro_steps, self._began = value, value - value % self.steps
+
+    @property
+    def position(self) -> int:
+        """Micro steps since the last boundary of the count."""
+        return self._micro_steps - self._began
 
     @property
     def at_boundary(self) -> bool:
@@ -28,7 +44,7 @@ class Accumulation:
             return True
         if self.boundary is not None:
             return self.boundary
-        return (self.micro_steps + 1) % self.steps == 0
+        return self.position + 1 >= self.steps  # more where `steps` has become less
 
     @property
     def reduces_in_backward(self) -> bool:
@@ -57,4 +73,6 @@ class Accumulation:
     def advance(self) -> None:
         """This micro step is over."""
         self._seen = 0
-        self.micro_steps += 1
+        self._micro_steps += 1
+        if self.position >= self.steps:
+            self._began = self._micro_steps

@@ -9,7 +9,6 @@ of both kinds meet in one step, the gradients that are there are brought to the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from deepspeed.events import EventStream, Phase
 from deepspeed.log import warn_once
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.accumulation import Accumulation
+from deepspeed.runtime.model_parameters import ModelParameters
 from deepspeed.runtime.phases import phase
 from deepspeed.zero.interface import GradientReducer, tensors_in, used_while_empty
 
@@ -44,18 +44,15 @@ class Backward:
         scale: LossScale,
         events: EventStream,
         *,
-        parameters: Callable[[], Iterable[nn.Parameter]],
+        module: nn.Module,
         listens: bool = True,
     ) -> None:
-        """`parameters` are the model's.
-
-        An engine that does not train must not `listen`: another one may train the same parameters.
-        """
+        """An engine that does not train must not `listen`: another one may train the same parameters."""
         self._reducer = reducer
         self._accumulation = accumulation
         self._scale = scale
         self._events = events
-        self._parameters = parameters
+        self.parameters = ModelParameters(module)
         self._running = False
         self._plain_task = -1
         self._scaled_by_user = False
@@ -195,7 +192,7 @@ class Backward:
 
     def _adds_up(self) -> bool:
         """False in `torch.autograd.grad`, which returns gradients and adds none to those of parameters."""
-        trained = (param for param in self._parameters() if param.requires_grad)
+        trained = (param for param in self.parameters() if param.requires_grad)
         if any(_runs(get_gradient_edge(param).node) for param in trained):
             return True
         node: Any = torch._C._current_autograd_node()

@@ -29,8 +29,8 @@ class DistributedAttention(nn.Module):
     Inputs and output are this rank's part of the sequence with all heads: [batch, part, heads, width] with
     `batch_dim_idx` 0, [part, batch, heads, width] with 1. Head counts need not be multiples of the number of ranks.
 
-    Ranks compare the lengths of their parts in the first forward, for which the host waits. If these differ, parts are
-    compared and padded in every forward, and the local attention sees no padding. Otherwise they must stay equal.
+    Parts of other lengths are padded on their way; the local attention sees no padding. On a CPU ranks compare lengths
+    in every forward. On a device, where the host waits for it, they do only if those of the first forward differ.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class DistributedAttention(nn.Module):
         self.sp_stream = sp_stream
         self.num_kv_heads = num_kv_heads
         self._equal_parts: bool | None = None
-        """Whether the parts of all ranks were equally long in the first forward."""
+        """Whether the parts of all ranks were equally long in the first forward; stays None on a CPU."""
 
     def forward(
         self,
@@ -90,7 +90,7 @@ class DistributedAttention(nn.Module):
         if self._equal_parts or size == 1:
             return [[tensor.shape[1]] * size for tensor in tensors]
         lengths = lengths_of_ranks(tensors, self.spg)
-        if self._equal_parts is None:
+        if self._equal_parts is None and tensors[0].device.type != "cpu":
             self._equal_parts = all(min(each) == max(each) for each in lengths)
         return lengths
 

@@ -82,9 +82,9 @@ class CheckpointMethods:
         raised by the next save, load or `destroy`.
         """
         accumulation = self._parts.accumulation
-        if self._parts.backward.has_gradients and accumulation.micro_steps % accumulation.steps:
+        if self._parts.backward.has_gradients and accumulation.position:
             log_dist(
-                f"save_checkpoint was called {accumulation.micro_steps % accumulation.steps} micro steps after the "
+                f"save_checkpoint was called {accumulation.position} micro steps after the "
                 "last optimizer step: gradients are not part of a checkpoint, so a resumed run does not have those",
                 level=WARNING,
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from deepspeed.ops.optimizer import BatchOptimizer
 from deepspeed.ops.precompile import Scene
 from deepspeed.precision.scale import LossScale
 from deepspeed.runtime.backward import Backward
+from deepspeed.runtime.model_parameters import ModelParameters
 from deepspeed.zero.interface import (
     GradientReducer,
     OptimizerStates,
@@ -131,8 +132,7 @@ class Stepper:
     check_overflow: bool
     """A step whose gradients are inf or NaN is skipped."""
     clipping: float
-    parameters: Callable[[], Iterable[nn.Parameter]]
-    """Those of the model, whoever trains them."""
+    parameters: ModelParameters
     report_norm: bool = True
     stop: bool = False
     """Such a step is an error, unless a loss scale adapts to it."""

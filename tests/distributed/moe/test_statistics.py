@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import shutil
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 import deepspeed
+from deepspeed.events import ExpertsUsed
 from deepspeed.moe.show import read
+from deepspeed.moe.statistics import RouterStatistics
 from tests.distributed.moe.models import EXPERTS, TOKENS, Model, StackedModel, batches
 from tests.distributed.moe.test_expert_checkpoints import shared_folder
 from tests.harness import ranks
@@ -63,3 +67,36 @@ def test_numbers_are_those_of_all_ranks():
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder)
+
+
+class Checkpointed(Model):
+    """Its first layer of experts runs again in backward; `again` is a way of activation checkpointing."""
+
+    def __init__(self, again):
+        super().__init__()
+        self._again = again
+
+    def forward(self, tokens):
+        hidden, one = self._again(lambda hidden: self.first(hidden)[:2], torch.tanh(self.inward(tokens)))
+        hidden, two, _ = self.second(torch.tanh(self.between(hidden)))
+        return self.outward(hidden).square().mean() + 0.1 * (one + two)
+
+
+@ranks(1)
+def test_a_layer_that_runs_again_in_backward_counts_once():
+    ways = [partial(checkpoint, use_reentrant=reentrant) for reentrant in (True, False)]
+    for again in (*ways, deepspeed.checkpointing.checkpoint):
+        torch.manual_seed(0)
+        optimizer = {"type": "AdamW", "params": {"lr": 0.0}}
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "optimizer": optimizer}
+        engine, *_ = deepspeed.initialize(model=Checkpointed(again), config=config)
+        uses = []
+        with engine.events.subscribe(ExpertsUsed, lambda event, uses=uses: uses.append(event.layers)):
+            statistics = RouterStatistics(engine.module, engine._parts.layout.samples).attach(engine.events)
+            for micro in range(2):
+                engine.backward(engine(batches(0, micro)[0]))
+                engine.step()
+            statistics.close()
+        engine.destroy()
+        ((first, second),) = [layers.values() for layers in uses]
+        assert sum(first.counts) == sum(second.counts) == 2 * TOKENS

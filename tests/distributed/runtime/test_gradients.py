@@ -353,6 +353,29 @@ def test_a_step_drops_gradients_of_parameters_that_joined_the_model(stage):
         assert model.extra.weight.grad is None
 
 
+@ranks(1)
+def test_a_step_drops_gradients_of_parameters_that_joined_nested_modules():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 1)))
+    engine, inner = engine_of(model), model[1][1]
+
+    def step(*more):
+        engine.backward(engine(torch.ones(2, 4)).mean() + sum(param.sum() for param in more))
+        assert all(param.grad is not None for param in more)
+        engine.step()
+        return [param.grad is None for param in more]
+
+    step()
+    inner.scale = nn.Parameter(torch.ones(2))
+    assert step(inner.scale) == [True]
+    inner.adapter = nn.Sequential(nn.Linear(4, 1))
+    assert step(inner.scale, *inner.adapter.parameters()) == [True] * 3
+    inner.scale = nn.Parameter(torch.ones(2))
+    assert step(inner.scale) == [True]
+    scale = inner.scale
+    del inner.scale
+    assert step(scale) == [False]  # no parameter of the model any more
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks(1, 2)
 def test_autograd_grad_is_no_backward(stage):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import copy
 import gc
 import json
 import weakref
@@ -192,6 +193,32 @@ def test_batch_sizes_can_change():
         applied.append(engine.was_step_applied())
     assert applied == [False, False, False, True]
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (1, 4, 12)
+
+
+@ranks(1)
+def test_a_step_after_a_changed_batch_size_is_that_of_its_whole_batch():
+    batches = list(torch.randn(7, 2, 4, generator=torch.Generator().manual_seed(0)))
+    net = model()
+    plain = copy.deepcopy(net)
+    config = {
+        **CONFIG,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    engine = deepspeed.initialize(model=net, config=config)[0]
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for part in (batches[:4], batches[4:]):
+        engine.set_train_batch_size(2 * len(part))
+        for batch in part:
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+        optimizer.zero_grad()
+        sum(plain(batch).square().mean() / len(part) for batch in part).backward()
+        optimizer.step()
+    assert engine.global_steps == 2
+    for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, wanted)
 
 
 @ranks(1)
