@@ -1,24 +1,31 @@
-"""The choice of tokens: a program for each row of logits, which reads it a few times; see [Note: draws].
+"""The choice of tokens; see [Note: draws].
 
-Top-k and top-p need the least logit that is kept. Floats have the order of integers of as many bits, so a search over
-these finds it: each pass over the row tries seven candidates, and the search ends as soon as one token decides.
+[Note: thresholds] Top-k and top-p need the least logit that is kept. A launch has a program for each chunk of a row,
+which counts, or adds the exponents of, what is above each of eight bounds. The next launch adds up the chunks and takes
+eight bounds within the gap that remains, so that seven launches tell logits apart that differ by 2e-5. What is 40 below
+the largest logit has no part in a sum of float32 and is dropped. All sums have a fixed order.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from deepspeed.ops.model.kernels.common import cdiv, next_power
 from deepspeed.ops.precompile import launch
 
 if TYPE_CHECKING:
     from deepspeed.ops.generate.sampling import SamplingTensors
 
-BLOCK, WARPS = 4096, 16
+BLOCK, WARPS = 4096, 8
+PASSES = 7
+BOUNDS = tl.constexpr(8)
+STATE = tl.constexpr(8)
+"""Numbers of a row between passes: low, high, counts above both, what is wanted, the largest logit."""
 
 
 @triton.jit
@@ -45,188 +52,195 @@ def _keys_of(seed, offset):
 
 
 @triton.jit
-def _scores(
-    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, at, inside, repetition, presence, frequency, heat,
-    COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr,
+def _chunk(
+    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, temperature_ptr, repetition_ptr, presence_ptr,
+    frequency_ptr, tokens, row_stride,
+    REPETITION: tl.constexpr, PRESENCE: tl.constexpr, FREQUENCY: tl.constexpr, COUNTS: tl.constexpr,
+    PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """float32 logits with penalties, bias and mask, divided by the temperature."""
-    x = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    """(ids, logits as they are, logits with penalties, bias and mask divided by the temperature) of a chunk."""
+    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside, place = at < tokens, row * tokens + at
+    raw = tl.load(logits_ptr + row * row_stride + at, mask=inside, other=float("-inf")).to(tl.float32)
+    x = raw
     if COUNTS:
-        count = tl.load(counts_ptr + at, mask=inside, other=0)
-        known = count > 0
-        if PROMPT:
-            known = known | (tl.load(prompt_ptr + at, mask=inside, other=0) != 0)
-        x = tl.where(known, tl.where(x < 0, x * repetition, x / repetition), x)
-        x -= frequency * count.to(tl.float32)
-        x -= tl.where(count > 0, presence, 0.0)
+        count = tl.load(counts_ptr + place, mask=inside, other=0)
+        if REPETITION:
+            known = count > 0
+            if PROMPT:
+                known = known | (tl.load(prompt_ptr + place, mask=inside, other=0) != 0)
+            penalty = tl.load(repetition_ptr + row)
+            x = tl.where(known, tl.where(x < 0, x * penalty, x / penalty), x)
+        if FREQUENCY:
+            x -= tl.load(frequency_ptr + row) * count.to(tl.float32)
+        if PRESENCE:
+            x -= tl.where(count > 0, tl.load(presence_ptr + row), 0.0)
     if BIAS:
-        x += tl.load(bias_ptr + at, mask=inside, other=0.0)
+        x += tl.load(bias_ptr + place, mask=inside, other=0.0)
     if MASK:
-        x = tl.where(tl.load(mask_ptr + at, mask=inside, other=0) != 0, x, float("-inf"))
-    return x / heat
-
-
-@triton.jit
-def _number(key):
-    """The float32 at this place of their order."""
-    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
-    return bits.to(tl.int32).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _place(x):
-    """The place of a float32 in their order, int64."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
-
-
-@triton.jit
-def _least(
-    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency, heat,
-    top, floor, wanted, BY_MASS: tl.constexpr,
-    COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The largest number so that what is not below it has the `wanted` count, or part of the sum of exponents.
-
-    Only what is not below `floor` is counted in the sum.
-    """
-    if BY_MASS:
-        mass = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, tokens, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            x = _scores(
-                logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, at, at < tokens, repetition, presence,
-                frequency, heat, COUNTS, PROMPT, BIAS, MASK,
-            )  # fmt: skip
-            mass += tl.where(x >= floor, tl.exp(x - top), 0.0)
-        wanted = wanted * tl.sum(mass, 0)
-        floor = tl.maximum(floor, top - 40.0)  # what is below has no part in a float32 sum
-    low, high = _place(floor), _place(top) + 1  # enough at low, too little at high
-    above, upto = tl.zeros((), dtype=tl.int32), tl.zeros((), dtype=tl.int32) + tokens
-    eighth = tl.arange(0, 8)
-    while (high - low > 1) & (upto - above > 1):
-        step = tl.maximum((high - low) // 8, 1)
-        tried = tl.where(eighth == 0, low, tl.minimum(low + eighth * step, high - 1))
-        bounds = _number(tried)
-        counts, masses = tl.zeros((8,), dtype=tl.int32), tl.zeros((8,), dtype=tl.float32)
-        for start in range(0, tokens, BLOCK):
-            at = start + tl.arange(0, BLOCK)
-            x = _scores(
-                logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, at, at < tokens, repetition, presence,
-                frequency, heat, COUNTS, PROMPT, BIAS, MASK,
-            )  # fmt: skip
-            kept = x[:, None] >= bounds[None, :]
-            counts += tl.sum(kept.to(tl.int32), 0)
-            if BY_MASS:
-                masses += tl.sum(tl.where(kept, tl.exp(x - top)[:, None], 0.0), 0)
-        if BY_MASS:
-            enough = masses >= wanted
-        else:
-            enough = counts >= wanted.to(tl.int32)
-        enough = enough | (eighth == 0)
-        low = tl.max(tl.where(enough, tried, low), 0)
-        upto = tl.min(tl.where(enough, counts, upto), 0)
-        above = tl.max(tl.where(enough, above, counts), 0)
-        high = tl.min(tl.where(enough, high, tried), 0)
-    return _number(low)
+        x = tl.where(tl.load(mask_ptr + place, mask=inside, other=0) != 0, x, float("-inf"))
+    temperature = tl.load(temperature_ptr + row)
+    return at, raw, x / tl.where(temperature > 0, temperature, 1.0)
 
 
 @triton.jit
 def _survey(
-    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency, heat,
-    COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
+    tops_ptr, sums_ptr, best_ptr, ids_ptr,
+    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, temperature_ptr, repetition_ptr, presence_ptr,
+    frequency_ptr, tokens, row_stride,
+    REPETITION: tl.constexpr, PRESENCE: tl.constexpr, FREQUENCY: tl.constexpr, COUNTS: tl.constexpr,
+    PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """(logarithm of the sum of exponents of the logits as they are, the largest changed one, its token)."""
-    above, sums = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    top, token = tl.full((), float("-inf"), tl.float32), tl.zeros((), tl.int32)
-    for start in range(0, tokens, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        inside = at < tokens
-        raw = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(above, raw)
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        sums = sums * tl.exp(above - base) + tl.exp(raw - base)
-        above = higher
-        x = _scores(
-            logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, at, inside, repetition, presence, frequency, heat,
-            COUNTS, PROMPT, BIAS, MASK,
+    """Of each chunk: the largest logit, the sum of exponents below it, the largest changed logit and its id."""
+    _, raw, x = _chunk(
+        logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, temperature_ptr, repetition_ptr, presence_ptr,
+        frequency_ptr, tokens, row_stride, REPETITION, PRESENCE, FREQUENCY, COUNTS, PROMPT, BIAS, MASK, BLOCK,
+    )  # fmt: skip
+    place = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    top = tl.max(raw, 0)
+    tl.store(tops_ptr + place, top)
+    tl.store(sums_ptr + place, tl.sum(tl.exp(raw - tl.where(top == float("-inf"), 0.0, top)), 0))
+    best, which = tl.max(x, 0, return_indices=True)
+    tl.store(best_ptr + place, best)
+    tl.store(ids_ptr + place, tl.program_id(1) * BLOCK + which)
+
+
+@triton.jit
+def _bounds(low, high):
+    return low + tl.arange(0, BOUNDS) * ((high - low) / BOUNDS)
+
+
+@triton.jit
+def _settled(state_ptr, counts_ptr, masses_ptr, limit_ptr, FIRST: tl.constexpr, BY_MASS: tl.constexpr,
+             CHUNKS: tl.constexpr):  # fmt: skip
+    """(low, high, count above low, count above high, wanted, top) of a row after a pass that found these sums."""
+    row, chunks = tl.program_id(0), tl.num_programs(1)
+    state_ptr += row * STATE
+    low, high, upto = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
+    above, wanted, top = tl.load(state_ptr + 3), tl.load(state_ptr + 4), tl.load(state_ptr + 5)
+    if upto - above > 1:
+        chunk, bound = tl.arange(0, CHUNKS), tl.arange(0, BOUNDS)
+        place = (row * chunks + chunk[:, None]) * BOUNDS + bound[None, :]
+        inside = (chunk < chunks)[:, None] & (bound < BOUNDS)[None, :]
+        counts = tl.sum(tl.load(counts_ptr + place, mask=inside, other=0.0), 0)
+        values = counts
+        if BY_MASS:
+            values = tl.sum(tl.load(masses_ptr + place, mask=inside, other=0.0), 0)
+            if FIRST:
+                wanted = tl.load(limit_ptr + row) * tl.max(values, 0)  # at the lowest bound it is all of the row
+        enough, tried = (values >= wanted) | (bound == 0), _bounds(low, high)
+        low = tl.maximum(low, tl.max(tl.where(enough, tried, low), 0))
+        high = tl.min(tl.where(enough, high, tried), 0)
+        upto = tl.min(tl.where(enough, counts, upto), 0)
+        above = tl.max(tl.where(enough, above, counts), 0)
+    return low, high, upto, above, wanted, top
+
+
+@triton.jit
+def _narrow(
+    best_ptr, limit_ptr, before_limit_ptr, state_ptr, counted_ptr, massed_ptr, next_state_ptr, next_counted_ptr,
+    next_massed_ptr,
+    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, temperature_ptr, repetition_ptr, presence_ptr,
+    frequency_ptr, tokens, row_stride,
+    NEW: tl.constexpr, AFTER: tl.constexpr, FIRST: tl.constexpr, BY_MASS: tl.constexpr, CHUNKS: tl.constexpr,
+    REPETITION: tl.constexpr, PRESENCE: tl.constexpr, FREQUENCY: tl.constexpr, COUNTS: tl.constexpr,
+    PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One pass: a `NEW` search, which may come `AFTER` that of top-k, or the next one of it; `FIRST` is the second."""
+    row, chunks = tl.program_id(0), tl.num_programs(1)
+    if tl.load(temperature_ptr + row) <= 0:
+        return
+    if NEW:
+        if AFTER:
+            low, high, upto, above, wanted, top = _settled(
+                state_ptr, counted_ptr, massed_ptr, before_limit_ptr, False, False, CHUNKS
+            )
+        else:
+            chunk = tl.arange(0, CHUNKS)
+            top = tl.max(tl.load(best_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), 0)
+            low = tl.full((), float("-inf"), tl.float32)
+        wanted = tl.load(limit_ptr + row).to(tl.float32)
+        needed = (wanted < 1) if BY_MASS else ((wanted > 0) & (wanted < tokens))
+        needed = needed & (top > float("-inf")) & (top < float("inf"))
+        low = tl.where(needed, tl.maximum(low, top - 40.0), low)
+        high, above, upto = top + 0.01, 0.0, tl.where(needed, 1e9, 0.0)
+    else:
+        low, high, upto, above, wanted, top = _settled(
+            state_ptr, counted_ptr, massed_ptr, limit_ptr, FIRST, BY_MASS, CHUNKS
+        )
+    if tl.program_id(1) == 0:
+        state = next_state_ptr + row * STATE
+        tl.store(state, low)
+        tl.store(state + 1, high)
+        tl.store(state + 2, upto)
+        tl.store(state + 3, above)
+        tl.store(state + 4, wanted)
+        tl.store(state + 5, top)
+    if upto - above > 1:
+        _, _, x = _chunk(
+            logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, temperature_ptr, repetition_ptr, presence_ptr,
+            frequency_ptr, tokens, row_stride, REPETITION, PRESENCE, FREQUENCY, COUNTS, PROMPT, BIAS, MASK, BLOCK,
         )  # fmt: skip
-        best, place = tl.max(x, 0, return_indices=True)
-        token = tl.where(best > top, start + place, token)
-        top = tl.maximum(top, best)
-    highest = tl.max(above, 0)
-    return highest + tl.log(tl.sum(sums * tl.exp(above - highest), 0)), top, token
+        kept = x[:, None] >= _bounds(low, high)[None, :]
+        place = (row * chunks + tl.program_id(1)) * BOUNDS + tl.arange(0, BOUNDS)
+        tl.store(next_counted_ptr + place, tl.sum(kept.to(tl.float32), 0))
+        if BY_MASS:
+            tl.store(next_massed_ptr + place, tl.sum(tl.where(kept, tl.exp(x - top)[:, None], 0.0), 0))
 
 
 @triton.jit
 def _choose(
-    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency, heat,
-    least, first, second, token,
-    COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
+    best_ptr, limit_ptr, state_ptr, counted_ptr, massed_ptr, min_p_ptr, seeds_ptr, offsets_ptr, drawn_ptr, ids_ptr,
+    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, temperature_ptr, repetition_ptr, presence_ptr,
+    frequency_ptr, tokens, row_stride,
+    AFTER: tl.constexpr, BY_MASS: tl.constexpr, MIN_P: tl.constexpr, CHUNKS: tl.constexpr,
+    REPETITION: tl.constexpr, PRESENCE: tl.constexpr, FREQUENCY: tl.constexpr, COUNTS: tl.constexpr,
+    PROMPT: tl.constexpr, BIAS: tl.constexpr, MASK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The token drawn among those that are not below `least`."""
-    chosen = tl.full((), float("-inf"), tl.float32)
-    for start in range(0, tokens, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        x = _scores(
-            logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, at, at < tokens, repetition, presence,
-            frequency, heat, COUNTS, PROMPT, BIAS, MASK,
-        )  # fmt: skip
-        kept = (x >= least) & (x > float("-inf"))
-        best, place = tl.max(tl.where(kept, x + _gumbel(at, first, second), float("-inf")), 0, return_indices=True)
-        token = tl.where(best > chosen, start + place, token)
-        chosen = tl.maximum(chosen, best)
-    return token
+    """Of each chunk the largest sum of a kept logit and its Gumbel number, and its id."""
+    row, chunks = tl.program_id(0), tl.num_programs(1)
+    if tl.load(temperature_ptr + row) <= 0:
+        return
+    at, _, x = _chunk(
+        logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, temperature_ptr, repetition_ptr, presence_ptr,
+        frequency_ptr, tokens, row_stride, REPETITION, PRESENCE, FREQUENCY, COUNTS, PROMPT, BIAS, MASK, BLOCK,
+    )  # fmt: skip
+    least = tl.full((), float("-inf"), tl.float32)
+    if AFTER:
+        least = _settled(state_ptr, counted_ptr, massed_ptr, limit_ptr, False, BY_MASS, CHUNKS)[0]
+    if MIN_P:
+        chunk = tl.arange(0, CHUNKS)
+        top = tl.max(tl.load(best_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf")), 0)
+        least = tl.maximum(least, top + tl.log(tl.load(min_p_ptr + row)))
+    first, second = _keys_of(tl.load(seeds_ptr + row), tl.load(offsets_ptr + row))
+    kept = (x >= least) & (x > float("-inf"))
+    best, which = tl.max(tl.where(kept, x + _gumbel(at, first, second), float("-inf")), 0, return_indices=True)
+    place = row * chunks + tl.program_id(1)
+    tl.store(drawn_ptr + place, best)
+    tl.store(ids_ptr + place, tl.program_id(1) * BLOCK + which)
 
 
 @triton.jit
-def _draw(
-    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, temperature_ptr, seeds_ptr, offsets_ptr,
-    repetition_ptr, presence_ptr, frequency_ptr, top_k_ptr, top_p_ptr, min_p_ptr, out_ptr, chance_ptr, total_ptr,
-    tokens, row_stride,
-    REPETITION: tl.constexpr, PRESENCE: tl.constexpr, FREQUENCY: tl.constexpr, TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr, MIN_P: tl.constexpr, COUNTS: tl.constexpr, PROMPT: tl.constexpr, BIAS: tl.constexpr,
-    MASK: tl.constexpr, BLOCK: tl.constexpr,
+def _finish(
+    logits_ptr, temperature_ptr, tops_ptr, sums_ptr, best_ptr, ids_ptr, drawn_ptr, drawn_ids_ptr, out_ptr, chance_ptr,
+    total_ptr, chunks, row_stride, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * row_stride
-    counts_ptr, prompt_ptr = counts_ptr + row * tokens, prompt_ptr + row * tokens
-    bias_ptr, mask_ptr = bias_ptr + row * tokens, mask_ptr + row * tokens
-    repetition = tl.load(repetition_ptr + row) if REPETITION else 1.0
-    presence = tl.load(presence_ptr + row) if PRESENCE else 0.0
-    frequency = tl.load(frequency_ptr + row) if FREQUENCY else 0.0
-    temperature = tl.load(temperature_ptr + row)
-    heat = tl.where(temperature > 0, temperature, 1.0)
-    total, top, token = _survey(
-        logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency, heat,
-        COUNTS, PROMPT, BIAS, MASK, BLOCK,
-    )  # fmt: skip
-    if (temperature > 0) & (top > float("-inf")) & (top < float("inf")) & (total == total):
-        least = tl.full((), float("-inf"), tl.float32)
-        if TOP_K:
-            count = tl.load(top_k_ptr + row).to(tl.int32)
-            if (count > 0) & (count < tokens):
-                least = _least(
-                    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency,
-                    heat, top, least, count.to(tl.float32), False, COUNTS, PROMPT, BIAS, MASK, BLOCK,
-                )  # fmt: skip
-        if TOP_P:
-            share = tl.load(top_p_ptr + row)
-            if share < 1:
-                least = _least(
-                    logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency,
-                    heat, top, least, share, True, COUNTS, PROMPT, BIAS, MASK, BLOCK,
-                )  # fmt: skip
-        if MIN_P:
-            least = tl.maximum(least, top + tl.log(tl.load(min_p_ptr + row)))
-        first, second = _keys_of(tl.load(seeds_ptr + row), tl.load(offsets_ptr + row))
-        token = _choose(
-            logits_ptr, counts_ptr, prompt_ptr, bias_ptr, mask_ptr, tokens, repetition, presence, frequency, heat,
-            least, first, second, token, COUNTS, PROMPT, BIAS, MASK, BLOCK,
-        )  # fmt: skip
+    row, chunk = tl.program_id(0), tl.arange(0, CHUNKS)
+    place, inside = row * chunks + chunk, chunk < chunks
+    tops = tl.load(tops_ptr + place, mask=inside, other=float("-inf"))
+    highest = tl.max(tops, 0)
+    sums = tl.load(sums_ptr + place, mask=inside, other=0.0) * tl.exp(tops - highest)
+    total = highest + tl.log(tl.sum(sums, 0))
+    bests = tl.load(best_ptr + place, mask=inside, other=float("-inf"))
+    top, which = tl.max(bests, 0, return_indices=True)
+    token = tl.load(ids_ptr + row * chunks + which)
+    if tl.load(temperature_ptr + row) > 0:
+        drawn = tl.load(drawn_ptr + place, mask=inside, other=float("-inf"))
+        _, which = tl.max(drawn, 0, return_indices=True)
+        token = tl.load(drawn_ids_ptr + row * chunks + which)
     failed = (total != total) | (total == float("inf")) | (top == float("-inf")) | (top == float("inf"))
     token = tl.where(failed, 0, token)
-    chance = tl.load(logits_ptr + token).to(tl.float32) - total
+    chance = tl.load(logits_ptr + row.to(tl.int64) * row_stride + token).to(tl.float32) - total
     tl.store(out_ptr + row, token.to(tl.int64))
     tl.store(chance_ptr + row, tl.where(failed, float("nan"), chance))
     tl.store(total_ptr + row, total)
@@ -234,21 +248,50 @@ def _draw(
 
 def draw(logits: Tensor, tensors: SamplingTensors) -> tuple[Tensor, Tensor, Tensor]:
     """Op `sample`."""
-    rows, tokens = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    chance, total = (torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(2))
-    given = (
-        tensors.repetition, tensors.presence, tensors.frequency, tensors.top_k, tensors.top_p, tensors.min_p
-    )  # fmt: skip
+    (rows, tokens), device = logits.shape, logits.device
+    chunks = cdiv(tokens, BLOCK)
+    out = torch.empty(rows, dtype=torch.int64, device=device)
+    chance, total = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    tops, sums, best, drawn = torch.empty(4, rows, chunks, dtype=torch.float32, device=device)
+    ids, drawn_ids = torch.empty(2, rows, chunks, dtype=torch.int32, device=device)
+    given = (tensors.repetition, tensors.presence, tensors.frequency)
     wide = [None if x is None else x.contiguous() for x in (tensors.counts, tensors.prompt, tensors.bias, tensors.mask)]
     wide = [x.view(torch.uint8) if x is not None and x.dtype == torch.bool else x for x in wide]
+    names = ("REPETITION", "PRESENCE", "FREQUENCY", "COUNTS", "PROMPT", "BIAS", "MASK")
+    options: dict[str, Any] = {name: x is not None for name, x in zip(names, (*given, *wide), strict=True)}
+    options |= {"BLOCK": BLOCK, "num_warps": WARPS}
+    row = [
+        logits, *(total if x is None else x for x in wide), tensors.temperature,
+        *(total if x is None else x for x in given), tokens, logits.stride(0),
+    ]  # fmt: skip
+    many = next_power(chunks)
+    launch(_survey, (rows, chunks), tops, sums, best, ids, *row, **options)
+    searches = [(limit, mass) for limit, mass in ((tensors.top_k, False), (tensors.top_p, True)) if limit is not None]
+    state, counted, massed = _places(rows, chunks, best)
+    for at, (limit, mass) in enumerate(searches):
+        for turn in range(PASSES):
+            later = _places(rows, chunks, best)
+            launch(
+                _narrow, (rows, chunks), best, limit, searches[0][0], state, counted, massed, *later, *row,
+                NEW=turn == 0, AFTER=at > 0, FIRST=turn == 1, BY_MASS=mass, CHUNKS=many, **options,
+            )  # fmt: skip
+            state, counted, massed = later
     launch(
-        _draw, (rows,),
-        logits, *(total if x is None else x for x in wide), tensors.temperature, tensors.seeds, tensors.offsets,
-        *(total if x is None else x for x in given), out, chance, total, tokens, logits.stride(0),
-        REPETITION=given[0] is not None, PRESENCE=given[1] is not None, FREQUENCY=given[2] is not None,
-        TOP_K=given[3] is not None, TOP_P=given[4] is not None, MIN_P=given[5] is not None,
-        COUNTS=wide[0] is not None, PROMPT=wide[1] is not None, BIAS=wide[2] is not None, MASK=wide[3] is not None,
-        BLOCK=BLOCK, num_warps=WARPS,
+        _choose, (rows, chunks), best, searches[-1][0] if searches else best, state, counted, massed,
+        total if tensors.min_p is None else tensors.min_p, tensors.seeds, tensors.offsets, drawn, drawn_ids, *row,
+        AFTER=bool(searches), BY_MASS=bool(searches) and searches[-1][1], MIN_P=tensors.min_p is not None,
+        CHUNKS=many, **options,
+    )  # fmt: skip
+    launch(
+        _finish, (rows,), logits, tensors.temperature, tops, sums, best, ids, drawn, drawn_ids, out, chance, total,
+        chunks, logits.stride(0), CHUNKS=many, num_warps=1,
     )  # fmt: skip
     return out, chance, total
+
+
+def _places(rows: int, chunks: int, like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for what a pass leaves to the next: states of rows, counts and sums of chunks."""
+    state, counted, massed = like.new_empty(rows * (STATE.value + 2 * chunks * BOUNDS.value)).split(
+        [rows * STATE.value, *[rows * chunks * BOUNDS.value] * 2]
+    )
+    return state, counted, massed
