@@ -142,7 +142,7 @@ class BlockedKVCache:
         held, found = self._host[cache_group], []
         given = [int(block) for block in torch.as_tensor(blocks).flatten()]
         for block in given:
-            held[self._next] = [cache[block].cpu() for cache in self._caches[cache_group]]
+            held[self._next] = [cache[block].to("cpu", copy=True) for cache in self._caches[cache_group]]
             found.append(self._next)
             self._next += 1
         self.free(given, cache_group)
