@@ -81,8 +81,8 @@ class TextModel:
         return self.tokenizer.decode(list(tokens))
 
     def token_text(self, token: int) -> str:
-        """The text of one token; special ones by their name."""
-        return self.bytes_of(token).decode("utf-8", "replace")
+        """The text of one token: special ones by their name, bytes that are a part of a character as `\\xf0`."""
+        return self.bytes_of(token).decode("utf-8", "backslashreplace")
 
     def _bytes_of(self, token: int) -> bytes:
         """The bytes of one token: a character may take several tokens."""
