@@ -11,11 +11,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from deepspeed import comm
 from deepspeed._assemble.observers import watch, watch_hangs
 from deepspeed.checkpoint.pretrained import fill, take_place
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import unused_by_model
+from deepspeed.data.loader import CurriculumDataLoader
 from deepspeed.data.pacing import pacing_of
+from deepspeed.data.sampler import DeepSpeedDataSampler
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
@@ -320,6 +323,9 @@ class _Assembly:
         data, states = self.request.training_data, self.held.states
         if data is None:
             return
+        if self.schema.data_efficiency.curriculum is not None:
+            parts.training_dataloader = self._by_difficulty(data)
+            return
         loader = parts.training_dataloader = parts.make_loader(
             data,
             batch_size=self.config.train_micro_batch_size_per_gpu,
@@ -328,3 +334,19 @@ class _Assembly:
         )
         if states is not None and states.deferral is not None and hasattr(data, "__len__"):
             states.deferral.schedule.know_epoch(len(loader) // parts.accumulation.steps)
+
+    def _by_difficulty(self, data: Any) -> CurriculumDataLoader:
+        """The loader of `data_efficiency.data_sampling.curriculum_learning`."""
+        section, batch, ranks = self.schema.data_efficiency, self.config.batch, self.layout.data
+        assert batch is not None, "a config that is not partial has its batch sizes"
+        sampler = DeepSpeedDataSampler(
+            section, len(data), batch.micro, ranks.rank, ranks.size, ranks.group, batch.steps, comm.get_rank()
+        )
+        metrics = section.data_sampling.curriculum_learning.curriculum_metrics
+        return CurriculumDataLoader(
+            data,
+            sampler,
+            workers=section.data_sampling.num_workers,
+            collate_fn=self.request.collate_fn,
+            cuts=tuple(name for name, each in metrics.items() if each.cut_batches),
+        )
