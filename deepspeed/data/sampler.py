@@ -139,7 +139,7 @@ class DeepSpeedDataSampler:
             self.get_new_cluster(previous)
         if not self._clusters:
             raise DeepSpeedConfigError(
-                f"no sample is as easy as {self.current_difficulties}, the difficulties of step {self.curriculum_step}; "
+                f"no sample is as easy as {self.current_difficulties}, what step {self.curriculum_step} allows; "
                 "raise min_difficulty of the metrics",
                 path="data_efficiency.data_sampling.curriculum_learning.curriculum_metrics",
             )
