@@ -42,6 +42,7 @@ from deepspeed.runtime.step.choose import (
     choose_optimizer,
     choose_scheduler,
     returned_optimizer,
+    schedule_by_tokens,
     warn_without_optimizer,
 )
 from deepspeed.runtime.step.in_backward import update_in_backward
@@ -119,7 +120,7 @@ class _Assembly:
             self.schema.scheduler, self.request.lr_scheduler, self.request.optimizer, self.optimizer
         )
         self._add_data(parts)
-        parts.pacing = pacing_of(self.schema, self.module, self.kind.blocks, whole=self.kind.whole, stack=self.stack)
+        self._add_pacing(parts)
         watch(parts, self.stack)
         return self.kind.engine(parts)
 
@@ -318,6 +319,24 @@ class _Assembly:
             in_backward=updates,
         )
         parts.optimizer = returned_optimizer(parts, basic, parts.stepper, owner, self.stack)
+
+    def _add_pacing(self, parts: Parts) -> None:
+        """What changes with the step, and a learning rate by the tokens that layers saw."""
+        batch = self.config.batch
+        parts.pacing = pacing_of(
+            self.schema,
+            self.module,
+            self.kind.blocks,
+            whole=self.kind.whole,
+            rank=self.layout.data.rank,
+            samples=1 if batch is None else batch.train,
+            stack=self.stack,
+        )
+        routing = self.schema.data_efficiency.random_ltd
+        if routing is not None and routing.layer_token_lr_schedule.enabled and parts.pacing is not None:
+            parts.lr_scheduler = schedule_by_tokens(
+                routing.layer_token_lr_schedule, parts.lr_scheduler, self.optimizer, parts.pacing.tokens
+            )
 
     def _add_data(self, parts: Parts) -> None:
         data, states = self.request.training_data, self.held.states

@@ -73,8 +73,8 @@ def batch_by_seqlens(
     whole = len(packs) // effective_batch_size
     if not whole:
         raise UsageError(
-            f"dynamic batching: {len(ids)} samples of at most {max_tokens} tokens make {len(packs)} micro-batches of at "
-            f"least {min_batch_size}, fewer than the {effective_batch_size} of one batch; raise max_tokens, or lower "
+            f"dynamic batching: {len(ids)} samples of at most {max_tokens} tokens make {len(packs)} micro-batches of "
+            f"at least {min_batch_size}, fewer than the {effective_batch_size} of one batch; raise max_tokens, or lower "
             "min_batch_size or train_batch_size"
         )
     batches = [packs[at * effective_batch_size : (at + 1) * effective_batch_size] for at in range(whole)]
@@ -379,7 +379,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
     if lengths is None:
         if section.metrics_path is None:
             raise DeepSpeedConfigError(
-                f"{_SECTION}.metrics_path is missing; give the folder of the analyzer's metric seqlen, or dataset_seqlens",
+                f"{_SECTION}.metrics_path is missing; give the folder of the metric seqlen, or dataset_seqlens",
                 path=f"{_SECTION}.metrics_path",
             )
         metric = MMapIndexedDataset(str(Path(section.metrics_path, "seqlen", "seqlen_sample_to_metric")))
