@@ -48,8 +48,15 @@ class PagedAttentionFunction:
                 "attention. Call the engine's methods, or close it first."
             )
         layer = cache.layer(layer_of(module))
-        scales = {"key_scale": layer.key_scale, "value_scale": layer.value_scale}
-        write_pages(_rows(key), _rows(value), layer.keys, layer.values, batch.slots[layer.group], **scales)
+        write_pages(
+            _rows(key),
+            _rows(value),
+            layer.keys,
+            layer.values,
+            batch.slots[layer.group],
+            key_scale=layer.key_scale,
+            value_scale=layer.value_scale,
+        )
         alone = self._deterministic and query.device.type == "cpu"
         how = AttentionOptions(
             scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -58,7 +65,8 @@ class PagedAttentionFunction:
             soft_cap=options.get("softcap"),
             sinks=options.get("s_aux"),
             deterministic=self._deterministic,
-            **scales,
+            key_scale=layer.key_scale,
+            value_scale=layer.value_scale,
         )
         rows, table = _rows(query), batch.tables[layer.group]
         if alone:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deepspeed.ops.codecs.formats import FORMATS, Format, pack, unpack
-from deepspeed.ops.registry import op, reference
+from deepspeed.ops.registry import by_triton, op, reference
 
 SMALLEST = 2.0**-126
 """Scales below it are zero: their inverse would not be finite."""
@@ -120,6 +120,51 @@ def dither(part: Tensor, seed: int, start: int) -> Tensor:
     return ((word >> 8).float() * 2.0**-24).view(part.shape)
 
 
+def _takes(block: int, values: Tensor, payload: Tensor, scales: Tensor) -> bool:
+    """Whether the kernels can read and write these."""
+    even = 32 <= block <= 8192 and block & (block - 1) == 0
+    lines = all(each.stride(-1) == 1 for each in (values, payload, scales)) and values.numel() > 0
+    return even and lines and values.dtype in (torch.float32, torch.bfloat16, torch.float16)
+
+
+@by_triton("codec_encode")
+@torch.no_grad()
+def encode_triton(
+    form: str, block: int, values: Tensor, payload: Tensor, scales: Tensor, seed: int | None = None
+) -> None:
+    """By the kernel where it can."""
+    if seed is not None or not _takes(block, values, payload, scales):
+        encode_reference(form, block, values, payload, scales, seed)
+        return
+    from deepspeed.ops.codecs.kernels import rows as kernels
+
+    kernels.encode(FORMATS[form], block, values, payload, scales, SMALLEST)
+
+
+@by_triton("codec_decode")
+@torch.no_grad()
+def decode_triton(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+    """By the kernel where it can."""
+    if not _takes(block, out, payload, scales):
+        decode_reference(form, block, payload, scales, out)
+        return
+    from deepspeed.ops.codecs.kernels import rows as kernels
+
+    kernels.decode(FORMATS[form], block, payload, scales, out, add=False)
+
+
+@by_triton("codec_sum")
+@torch.no_grad()
+def sum_triton(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
+    """By the kernel where it can."""
+    if not _takes(block, out, payload, scales) or not len(payload):
+        sum_reference(form, block, payload, scales, out)
+        return
+    from deepspeed.ops.codecs.kernels import rows as kernels
+
+    kernels.decode(FORMATS[form], block, payload, scales, out, add=True)
+
+
 # ---- signs
 
 
@@ -180,3 +225,27 @@ def _sign_parts(values: Tensor, payload: Tensor) -> list[tuple[Tensor, Tensor]]:
         numbers = values[:, whole * _SIGNS :].unflatten(1, (1, rest))
         parts.append((numbers, payload[:, split : split + -(-rest // 8)].unflatten(1, (1, -1))))
     return parts
+
+
+@by_triton("codec_signs")
+@torch.no_grad()
+def signs_triton(values: Tensor, payload: Tensor) -> None:
+    """By the kernel where it can."""
+    if not _takes(_SIGNS, values, payload, payload):
+        signs_reference(values, payload)
+        return
+    from deepspeed.ops.codecs.kernels import rows as kernels
+
+    kernels.signs(values, payload, _SIGNS)
+
+
+@by_triton("codec_signed")
+@torch.no_grad()
+def signed_triton(payload: Tensor, scales: Tensor, out: Tensor, add: bool) -> None:
+    """By the kernel where it can."""
+    if not _takes(_SIGNS, out, payload, scales) or not len(payload):
+        signed_reference(payload, scales, out, add)
+        return
+    from deepspeed.ops.codecs.kernels import rows as kernels
+
+    kernels.signed(payload, scales, out, _SIGNS, add=add)
