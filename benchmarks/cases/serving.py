@@ -50,6 +50,7 @@ class Token(NamedTuple):
     finish_reason: str | None
     cached_tokens: int
     prompt_tokens: int
+    prompt_scores: tuple[()] = ()
 
 
 class Counter:

@@ -132,6 +132,19 @@ def _places(config: Schema) -> Iterator[str]:
         yield f"memory.device: {found} says where states live, too; give one of them"
 
 
+def _mics(config: Schema) -> Iterator[str]:
+    zero = config.zero_optimization
+    if zero.mics_shard_size < 1:
+        return
+    others = {
+        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+        "expert_parallel.enabled": config.expert_parallel.enabled,
+    }
+    if found := _names(others):
+        yield f"zero_optimization.mics_shard_size: does not work with {found}; give one of them"
+
+
 def _experts(config: Schema) -> Iterator[str]:
     expert, tensor = config.expert_parallel, config.tensor_parallel
     if not expert.enabled:
@@ -197,6 +210,7 @@ _RULES = (
     _nonfinite_gradients,
     _updates_in_backward,
     _places,
+    _mics,
     _experts,
     _elastic_batch_sizes,
 )

@@ -382,7 +382,12 @@ class DeepSpeedZeroConfig(Section):
         None, "Error feedback for zero_quantized_gradients; null is off.", NotBuilt("LoCo")
     )
     mics_shard_size: Whole = key(
-        -1, "Number of ranks that share one set of shards (MiCS); -1 means all ranks (stage 3).", NotBuilt("MiCS")
+        -1,
+        "Number of ranks that share one set of shards (MiCS), of which the others have copies; -1 means all ranks "
+        "(stages 1-3).",
+        NoEffect(
+            "zero_optimization.stage is 0, where every rank has everything", lambda c: not c.zero_optimization.stage
+        ),
     )
     mics_hierarchical_params_gather: bool = key(
         False,

@@ -206,10 +206,12 @@ class LLM:
             for index in range(params.n)
         ]
         base = self._random.getrandbits(63) if params.seed is None else params.seed
+        guides = {}
+        if params.schema is not None:  # which may be refused, as may the sequences
+            tokenizer = self._tokenizer_for("schema")
+            guides = {sequence.uid: parts.guide(params.schema, tokenizer) for sequence in sequences}
         parts.loop.add(sequences, [seed_of(base, index) for index in range(params.n)])
-        if params.schema is not None:
-            for sequence in sequences:
-                parts.loop.guides[sequence.uid] = parts.guide(params.schema, self._tokenizer_for("schema"))
+        parts.loop.guides.update(guides)
         self._requests[uid] = _Request(ids, params, [_Continuation(each, self._text(params)) for each in sequences])
         self._prompt_tokens += len(ids)
         return uid

@@ -171,15 +171,18 @@ def gather(shards: Sequence[Shard], serves: GatherFor = GatherFor.ACCESS) -> Non
 
 @torch.no_grad()
 def spread(shards: Sequence[Shard], source: int = 0) -> None:
-    """Let every rank cut what one rank of the axis has as the whole parameters; all of them are whole."""
+    """Let every rank cut what one of those that hold them has as the whole parameters; all of them are whole."""
     axes: dict[Any, list[Shard]] = {}
     for shard in shards:
         shard.reclaim()
         if not shard.alone:
             axes.setdefault(shard.axis, []).append(shard)
     for axis, alike in axes.items():
+        replicas, flats = alike[0].replicas, [shard.flat for shard in alike]
         with comm.labelled(f"{alike[0].name} … {alike[-1].name}"):
-            broadcast_coalesced([shard.flat for shard in alike], src=axis.ranks[source], group=axis.group)
+            if replicas is not None:  # first to the rank at the same place of each group, which gives it to its own
+                broadcast_coalesced(flats, src=replicas.ranks[source // axis.size], group=replicas.group)
+            broadcast_coalesced(flats, src=axis.ranks[source % axis.size], group=axis.group)
     for shard in shards:
         shard.store()
 

@@ -54,6 +54,8 @@ class Shard:
         self.param = param
         self.axis = axis
         self.remote = remote
+        self.replicas: AxisGroup | None = None
+        """Ranks that have an equal chunk, in other groups like `axis`; None if there are none."""
         self.alone = axis.size == 1 and remote is None
         """See [Note: one rank]."""
         self.name = name or f"parameter of shape {tuple(param.shape)}"
@@ -128,7 +130,7 @@ class Shard:
         other = Shard(param, self.axis, self.name, self.remote)
         other.shape, other.numel, other.chunk = self.shape, self.numel, self.chunk
         other.strict, other.persistent, other.whole = self.strict, self.persistent, False
-        other.gather = self.gather
+        other.gather, other.replicas = self.gather, self.replicas
         if self.whole:
             self.reclaim()
         other.data = self._kept(self.rows[self.axis.rank] if self.whole else self.data)
@@ -162,6 +164,11 @@ class Shard:
         """The [start, stop) of the parameter's elements that lie here."""
         start = self.axis.rank * self.chunk
         return min(start, self.numel), min(start + self.chunk, self.numel)
+
+    @property
+    def holders(self) -> int:
+        """Ranks that have a chunk of it."""
+        return self.axis.size * (1 if self.replicas is None else self.replicas.size)
 
     @property
     def device(self) -> torch.device:
