@@ -83,9 +83,9 @@ def _same(codec: Any) -> bool:
             expected = torch.empty_like(x)
             rows.decode_reference(codec.form, codec.block, payload, scales, expected)
             good &= torch.equal(codec.decode(found, torch.empty_like(x)), expected)
-            total = torch.empty(numel, device="cuda")
-            rows.sum_reference(codec.form, codec.block, payload, scales, total)
-            good &= torch.equal(codec.decode_sum(found, torch.empty_like(total)), total)
+            total = torch.empty(1, numel, device="cuda")
+            rows.sum_reference(codec.form, codec.block, payload[:, None], scales[:, None], total)
+            good &= torch.equal(codec.decode_sum(found, torch.empty(numel, device="cuda")), total[0])
     return good
 
 

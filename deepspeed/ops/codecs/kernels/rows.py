@@ -230,7 +230,7 @@ def _decode_blocks(
 
 @triton.jit
 def _decode(
-    payload_ptr, scale_ptr, out_ptr, numel, rows, payload_stride, scale_stride, out_stride,
+    payload_ptr, scale_ptr, out_ptr, numel, rows, payload_stride, scale_stride, next_payload, next_scale, out_stride,
     SUM: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -241,14 +241,14 @@ def _decode(
     left = (numel - start).to(tl.int32)
     if left >= SPAN:
         _decode_blocks(
-            payload_ptr, scale_ptr, out_ptr, SPAN, BLOCK // LANES, SPAN // BLOCK, rows, payload_stride, scale_stride,
+            payload_ptr, scale_ptr, out_ptr, SPAN, BLOCK // LANES, SPAN // BLOCK, rows, next_payload, next_scale,
             SUM, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
         )  # fmt: skip
     else:
         each = tl.arange(0, SPAN // BLOCK)[:, None] * BLOCK
         group = (tl.minimum(tl.maximum(left - each, 0), BLOCK) + (LANES - 1)) // LANES
         _decode_blocks(
-            payload_ptr, scale_ptr, out_ptr, left, group, tl.cdiv(left, BLOCK), rows, payload_stride, scale_stride,
+            payload_ptr, scale_ptr, out_ptr, left, group, tl.cdiv(left, BLOCK), rows, next_payload, next_scale,
             SUM, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
         )  # fmt: skip
 
@@ -278,10 +278,12 @@ def encode(form: Format, block: int, values: Tensor, payload: Tensor, scales: Te
 
 def decode(form: Format, block: int, payload: Tensor, scales: Tensor, out: Tensor, *, add: bool) -> None:
     """See `deepspeed.ops.codecs.rows.decode`; with `add` as `decode_sum`."""
-    constants, (rows, numel) = _constants(form, block), (len(payload), out.shape[-1])
-    strides = payload.stride(0), scales.stride(0), 0 if add else out.stride(0)
-    grid = cdiv(numel, constants["SPAN"]), 1 if add else rows
-    launch(_decode, grid, payload, scales, out, numel, rows, *strides, SUM=add, **constants)
+    constants, (rows, numel) = _constants(form, block), out.shape
+    strides = payload.stride(-2), scales.stride(-2)
+    ahead = (payload.stride(0), scales.stride(0)) if add else (0, 0)
+    grid = cdiv(numel, constants["SPAN"]), rows
+    count = len(payload) if add else 1
+    launch(_decode, grid, payload, scales, out, numel, count, *strides, *ahead, out.stride(0), SUM=add, **constants)
 
 
 @triton.jit
