@@ -83,16 +83,19 @@ def _parts(
     return parts if rows else []
 
 
-def scale_of(part: Tensor, largest: float) -> Tensor:
-    """The scales of blocks, `[..., 1]`; found among the bits, where a NaN is larger than anything."""
+def _scale_of(form: Format, part: Tensor) -> Tensor:
+    """The scales of blocks, `[..., 1]`; found among the bits, where a NaN is larger than anything.
+
+    By a product: devices differ in how they divide a tensor by a number.
+    """
     top = (part.float().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True).view(torch.float32)
-    scale = top / largest
+    scale = top * form.inverse
     return torch.where(scale < SMALLEST, 0.0, scale)
 
 
 def _encode(form: Format, part: Tensor, codes: Tensor, scale: Tensor, noise: Tensor | None) -> None:
     wide = part.float()
-    made = scale_of(part, form.largest)
+    made = _scale_of(form, part)
     scale.copy_(made)
     scaled = wide * torch.where(made > 0, 1.0 / made, 0.0)
     if noise is not None:
