@@ -73,9 +73,9 @@ def batch_by_seqlens(
     whole = len(packs) // effective_batch_size
     if not whole:
         raise UsageError(
-            f"dynamic batching: {len(ids)} samples of at most {max_tokens} tokens make {len(packs)} micro-batches of "
-            f"at least {min_batch_size}, fewer than the {effective_batch_size} of one batch; raise max_tokens, or lower "
-            "min_batch_size or train_batch_size"
+            f"dynamic batching: {len(ids)} samples of at most {max_tokens} tokens make {len(packs)} micro-batches "
+            f"of at least {min_batch_size}, fewer than the {effective_batch_size} of a batch; raise max_tokens, or "
+            "lower min_batch_size or train_batch_size"
         )
     batches = [packs[at * effective_batch_size : (at + 1) * effective_batch_size] for at in range(whole)]
     sizes = [sum(map(len, batch)) for batch in batches]
