@@ -13,7 +13,6 @@ FEATURES = {
     "ZeRO++": "hpZ, MiCS, quantised communication",
     "autotuning": "the search for a config",
     "compression": "quantisation, pruning and distillation during training",
-    "data efficiency": "curriculum learning, random layer token drop, progressive layer drop, variable batches",
     "hybrid engine": "one engine that trains and generates",
     "kernels": "Evoformer attention, floating point quantisation",
     "inference": "the config of a layer of DeepSpeed's injected kernels",
