@@ -154,7 +154,8 @@ class Stepper:
             norm = self._reported(Pending(shown))
             value = self.scale.value
             return StepOutcome(found is not None, norm, value, value, empty=found is None)
-        if self._empty and not self.states.staged:  # else all stages measure and count the step
+        alone = not self.states.staged and not self.states.local
+        if self._empty and alone:  # else all stages, or ranks, measure and count the step
             self.drop_gradients()
             return StepOutcome(False, Pending(None), self.scale.value, self.scale.value, empty=True)
         device = self.states.device
