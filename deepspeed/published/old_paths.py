@@ -389,6 +389,8 @@ REMOVED: dict[str, str] = {
     "deepspeed.runtime.tensor_parallel.tp_manager": "use deepspeed.tp_model_init",
     "deepspeed.runtime.torch_autocast": "set torch_autocast in the config; engine.torch_autocast_dtype() tells it",
     "deepspeed.runtime.utils.*": "the engine clips and checks gradients; torch.nn.utils clips others",
+    "deepspeed.runtime.zero.mics.*": "deepspeed.initialize trains by zero_optimization.mics_shard_size",
+    "deepspeed.runtime.zero.mics_utils": "engine.mics_shard_size() tells how many ranks share one set of shards",
     "deepspeed.runtime.zero.linear": "torch's Linear keeps no whole weight at stage 3; leave it as it is",
     "deepspeed.sequence.cross_entropy.*": "set tensor_parallel.vocab_parallel_lm_head in the config",
     "deepspeed.sequence.layer.*": "use DistributedAttention, or sequence_parallel_size in the config",

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from deepspeed.comm.codec import BlockCodec, block_codec
 from deepspeed.config.rules import one_bit_conflicts
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
@@ -32,11 +34,13 @@ from deepspeed.zero.gradients.sign_reduction import SignReduction
 from deepspeed.zero.gradients.sparse import embedding_parameters
 from deepspeed.zero.memory_budget import Budgeted
 from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
+from deepspeed.zero.parameters.coded import CodedBlockGather, CodedGather, travels_coded
 from deepspeed.zero.parameters.coordinator import FetchCoordinator
 from deepspeed.zero.parameters.fetch_plan import FetchLimits
 from deepspeed.zero.parameters.fetch_schedule import FetchSchedule
-from deepspeed.zero.parameters.gather import BlockGather, FlatBlocks, Gather, PlainGather, gather
+from deepspeed.zero.parameters.gather import BlockGather, Gather, PlainGather, gather
 from deepspeed.zero.parameters.module_hooks import ModuleHooks
+from deepspeed.zero.parameters.near import NearGather, check_size, near_copies
 from deepspeed.zero.parameters.offloaded import ChunkTier, ChunkTiers
 from deepspeed.zero.parameters.parameter import shard_parameter
 from deepspeed.zero.parameters.shard import Shard, shard_of
@@ -50,7 +54,7 @@ from deepspeed.zero.public.leaf import (
     set_z3_leaf_module,
     units_by_granularity,
 )
-from deepspeed.zero.states.groups import BlockGroup, Named, OffloadedGroup, StripedGroup
+from deepspeed.zero.states.groups import BlockGroup, Dtypes, Named, OffloadedGroup, StripedGroup
 from deepspeed.zero.states.late_parameters import runs_compiled, wait_in_modules
 from deepspeed.zero.states.matrices import ShardedMatrices
 from deepspeed.zero.states.norm import NormRanks
@@ -66,6 +70,8 @@ _BUCKET = 8 << 20
 _BUCKET_PER_RANK = 1 << 19
 _BUCKET_MOST = 32 << 20
 _BLOCK_MOST = 256 << 20
+
+_WEIGHT_FORMATS = {"int8": "int8", "fp8": "fp8_e4m3", "int4": "int4"}
 
 
 def make_reduction(schema: Schema, placement: Placement) -> Reduction:
@@ -85,13 +91,22 @@ def make_reduction(schema: Schema, placement: Placement) -> Reduction:
 def make_gather(schema: Schema, remote: ChunkTier | None = None) -> Gather[Shard]:
     """How parameters that are cut become whole, from the device or from where their chunks live."""
     zero = schema.zero_optimization
-    way = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
-    return way if remote is None else gather_from(remote, way)
+    plain = PlainGather(by_all_reduce=zero.use_all_reduce_for_fetch_params, one_by_one=zero.allgather_sequential)
+    way: Gather[Shard] = plain if remote is None else gather_from(remote, plain)
+    if zero.zero_quantized_weights:
+        way = CodedGather(weight_codec(schema), way)
+    return NearGather(way) if zero.zero_hpz_partition_size > 1 else way
 
 
-def make_block_gather(schema: Schema) -> Gather[FlatBlocks]:
-    """How updated blocks of whole parameters get to all ranks."""
-    return BlockGather(int(schema.zero_optimization.allgather_bucket_size) or 1)
+def make_block_gather(schema: Schema, *, coded: bool = False) -> BlockGather | CodedBlockGather:
+    """How updated blocks of whole parameters get to all ranks, where the config says so as codes."""
+    limit = int(schema.zero_optimization.allgather_bucket_size) or 1
+    return CodedBlockGather(weight_codec(schema), limit) if coded else BlockGather(limit)
+
+
+def weight_codec(schema: Schema) -> BlockCodec:
+    """In what parameters travel that travel as codes."""
+    return block_codec(_WEIGHT_FORMATS[schema.zero_optimization.zero_quantized_weights_format])
 
 
 @dataclass(frozen=True)
@@ -207,14 +222,13 @@ class StateBuilder:
         """Choose the path by the config's stage."""
         schema, zero, ranks_of = self.schema, self.schema.zero_optimization, self.measure.ranks_of
         size = self.measure.axis.size
+        check_size(self.measure.axis, int(zero.zero_hpz_partition_size))
         if zero.stage > 0 and (size > 1 or self.remotes is not None):
             _refuse_torch_muon(self.optimizer)
         if zero.stage == 3 and (size > 1 or self.remotes is not None):
             return self._shard_parameters()
         if size > 1 and zero.stage > 0 and self.optimizer is not None:
-            placements = placed(ranks_of, self._placement)
-            resident = partial(BlockGroup, gather=make_block_gather(schema), aligned=zero.parameter_alignment)
-            return self._taken(placements, resident)
+            return self._taken(placed(ranks_of, self._placement), self._resident)
         if zero.stage == 3:
             keep_whole(self.module, self.measure.axis)
         placements = placed(ranks_of, lambda axis: Placement(self.alone, replicate=axis, samples=size))
@@ -222,6 +236,17 @@ class StateBuilder:
         if self.optimizer is not None and (self.tiers.away or zero.offloads_optimizer or in_buckets):
             return self._taken(placements, OffloadedGroup)
         return self._in_place(placements)
+
+    def _coded(self, param: nn.Parameter) -> bool:
+        """Whether a parameter that stays whole comes as codes after a step."""
+        return self.schema.zero_optimization.zero_quantized_weights and travels_coded(param.shape, param.dtype)
+
+    def _resident(
+        self, members: Sequence[Named], placement: Placement, dtypes: Dtypes, options: dict[str, Any]
+    ) -> BlockGroup:
+        way = make_block_gather(self.schema, coded=self._coded(members[0][1]))
+        aligned = self.schema.zero_optimization.parameter_alignment
+        return BlockGroup(members, placement, dtypes, options, gather=way, aligned=aligned)
 
     def _placement(self, axis: AxisGroup, *, apart: bool = False) -> Placement:
         """Of parameters that lie on these ranks, with gradients on a group of their own if they travel `apart`."""
@@ -241,7 +266,9 @@ class StateBuilder:
         schema, precision = self.schema, self.precision
         names = {id(param): name for name, param in self.module.named_parameters()}
         travels, reduction_of = precision.reduce_dtypes(self.module), self._reduction
-        return GroupPlanner(schema, axis_of, precision, names, travels, reduction_of, make, self.tiers)
+        return GroupPlanner(
+            schema, axis_of, precision, names, travels, reduction_of, make, self.tiers, apart=self._coded
+        )
 
     def _in_place(self, axis_of: AxisOf) -> ZeroModel:
         """Gradients are summed where they lie; without an optimizer, too, for a user who updates parameters."""
@@ -377,6 +404,7 @@ class StateBuilder:
         for each in shards:
             each.strict = zero.enable_sanity_checks
             each.gather = way if each.remote is None else far
+        copies = near_copies(shards, int(zero.zero_hpz_partition_size))
         total = int(zero.model_persistence_threshold) // axes.levels(self.measure.axis)[0].size
         gather(persist(shards, int(zero.param_persistence_threshold), total))
         passes = FetchSchedule(
@@ -385,6 +413,7 @@ class StateBuilder:
             between_passes="max_reuse_distance" in zero.model_fields_set,
             log_traces=zero.log_trace_cache_warnings,
         )
+        passes.copies = copies
         coordinator = FetchCoordinator(passes)
         hooks = ModuleHooks(module, coordinator)
         self.stack.callback(hooks.remove)

@@ -8,13 +8,13 @@ counts as one whose gradient is zero, and one that has no variance yet has its g
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from deepspeed.ops.moments import Group
-from deepspeed.ops.optimizer import Closure, evaluate, refuse
+from deepspeed.ops.optimizer import Closure, evaluate
 from deepspeed.ops.rule_optimizers import DeviceOptimizer
 
 _BACKENDS = ("ccl", "compressed", "gloo", "hccl", "mpi", "nccl")
@@ -41,8 +41,6 @@ class OneBitOptimizer(DeviceOptimizer):
 
     exchange: MomentumExchange | None = None
 
-    variance_frozen_after: ClassVar[str] = "freeze_step"
-
     steps: int = 0
     """Taken so far."""
 
@@ -64,9 +62,8 @@ class OneBitOptimizer(DeviceOptimizer):
         """See `BatchOptimizer`: what is exchanged is computed first."""
         return False
 
-    def step(self, closure: Closure | None = None, grads: Any = None, **others: Any) -> Any:
-        """Update every parameter; returns what `closure` returns."""
-        refuse(f"{type(self).__name__}.step", grads=grads, **others)
+    def _step(self, closure: Closure | None, groups: Sequence[Group] | None = None) -> Any:
+        """See `BatchOptimizer`; all groups together."""
         loss = evaluate(closure)
         self._check(self.param_groups)
         with torch.no_grad():

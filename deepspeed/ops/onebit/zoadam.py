@@ -168,7 +168,7 @@ class ZeroOneAdam(OneBitOptimizer):
         state = self.state[param]
         correction = corrections(group, state["step"], state["var_updates"])[0]
         update = state["exp_avg"] / correction / self._denominator(group, state)
-        moved = update.add_(param, alpha=group["weight_decay"]).mul_(-group["lr"])
+        moved: Tensor = update.add_(param, alpha=group["weight_decay"]).mul_(-group["lr"])
         param.add_(moved)
         return moved
 
@@ -191,5 +191,5 @@ class ZeroOneAdam(OneBitOptimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See `OneBitOptimizer`; the intervals are those of the states."""
         super().load_state_dict(state_dict)
-        latest = max(self.state.values(), key=lambda state: int(state.get("step", 0)), default={})
+        latest: Mapping[str, Any] = max(self.state.values(), key=lambda state: int(state.get("step", 0)), default={})
         self.schedule = {name: int(latest.get(name, first)) for name, first in _FIRST.items()}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deepspeed import comm
 from deepspeed.comm import Pending
-from deepspeed.comm.compressed import SignErrors, chunk_of, sign_mean
+from deepspeed.comm.compressed import SignErrors, sign_mean
 from deepspeed.comm.operations import ReduceOp
 from deepspeed.log import log_dist
 from deepspeed.ops.onebit.base import OneBitOptimizer
@@ -106,11 +106,11 @@ class SignReduction:
     def _restored(self, key: Any, value: Tensor) -> SignErrors:
         """What a checkpoint brought for this tensor, else zeros."""
         zero, name = SignErrors.zero(value, self._axis.size), self.name_of(key)
-        saved = [self._loaded.pop(f"{kind}:{name}", None) for kind in _KINDS]
-        sizes = value.numel(), chunk_of(value.numel(), self._axis.size)
-        if all(each is not None and each.numel() == size for each, size in zip(saved, sizes, strict=True)):
-            for mine, each in zip((zero.worker, zero.server), saved, strict=True):
-                mine.copy_(each)
+        mine = zero.worker, zero.server
+        saved = [each for kind in _KINDS if (each := self._loaded.pop(f"{kind}:{name}", None)) is not None]
+        if [each.numel() for each in saved] == [each.numel() for each in mine]:
+            for own, each in zip(mine, saved, strict=True):
+                own.copy_(each)
         return zero
 
     # ---- checkpoints
