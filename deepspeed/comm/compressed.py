@@ -107,7 +107,8 @@ def _cut(messages: Tensor, sizes: Sequence[int], chunks: Sequence[int]) -> list[
 
 
 def _scale(values: Tensor) -> Tensor:
-    return values.norm() / max(values.numel(), 1) ** 0.5
+    scale: Tensor = torch.linalg.vector_norm(values) / max(values.numel(), 1) ** 0.5
+    return scale
 
 
 class CompressedBackend:
