@@ -139,7 +139,6 @@ def _mics(config: Schema) -> Iterator[str]:
     if zero.mics_shard_size < 1:
         return
     others = {
-        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
         "expert_parallel.enabled": config.expert_parallel.enabled,
     }

@@ -67,6 +67,9 @@ class SignReduction:
             )
         return Pending(send)
 
+    def stepped(self) -> None:
+        """See `Reduction`."""
+
     # ---- of what takes their place
 
     @torch.no_grad()
