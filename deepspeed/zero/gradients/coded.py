@@ -241,11 +241,6 @@ class CodedReduction:
             comm.all_reduce(sums, group=self.replicate.group)
         return sums.mul_(self.weights.after) if self.weights.after != 1.0 else sums
 
-    @property
-    def late(self) -> AxisGroup | None:
-        """See `Reduction`: copies are summed in every backward."""
-        return None
-
     def stepped(self) -> None:
         if self.memory is not None:
             self.memory.stepped()
