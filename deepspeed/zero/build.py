@@ -318,7 +318,7 @@ class StateBuilder:
         gradients = replicated.ReplicatedGradients(list(module.named_parameters()), holding)
         exchange = planner.reduction_of(holding.main)
         if isinstance(exchange, SignReduction) and states is not None:
-            exchange.name_of = states.name_of
+            exchange.name_of = partial(_name_of, states)
         ways = ReductionSettings(every_backward=False, limit=replicated.BUCKET_BYTES, first=replicated.FIRST_BYTES)
         reducer = GradientReducer(
             lambda: [gradients], planner.reduction_of, ways, None, registered=module.parameters, replicated=gradients
@@ -461,3 +461,9 @@ def _refuse_torch_muon(optimizer: Optimizer | None) -> None:
             "deepspeed.ops.muon.MuonWithAuxAdam, which gather the matrices, or zero_optimization.stage 0.",
             path="zero_optimization.stage",
         )
+
+
+def _name_of(states: OptimizerStates, master: Any) -> str:
+    """What the parameter is called that a tensor of the optimizer stands for; other names are themselves."""
+    pieces = (piece for group in states.groups for piece in group.pieces)
+    return next((piece.name for piece in pieces if piece.master is master), str(master))

@@ -15,7 +15,6 @@ from deepspeed.memory.tier import DeviceStore, StateStore
 from deepspeed.ops.moments import MomentKeeper
 from deepspeed.ops.multi_tensor import sum_of_squares
 from deepspeed.ops.one_pass import OnePass
-from deepspeed.ops.onebit import ZeroOneAdam
 from deepspeed.parallel import AxisGroup
 from deepspeed.zero.gradients.reducer import GradientReducer
 from deepspeed.zero.piece import StatePiece
@@ -219,22 +218,6 @@ class OptimizerStates:
     def ranks_of(self, param: nn.Parameter) -> AxisGroup:
         """The ranks that hold the same elements of a parameter."""
         return self._measure.ranks_of(param)
-
-    @property
-    def local(self) -> bool:
-        """True if the next gradients stay on the ranks that have them."""
-        return self._measure.local()
-
-    def synchronise(self) -> None:
-        """Bring ranks together that took steps of their own; all of them call it."""
-        if isinstance(self._optimizer, ZeroOneAdam):
-            self._optimizer.synchronise()
-            self.publish()
-
-    def name_of(self, master: Any) -> str:
-        """What the parameter is called that a tensor of the optimizer stands for; other names are themselves."""
-        pieces = (piece for group in self.groups for piece in group.pieces)
-        return next((piece.name for piece in pieces if piece.master is master), str(master))
 
     @property
     def staged(self) -> bool:
