@@ -65,8 +65,8 @@ def load(
             split(model, axis, TPTrainingConfig(autotp_size=axis.size))
     else:
         folder = _folder(source)
-        model = _read(folder, kind, axis)
-    model.eval().requires_grad_(False)
+        model = _read(folder, kind, axis).requires_grad_(False)
+    model.eval()
     if config.quantization.quantization_mode is not None:
         _pack(model, config)
     model.to(device)

@@ -35,6 +35,7 @@ MOVED: dict[str, str] = {
     ),
     "deepspeed.runtime.domino.transformer": "deepspeed.tensor_parallel.domino",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.precision.loss_scaler",
+    "deepspeed.runtime.hybrid_engine": "deepspeed.hybrid.engine",
     "deepspeed.runtime.pipe.dualpipev": "deepspeed.pipe.engine",
     "deepspeed.runtime.pipe.engine": "deepspeed.pipe.engine",
     "deepspeed.runtime.pipe.module": "deepspeed.pipe.module",
@@ -399,7 +400,6 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
 # module or name of a feature that is still to come, with all below it → what to use meanwhile
 COMING: dict[str, str] = {
-    "deepspeed.DeepSpeedHybridEngine": _GENERATE,
     "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
     "deepspeed.compile": "set compile in the config, or use torch.compile",
     "deepspeed.compression": _TORCHAO,
@@ -420,7 +420,6 @@ COMING: dict[str, str] = {
     "deepspeed.runtime.data_pipeline": "give initialize a DataLoader with a sampler of your own",
     "deepspeed.runtime.eigenvalue": "torch.func computes Hessian-vector products",
     "deepspeed.runtime.fp16.onebit": "use Adam or LAMB",
-    "deepspeed.runtime.hybrid_engine": _GENERATE,
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
     "deepspeed.runtime.progressive_layer_drop": "train without layer dropping",
     "deepspeed.runtime.quantize": _TORCHAO,

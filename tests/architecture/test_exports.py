@@ -15,7 +15,7 @@ from tests.architecture.source import ROOT
 
 PUBLIC = """
     HAS_TRITON TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader
-    DeepSpeedEngine DeepSpeedError DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
+    DeepSpeedEngine DeepSpeedError DeepSpeedHybridEngine DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
     DeepSpeedTransformerConfig DeepSpeedTransformerLayer OnDevice
     DualPipeVEngine DualPipeVModule PipelineEngine PipelineModule pipe
     __git_branch__ __git_hash__

@@ -130,7 +130,7 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
 @pytest.mark.parametrize(
     ("section", "path"),
     [
-        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
+        ({"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}, "hybrid_engine.inference_tp_size"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
         ({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.01}}, "progressive_layer_drop"),
