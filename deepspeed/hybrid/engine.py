@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from deepspeed.errors import UsageError
+from deepspeed.generate.llm import Completion
 from deepspeed.hybrid.generation import METHODS, Generation
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.parts import Parts
@@ -41,6 +43,18 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
         if settings:
             kwargs["generation_config"] = settings[0]
         return self._generation.generate_batch(inputs, kwargs, keep=self._pins)
+
+    def complete(self, **kwargs: Any) -> list[Completion]:
+        """Continuations, with the log-probabilities of their tokens, of a call of `generate`."""
+        with self._generation.call(keep=self._pins):
+            found = self._generation.complete(**kwargs)
+        if found is None:
+            raise UsageError("engine.complete(): this call needs Transformers' generate, which gives no completions")
+        return found
+
+    def free_inference_cache(self) -> None:
+        """Free keys, values and graphs; the next call makes new ones."""
+        self._generation.free_cache()
 
     @property
     def _pins(self) -> bool:

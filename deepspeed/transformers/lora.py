@@ -24,6 +24,8 @@ class LoraPair(NamedTuple):
     delta: Callable[[], Tensor]
     mark: Callable[[bool], None]
     """Says to the layer whether its weight holds the adapters."""
+    adapters: tuple[nn.Parameter, ...]
+    """What the delta is computed from."""
 
 
 def lora_pairs(model: nn.Module) -> Iterator[LoraPair]:
@@ -34,7 +36,7 @@ def lora_pairs(model: nn.Module) -> Iterator[LoraPair]:
         if isinstance(module, kinds):
             yield from _of_peft(module)
         elif all(hasattr(module, name) for name in _CHAT) and not module.fuse_lora:
-            yield LoraPair(module.weight, lambda m=module: _chat_delta(m), lambda on, m=module: _chat_mark(m, on))  # type: ignore[misc,arg-type]
+            yield _of_chat(module)
 
 
 _CHAT = ("weight", "lora_right_weight", "lora_left_weight", "lora_scaling", "fuse_lora")
@@ -54,16 +56,18 @@ def _of_peft(layer: Any) -> Iterator[LoraPair]:
     def mark(on: bool) -> None:
         layer.merged_adapters[:] = names if on else []
 
-    yield LoraPair(weight, delta, mark)
+    base = set(map(id, layer.get_base_layer().parameters()))
+    yield LoraPair(weight, delta, mark, tuple(param for param in layer.parameters() if id(param) not in base))
 
 
-def _chat_delta(layer: Any) -> Tensor:
-    delta: Tensor = layer.lora_scaling * (layer.lora_left_weight.t() @ layer.lora_right_weight.t())
-    return delta
-
-
-def _chat_mark(layer: Any, on: bool) -> None:
-    layer.fuse_lora = on
+def _of_chat(layer: Any) -> LoraPair:
+    left, right = layer.lora_left_weight, layer.lora_right_weight
+    return LoraPair(
+        layer.weight,
+        lambda: layer.lora_scaling * (left.t() @ right.t()),
+        lambda on: setattr(layer, "fuse_lora", on),
+        (left, right),
+    )
 
 
 class LoraFusion:
