@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,7 @@ def attention_cases() -> Iterator[Case]:
             return numbers(sequences * count, HEADS, HEAD), *pages, tables, starts, lengths, options
 
         def run(*given: Any, tile: Any = None) -> Tensor:
-            return attend(*given, tile)
+            return attend(*given[:-1], replace(given[-1], tile=tile))
 
         kept = sequences * context * KV_HEADS * HEAD * 2 * dtype.itemsize
         pairs = sequences * count * (context - (count - 1) / 2)

@@ -15,6 +15,7 @@ from deepspeed._assemble.observers import watch, watch_hangs
 from deepspeed.checkpoint.pretrained import fill, take_place
 from deepspeed.config import DeepSpeedConfig
 from deepspeed.config.features import unused_by_model
+from deepspeed.data.pacing import pacing_of
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
@@ -116,6 +117,7 @@ class _Assembly:
             self.schema.scheduler, self.request.lr_scheduler, self.request.optimizer, self.optimizer
         )
         self._add_data(parts)
+        parts.pacing = pacing_of(self.schema, self.module, self.kind.blocks, whole=self.kind.whole, stack=self.stack)
         watch(parts, self.stack)
         return DeepSpeedHybridEngine(parts) if self.schema.hybrid_engine.enabled else self.kind.engine(parts)
 

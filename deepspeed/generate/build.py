@@ -24,7 +24,7 @@ from deepspeed.generate.guide import SchemaGuides
 from deepspeed.generate.loop import GenerationLoop, Guide
 from deepspeed.generate.runner import Runner
 from deepspeed.generate.sampler import Sampler
-from deepspeed.generate.scheduler import Scheduler, SchedulerConfig
+from deepspeed.generate.scheduler import ScheduleLimits, Scheduler
 from deepspeed.log import log_dist
 from deepspeed.parallel.regions import GroupMembers
 
@@ -75,38 +75,21 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     plan = _agreed(plan_cache(entry.layers, manager, kind, device), axis)
     cache = PagedCache(entry.layers, plan, manager.block_size, device, entry.scales)
     stack.callback(cache.release)
-    scheduler = Scheduler(
-        SchedulerConfig(
-            max_tokens_per_step=manager.max_ragged_batch_size,
-            max_sequences=manager.max_ragged_sequence_count,
-            max_context=context,
-            block_size=manager.block_size,
-            prefix_cache=manager.prefix_cache,
-        ),
-        plan.groups,
-        min(plan.host_blocks),
-    )
     graphs = config.cuda_graphs and device.type == "cuda"
+    places, tokens = manager.max_ragged_sequence_count, manager.max_ragged_batch_size
     width = -(-context // manager.block_size)
-    runner = Runner(
-        entry,
-        cache,
-        manager.max_ragged_sequence_count,
-        width,
-        most_tokens=manager.max_ragged_batch_size,
-        graphs=graphs,
-    )
+    runner = Runner(entry, cache, places, width, most_tokens=tokens, graphs=graphs)
     stack.callback(runner.clear)
     runner.warm_up()
-    loop = GenerationLoop(
-        scheduler, runner, cache, Sampler(text.vocab_size, device), asynchronous=device.type != "cpu", drafter=drafter
-    )
+    sampler = Sampler(text.vocab_size, device)
+    scheduler = _scheduler(config, context, plan)
+    loop = GenerationLoop(scheduler, runner, cache, sampler, asynchronous=device.type != "cpu", drafter=drafter)
     log_dist(
         f"{type(model).__name__} enters by {entry.how}; a cache of "
         f"{sum(group.blocks for group in plan.groups)} blocks of {manager.block_size} tokens; "
         + ("graphs of the device" if graphs and entry.captured else "no graphs")
     )
-    eos = _eos(model)
+    base_seed = _shared(random.SystemRandom().getrandbits(62), axis)
     return EngineParts(
         model,
         loaded.folder,
@@ -117,9 +100,24 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
         axis,
         text.vocab_size,
         context,
-        eos,
-        _shared(random.SystemRandom().getrandbits(62), axis),
+        _eos(model),
+        base_seed,
         SchemaGuides(),
+    )
+
+
+def _scheduler(config: RaggedInferenceEngineConfig, context: int, plan: CachePlan) -> Scheduler:
+    manager = config.state_manager
+    return Scheduler(
+        ScheduleLimits(
+            max_tokens_per_step=manager.max_ragged_batch_size,
+            max_sequences=manager.max_ragged_sequence_count,
+            max_context=context,
+            block_size=manager.block_size,
+            prefix_cache=manager.prefix_cache,
+        ),
+        plan.groups,
+        min(plan.host_blocks),
     )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deepspeed.config.inference import DeepSpeedInferenceConfig, RaggedInferenceEngineConfig
+from deepspeed.config.memory import MemoryConfig
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.generate.llm import LLM, Completion
 from deepspeed.generate.params import SamplingParams
@@ -79,8 +80,9 @@ class _Call:
 class PagedGenerate:
     """`generate` of one model; the cache is made for the first call that needs it, and for a larger one anew."""
 
-    def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig) -> None:
-        self._model, self._config = model, config
+    def __init__(self, model: nn.Module, config: DeepSpeedInferenceConfig, *, streams: bool = False) -> None:
+        """`streams`: weights of the model come when they are used, which graphs of the device do not know."""
+        self._model, self._config, self._streams = model, config, streams
         self._llm: LLM | None = None
         self._rows = 0
         self._reasons: set[str] = set()
@@ -258,6 +260,8 @@ class PagedGenerate:
         made.quantization.quantization_mode = None
         made.tensor_parallel.tp_size = 1
         made.kernels = False
+        made.cuda_graphs = made.cuda_graphs and not self._streams
+        made.memory = MemoryConfig()
         return made
 
 

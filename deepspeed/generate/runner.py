@@ -124,7 +124,7 @@ class Runner:
             batch.clear()
             batch.send()
             self._captured(shape, batch)
-            if self._graphs is None:
+            if self.eager_reason is not None:
                 return
 
     def _captured(self, shape: BatchShape, batch: Batch) -> Tensor:

@@ -153,6 +153,8 @@ class TrainingState:
     lr_scheduler: Mapping[str, Any] | None = None
     data: Mapping[str, Any] | None = None
     """This rank's position in its data."""
+    pacing: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine's schedules by step have seen, where the number of steps does not say it."""
     rng: Mapping[str, Any] | None = None
     """This rank's random states."""
     own_buffers: Mapping[str, Tensor] | None = None

@@ -35,7 +35,7 @@ class TokenEvent(NamedTuple):
     top_logprobs: Mapping[int, float] | None = None
     finish_reason: str | None = None
     cached_tokens: int = 0
-    prompt_logprobs: Sequence[Any] | None = None
+    prompt_scores: Sequence[Any] = ()  # `PromptScores` of the prompt, with the first token
 
 
 class Submit(NamedTuple):
@@ -166,7 +166,7 @@ class EngineLoop:
                     token.top_logprobs,
                     token.finish_reason,
                     token.cached_tokens,
-                    getattr(token, "prompt_logprobs", None),
+                    token.prompt_scores,
                 )
             )
             if token.finish_reason is not None:

@@ -335,7 +335,10 @@ class Checkpoints:
             restore_states(own["rng"])
         if own.get("reductions"):
             self._parts.sharded.load_reduction_states(own["reductions"])
-        data = (own or source.rank_state(0)).get("data")
+        alike = own or source.rank_state(0)
+        data = alike.get("data")
+        if self._parts.pacing is not None and alike.get("pacing"):
+            self._parts.pacing.load_state_dict(alike["pacing"])
         if data and loader is not None and not seek(loader, data):
             log_dist(
                 f"the checkpoint holds a place in the data, but a {type(loader).__name__} has no load_state_dict: it "

@@ -29,7 +29,7 @@ from deepspeed.runtime.parts import Parts
 from deepspeed.runtime.saving.checkpoints import Checkpoints, leftovers, plain_copy
 from deepspeed.runtime.saving.model_state import collect, gather_experts, join_slices, load, load_by, write_model
 from deepspeed.runtime.saving.restoring import LoadRequest, rates, warn_of_rates
-from deepspeed.runtime.saving.stream import WeightStream
+from deepspeed.runtime.saving.stream import WeightBuckets
 from deepspeed.runtime.saving.training_state import RunState, continue_scale
 from deepspeed.tensor_parallel import cut_state
 from deepspeed.zero.interface import shards_of
@@ -301,7 +301,7 @@ class CheckpointMethods:
         All ranks iterate together, to the end. Adapters are added to their weights, or come by names of their own. A
         bucket that is let go before the next one bounds the memory at two of them.
         """
-        return iter(WeightStream(self._parts, read_size(bucket), dtype, merge=merge_lora))
+        return iter(WeightBuckets(self._parts, read_size(bucket), dtype, merge=merge_lora))
 
     def save_16bit_model(
         self,

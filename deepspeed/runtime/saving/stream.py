@@ -18,7 +18,7 @@ from deepspeed.zero.interface import GatheredParameters, numel_of, shard_of
 _OF_PEFT = re.compile(r"^base_model\.model\.|\.base_layer(?=\.)|\.modules_to_save\.[^.]+")
 
 
-class WeightStream:
+class WeightBuckets:
     """Yields buckets of weights; all ranks iterate together, to the end."""
 
     def __init__(self, parts: Parts, limit: int, dtype: torch.dtype | None, *, merge: bool) -> None:

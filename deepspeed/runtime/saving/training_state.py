@@ -197,6 +197,7 @@ def collect(parts: Parts, run: RunState, *, exclude_frozen: bool = False) -> Tra
         flat_masters=isinstance(parts.basic_optimizer, FusedAdam),
         lr_scheduler=None if scheduler is None else scheduler(),
         data=position_of(run.loader),
+        pacing={} if parts.pacing is None else parts.pacing.state_dict(),
         rng=capture_states(),
         reductions=parts.sharded.reduction_states(),
         own_buffers={name: module[name] for name in buffers} if run.own_buffers else None,

@@ -7,22 +7,16 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import init_empty_weights
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import deepspeed
 from deepspeed.errors import CheckpointError
 from tests.harness import ranks
-from tests.unit.inference.test_engine import ids, llama
+from tests.unit.inference.test_engine import empty, ids, llama
 
 
 def logits(engine):
     return engine(ids(2, 9)).logits.float()
-
-
-def empty():
-    with init_empty_weights(include_buffers=False):
-        return type(llama())(llama().config)
 
 
 @ranks(2)
@@ -82,6 +76,9 @@ def test_files(tmp_path):
     check(mp_size=2, checkpoint=whole, save_mp_checkpoint_path=two)
     dist.barrier()
     check(mp_size=2, checkpoint=two)
+    tiers = {"memory": {"device": 0, "host": "100KB", "disk": "1GB", "path": str(tmp_path)}}
+    check(mp_size=2, checkpoint=two, keep_module_on_host=True)
+    check(mp_size=2, checkpoint=whole, ragged=tiers)
     check(checkpoint=f"{two}/ds_inference_config.json", set_empty_params=True)
     check(mp_size=2, checkpoint=one)
     check(mp_size=2, base_dir=str(tmp_path), checkpoint={"type": "ds_model", "checkpoints": ["model.pt"]})

@@ -133,7 +133,6 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
         ({"hybrid_engine": {"enabled": True, "inference_tp_size": 2}}, "hybrid_engine.inference_tp_size"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
-        ({"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.01}}, "progressive_layer_drop"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type"),
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from deepspeed.model_implementations import DeepSpeedTransformerInference
 from deepspeed.module_inject import replace_transformer_layer
 from torch import nn
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 import deepspeed
-from deepspeed.errors import FeatureUnavailable, UsageError
+from deepspeed.errors import DeepSpeedConfigError, UsageError
 
 
 def llama(**keys):
@@ -160,16 +161,63 @@ def test_transformers_pipeline():
     assert made.model._paged._llm is not None
 
 
+_ON_HOST = {"stage": 3, "offload_param": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("keys", "tiers"),
+    [
+        ({"keep_module_on_host": True}, {"host"}),
+        ({"zero": _ON_HOST, "keep_module_on_host": True, "dtype": "int8"}, {"host"}),
+        ({"zero": {"stage": 3, "offload_param": {"device": "nvme", "max_in_cpu": 0}}}, {"disk"}),
+        ({"ragged": {"memory": {"device": "200KB", "host": "150KB", "disk": "1GB"}}}, {"device", "host", "disk"}),
+        ({"ragged": {"memory": {"device": "1GB"}}, "kernel_inject": True}, {"device"}),
+        ({"ragged": {"memory": {"device": 0}, "quantization": {"quantization_mode": "w8a16"}}}, {"host"}),
+    ],
+)
+def test_weights_that_stream(tmp_path, keys, tiers):
+    """Of a module whose values are there, and of one that gets them from files; forwards and generate."""
+    folder, plain = tmp_path / "model", llama()
+    plain.save_pretrained(folder)
+    for section, name in ((keys.get("zero", {}).get("offload_param"), "nvme_path"), (keys.get("ragged"), "path")):
+        memory = section.get("memory", section) if section else {}
+        if memory.get("device") == "nvme" or memory.get("disk"):
+            memory[name] = str(tmp_path)
+    keys = {"dtype": "fp32", "enable_cuda_graph": True, **keys}
+    within = 0.02 if keys["dtype"] == "int8" or "quantization" in keys.get("ragged", {}) else 1e-5
+    expected = plain(ids(2, 9)).logits
+    for model, more in ((llama(), {}), (empty(), {"checkpoint": str(folder)})):
+        engine = deepspeed.init_inference(model, **keys, **more)
+        stream = engine._prepared.stream
+        found = {unit.tier for unit in stream.units if unit.modules and unit.rest is not None} if stream else set()
+        assert found == tiers - {"device"}
+        for _ in range(2):
+            torch.testing.assert_close(engine(ids(2, 9)).logits.float(), expected, atol=within, rtol=0)
+        if within < 0.01:
+            assert torch.equal(
+                engine.generate(ids(2, 9), max_new_tokens=4), plain.generate(ids(2, 9), max_new_tokens=4)
+            )
+            assert engine._paged._llm is not None
+        engine.destroy()
+        torch.testing.assert_close(model(ids(2, 9)).logits.float(), expected, atol=within, rtol=0)
+
+
+def empty():
+    with init_empty_weights(include_buffers=False):
+        return type(llama())(llama().config)
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"keep_module_on_host": True}, "keep_module_on_host: layers that stream"),
-        ({"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}, r"zero\.offload_param: layers that stream"),
-        ({"ragged": {"memory": {"device": "1GB"}}}, r"ragged\.memory: layers that stream"),
+        ({"ragged": {"memory": {"device": 0}}, "zero": _ON_HOST}, "both say where weights live"),
+        ({"keep_module_on_host": True, "save_mp_checkpoint_path": "x"}, "save_mp_checkpoint_path is not possible with"),
+        ({"keep_module_on_host": True, "moe": {"ep_size": 2}}, "moe.ep_size is not possible with keep_module_on_host"),
+        ({"ragged": {"memory": {"device": 0, "host": 1000}}}, r"memory: .* a rank may use device 0 B \(0 B taken\)"),
     ],
 )
-def test_what_is_not_there_yet(keys, message):
-    with pytest.raises(FeatureUnavailable, match=message):
+def test_weights_that_cannot_stream(keys, message):
+    with pytest.raises(DeepSpeedConfigError, match=message):
         deepspeed.init_inference(llama(), dtype="fp32", **keys)
 
 

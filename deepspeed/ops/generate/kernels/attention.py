@@ -172,8 +172,7 @@ def _attend(
     s = tile if SINGLE else _sequence(starts_ptr, tile, sequences, QUERIES)
     if s >= sequences:
         return
-    begin = tl.load(starts_ptr + s)
-    count = tl.load(starts_ptr + s + 1) - begin
+    begin, count = tl.load(starts_ptr + s), tl.load(starts_ptr + s + 1) - tl.load(starts_ptr + s)
     ahead = 0 if SINGLE else (tile - begin // QUERIES - s) * QUERIES
     if ahead >= count:
         return
@@ -274,7 +273,7 @@ def _splits(programs: int, context: int, query: Tensor) -> int:
 
 def attend(
     query: Tensor, key_pages: Tensor, value_pages: Tensor, tables: Tensor, starts: Tensor, lengths: Tensor,
-    options: AttentionOptions, tile: AttentionTile | None = None,
+    options: AttentionOptions,
 ) -> Tensor:  # fmt: skip
     """Op `paged_attention`."""
     tokens, heads, width = query.shape
@@ -283,7 +282,7 @@ def attend(
     out = query.new_empty(tokens, heads, value_width)
     if not out.numel() or not sequences:
         return out.zero_()
-    tile = tile or tile_of(query, key_pages, tables, options)
+    tile = options.tile or tile_of(query, key_pages, tables, options)
     group = heads // kv_heads
     rows = max(tile.rows, next_power(group))
     single = options.max_query == 1 and not options.deterministic
