@@ -72,12 +72,8 @@ class HybridEngineConfig(Section):
     max_out_tokens: PositiveCount = key(512, "Number of tokens of a sequence that the cache holds, prompt included.")
     inference_tp_size: PositiveCount = key(
         1,
-        "Number of ranks that share every layer while the engine generates.",
-        NotBuilt(
-            "slices for generation that training does not have",
-            lambda ranks: ranks > 1,
-            "set it to 1; with tensor_parallel.autotp_size the slices of training generate",
-        ),
+        "Number of ranks that share every layer while the engine generates (stage 3).",
+        NoEffect("zero_optimization.stage is below 3: every rank generates with its whole parameters", _stays_whole),
     )
     release_inference_cache: bool = key(
         False, "Whether keys, values and graphs are freed after each generate(), not kept for the next one."

@@ -65,8 +65,7 @@ class DeepSpeedHybridEngine(DeepSpeedEngine):
     def fuse_lora_weight(self) -> None:
         """Add adapters to their weights until `unfuse_lora_weight`, or until the engine trains; `generate` does it
         by itself."""
-        self._generation.open()
-        self._generation.lora.fuse()
+        self._generation.fuse()
 
     def unfuse_lora_weight(self) -> None:
         """Put the weights back to the bits that they had."""

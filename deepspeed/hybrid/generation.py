@@ -23,6 +23,7 @@ from deepspeed.errors import DeepSpeedConfigError, UsageError
 from deepspeed.generate import weights
 from deepspeed.generate.llm import Completion
 from deepspeed.generate.paged import PagedGenerate
+from deepspeed.hybrid.slices import Call, SlicedModel
 from deepspeed.log import log_dist
 from deepspeed.runtime.offload_states import move_states, require_here, return_states
 from deepspeed.runtime.parts import Parts
@@ -42,9 +43,14 @@ class Generation:
         self._parts, self._module = parts, parts.module
         self._config = parts.config.schema.hybrid_engine
         _refuse(parts)
-        self._own = {name: getattr(parts.module, name) for name in METHODS if hasattr(parts.module, name)}
-        self._base = _without_adapters(parts.module)
-        self._paged = None if self._base is None else PagedGenerate(self._base, self._paged_config())
+        base, size = _without_adapters(parts.module), self._config.inference_tp_size
+        self._sliced: SlicedModel | None = None
+        if size > 1 and base is not None and parts.config.schema.zero_optimization.shards_parameters:
+            self._sliced = SlicedModel(parts, base, size)
+            base = self._sliced.model
+        whole = parts.module if self._sliced is None else base
+        self._own = {name: getattr(whole, name) for name in METHODS if hasattr(whole, name)}
+        self._paged = None if base is None else PagedGenerate(base, self._paged_config())
         self._phase = ExitStack()
         self._open = self._inside = False
         self.lora = LoraFusion(parts.module)
@@ -62,9 +68,17 @@ class Generation:
 
     def generate(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any], *, keep: bool) -> Any:
         """What Transformers' `generate` returns; by Transformers itself where pages cannot serve it."""
-        with self.call(keep=keep):
+
+        def make(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             found = None if self._paged is None else self._paged(*inputs, **kwargs)
             return self._own["generate"](*inputs, **kwargs) if found is None else found
+
+        with self.call(keep=keep):
+            return self._made(make, inputs, kwargs)
+
+    def _made(self, make: Call, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The result of a call, in which the ranks that share slices help each other."""
+        return make(inputs, kwargs) if self._sliced is None else self._sliced.each(make, inputs, kwargs)
 
     def generate_batch(self, prompts: Sequence[Sequence[int]], kwargs: Mapping[str, Any], *, keep: bool) -> Any:
         """What Transformers' `generate_batch` returns."""
@@ -76,6 +90,8 @@ class Generation:
         with self.call(keep=keep):
             ids, mask = _padded(prompts, self._parts.device)
             found = self.complete(input_ids=ids, attention_mask=mask, **given)
+            if found is None and self._sliced is not None:
+                raise UsageError("generate_batch(): this call needs Transformers, which has no slices; use generate()")
             if found is None:
                 return self._own["generate_batch"](prompts, **kwargs)
         return {
@@ -87,7 +103,8 @@ class Generation:
 
     def complete(self, **kwargs: Any) -> list[Completion] | None:
         """Inside of a call: continuations with log-probabilities of a call of `generate`; None where pages cannot."""
-        return None if self._paged is None else self._paged.complete(**kwargs)
+        paged = self._paged
+        return None if paged is None else self._made(lambda _, given: paged.complete(**given), (), kwargs)
 
     @contextmanager
     def call(self, *, keep: bool = False) -> Iterator[None]:
@@ -107,22 +124,27 @@ class Generation:
                 stack.callback(self.close_phase)
             if self._config.release_inference_cache:
                 stack.callback(self.free_cache)
-            stack.enter_context(_evaluating(self._module))
             stack.enter_context(self._random_numbers())
             stack.enter_context(torch.no_grad())
-            hooks = self._parts.sharded.hooks
-            if hooks is not None and hooks.handles:
-                hooks.remove()
-                stack.callback(hooks.install)
-            if not fused:
-                self.lora.fuse()
-                stack.callback(self.lora.unfuse)
+            if self._sliced is None:
+                self._prepare(stack, fuse=not fused)
             if self._parts.device.type == "cuda":
-                weights.inject(self._module, stack, streamed=True)
+                weights.inject(self._module if self._sliced is None else self._sliced.model, stack, streamed=True)
             stack.enter_context(self._parts.precision.forward_context())
             self._inside = True
             stack.callback(setattr, self, "_inside", False)
             yield
+
+    def _prepare(self, stack: ExitStack, *, fuse: bool) -> None:
+        """Let the module of training generate; the stack undoes it."""
+        stack.enter_context(_evaluating(self._module))
+        hooks = self._parts.sharded.hooks
+        if hooks is not None and hooks.handles:
+            hooks.remove()
+            stack.callback(hooks.install)
+        if fuse:
+            self.lora.fuse()
+            stack.callback(self.lora.unfuse)
 
     @contextmanager
     def _random_numbers(self) -> Iterator[None]:
@@ -144,14 +166,21 @@ class Generation:
 
     def _shared(self, seed: int) -> int:
         """The seed of the first of the ranks that share layers: they draw the same tokens."""
-        axis = self._parts.layout.tensor
+        tensor = self._parts.layout.tensor
+        ranks, axis = (tensor.ranks, tensor) if self._sliced is None else (self._sliced.ranks, self._sliced.axis)
         if axis.size == 1:
             return seed
         told = torch.tensor([seed], device=comm.group_device())
-        comm.broadcast(told, src=axis.ranks[0], group=axis.group)
+        comm.broadcast(told, src=ranks[0], group=axis.group)
         return int(told)
 
     # ---- phases
+
+    def fuse(self) -> None:
+        """Begin a phase with adapters fused until it ends; slices have them anyway."""
+        self.open()
+        if self._sliced is None:
+            self.lora.fuse()
 
     def open(self) -> None:
         """Begin a phase, if none is open: parameters become whole, states leave."""
@@ -161,7 +190,11 @@ class Generation:
             if self._config.offload_states and self._parts.states is not None and not self._parts.moved:
                 move_states(self._parts, _AWAY, OffloadDeviceEnum.cpu, pinned=True, blocking=True)
                 stack.callback(return_states, self._parts)
-            self._gather(stack)
+            if self._sliced is not None:
+                stack.callback(self._sliced.empty)
+                self._sliced.fill()
+            else:
+                self._gather(stack)
             self._phase = stack.pop_all()
         self._open = True
 

@@ -41,7 +41,6 @@ MOVED: dict[str, str] = {
     "deepspeed.runtime.pipe.module": "deepspeed.pipe.module",
     "deepspeed.runtime.pipe.schedule": "deepspeed.pipe.schedule.views",
     "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
-    "deepspeed.runtime.rollout": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.rollout.base": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.rollout.hybrid_engine_rollout": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed.sequence.parallel_state",
@@ -199,6 +198,9 @@ SPLIT: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.precision_config": names_at(
         "deepspeed.config.precision", "DeepSpeedBF16Config DeepSpeedFP16Config"
+    ),
+    "deepspeed.runtime.rollout": names_at(
+        "deepspeed.hybrid.rollout", "RolloutBatch RolloutEngine RolloutRequest SamplingConfig build_rollout"
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         **names_at(

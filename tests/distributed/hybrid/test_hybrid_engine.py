@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepspeed
+from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.zero.interface import shards_of
 from tests.harness import ranks
 
@@ -135,6 +136,34 @@ def test_phases():
         assert one.generated_tokens == alone.tolist()[: len(one.generated_tokens)]
         assert len(one.logprobs) == len(one.generated_tokens)
         assert all(value <= 0 for value in one.logprobs)
+
+
+@ranks(2)
+def test_slices():
+    """Neighbours share the layers while they generate: no rank has a whole one."""
+    rank = dist.get_rank()
+    given = {**prompts(rank), "max_new_tokens": 5 + rank, "do_sample": False}
+    other = start(3, hybrid=False)
+    engine = start(3, hybrid={"inference_tp_size": 2, "release_inference_cache": True})
+    sliced = engine._generation._sliced.model
+    for step in range(2):
+        engine.eval()
+        assert torch.equal(engine.generate(**given), plain(engine).generate(**given))
+        assert sliced.model.layers[0].mlp.up_proj.weight.shape == (64, 64)
+        assert sliced.model.layers[0].mlp.up_proj.weight.device.type == "cpu"
+        assert torch.equal(engine.generate(**given, num_beams=2), plain(engine).generate(**given, num_beams=2))
+        drawn = engine.generate(**prompts(0), max_new_tokens=4, do_sample=True, top_k=1)
+        assert torch.equal(drawn, plain(engine).generate(**prompts(0), max_new_tokens=4, do_sample=False))
+        engine.train()
+        assert {param.device.type for param in sliced.parameters()} == {"meta"}, "freed"
+        assert all(shard.whole is shard.persistent for shard in shards_of(engine.module.parameters()))
+        assert same_loss(engine, other, step)
+    with pytest.raises(DeepSpeedConfigError, match="inference_tp_size is 3, which does not go with 2 ranks"):
+        start(3, hybrid={"inference_tp_size": 3})
+    with pytest.raises(DeepSpeedConfigError, match=r"inference_tp_size is 2, which does not go with tensor_parallel"):
+        start(3, hybrid={"inference_tp_size": 2}, tensor_parallel={"autotp_size": 2})
+    with pytest.raises(DeepSpeedConfigError, match=r"generation on sequences that 2 ranks share"):
+        start(3, sequence_parallel_size=2)
 
 
 def with_lora(model):
