@@ -51,7 +51,7 @@ from deepspeed.tensor_parallel import SplitModel, cuts_of
 from deepspeed.zero.agreement import digest
 from deepspeed.zero.birth.placement import rank_device
 from deepspeed.zero.build import StateBuilder
-from deepspeed.zero.interface import LiesOn, NormRanks, RankAgreement, Reshard
+from deepspeed.zero.interface import LiesOn, NormRanks, RankAgreement, Reshard, ShardAxes
 from deepspeed.zero.memory_budget import budget, parameters_leave
 
 __all__ = ["Request", "assemble"]
@@ -140,7 +140,9 @@ class _Assembly:
     def _split(self) -> SplitModel:
         """Split the layers and blocks of experts that ranks share, and read the values of a model without any."""
         empty = take_place(self.module)
-        split = self.kind.split(self.schema, self.layout, Reshard(self.layout.samples), self.request.mpu)
+        samples = self.layout.samples
+        shards = ShardAxes(lambda _: samples, self.zero.mics_shard_size if self.zero.shards_parameters else -1)
+        split = self.kind.split(self.schema, self.layout, Reshard(shards.levels(samples)[0]), self.request.mpu)
         fill(self.module, empty, cuts_of_experts(self.module), cuts_of(self.module, self.layout.tensor.rank))
         return split
 
@@ -200,6 +202,7 @@ class _Assembly:
             hosts,
             self.stack,
             planned,
+            self.config.batch.steps if self.config.batch is not None else 1,
         ).build()
         if self.precompiler is not None and self.optimizer is not None and held.states is not None:
             self.precompiler.add(step_scenes(self.optimizer, held.states, self.precision.accumulate))

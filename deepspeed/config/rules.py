@@ -132,6 +132,19 @@ def _places(config: Schema) -> Iterator[str]:
         yield f"memory.device: {found} says where states live, too; give one of them"
 
 
+def _mics(config: Schema) -> Iterator[str]:
+    zero = config.zero_optimization
+    if zero.mics_shard_size < 1:
+        return
+    others = {
+        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+        "expert_parallel.enabled": config.expert_parallel.enabled,
+    }
+    if found := _names(others):
+        yield f"zero_optimization.mics_shard_size: does not work with {found}; give one of them"
+
+
 def _experts(config: Schema) -> Iterator[str]:
     expert, tensor = config.expert_parallel, config.tensor_parallel
     if not expert.enabled:
@@ -165,12 +178,39 @@ def _elastic_batch_sizes(config: Schema) -> Iterator[str]:
         )
 
 
+def _codecs(config: Schema) -> Iterator[str]:
+    zero, stage = config.zero_optimization, int(config.zero_optimization.stage)
+    coded = {
+        "zero_optimization.zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
+    }
+    if stage == 0 and (found := _names(coded)):
+        yield f"{found}: nothing is sharded at zero_optimization.stage 0; use stage 1, 2 or 3, or remove the key"
+    if zero.zero_hpz_partition_size > 1 and stage < 3:
+        yield (
+            f"zero_optimization.zero_hpz_partition_size: {zero.zero_hpz_partition_size} ranks are to share copies of "
+            f"sharded parameters, which zero_optimization.stage 3 alone has, found stage {stage}; remove the key"
+        )
+    if zero.zero_hpz_partition_size > 1 and zero.mics_shard_size > 0:
+        yield (
+            "zero_optimization.zero_hpz_partition_size, zero_optimization.mics_shard_size: both keep parameters among "
+            f"neighbours, found {zero.zero_hpz_partition_size} and {zero.mics_shard_size} ranks; keep one of them"
+        )
+    if zero.zero_quantized_weights and zero.use_all_reduce_for_fetch_params:
+        yield (
+            "zero_optimization.zero_quantized_weights, zero_optimization.use_all_reduce_for_fetch_params: codes cannot "
+            "be added up; set one of them to false"
+        )
+
+
 _RULES = (
+    _codecs,
     _precision,
     _gradients,
     _nonfinite_gradients,
     _updates_in_backward,
     _places,
+    _mics,
     _experts,
     _elastic_batch_sizes,
 )

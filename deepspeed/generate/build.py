@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from deepspeed import comm
-from deepspeed.config.inference import RaggedInferenceEngineConfig
+from deepspeed.config.inference import RaggedInferenceEngineConfig, idle_keys
 from deepspeed.errors import UsageError
 from deepspeed.generate import weights
 from deepspeed.generate.blocks import CacheGroup
@@ -26,6 +26,7 @@ from deepspeed.generate.runner import Runner
 from deepspeed.generate.sampler import Sampler
 from deepspeed.generate.scheduler import ScheduleLimits, Scheduler
 from deepspeed.log import log_dist
+from deepspeed.memory.streaming import WeightStream
 from deepspeed.parallel.regions import GroupMembers
 
 _DRAFTED = 8
@@ -48,6 +49,7 @@ class EngineParts:
     eos_ids: frozenset[int]
     base_seed: int
     guides: SchemaGuides
+    stream: WeightStream | None
 
     def guide(self, schema: str | Mapping[str, Any], tokenizer: Any) -> Guide:
         """What lets a sequence follow a schema."""
@@ -56,10 +58,11 @@ class EngineParts:
 
 def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype | str, stack: ExitStack) -> EngineParts:
     """Load, split, round and adopt a model, take memory for its cache; `stack` undoes it."""
-    _refuse_tiers(config)
+    for line in idle_keys(config):
+        log_dist(line)
     device = weights.device_here()
     axis = _ranks(config.tensor_parallel.tp_size)
-    loaded = weights.load(source, config, dtype, device, axis)
+    loaded = weights.load(source, config, dtype, device, axis, stack)
     model = loaded.model
     if config.kernels and device.type == "cuda":
         weights.inject(model, stack, streamed=not config.deterministic)
@@ -75,7 +78,7 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
     plan = _agreed(plan_cache(entry.layers, manager, kind, device), axis)
     cache = PagedCache(entry.layers, plan, manager.block_size, device, entry.scales)
     stack.callback(cache.release)
-    graphs = config.cuda_graphs and device.type == "cuda"
+    graphs = config.cuda_graphs and device.type == "cuda" and loaded.stream is None
     places, tokens = manager.max_ragged_sequence_count, manager.max_ragged_batch_size
     width = -(-context // manager.block_size)
     runner = Runner(entry, cache, places, width, most_tokens=tokens, graphs=graphs)
@@ -103,6 +106,7 @@ def build(source: Any, config: RaggedInferenceEngineConfig, dtype: torch.dtype |
         _eos(model),
         base_seed,
         SchemaGuides(),
+        loaded.stream,
     )
 
 
@@ -119,12 +123,6 @@ def _scheduler(config: RaggedInferenceEngineConfig, context: int, plan: CachePla
         plan.groups,
         min(plan.host_blocks),
     )
-
-
-def _refuse_tiers(config: RaggedInferenceEngineConfig) -> None:
-    given = sorted(config.memory.model_fields_set)
-    if given:
-        raise UsageError(f"memory.{given[0]}: an LLM holds its weights on the device; init_inference streams them")
 
 
 def _ranks(size: int) -> GroupMembers | None:
@@ -175,7 +173,7 @@ def _drafter(
         return NgramDrafter(section.tokens)
     device, manager = weights.device_here(), config.state_manager
     plain = RaggedInferenceEngineConfig()
-    model = weights.load(section.model, plain, dtype, device, None).model
+    model = weights.load(section.model, plain, dtype, device, None, stack).model
     own = model.config.get_text_config().vocab_size  # type: ignore[union-attr,operator]
     if own != vocabulary:
         raise UsageError(

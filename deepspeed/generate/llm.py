@@ -390,8 +390,11 @@ class LLM:
             self._open.cache.allocate()
 
     def _drain(self) -> None:
+        """Finish the step that runs; weights that stream are where they rest then."""
         for update in self._open.loop.drain():
             self._unclaimed += [token for token in self._tokens(update) if token.uid not in self._claimed]
+        if self._open.stream is not None:
+            self._open.stream.park()
 
     def stats(self) -> dict[str, Any]:
         """Counts of now and sums since the start, for monitors."""

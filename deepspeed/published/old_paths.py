@@ -228,6 +228,7 @@ SPLIT: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero": {
         "GatheredParameters": "deepspeed.zero.public.gathered",
         "Init": "deepspeed.zero.birth.init",
+        "MiCS_Init": "deepspeed.zero.birth.init",
         "ZeroParamStatus": "deepspeed.zero.parameters.shard",
         "ZeroParamType": "deepspeed.zero.parameters.shard",
         "register_external_parameter": "deepspeed.zero.parameters.module_hooks",
@@ -238,6 +239,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "deepspeed.config.zero",
         "DeepSpeedZeroConfig DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig ZeroStageEnum",
     ),
+    "deepspeed.runtime.zero.mics": {"MiCS_Init": "deepspeed.zero.birth.init"},
     "deepspeed.runtime.zero.offload_states": {"get_state_devices": "deepspeed.runtime.offload_states"},
     "deepspeed.runtime.zero.parameter_offload": {
         "DeepSpeedZeRoOffload": "deepspeed.zero.public.rehook:ParameterOffload",
@@ -431,7 +433,4 @@ COMING: dict[str, str] = {
     "deepspeed.runtime.rollout.continuous_batching": "engine.generate runs a schedule of its own",
     "deepspeed.runtime.rollout.opsd": "compute the loss from the logits of both models",
     "deepspeed.runtime.weight_quantizer": _TORCHAO,
-    "deepspeed.runtime.zero.mics": "use deepspeed.zero.Init, which shards over all data-parallel ranks",
-    "deepspeed.runtime.zero.mics_utils": "use deepspeed.zero.Init, which shards over all data-parallel ranks",
-    "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init, which shards over all data-parallel ranks",
 }

@@ -64,6 +64,7 @@ GETTERS: dict[str, str] = {
     "torch_autocast_lower_precision_safe_modules": "schema.torch_autocast.lower_precision_safe_modules",
     "use_node_local_storage": "schema.checkpoint.use_node_local_storage",
     "zenflow_config": "schema.zero_optimization.zenflow",
+    "mics_shard_size": "schema.zero_optimization.mics_shard_size",
     "zero_hpz_partition_size": "schema.zero_optimization.zero_hpz_partition_size",
     "zero_multi_rank_bucket_allreduce": "schema.zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_optimization_stage": "schema.zero_optimization.stage",

@@ -1,4 +1,4 @@
-"""`Placement`: over which ranks a parameter's states are cut, and where equal copies of them lie."""
+"""Over which ranks a parameter's states are cut, and where equal copies of them lie: `Placement`, `ShardAxes`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deepspeed.parallel import AxisGroup
+from deepspeed.parallel import AxisGroup, hierarchy
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,8 @@ class Placement:
     samples: int | None = None
     """Ranks whose samples make up its gradient, if these are others than those that hold it: to an expert come tokens
     of ranks that do not hold it."""
+    late: bool = False
+    """Copies of gradients are averaged once before the step, not after each backward."""
 
     @property
     def copies(self) -> int:
@@ -66,3 +68,34 @@ def placed(lies_on: LiesOn, make: Callable[[AxisGroup], Placement]) -> AxisOf:
         return known[axis.ranks]
 
     return axis_of
+
+
+class ShardAxes:
+    """The axes that parameters are cut over: all ranks that hold them, or with MiCS runs of `size` of these.
+
+    All ranks ask for their axes in the same order.
+    """
+
+    def __init__(self, lies_on: LiesOn, size: int = -1) -> None:
+        self._lies_on = lies_on
+        self._size = size
+        self._known: dict[tuple[int, ...], tuple[AxisGroup, AxisGroup | None]] = {}
+
+    def __call__(self, param: Tensor) -> AxisGroup:
+        """The ranks that have a shard each of a parameter."""
+        return self.levels(self._lies_on(param))[0]
+
+    def replicas(self, param: Tensor) -> AxisGroup | None:
+        """The ranks that have equal shards of a parameter; None if there is one of each."""
+        return self.levels(self._lies_on(param))[1]
+
+    def levels(self, axis: AxisGroup) -> tuple[AxisGroup, AxisGroup | None]:
+        """The same of parameters that lie on all ranks of an axis."""
+        if self._size < 1:
+            return axis, None
+        if axis.ranks not in self._known:
+            hierarchy.mics_split(axis.axis, self._size)
+            inter, intra = axis.split(size=self._size)
+            _ = intra.group, inter.group
+            self._known[axis.ranks] = (intra, inter) if inter.size > 1 else (axis, None)
+        return self._known[axis.ranks]

@@ -330,7 +330,7 @@ class Checkpoints:
     def restore_rank(self, source: Source, loader: Any) -> None:
         """This rank's random states and, on any number of ranks, its place in the data."""
         axis = self._parts.layout.samples
-        own = source.rank_state(axis.rank) if source.world == axis.size else {}
+        own = source.rank_state(axis.rank) if source.writers == axis.size else {}
         if own.get("rng"):
             restore_states(own["rng"])
         if own.get("reductions"):

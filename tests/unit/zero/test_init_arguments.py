@@ -50,7 +50,6 @@ def test_the_public_signature():
         {"zero_quantized_nontrainable_weights": True},
         {"zero_param_parallel_group": object()},
         {"param_swapper": object()},
-        {"config_dict_or_path": {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}},
     ],
 )
 def test_features_that_are_missing_are_named(options):
