@@ -123,6 +123,13 @@ def attention_cases() -> Iterator[Case]:
         yield Case(label, moved, 4 * pairs * HEADS * HEAD, run, inputs, paged_attention_reference, tiles)
 
 
+def row_tiles() -> tuple[Any, ...]:
+    """Shapes of programs for one row."""
+    from deepspeed.ops.generate.kernels.row import RowTile
+
+    return tuple(RowTile(*each) for each in itertools.product((4, 8, 16), (8, 16, 32), (2, 4, 8)))
+
+
 def product_cases() -> Iterator[Case]:
     """Few rows times weights."""
     from deepspeed.ops.generate.kernels import streaming
@@ -131,6 +138,7 @@ def product_cases() -> Iterator[Case]:
     tiles = tuple(
         streaming.Tile(*each) for each in itertools.product((64, 128), (64, 128, 256), (3, 5), (4,))
     )  # fmt: skip
+    alone = (*row_tiles(), streaming.Tile(), streaming.Tile(stages=3))
     layers = {
         "q,k,v": (HIDDEN, (4096, 1024, 1024)),
         "o": (4096, (HIDDEN,)),
@@ -148,7 +156,7 @@ def product_cases() -> Iterator[Case]:
         moved = 2 * (inner * sum(outs) + rows * (inner + sum(outs)))
         yield Case(
             f"streamed {name} rows {rows}", moved, 2 * rows * inner * sum(outs), run, inputs,
-            streamed_linear_reference, tiles,
+            streamed_linear_reference, alone if rows == 1 else tiles,
         )  # fmt: skip
     for rows in (1, 8, 32, 64):
 
@@ -162,15 +170,16 @@ def product_cases() -> Iterator[Case]:
         moved = 2 * (2 * INNER * HIDDEN + rows * (INNER + HIDDEN))
         yield Case(
             f"streamed gate,up rows {rows}", moved, 4 * rows * INNER * HIDDEN, gated_run, gated_inputs,
-            lambda x, weights: streamed_gated_reference(x, *weights, "silu"), tiles,
+            lambda x, weights: streamed_gated_reference(x, *weights, "silu"), alone if rows == 1 else tiles,
         )  # fmt: skip
 
 
 def packed_cases() -> Iterator[Case]:
     """Rows times packed weights."""
+    from deepspeed.ops.fp8.quantise import round_rows
     from deepspeed.ops.generate.kernels.packed import multiply
     from deepspeed.ops.generate.kernels.streaming import Tile
-    from deepspeed.ops.generate.packed import pack, packed_linear, packed_linear_reference
+    from deepspeed.ops.generate.packed import FEW_ROWS, pack, packed_linear, packed_linear_reference
 
     modes = [("w8a16", True), ("w4a16", True), ("w4a16", False), ("wf6af16", True), ("fp8", True)]
     tiles = tuple(Tile(*each) for each in itertools.product((64, 128), (128,), (2, 3, 4, 6), (4, 8)))
@@ -186,13 +195,20 @@ def packed_cases() -> Iterator[Case]:
             return numbers(rows, inner), pack(numbers(outs, inner, scale=inner**-0.5), mode, 128, symmetric)
 
         def run(x: Tensor, packed: Any, tile: Any = None) -> Tensor:
-            return packed_linear(x, packed) if tile is None else multiply(x, packed, None, tile)
+            if tile is None:
+                return packed_linear(x, packed)
+            if packed.mode == "fp8" and len(x) > FEW_ROWS:
+                rounded = round_rows(x, torch.float8_e4m3fn)
+                return multiply(rounded.rows, packed, None, tile, x_scale=rounded.scale, dtype=x.dtype)
+            return multiply(x, packed, None, tile)
 
         bits = {"w8a16": 8.125, "w4a16": 4.125 + (0 if symmetric else 1 / 16), "wf6af16": 6.125, "fp8": 8.0}[mode]
         moved = outs * inner * bits / 8 + 2 * rows * (outs + inner)
         yield Case(
             f"packed {mode}{'' if symmetric else ' zeros'} {outs}x{inner} rows {rows}", moved, 2 * rows * outs * inner,
-            run, inputs, packed_linear_reference, tiles, 5e-2 if rows > 64 else 2e-2,
+            run, inputs, packed_linear_reference,
+            row_tiles() if rows == 1 and mode != "wf6af16" else () if rows > 64 else tiles,
+            5e-2 if mode == "fp8" and rows > FEW_ROWS else 2e-2,
         )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -23,13 +25,20 @@ from starlette.responses import Response, StreamingResponse
 DROPPED = {"host", "content-length", "connection", "transfer-encoding"}  # of one connection alone
 
 
+def end_with_parent() -> None:
+    """Let Linux send SIGTERM to this process when its parent ends, however that is."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
 @serve.deployment(health_check_period_s=2)
 class Replica:
     """Starts `ds_serve` and passes requests to it."""
 
     async def __init__(self, model: str, words: list[str]) -> None:
         program = [sys.executable, "-m", "deepspeed.inference.server.cli", model, "--port=0", *words]
-        self._process = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
+        self._process = await asyncio.create_subprocess_exec(
+            *program, stdout=asyncio.subprocess.PIPE, preexec_fn=end_with_parent
+        )
         assert self._process.stdout is not None, "it is a pipe"
         line = (await self._process.stdout.readline()).decode()
         if not line.startswith("ready at "):

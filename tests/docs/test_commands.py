@@ -50,6 +50,7 @@ ELSEWHERE = {
     "examples/gpt/train.py": "tests/unit/examples/test_gpt_script.py",
     "examples/ray/train.py": "tests/distributed/elasticity/test_ray_train.py",
     "examples/serve/ask.py": "tests/clients/test_openai_client.py",
+    "examples/serve/ray_serve.py": "tests/projects/test_ray_serve.py",
 }
 
 

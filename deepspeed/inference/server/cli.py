@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.errors import DeepSpeedError, FileError, UsageError
+from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.log import logger
 from deepspeed.trust import read_regular
 
@@ -52,6 +52,8 @@ class ServeOptions:
         for name in ("tp", "replicas", "max_queue"):
             if getattr(self, name) < 1:
                 raise UsageError(f"--{name.replace('_', '-')} is {getattr(self, name)}; it must be at least 1")
+        if not 0 <= self.port < 1 << 16:
+            raise UsageError(f"--port is {self.port}; it must be 0 to 65535")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -105,9 +107,9 @@ def _read_config(path: str | None) -> dict[str, Any]:
     try:
         found = json.loads(read_regular(path, 1 << 20))
     except ValueError as error:
-        raise FileError(None, f"not JSON: {error}", path) from error
+        raise UsageError(f"--config {path} is not JSON: {error}") from error
     if not isinstance(found, dict):
-        raise FileError(None, f"holds a JSON {type(found).__name__}; expected an object", path)
+        raise UsageError(f"--config {path} holds a JSON {type(found).__name__}; it must hold an object")
     if "manager" in found:  # the other name of the section, which a flag may add to
         found["state_manager"] = found.pop("manager")
     return found
@@ -117,11 +119,10 @@ def read_keys(path: str) -> list[str]:
     """The keys of a file, which other users must not be able to read."""
     mode = os.stat(path).st_mode
     if mode & 0o077:
-        found = stat.filemode(mode)
-        raise FileError(None, f"has mode {found}; API keys are for their owner alone: chmod 600 it", path)
+        raise UsageError(f"{path} has the mode {stat.filemode(mode)}; only its owner may read keys: chmod 600 {path}")
     keys = read_regular(path, _LONGEST_KEYS).decode().split()
     if not keys:
-        raise FileError(None, "has no key; write one per line", path)
+        raise UsageError(f"{path} has no key; write one per line")
     return keys
 
 
@@ -134,7 +135,9 @@ def listen(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise UsageError(f"cannot listen at {host} port {port}: {error.strerror}; choose another --port") from error
+        raise UsageError(
+            f"cannot listen at {host} port {port}: {error.strerror}; choose other --host or --port"
+        ) from error
     return made
 
 
