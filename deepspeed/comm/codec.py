@@ -97,7 +97,10 @@ class BlockCodec:
         return out
 
     def decode_sum(self, messages: Tensor, out: Tensor) -> Tensor:
-        numbers.decode_sum(self.form, self.block, *self.parts(messages, len(out)), out)
+        """See `Codec`; of `[rows, sums, nbytes]` many sums to `[sums, n]`."""
+        several = messages if messages.dim() == 3 else messages.unsqueeze(1)
+        sums = out if out.dim() == 2 else out.unsqueeze(0)
+        numbers.decode_sum(self.form, self.block, *self.parts(several, out.shape[-1]), sums)
         return out
 
 

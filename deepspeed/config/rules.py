@@ -201,6 +201,18 @@ def _codecs(config: Schema) -> Iterator[str]:
             "zero_optimization.zero_quantized_weights, zero_optimization.use_all_reduce_for_fetch_params: codes cannot "
             "be added up; set one of them to false"
         )
+    if zero.zero_quantized_gradients:
+        others = {
+            "zero_optimization.reduce_scatter false": not zero.reduce_scatter,
+            "optimizer.type Muon": config.optimizer.type == "Muon",
+        }
+        if found := _names(others):
+            yield f"zero_optimization.zero_quantized_gradients: does not work with {found}; remove one of them"
+    if zero.zeropp_loco_param is not None and not zero.zero_quantized_gradients:
+        yield (
+            "zero_optimization.zeropp_loco_param, zero_optimization.zero_quantized_gradients: error feedback needs "
+            "quantised gradients, which are off; set zero_quantized_gradients to true or remove zeropp_loco_param"
+        )
 
 
 _RULES = (

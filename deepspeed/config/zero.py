@@ -238,7 +238,7 @@ class LoCoConfig(Section):
     err_beta: Annotated[Number, Ge(0), Lt(1)] = Field(
         description="Share of the old compression error that is carried on (0, and below 1)."
     )
-    reset_T: PositiveCount = Field(description="Number of steps after which the kept error is forgotten.")
+    reset_T: PositiveCount = Field(description="Number of optimizer steps after which the kept error is forgotten.")
 
 
 class DeepSpeedZeroConfig(Section):
@@ -376,11 +376,8 @@ class DeepSpeedZeroConfig(Section):
     zero_quantized_gradients: bool = key(
         False,
         "Whether gradients travel as int4 codes: within nodes, then between them (stages 1 to 3).",
-        NotBuilt("qgZ"),
     )
-    zeropp_loco_param: LoCoConfig | None = key(
-        None, "Error feedback for zero_quantized_gradients; null is off.", NotBuilt("LoCo")
-    )
+    zeropp_loco_param: LoCoConfig | None = key(None, "Error feedback (LoCo) for zero_quantized_gradients; null is off.")
     mics_shard_size: Whole = key(
         -1,
         "Number of ranks that share one set of shards (MiCS), of which the others have copies; -1 means all ranks "

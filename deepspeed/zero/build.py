@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from deepspeed.comm.codec import BlockCodec, block_codec
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
+from deepspeed.log import NOTICE, log_dist_once
 from deepspeed.memory.tier import StateTiers
 from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
 from deepspeed.parallel import AxisGroup
@@ -26,6 +27,7 @@ from deepspeed.precision.policy import Precision
 from deepspeed.zero.agreement import RankAgreement
 from deepspeed.zero.birth.placement import rank_device
 from deepspeed.zero.gradients import replicated
+from deepspeed.zero.gradients.coded import CodedReduction, ErrorMemory
 from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
 from deepspeed.zero.gradients.sparse import embedding_parameters
@@ -43,7 +45,7 @@ from deepspeed.zero.parameters.parameter import shard_parameter
 from deepspeed.zero.parameters.shard import Shard, shard_of
 from deepspeed.zero.parameters.sharding import keep_whole, persist, shard_module
 from deepspeed.zero.parameters.uses import blocks_of
-from deepspeed.zero.placement import AxisOf, Placement, ShardAxes, placed
+from deepspeed.zero.placement import AxisOf, NodeGroups, Placement, ShardAxes, node_groups, placed
 from deepspeed.zero.public.export import meet_state_dicts
 from deepspeed.zero.public.leaf import (
     apply_zero_leaf_module_config,
@@ -74,12 +76,19 @@ _WEIGHT_FORMATS = {"int8": "int8", "fp8": "fp8_e4m3", "int4": "int4"}
 def make_reduction(schema: Schema, placement: Placement) -> Reduction:
     """How the gradients of a placement are summed and get to their owners."""
     zero, late = schema.zero_optimization, placement.late
+    weights = ReductionWeights.of(schema, placement.size, placement.copies if late else 1)
+    now, then = (None, placement.replicate) if late else (placement.replicate, None)
+    if zero.zero_quantized_gradients and placement.shard.size > 1:
+        loco = zero.zeropp_loco_param
+        memory = None if loco is None else ErrorMemory(loco.err_beta, loco.reset_T)
+        codec, nodes = block_codec("int4"), placement.nodes
+        return CodedReduction(placement.shard, placement.group, codec, weights, nodes, now, then, memory)
     return ReduceToOwners(
         placement.shard,
         placement.group,
-        ReductionWeights.of(schema, placement.size, placement.copies if late else 1),
-        None if late else placement.replicate,
-        placement.replicate if late else None,
+        weights,
+        now,
+        then,
         everywhere=not zero.reduce_scatter,
         merged=zero.use_multi_rank_bucket_allreduce,
     )
@@ -238,7 +247,17 @@ class StateBuilder:
         shard, replicas = self.axes.levels(axis)
         kept = self._every_backward and not (self.tiers.away or self.schema.optimizer_in_backward.enabled)
         late = replicas is not None and self.backwards > 1 and kept
-        return Placement(shard, replicas, shard.twin() if apart else None, samples=self.measure.axis.size, late=late)
+        size, group = self.measure.axis.size, shard.twin() if apart else None
+        return Placement(shard, replicas, group, samples=size, late=late, nodes=self._nodes(shard))
+
+    def _nodes(self, axis: AxisGroup) -> NodeGroups | None:
+        """Where codes of gradients are added up before they leave a node."""
+        if not self.schema.zero_optimization.zero_quantized_gradients or axis.size == 1:
+            return None
+        nodes = node_groups(axis)
+        hops = f"two hops, {nodes.intra.size} ranks a node" if nodes else "one hop: no nodes with as many ranks each"
+        log_dist_once(f"zero_quantized_gradients: the gradients of axis {axis.name!r} travel in {hops}", [0], NOTICE)
+        return nodes
 
     def _planner(self, axis_of: AxisOf, make: Make | None) -> GroupPlanner:
         schema, precision = self.schema, self.precision

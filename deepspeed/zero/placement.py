@@ -4,11 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from deepspeed.errors import LayoutError
 from deepspeed.parallel import AxisGroup, hierarchy
+
+
+class NodeGroups(NamedTuple):
+    """The ranks of an axis across nodes and within one, with process groups for their gradients."""
+
+    inter: AxisGroup
+    intra: AxisGroup
+    across: Any
+    within: Any
+
+
+def node_groups(axis: AxisGroup) -> NodeGroups | None:
+    """None where an axis has one node, or not as many ranks, two or more, on each. All ranks call it together."""
+    try:
+        inter, intra = axis.split(intra_node=True)
+    except LayoutError:
+        return None
+    return NodeGroups(inter, intra, inter.twin(), intra.twin()) if inter.size > 1 and intra.size > 1 else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +51,8 @@ class Placement:
     of ranks that do not hold it."""
     late: bool = False
     """Copies of gradients are averaged once before the step, not after each backward."""
+    nodes: NodeGroups | None = None
+    """The nodes of `shard`, where gradients travel within them first."""
 
     @property
     def copies(self) -> int:

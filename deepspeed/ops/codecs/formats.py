@@ -35,6 +35,11 @@ class Format:
         return self.lanes * self.bits // 8
 
     @property
+    def inverse(self) -> float:
+        """Of `largest`, as a float32."""
+        return torch.tensor(1.0 / self.largest, dtype=torch.float32).item()
+
+    @property
     def fraction(self) -> int:
         """Bits of the fraction of a small float."""
         return self.bits - 1 - self.exponent

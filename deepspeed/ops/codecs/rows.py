@@ -31,7 +31,7 @@ def decode(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) 
 
 
 def decode_sum(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Write the sum of rows, added in float32 in their order, to `out`, `[n]`."""
+    """Write the sums over the rows of `[rows, sums, bytes]`, added in float32 in their order, to `out`, `[sums, n]`."""
     op("codec_sum")(form, block, payload, scales, out)
 
 
@@ -58,11 +58,11 @@ def decode_reference(form: str, block: int, payload: Tensor, scales: Tensor, out
 @torch.no_grad()
 def sum_reference(form: str, block: int, payload: Tensor, scales: Tensor, out: Tensor) -> None:
     """In plain torch."""
-    total = torch.zeros(1, len(out), dtype=torch.float32, device=out.device)
-    for row in range(len(payload)):
-        for part, codes, scale in _parts(FORMATS[form], block, total, payload[row : row + 1], scales[row : row + 1]):
+    total = torch.zeros(out.shape, dtype=torch.float32, device=out.device)
+    for codes_of_row, scales_of_row in zip(payload, scales, strict=True):
+        for part, codes, scale in _parts(FORMATS[form], block, total, codes_of_row, scales_of_row):
             part.add_(_values(FORMATS[form], codes, scale, part.shape))
-    out.copy_(total.view(-1))
+    out.copy_(total)
 
 
 def _parts(
@@ -83,16 +83,19 @@ def _parts(
     return parts if rows else []
 
 
-def scale_of(part: Tensor, largest: float) -> Tensor:
-    """The scales of blocks, `[..., 1]`; found among the bits, where a NaN is larger than anything."""
+def _scale_of(form: Format, part: Tensor) -> Tensor:
+    """The scales of blocks, `[..., 1]`; found among the bits, where a NaN is larger than anything.
+
+    By a product: devices differ in how they divide a tensor by a number.
+    """
     top = (part.float().view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True).view(torch.float32)
-    scale = top / largest
+    scale = top * form.inverse
     return torch.where(scale < SMALLEST, 0.0, scale)
 
 
 def _encode(form: Format, part: Tensor, codes: Tensor, scale: Tensor, noise: Tensor | None) -> None:
     wide = part.float()
-    made = scale_of(part, form.largest)
+    made = _scale_of(form, part)
     scale.copy_(made)
     scaled = wide * torch.where(made > 0, 1.0 / made, 0.0)
     if noise is not None:

@@ -289,6 +289,8 @@ class GradientReducer:
         """Every rank takes an optimizer step now: `finish`, and an error on all ranks if one does something else."""
         if self._passes is not None:
             self._passes.forget_graphs()
+        for reduction in {id(entry.reduction): entry.reduction for entry in self._entries}.values():
+            reduction.stepped()
         if self._agreement is not None and self._absent is not None:
             self._exchange([0, 0, 0], "begin of an optimizer step")
             return

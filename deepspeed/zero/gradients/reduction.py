@@ -31,10 +31,22 @@ _FEW_OWNERS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class SharePart:
+    """The elements of one parameter in a slice."""
+
+    name: str
+    start: int
+    """Where they begin in the slice."""
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
 class EvenShares:
     """Every rank owns as many elements, in the order of the ranks."""
 
     length: int
+    parts: tuple[tuple[SharePart, ...], ...] = ()
+    """What lies in each slice; one entry where all slices are alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,8 @@ class OwnedShares:
     """(rank, elements) of those that own any, in the order in which their slices lie."""
 
     lengths: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[SharePart, ...], ...] = ()
+    """What lies in each of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +110,9 @@ class Reduction(Protocol):
 
     def start(self, send: Tensor, share: Share) -> Pending[Tensor]:
         """Begin with a tensor that is used up; the result is this rank's slice, weighted."""
+
+    def stepped(self) -> None:
+        """All ranks are about to take an optimizer step."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """What it has to remember from step to step on this rank, for checkpoints; empty if nothing."""
@@ -162,6 +179,9 @@ class ReduceToOwners:
 
     def _weigh(self, mine: Tensor) -> Tensor:
         return mine.mul_(self.weights.after) if self.weights.after != 1.0 and mine.numel() else mine
+
+    def stepped(self) -> None:
+        """See `Reduction`."""
 
     def state_dict(self) -> dict[str, Tensor]:
         return {}

@@ -39,6 +39,8 @@ class Net(nn.Module):
 def engine_of(stage, precision="fp32", *, accumulation=1, clip=0.0, **zero):
     torch.manual_seed(0)
     sections = {} if precision == "fp32" else {precision: {"enabled": True}}
+    if precision == "fp16":
+        sections["fp16"]["loss_scale"] = 128.0
     if precision == "torch_autocast":
         sections["torch_autocast"]["dtype"] = "bfloat16"
     config = {

@@ -48,6 +48,9 @@ def test_a_row_comes_back_within_its_bound(codec, numel):
         assert ((back - x)[:, part].abs() <= largest * (BOUND[codec.form] + 1e-6)).all()
     total = codec.decode_sum(message, torch.empty(numel))
     assert torch.equal(total, (back[0] + back[1]) + back[2])
+    several = codec.decode_sum(torch.stack([message, message.flip(0)], 1), torch.empty(2, numel))
+    assert torch.equal(several[0], total)
+    assert torch.equal(several[1], (back[2] + back[1]) + back[0])
     assert same(codec, numel, codec.encode(x[1]), message[1])  # a row does not depend on the others
 
 

@@ -56,10 +56,10 @@ def _code(x, inverse, KIND: tl.constexpr, BITS: tl.constexpr, FRACTION: tl.const
 @triton.jit
 def _value(code, KIND: tl.constexpr, BITS: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr):
     """float32 numbers of int32 codes."""
-    if KIND == 0:
-        return ((code ^ 0x80) - 0x80).to(tl.float32)
+    if KIND == 0:  # integers become floats as the last bits of 2^23: converting them takes four times as long
+        return ((code ^ 0x80) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
     elif KIND == 1:
-        return ((code ^ 0x8) - 0x8).to(tl.float32)
+        return ((code ^ 0x8) | 0x4B000000).to(tl.float32, bitcast=True) - 8388616.0
     elif KIND == 2:
         return code.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     elif KIND == 3:
@@ -96,7 +96,7 @@ def _put_byte(payload_ptr, at, plane, group, q, code):
 
 @triton.jit
 def _encode_blocks(
-    x_ptr, payload_ptr, scale_ptr, left, group, count, limit, smallest,
+    x_ptr, payload_ptr, scale_ptr, left, group, count, share, smallest,
     KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +114,7 @@ def _encode_blocks(
         c = _lane(x_ptr, at, 2, group, length, q)
         d = _lane(x_ptr, at, 3, group, length, q)
         top = tl.maximum(top, tl.maximum(_top(c), _top(d)))
-    scale = tl.div_rn(tl.max(top, axis=1).to(tl.float32, bitcast=True), limit)
+    scale = tl.max(top, axis=1).to(tl.float32, bitcast=True) * share
     scale = tl.where(scale < smallest, 0.0, scale)
     blocks = tl.arange(0, SPAN // BLOCK)
     tl.store(scale_ptr + blocks, scale, mask=blocks < count)
@@ -143,7 +143,7 @@ def _encode_blocks(
 
 @triton.jit
 def _encode(
-    x_ptr, payload_ptr, scale_ptr, numel, x_stride, payload_stride, scale_stride, limit, smallest,
+    x_ptr, payload_ptr, scale_ptr, numel, x_stride, payload_stride, scale_stride, share, smallest,
     KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr, BIAS: tl.constexpr,
     BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -154,14 +154,14 @@ def _encode(
     left = (numel - start).to(tl.int32)
     if left >= SPAN:
         _encode_blocks(
-            x_ptr, payload_ptr, scale_ptr, SPAN, BLOCK // LANES, SPAN // BLOCK, limit, smallest,
+            x_ptr, payload_ptr, scale_ptr, SPAN, BLOCK // LANES, SPAN // BLOCK, share, smallest,
             KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
         )  # fmt: skip
     else:
         each = tl.arange(0, SPAN // BLOCK)[:, None] * BLOCK
         group = (tl.minimum(tl.maximum(left - each, 0), BLOCK) + (LANES - 1)) // LANES
         _encode_blocks(
-            x_ptr, payload_ptr, scale_ptr, left, group, tl.cdiv(left, BLOCK), limit, smallest,
+            x_ptr, payload_ptr, scale_ptr, left, group, tl.cdiv(left, BLOCK), share, smallest,
             KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
         )  # fmt: skip
 
@@ -230,7 +230,7 @@ def _decode_blocks(
 
 @triton.jit
 def _decode(
-    payload_ptr, scale_ptr, out_ptr, numel, rows, payload_stride, scale_stride, out_stride,
+    payload_ptr, scale_ptr, out_ptr, numel, rows, payload_stride, scale_stride, next_payload, next_scale, out_stride,
     SUM: tl.constexpr, KIND: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, FRACTION: tl.constexpr,
     BIAS: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
@@ -241,14 +241,14 @@ def _decode(
     left = (numel - start).to(tl.int32)
     if left >= SPAN:
         _decode_blocks(
-            payload_ptr, scale_ptr, out_ptr, SPAN, BLOCK // LANES, SPAN // BLOCK, rows, payload_stride, scale_stride,
+            payload_ptr, scale_ptr, out_ptr, SPAN, BLOCK // LANES, SPAN // BLOCK, rows, next_payload, next_scale,
             SUM, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
         )  # fmt: skip
     else:
         each = tl.arange(0, SPAN // BLOCK)[:, None] * BLOCK
         group = (tl.minimum(tl.maximum(left - each, 0), BLOCK) + (LANES - 1)) // LANES
         _decode_blocks(
-            payload_ptr, scale_ptr, out_ptr, left, group, tl.cdiv(left, BLOCK), rows, payload_stride, scale_stride,
+            payload_ptr, scale_ptr, out_ptr, left, group, tl.cdiv(left, BLOCK), rows, next_payload, next_scale,
             SUM, KIND, BITS, LANES, FRACTION, BIAS, BLOCK, SPAN,
         )  # fmt: skip
 
@@ -273,15 +273,17 @@ def encode(form: Format, block: int, values: Tensor, payload: Tensor, scales: Te
     constants, (rows, numel) = _constants(form, block), values.shape
     strides = values.stride(0), payload.stride(0), scales.stride(0)
     grid = cdiv(numel, constants["SPAN"]), rows
-    launch(_encode, grid, values, payload, scales, numel, *strides, form.largest, smallest, **constants)
+    launch(_encode, grid, values, payload, scales, numel, *strides, form.inverse, smallest, **constants)
 
 
 def decode(form: Format, block: int, payload: Tensor, scales: Tensor, out: Tensor, *, add: bool) -> None:
     """See `deepspeed.ops.codecs.rows.decode`; with `add` as `decode_sum`."""
-    constants, (rows, numel) = _constants(form, block), (len(payload), out.shape[-1])
-    strides = payload.stride(0), scales.stride(0), 0 if add else out.stride(0)
-    grid = cdiv(numel, constants["SPAN"]), 1 if add else rows
-    launch(_decode, grid, payload, scales, out, numel, rows, *strides, SUM=add, **constants)
+    constants, (rows, numel) = _constants(form, block), out.shape
+    strides = payload.stride(-2), scales.stride(-2)
+    ahead = (payload.stride(0), scales.stride(0)) if add else (0, 0)
+    grid = cdiv(numel, constants["SPAN"]), rows
+    count = len(payload) if add else 1
+    launch(_decode, grid, payload, scales, out, numel, count, *strides, *ahead, out.stride(0), SUM=add, **constants)
 
 
 @triton.jit

@@ -42,9 +42,9 @@ def test_blocks(form, numel, dtype):
     rows.decode_reference(form, block, payload, scales, outs[0])
     rows.decode_triton(form, block, payload, scales, outs[1])
     close(outs[1], outs[0], form)
-    sums = [torch.empty(numel, device=DEVICE) for _ in range(2)]
-    rows.sum_reference(form, block, payload, scales, sums[0])
-    rows.sum_triton(form, block, payload, scales, sums[1])
+    sums = [torch.empty(1, numel, device=DEVICE) for _ in range(2)]
+    rows.sum_reference(form, block, payload[:, None], scales[:, None], sums[0])
+    rows.sum_triton(form, block, payload[:, None], scales[:, None], sums[1])
     close(sums[1], sums[0], form)
 
 
