@@ -58,9 +58,11 @@ class Generation:
         self._states: tuple[Tensor, Tensor | None] | None = None
 
     def _paged_config(self) -> DeepSpeedInferenceConfig:
-        graphs = self._config.enable_cuda_graph
-        if graphs and self._parts.device.type != "cuda":
-            log_dist(f"hybrid_engine.enable_cuda_graph: no effect: {self._parts.device.type} has no graphs of kernels")
+        graphs, device = self._config.enable_cuda_graph, self._parts.device.type
+        if graphs and (device != "cuda" or self._parts.precision.autocast is not None):
+            why = f"{device} has no graphs of kernels" if device != "cuda" else "autocast casts weights outside of them"
+            log_dist(f"hybrid_engine.enable_cuda_graph: no effect: {why}")
+            graphs = False
         ragged = RaggedInferenceEngineConfig(cuda_graphs=graphs)
         return DeepSpeedInferenceConfig(max_out_tokens=self._config.max_out_tokens, ragged=ragged)
 

@@ -95,3 +95,23 @@ def test_streamed_weights():
         assert {value.dtype for value in halves} == {torch.bfloat16}
         target.close()
         engine.destroy()
+
+
+@ranks(2)
+def test_other_precisions_and_places():
+    """Numbers of half the width, autocast, parameters in host memory: rollouts are the trainer's."""
+    given = prompts(dist.get_rank())
+    request = RolloutRequest(given["input_ids"], given["attention_mask"])
+    offload = {"stage": 3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    for keys, within in (
+        ({"bf16": {"enabled": True}}, 0.05),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, 0.05),
+        ({"zero_optimization": offload}, 1e-4),
+    ):
+        engine = start(3, **keys)
+        rollout = build_rollout({"engine": "hybrid_engine"}, engine)
+        train(engine, 0)
+        batch = rollout.generate(request, SamplingConfig(max_new_tokens=7))
+        assert 0 < rollout.compare(batch).largest < within, keys
+        train(engine, 1)
+        engine.destroy()
