@@ -129,6 +129,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "QuantizationConfig": "deepspeed.config.inference:RaggedQuantizationConfig",
         "RaggedInferenceEngineConfig": "deepspeed.config.inference",
     },
+    "deepspeed.inference.v2.inference_utils": {"DtypeEnum": "deepspeed.config.inference"},
     "deepspeed.inference.v2.ragged": {
         **names_at("deepspeed.config.inference", "AllocationMode DSStateManagerConfig"),
         **names_at(
@@ -352,6 +353,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
 
 _GRID = "deepspeed.checkpoint.DeepSpeedCheckpoint takes the degrees of another grid"
 _EXPERTS = "the config's expert_parallel section runs the experts of a model: docs/moe.md"
+_FAMILIES = "build_hf_engine serves the models of Transformers as they are, without layers of its own"
 _SPLIT = "tensor_parallel.autotp_size and partition_config in the config split a model: docs/tensor_parallel.md"
 
 # old module, or name of a module that stays, or ".*" for all others below it → what takes its place
@@ -364,6 +366,9 @@ REMOVED: dict[str, str] = {
     "deepspeed.checkpoint.zero_checkpoint": "deepspeed.checkpoint.DeepSpeedCheckpoint reads such a folder",
     "deepspeed.comm.backend": "deepspeed.comm.torch.TorchBackend is the one backend",
     "deepspeed.comm.utils": "deepspeed.comm has get_rank, get_local_rank and get_world_size",
+    "deepspeed.inference.v2.allocator": _FAMILIES,
+    "deepspeed.inference.v2.inference_parameter": _FAMILIES,
+    "deepspeed.inference.v2.inference_utils.*": _FAMILIES,
     "deepspeed.module_inject.auto_tp": _SPLIT,
     "deepspeed.module_inject.auto_tp_model_utils": _SPLIT,
     "deepspeed.module_inject.autotp_config": _SPLIT,
@@ -419,9 +424,6 @@ COMING: dict[str, str] = {
     "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
     "deepspeed.compile": "set compile in the config, or use torch.compile",
     "deepspeed.compression": _TORCHAO,
-    "deepspeed.inference.v2.allocator": _GENERATE,
-    "deepspeed.inference.v2.inference_parameter": _GENERATE,
-    "deepspeed.inference.v2.inference_utils": _GENERATE,
     "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
     "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
     "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",
