@@ -138,7 +138,6 @@ def product_cases() -> Iterator[Case]:
     tiles = tuple(
         streaming.Tile(*each) for each in itertools.product((64, 128), (64, 128, 256), (3, 5), (4,))
     )  # fmt: skip
-    alone = (*row_tiles(), streaming.Tile(), streaming.Tile(stages=3))
     layers = {
         "q,k,v": (HIDDEN, (4096, 1024, 1024)),
         "o": (4096, (HIDDEN,)),
@@ -156,7 +155,7 @@ def product_cases() -> Iterator[Case]:
         moved = 2 * (inner * sum(outs) + rows * (inner + sum(outs)))
         yield Case(
             f"streamed {name} rows {rows}", moved, 2 * rows * inner * sum(outs), run, inputs,
-            streamed_linear_reference, alone if rows == 1 else tiles,
+            streamed_linear_reference, tiles,
         )  # fmt: skip
     for rows in (1, 8, 32, 64):
 
@@ -170,7 +169,7 @@ def product_cases() -> Iterator[Case]:
         moved = 2 * (2 * INNER * HIDDEN + rows * (INNER + HIDDEN))
         yield Case(
             f"streamed gate,up rows {rows}", moved, 4 * rows * INNER * HIDDEN, gated_run, gated_inputs,
-            lambda x, weights: streamed_gated_reference(x, *weights, "silu"), alone if rows == 1 else tiles,
+            lambda x, weights: streamed_gated_reference(x, *weights, "silu"), tiles,
         )  # fmt: skip
 
 

@@ -292,7 +292,7 @@ class BaseQuantConfig(InferenceSection):
     enabled: bool = key(True, "Whether they are rounded, where the section is given or dtype is int8.")
     num_bits: Literal[4, 8] = key(8, "Width of the integers.")
     q_type: QuantTypeEnum = key(QuantTypeEnum.sym, "Whether a group has a scale alone, or a zero point too.")
-    q_groups: PositiveCount = key(1, "Number of groups of a row.")
+    q_groups: PositiveCount = key(1, "Number of groups of a row; those of weights have a multiple of 128 numbers.")
 
 
 class WeightQuantConfig(BaseQuantConfig):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from deepspeed.errors import UsageError
-from deepspeed.ops.generate.packed import PackedWeight, pack, packed_linear, unpack
+from deepspeed.ops.generate.packed import UNIT, PackedWeight, pack, packed_linear, unpack
 from deepspeed.parallel.regions import cut_of
 from deepspeed.transformers.replacement import class_before, replacement
 
@@ -29,6 +29,12 @@ class WeightPacking:
     """Regular expressions, matched from the start of module names to leave."""
     rounded_input: Callable[[Tensor], Tensor] | None = None
     """What becomes of inputs before they are multiplied."""
+    groups: int = 1
+    """Above 1, groups of a row instead of their size: so many at most, since a group has whole units."""
+
+    def size_for(self, columns: int) -> int:
+        """The group size for a row of so many numbers."""
+        return self.group_size if self.groups == 1 else -(-columns // (self.groups * UNIT)) * UNIT
 
 
 class PackedProduct(nn.Module):
@@ -96,7 +102,8 @@ def pack_layer(module: nn.Module, packing: WeightPacking) -> None:
     """Let a layer hold its weight so; see `refusal` for which can."""
     transposed = _is_transposed(module)
     weight: Tensor = module.weight  # type: ignore[assignment]
-    made = pack(weight.t().contiguous() if transposed else weight, packing.mode, packing.group_size, packing.symmetric)
+    rows = weight.t().contiguous() if transposed else weight
+    made = pack(rows, packing.mode, packing.size_for(rows.shape[1]), packing.symmetric)
     base = type(module)
     module.__class__ = class_before(PackedProduct if cut_of(module) is not None else PackedLinear, base)
     del module._parameters["weight"]

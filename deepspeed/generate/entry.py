@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from deepspeed.accelerator import get_accelerator
 from deepspeed.errors import UsageError
 from deepspeed.generate.attention import PagedAttentionFunction, layer_of
 from deepspeed.generate.batch import Batch
@@ -120,7 +121,7 @@ class InterfaceEntry:
         seen: dict[int, _Seen] = {}
         name = free_name("deepspeed_probe")
         undo = register_attention(name, _prober(self._model, seen, measure=eight_bits), None)
-        device = next(self._model.parameters()).device
+        device = torch.device(get_accelerator().current_device_name())
         config = self._model.config.get_text_config()  # type: ignore[union-attr,operator]
         count = _PROBE_TOKENS if eight_bits else 1
         ids = torch.arange(count, device=device) * 7919 % config.vocab_size
@@ -221,7 +222,7 @@ class CacheEntry:
     @torch.no_grad()
     def _probed(self, tokens: list[int], mask: list[int], past: ProbeCache) -> Tensor:
         """Logits [tokens, vocabulary] of one row."""
-        device = next(self._model.parameters()).device
+        device = torch.device(get_accelerator().current_device_name())
         ids, seen = (torch.tensor([each], device=device) for each in (tokens, mask))
         return self._forward(ids, (seen.cumsum(1) - 1).clamp(min=0), seen, past)[0].float()
 

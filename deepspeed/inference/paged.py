@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deepspeed.config.inference import DeepSpeedInferenceConfig, RaggedInferenceEngineConfig
+from deepspeed.config.inference import AllocationMode, DeepSpeedInferenceConfig, RaggedInferenceEngineConfig
 from deepspeed.config.memory import MemoryConfig
 from deepspeed.errors import DeepSpeedError, UsageError
 from deepspeed.generate.llm import LLM
@@ -215,8 +215,9 @@ class PagedGenerate:
         if self._llm is not None and self._rows >= rows:
             return self._llm
         self.close()
+        config = self._ragged(rows)
         try:
-            self._llm = LLM(self._model, self._ragged(rows))
+            self._llm = LLM(self._model, config)
         except DeepSpeedError as error:
             self._never = str(error)
             raise _Unsuited(self._never) from error
@@ -239,10 +240,12 @@ class PagedGenerate:
             manager.memory_config = {"mode": "allocate", "size": max(rows, 1) * blocks + 1}  # type: ignore[assignment]
         if given is None or "max_context" not in given.state_manager.model_fields_set:
             manager.max_context = context
-        if manager.max_context < self._config.min_out_tokens:
+        cache, least = manager.memory_config, self._config.min_out_tokens
+        room = cache.size * manager.block_size if cache.mode is AllocationMode.ALLOCATE else manager.max_context
+        if min(room, manager.max_context) < least:
             raise UsageError(
-                f"min_out_tokens is {self._config.min_out_tokens}, above state_manager.max_context "
-                f"({manager.max_context}); lower the first or raise the second"
+                f"min_out_tokens is {least}, but ragged.state_manager has room for sequences of "
+                f"{min(room, manager.max_context)} tokens (max_context, memory_config); lower the first or raise those"
             )
         made.quantization.quantization_mode = None
         made.tensor_parallel.tp_size = 1

@@ -273,14 +273,8 @@ def packing_of(
     weight: WeightQuantConfig, rounded: Callable[..., Any] | None, exclude: tuple[str, ...]
 ) -> WeightPacking:
     """How `quant.weight` asks weights to be held."""
-    if weight.q_groups > 1:
-        raise DeepSpeedConfigError(
-            f"quant.weight.q_groups is {weight.q_groups}: groups of a row have 128 columns or a multiple of it here; "
-            "name them by quant.weight.post_init_quant (group_size) or ragged.quantization.group_size",
-            path="quant.weight.q_groups",
-        )
     mode, size = ("w8a16", 0) if weight.num_bits == 8 else ("w4a16", 128)
-    return WeightPacking(mode, size, weight.q_type is QuantTypeEnum.sym, exclude, rounded)
+    return WeightPacking(mode, size, weight.q_type is QuantTypeEnum.sym, exclude, rounded, weight.q_groups)
 
 
 class _Packed:

@@ -117,6 +117,8 @@ def test_chat_options(client):
     again = client.chat.completions.create(**given, n=2)
     assert [each.message.content for each in again.choices] == [each.message.content for each in whole.choices]
     assert again.usage.prompt_tokens_details.cached_tokens >= 16  # whole blocks of the same prompt
+    text = f"(system) hello\n(user) {PROMPT}\n"  # by --chat-template, and without the token that begins a text
+    assert client.completions.create(model="tiny", prompt=text).usage.prompt_tokens == again.usage.prompt_tokens + 1
     assert again.usage.total_tokens == again.usage.prompt_tokens + again.usage.completion_tokens
 
     stream = list(client.chat.completions.create(**given, n=2, stream=True, stream_options={"include_usage": True}))

@@ -23,24 +23,14 @@ from transformers import (
 )
 
 import deepspeed
-from deepspeed.errors import DeepSpeedConfigError, UsageError
+from deepspeed.errors import CheckpointError, DeepSpeedConfigError, UsageError
 
 
 def llama(**keys):
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=128,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        eos_token_id=2,
-        **keys,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 256}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "pad_token_id": 0, "eos_token_id": 2, **keys})).eval()
 
 
 def ids(*shape):
@@ -226,5 +216,73 @@ def test_what_cannot_be():
         deepspeed.init_inference(llama(), dtype="fp32", set_empty_params=True)
     with pytest.raises(UsageError, match="has no layer down; its layers are"):
         deepspeed.init_inference(llama(), dtype="fp32", injection_policy={type(llama().model.layers[0]): ("down",)})
-    with pytest.raises(ValueError, match="groups of a row have 128 columns"):
-        deepspeed.init_inference(llama(), dtype="fp32", quant={"weight": {"q_groups": 4}})
+    engine = deepspeed.init_inference(
+        llama(), dtype="fp32", min_out_tokens=65, ragged={"state_manager": {"memory_config": _TWO_BLOCKS}}
+    )
+    with pytest.raises(UsageError, match=r"min_out_tokens is 65, but ragged\.state_manager has room .* of 64 tokens"):
+        engine.generate(ids(1, 4), max_new_tokens=2)
+
+
+_TWO_BLOCKS = {"mode": "allocate", "size": 2}
+
+
+@pytest.mark.parametrize(
+    ("quant", "scales", "kept"),
+    [
+        ({"weight": {"q_groups": 1}}, 1, ()),
+        ({"weight": {"q_groups": 3}}, 3, ()),
+        ({"weight": {"q_groups": 99}}, 3, ()),
+        ({"weight": {"num_bits": 4}}, 3, ()),
+        ({"weight": {"post_init_quant": {"down_proj": {"num_bits": 4, "group_size": 256}}}}, 2, ()),
+        ({"weight": {}, "qkv": {"enabled": False}}, 1, ("q_proj", "k_proj", "v_proj")),
+        ({"weight": {"enabled": False}}, 0, ("up_proj", "o_proj", "down_proj")),
+        ({"enabled": False, "weight": {}}, 0, ("up_proj",)),
+    ],
+)
+def test_what_quant_says(quant, scales, kept):
+    """How many scales a row of 300 numbers has, and which layers keep their weights."""
+    model = llama(intermediate_size=300)
+    deepspeed.init_inference(model, dtype="fp32", quant=quant)
+    layers = {name.rpartition(".")[2]: each for name, each in model.model.layers[0].named_modules()}
+    held = {
+        name: each._buffers["packed_scales"].shape[1]
+        for name, each in layers.items()
+        if "packed_scales" in each._buffers
+    }
+    assert held.get("down_proj", 0) == scales
+    assert not held.keys() & set(kept)
+
+
+def test_files_of_other_programs(tmp_path):
+    """Ranks of Megatron and of DeepSpeed, torch's own files, and those that say too little."""
+    expected, state = llama()(ids(2, 9)).logits, llama().state_dict()
+    rows = ("o_proj.weight", "down_proj.weight")
+
+    def of(rank, name, tensor):
+        if tensor.dim() == 1 or "embed" in name or "lm_head" in name:
+            return tensor
+        return tensor.chunk(2, 1 if name.endswith(rows) else 0)[rank].clone()
+
+    for name, parts in (("one.bin", ()), ("mp_rank_0{}_model_states.pt", (0, 1)), ("mp_rank_0{}/model_rng.pt", (0, 1))):
+        folder = tmp_path / name.partition("/")[0]
+        for rank in parts or (0,):
+            file = folder / (name.format(rank) if parts else "pytorch_model.bin")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"model": {k: of(rank, k, v) for k, v in state.items()} if parts else state}, file)
+        engine = deepspeed.init_inference(empty(), dtype="fp32", checkpoint=str(folder))
+        torch.testing.assert_close(engine(ids(2, 9)).logits, expected, atol=1e-5, rtol=0)
+    torch.save({"h.0.attention.attn_qkvw": torch.ones(2, 2)}, tmp_path / "tp_00.pt")
+    with pytest.raises(CheckpointError, match="written by DeepSpeed's injected kernels"):
+        deepspeed.init_inference(
+            empty(), dtype="fp32", checkpoint={"checkpoints": ["tp_00.pt"], "base_dir": str(tmp_path)}
+        )
+    (tmp_path / "mp_rank_00").mkdir()
+    for checkpoint, message in (
+        (str(tmp_path), r"mp_rank_00 has no file model\*"),
+        (str(tmp_path / "nothing"), "neither a folder nor a JSON file"),
+        ({"checkpoints": []}, "'checkpoints' is"),
+        ({"checkpoints": {"other": []}}, "expected 'tp' and 'non_tp'"),
+        ({"checkpoints": ["gone.safetensors"]}, "there is no file"),
+    ):
+        with pytest.raises((UsageError, CheckpointError), match=message):
+            deepspeed.init_inference(empty(), dtype="fp32", checkpoint=checkpoint)

@@ -266,7 +266,10 @@ def tile_of(query: Tensor, key_pages: Tensor, tables: Tensor, options: Attention
         )
     rows = max(16, next_power(options.max_query * group))
     programs = max(len(tables), cdiv(tokens, options.max_query)) * kv_heads
-    return AttentionTile(rows, 64, 4 if wide <= 128 else 3, 4, _splits(programs, context, query))
+    splits = _splits(programs, context, query)
+    if key_pages.itemsize == 1:
+        return AttentionTile(rows, 64, 3, 2 if rows == 16 else 4, splits)
+    return AttentionTile(rows, 32 if splits < 8 else 64, 3 if splits < 8 or wide > 128 else 4, 4, splits)
 
 
 def _splits(programs: int, context: int, query: Tensor) -> int:

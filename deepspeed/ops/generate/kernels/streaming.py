@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deepspeed.ops.generate.kernels.row import RowTile, row_sum
 from deepspeed.ops.model.kernels.common import KINDS, act, after_others, cdiv, next_power, overlaps
 from deepspeed.ops.precompile import launch
 
@@ -170,43 +169,6 @@ def _stream_gated(
         tl.store(y_ptr + row[None, :] * outs + out[:, None], (act(gate, KIND)[0] * up).to(type), mask=inside)
 
 
-@triton.jit
-def _stream_row(
-    x_ptr, w1_ptr, w2_ptr, w3_ptr, b1_ptr, b2_ptr, b3_ptr, y_ptr,
-    inner, w1_row, w2_row, w3_row, outs1, outs2, outs3, tiles1, tiles2,
-    B1: tl.constexpr, B2: tl.constexpr, B3: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr,
-    OUT: tl.constexpr, UNITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One row; with a KIND of activation the first two weights are those of gate and up."""
-    after_others(PDL)
-    tile = tl.program_id(0)
-    w_ptr, w_row, outs, first = w1_ptr, w1_row, outs1, tile * OUT
-    if KIND < 0:
-        if tile >= tiles2:
-            w_ptr, w_row, outs, first = w3_ptr, w3_row, outs3, (tile - tiles2) * OUT
-            y_ptr += outs1 + outs2
-        elif tile >= tiles1:
-            w_ptr, w_row, outs, first = w2_ptr, w2_row, outs2, (tile - tiles1) * OUT
-            y_ptr += outs1
-    out = first + tl.arange(0, OUT)
-    inside, line = out < outs, tl.minimum(out, outs - 1)
-    total = row_sum(x_ptr, w_ptr, w_ptr, w_ptr, line, inner, w_row, 0, 1, 16, False, False, WHOLE, OUT, UNITS)
-    if B1 and (KIND >= 0 or tile < tiles1):
-        total += tl.load(b1_ptr + line).to(tl.float32)
-    if KIND >= 0:
-        up = row_sum(x_ptr, w2_ptr, w_ptr, w_ptr, line, inner, w2_row, 0, 1, 16, False, False, WHOLE, OUT, UNITS)
-        if B2:
-            up += tl.load(b2_ptr + line).to(tl.float32)
-        type: tl.constexpr = y_ptr.dtype.element_ty
-        total = act(total.to(type).to(tl.float32), KIND)[0] * up.to(type).to(tl.float32)
-    else:
-        if B2 and (tile >= tiles1) and (tile < tiles2):
-            total += tl.load(b2_ptr + line).to(tl.float32)
-        if B3 and (tile >= tiles2):
-            total += tl.load(b3_ptr + line).to(tl.float32)
-    tl.store(y_ptr + out, total.to(y_ptr.dtype.element_ty), mask=inside)
-
-
 @lru_cache(None)
 def processors(device: torch.device) -> int:
     """Multiprocessors of a device."""
@@ -238,34 +200,10 @@ def scratch(tiles: int, parts: int, tile: Tile, rows: int, like: Tensor) -> tupl
     return torch.empty(count, dtype=torch.float32, device=like.device), counters(like.device)
 
 
-def stream_row(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: str | None, tile: RowTile | None = None
-) -> Tensor:
-    """[out of all weights] of x [1, in]; with a `kind` of activation the gated product of both weights."""
-    tile, inner, x = tile or RowTile(), x.shape[1], x.contiguous()
-    outs = [w.shape[0] for w in weights]
-    found = torch.empty(sum(outs) if kind is None else outs[0], dtype=x.dtype, device=x.device)
-    three = [*weights, *[weights[0]] * (3 - len(weights))]
-    given, sizes = [*biases, *[None] * (3 - len(weights))], [*outs, 0, 0][:3]
-    ends = [cdiv(sizes[0], tile.out), cdiv(sizes[0], tile.out) + cdiv(sizes[1], tile.out)]
-    tiles = ends[1] + cdiv(sizes[2], tile.out) if kind is None else ends[0]
-    launch(
-        _stream_row, (tiles,),
-        x, *three, *(found if bias is None else bias for bias in given), found, inner,
-        *(w.stride(0) for w in three), *sizes, *ends,
-        B1=given[0] is not None, B2=given[1] is not None, B3=given[2] is not None,
-        WHOLE=inner % (128 * tile.units) == 0, KIND=-1 if kind is None else KINDS[kind], OUT=tile.out, UNITS=tile.units,
-        num_warps=tile.warps, **overlaps(x.device),
-    )  # fmt: skip
-    return found
-
-
 def stream(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tile: Tile | RowTile | None = None
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], tile: Tile | None = None
 ) -> list[Tensor]:
     """[rows, out] for each of up to three weights [out, in]; x is [rows, in]."""
-    if isinstance(tile, RowTile) or (tile is None and len(x) == 1):
-        return [each[None] for each in stream_row(x, weights, biases, None, tile).split([len(w) for w in weights])]
     tile = tile or Tile()
     rows, inner = x.shape
     x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
@@ -290,12 +228,10 @@ def stream(
 
 
 def stream_gated(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: str, tile: Tile | RowTile | None = None
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], kind: str, tile: Tile | None = None
 ) -> Tensor:
     """act(x · gateᵀ) · (x · upᵀ) of two weights [out, in] of one shape."""
-    if isinstance(tile, RowTile) or (tile is None and len(x) == 1):
-        return stream_row(x, weights, biases, kind, tile)[None]
-    tile = tile or Tile(stages=3)
+    tile = tile or Tile(stages=4 if len(x) <= 16 else 3)
     rows, inner = x.shape
     x = x if x.stride(1) == 1 and x.stride(0) % 8 == 0 else x.contiguous()
     outs = weights[0].shape[0]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from deepspeed.inference.server import routing
-from deepspeed.inference.server.routing import Router
+from deepspeed.inference.server import service
+from deepspeed.inference.server.service import Router
 
 
 def prompt(*chunks):
@@ -26,7 +26,7 @@ def test_prompts_follow_their_longest_prefix_until_a_replica_is_overloaded(monke
     assert router.choose(prompt(1, 2, 3)) == 2
     replicas[0].load = 0
     assert router.choose(prompt(1, 2, 3)) == 2  # where it was computed last
-    monkeypatch.setattr(routing, "_REMEMBERED", 1)
+    monkeypatch.setattr(service, "_REMEMBERED", 1)
     assert router.choose(prompt(5)) == 0
     replicas[0].load = 3
     replicas[2].load = 2
