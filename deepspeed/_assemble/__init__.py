@@ -19,6 +19,7 @@ from deepspeed.data.pacing import pacing_of
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
+from deepspeed.hybrid.engine import DeepSpeedHybridEngine
 from deepspeed.log import set_log_level_from_string
 from deepspeed.moe.placement import cuts_of_experts, spread_experts
 from deepspeed.moe.utils import split_experts
@@ -118,7 +119,7 @@ class _Assembly:
         self._add_data(parts)
         parts.pacing = pacing_of(self.schema, self.module, self.kind.blocks, whole=self.kind.whole, stack=self.stack)
         watch(parts, self.stack)
-        return self.kind.engine(parts)
+        return DeepSpeedHybridEngine(parts) if self.schema.hybrid_engine.enabled else self.kind.engine(parts)
 
     def _layout(self) -> ParallelLayout:
         """The layout of the mpu, of the mesh, or of the sizes in the config."""

@@ -35,11 +35,14 @@ MOVED: dict[str, str] = {
     ),
     "deepspeed.runtime.domino.transformer": "deepspeed.tensor_parallel.domino",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.precision.loss_scaler",
+    "deepspeed.runtime.hybrid_engine": "deepspeed.hybrid.engine",
     "deepspeed.runtime.pipe.dualpipev": "deepspeed.pipe.engine",
     "deepspeed.runtime.pipe.engine": "deepspeed.pipe.engine",
     "deepspeed.runtime.pipe.module": "deepspeed.pipe.module",
     "deepspeed.runtime.pipe.schedule": "deepspeed.pipe.schedule.views",
     "deepspeed.runtime.pipe.topology": "deepspeed.parallel.topology",
+    "deepspeed.runtime.rollout.base": "deepspeed.hybrid.rollout",
+    "deepspeed.runtime.rollout.hybrid_engine_rollout": "deepspeed.hybrid.rollout",
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": "deepspeed.sequence.parallel_state",
     "deepspeed.runtime.zenflow.zenflow_config": "deepspeed.config.zero",
     "deepspeed.runtime.zero.leaf_module_config": "deepspeed.config.zero",
@@ -195,6 +198,9 @@ SPLIT: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.precision_config": names_at(
         "deepspeed.config.precision", "DeepSpeedBF16Config DeepSpeedFP16Config"
+    ),
+    "deepspeed.runtime.rollout": names_at(
+        "deepspeed.hybrid.rollout", "RolloutBatch RolloutEngine RolloutRequest SamplingConfig build_rollout"
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": {
         **names_at(
@@ -401,7 +407,6 @@ _GENERATE = "use deepspeed.init_inference or deepspeed.inference.LLM"
 
 # module or name of a feature that is still to come, with all below it → what to use meanwhile
 COMING: dict[str, str] = {
-    "deepspeed.DeepSpeedHybridEngine": _GENERATE,
     "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
     "deepspeed.compile": "set compile in the config, or use torch.compile",
     "deepspeed.compression": _TORCHAO,
@@ -420,10 +425,10 @@ COMING: dict[str, str] = {
     "deepspeed.runtime.data_pipeline": "give initialize a DataLoader with a sampler of your own",
     "deepspeed.runtime.eigenvalue": "torch.func computes Hessian-vector products",
     "deepspeed.runtime.fp16.onebit": "use Adam or LAMB",
-    "deepspeed.runtime.hybrid_engine": _GENERATE,
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
     "deepspeed.runtime.progressive_layer_drop": "train without layer dropping",
     "deepspeed.runtime.quantize": _TORCHAO,
-    "deepspeed.runtime.rollout": _GENERATE,
+    "deepspeed.runtime.rollout.continuous_batching": "engine.generate runs a schedule of its own",
+    "deepspeed.runtime.rollout.opsd": "compute the loss from the logits of both models",
     "deepspeed.runtime.weight_quantizer": _TORCHAO,
 }

@@ -14,11 +14,11 @@ FEATURES = {
     "autotuning": "the search for a config",
     "compression": "quantisation, pruning and distillation during training",
     "data efficiency": "curriculum learning, random layer token drop, progressive layer drop, variable batches",
-    "hybrid engine": "one engine that trains and generates",
+    "hybrid engine": "helpers of its graphs",
     "kernels": "Evoformer attention, floating point quantisation",
     "inference": "the config of a layer of DeepSpeed's injected kernels",
     "linear": "LoRA and quantised linear layers",
-    "rollout": "generation for reinforcement learning",
+    "rollout": "continuous batches and distillation, as helpers",
     "sparse attention": "attention over blocks",
 }
 

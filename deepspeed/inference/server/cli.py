@@ -63,7 +63,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--config", metavar="FILE", help="JSON file with the keys of RaggedInferenceEngineConfig")
     made.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 opens it to other hosts")
     made.add_argument("--port", type=int, default=8000, help="port to listen at; 0 takes a free one")
-    made.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: MODEL")
+    made.add_argument(
+        "--served-model-name", dest="name", metavar="NAME", help="the model's name for clients; else MODEL"
+    )
     made.add_argument("--tp", type=int, default=1, help="ranks that share every layer")
     made.add_argument("--replicas", type=int, default=1, help="engines with the whole model")
     made.add_argument("--dtype", default="auto", help="dtype of the weights; auto: that of the model")
@@ -78,27 +80,23 @@ def parser() -> argparse.ArgumentParser:
 
 def options(words: Sequence[str] | None = None) -> ServeOptions:
     """The options that a command line asks for."""
-    given = parser().parse_args(words)
-    config = _read_config(given.config)
-    if given.quantization is not None:
-        config.setdefault("quantization", {})["quantization_mode"] = given.quantization
-    if given.max_context is not None:
-        config.setdefault("state_manager", {})["max_context"] = given.max_context
-    if given.draft is not None:
-        config["speculative"] = {**(config.get("speculative") or {}), "method": "draft", "model": given.draft}
-    return ServeOptions(
-        model=given.model,
-        config=config,
-        host=given.host,
-        port=given.port,
-        name=given.served_model_name,
-        tp=given.tp,
-        replicas=given.replicas,
-        dtype=given.dtype,
-        max_queue=given.max_queue,
-        api_key_file=given.api_key_file,
-        chat_template=given.chat_template,
-    )
+    given = vars(parser().parse_args(words))
+    config = _read_config(given.pop("config"))
+    mode, context, draft = (given.pop(name) for name in ("quantization", "max_context", "draft"))
+    _override(config, "quantization", quantization_mode=mode)
+    _override(config, "state_manager", max_context=context)
+    _override(config, "speculative", method="draft" if draft else None, model=draft)
+    return ServeOptions(config=config, **given)
+
+
+def _override(config: dict[str, Any], section: str, **flags: Any) -> None:
+    """Set keys of a section to the flags that are given."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    held = config.get(section) or {}
+    if given and not isinstance(held, dict):
+        raise UsageError(f"--config: {section} is {held!r}; it must be an object")
+    if given:
+        config[section] = {**held, **given}
 
 
 def _read_config(path: str | None) -> dict[str, Any]:

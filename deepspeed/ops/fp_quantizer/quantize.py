@@ -26,7 +26,7 @@ class _Last(NamedTuple):
     dtype: torch.dtype
 
 
-class Quantizer(ABC):
+class FloatQuantizer(ABC):
     """Quantises tensors in groups of `group_size` elements."""
 
     def __init__(self, group_size: int = 512) -> None:
@@ -55,7 +55,11 @@ class Quantizer(ABC):
         """The tensor that codes stand for."""
 
 
-class FP_Quantize(Quantizer):
+Quantizer = FloatQuantizer
+"""Its published name."""
+
+
+class FP_Quantize(FloatQuantizer):
     """Small floats; remembers the scales, the shape and the dtype of what it quantised last.
 
     `quantization_config`: an object with `group_size`, such as `deepspeed.linear.QuantizationConfig`; None: 512.

@@ -130,7 +130,6 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
 @pytest.mark.parametrize(
     ("section", "path"),
     [
-        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type"),

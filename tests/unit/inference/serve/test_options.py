@@ -35,6 +35,7 @@ def test_flags_go_over_the_config(tmp_path):
         (["--config={folder}/c"], {"c": "{"}, "is not JSON"),
         (["--config={folder}/c"], {"c": "[]"}, "holds a JSON list"),
         (["--config={folder}/c"], {}, "No such file"),
+        (["--config={folder}/c", "--draft=small"], {"c": '{"speculative": 3}'}, "speculative is 3; it must be"),
         (["--api-key-file={folder}/k"], {"k": "key"}, "has the mode -rw-r--r--; only its owner may read keys"),
         (["--api-key-file={folder}/k"], {"k": ""}, "has no key; write one per line"),
         (["--chat-template={folder}/t"], {"t": "{% if %}"}, "is not a Jinja template"),
