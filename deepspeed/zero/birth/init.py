@@ -77,8 +77,8 @@ class Init(ContextDecorator):
         schema = _schema(config_dict_or_path, config)
         if zero_quantized_weights and (schema is None or not schema.zero_optimization.zero_quantized_weights):
             raise UsageError(
-                "zero.Init: zero_quantized_weights is given, but the engine gathers the weights, and its config decides. "
-                "Set zero_optimization.zero_quantized_weights in the config, and give Init the config or leave this out."
+                "zero.Init: zero_quantized_weights is given, but the engine gathers the weights as its config says. Set "
+                "zero_optimization.zero_quantized_weights in the config that Init gets, too, or leave this out."
             )
         where = _where(remote_device, schema)
         on_hosts = where == "cpu"

@@ -58,7 +58,7 @@ def test_features_that_are_missing_are_named(options):
 
 
 def test_a_wrong_device_and_two_configs():
-    with pytest.raises(UsageError, match="zero_optimization.zero_quantized_weights in the config"):
+    with pytest.raises(UsageError, match="zero_quantized_weights in the config"):
         zero.Init(zero_quantized_weights=True)
     with pytest.raises(UsageError, match="remote_device is 'disk'"):
         zero.Init(remote_device="disk")
