@@ -427,8 +427,6 @@ COMING: dict[str, str] = {
     "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
     "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
     "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",
-    "deepspeed.ops.fp_quantizer": _TORCHAO,
-    "deepspeed.ops.quantizer": _TORCHAO,
     "deepspeed.ops.random_ltd": "train without token dropping",
     "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
     "deepspeed.runtime.compression": _TORCHAO,

@@ -28,7 +28,7 @@ BUILDERS: dict[str, tuple[str, str]] = {
     "GDSBuilder": ("gds", "deepspeed.ops.aio.gds"),
     "DeepCompileBuilder": ("dc", "DeepCompile"),
     "EvoformerAttnBuilder": ("evoformer_attn", "kernels"),
-    "FPQuantizerBuilder": ("fp_quantizer", "kernels"),
+    "FPQuantizerBuilder": ("fp_quantizer", "deepspeed.ops.fp_quantizer"),
     "InferenceBuilder": ("transformer_inference", "deepspeed.ops.generate.streaming"),
     "InferenceCoreBuilder": ("inference_core_ops", "deepspeed.ops.generate.packed"),
     "InferenceCutlassBuilder": ("cutlass_ops", "deepspeed.ops.grouped"),
