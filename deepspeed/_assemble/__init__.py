@@ -22,9 +22,11 @@ from deepspeed.data.sampler import DeepSpeedDataSampler
 from deepspeed.errors import UsageError
 from deepspeed.events import EventStream
 from deepspeed.fusion.build import fuse
+from deepspeed.hybrid.engine import DeepSpeedHybridEngine
 from deepspeed.log import set_log_level_from_string
 from deepspeed.moe.placement import cuts_of_experts, spread_experts
 from deepspeed.moe.utils import split_experts
+from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.ops.precompile import KernelPrecompiler
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.mpu import current_layout
@@ -122,7 +124,7 @@ class _Assembly:
         self._add_data(parts)
         self._add_pacing(parts)
         watch(parts, self.stack)
-        return self.kind.engine(parts)
+        return DeepSpeedHybridEngine(parts) if self.schema.hybrid_engine.enabled else self.kind.engine(parts)
 
     def _layout(self) -> ParallelLayout:
         """The layout of the mpu, of the mesh, or of the sizes in the config."""
@@ -314,7 +316,7 @@ class _Assembly:
             reducer=parts.reducer,
             backward=parts.backward,
             scale=parts.scale,
-            check_overflow=self.precision.check_overflow,
+            check_overflow=self.precision.check_overflow or isinstance(basic, OneBitOptimizer),
             clipping=self.schema.gradient_clipping,
             report_norm=self.zero.compute_grad_norm,
             stop=self.schema.nonfinite_gradients == "stop",

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema, model_vali
 from deepspeed.log import get_log_level_from_string, log_levels
 
 from .checkpoint import CheckpointConfig
-from .compile import CompileConfig, Fp8Config, FusedKernelsConfig
+from .compile import CompileConfig, Fp8Config, FusedKernelsConfig, HybridEngineConfig
 from .data import DataEfficiencyConfig, LegacyCurriculumConfig, ProgressiveLayerDropConfig
 from .elasticity import ElasticityConfig
 from .memory import ActivationCheckpointingConfig, AioConfig, MemoryConfig
@@ -268,9 +268,7 @@ class Schema(ConfigModel):
             lambda c: not _names_weights(c.weight_quantization),
         ),
     )
-    hybrid_engine: Unbuilt = key(
-        Unbuilt, "Training and generation with one set of weights.", NotBuilt("the hybrid engine")
-    )
+    hybrid_engine: HybridEngineConfig = key(HybridEngineConfig, "Training and generation with one set of weights.")
     sparse_attention: ForeignOptions = key(
         None, "Layout of block-sparse attention; false and null are off.", NotBuilt("sparse attention")
     )

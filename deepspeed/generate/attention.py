@@ -48,6 +48,11 @@ class PagedAttentionFunction:
                 "attention. Call the engine's methods, or close it first."
             )
         layer = cache.layer(layer_of(module))
+        if torch.is_autocast_enabled(query.device.type):
+            kind = query.dtype if layer.key_scale is not None else layer.keys.dtype
+            with torch.autocast(query.device.type, enabled=False):
+                inputs = (each.to(kind) for each in (query, key, value))
+                return self(module, *inputs, attention_mask, scaling, **options)
         write_pages(
             _rows(key),
             _rows(value),

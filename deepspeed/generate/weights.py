@@ -71,7 +71,9 @@ def load(
     else:
         folder = _folder(source)
         model, empty = _read(folder, kind, axis, later=tiers)
-    model.eval().requires_grad_(False)
+    model.eval()
+    if folder is not None or tiers:
+        model.requires_grad_(False)
     packing = _Packing(model, config)
 
     def ready(unit: StreamUnit) -> None:
@@ -175,15 +177,15 @@ class _Packing:
         log_dist(f"quantization: {len(self._done)} linear layers hold {mode}, {len(left)} keep their dtype")
 
 
-def inject(model: nn.Module, undo: ExitStack, *, streamed: bool) -> None:
-    """Let modules compute by fused kernels, where the device has them; told once."""
+def inject(model: nn.Module, undo: ExitStack, *, streamed: bool, logged: bool = True) -> None:
+    """Let modules compute by fused kernels, where the device has them; a table lists them, if `logged`."""
     found = list(find(model, _KINDS, serves="infer"))
     put(found, undo)
     if streamed:
         few = [FusionFinding("stream", name, type(each).__name__, swap) for name, each, swap in find_streams(model)]
         put(few, undo)
         found += few
-    if found:
+    if found and logged:
         log_dist("Fused kernels\n" + "\n".join(lines(found)))
 
 

@@ -16,8 +16,8 @@ from deepspeed.config.inference import DeepSpeedInferenceConfig, idle_keys, read
 from deepspeed.config.read import ConfigSource
 from deepspeed.errors import UsageError
 from deepspeed.generate.graphs import GraphedModule
+from deepspeed.generate.paged import PagedGenerate
 from deepspeed.inference.modules import parts_of
-from deepspeed.inference.paged import PagedGenerate
 from deepspeed.inference.prepare import prepare
 from deepspeed.log import log_dist
 from deepspeed.transformers.replacement import put_whole, replacement

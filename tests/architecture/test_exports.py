@@ -15,8 +15,8 @@ from tests.architecture.source import ROOT
 
 PUBLIC = """
     HAS_TRITON TORCH_DISTRIBUTED_DEFAULT_PORT DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader
-    DeepSpeedEngine DeepSpeedError DeepSpeedInferenceConfig DeepSpeedOptimizer DeepSpeedOptimizerCallable
-    DeepSpeedSchedulerCallable
+    DeepSpeedEngine DeepSpeedError DeepSpeedHybridEngine DeepSpeedInferenceConfig DeepSpeedOptimizer
+    DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable
     DeepSpeedTransformerConfig DeepSpeedTransformerLayer OnDevice
     DualPipeVEngine DualPipeVModule InferenceEngine PipelineEngine PipelineModule pipe
     __git_branch__ __git_hash__

@@ -37,6 +37,7 @@ SHORT = {
     "examples/collectives.py": [],
     "examples/fast/train.py": ["--steps", "3", "--width", "16"],
     "examples/finetune/plain.py": ["--steps", "2", "--output", "{tmp}"],
+    "examples/rlhf/train.py": ["--steps", "2"],
     "examples/finetune/with_accelerate.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/finetune/with_trainer.py": ["--steps", "2", "--output", "{tmp}"],
     "examples/gpt/memory.py": ["--width", "32"],

@@ -130,10 +130,8 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
 @pytest.mark.parametrize(
     ("section", "path"),
     [
-        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
-        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type"),
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
             "zero_optimization.zero_quantized_nontrainable_weights",
