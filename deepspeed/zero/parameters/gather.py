@@ -103,8 +103,9 @@ class PlainGather:
             if self.by_all_reduce:
                 shard.pending = _by_all_reduce(shard)
             else:
-                kinds.setdefault((shard.dtype, shard.axis.group), []).append(shard)
-        for (_, group), alike in kinds.items():
+                kinds.setdefault((shard.dtype, shard.axis), []).append(shard)
+        for (_, axis), alike in kinds.items():
+            group = axis.group
             backend = _backend(group)
             limit = 1 << 60 if backend in BATCHING else _WORTH_PACKING.get(backend, _WORTH_PACKING["others"])
             together = [] if self.one_by_one else [shard for shard in alike if _bytes(shard) < limit]
@@ -115,7 +116,7 @@ class PlainGather:
             else:
                 _packed(together, group)
             known = set(map(id, together))
-            for shard in alike:
+            for shard in alike if len(known) < len(alike) else ():
                 if id(shard) not in known:
                     _single(shard, group)
 
