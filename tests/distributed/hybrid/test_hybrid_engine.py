@@ -122,6 +122,10 @@ def test_phases():
     batch = ids(2, 12)
     assert engine(input_ids=batch, labels=batch).loss.item() == plain(engine)(input_ids=batch, labels=batch).loss.item()
     assert torch.equal(engine.generate(**given), expected)
+    engine.load_module_state_dict({name: value * 1.5 for name, value in engine.module_state_dict().items()})
+    assert torch.equal(engine.generate(**given), plain(engine).generate(**given)), "values that were loaded"
+    engine.load_module_state_dict({name: value / 1.5 for name, value in engine.module_state_dict().items()})
+    other.load_module_state_dict(engine.module_state_dict())
     engine.train()
     assert not engine._parts.moved
     assert all(shard.whole is shard.persistent for shard in shards)
