@@ -23,6 +23,7 @@ from deepspeed.hybrid.engine import DeepSpeedHybridEngine
 from deepspeed.log import set_log_level_from_string
 from deepspeed.moe.placement import cuts_of_experts, spread_experts
 from deepspeed.moe.utils import split_experts
+from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.ops.precompile import KernelPrecompiler
 from deepspeed.parallel import ParallelLayout, layout_from_mpu
 from deepspeed.parallel.mpu import current_layout
@@ -311,7 +312,7 @@ class _Assembly:
             reducer=parts.reducer,
             backward=parts.backward,
             scale=parts.scale,
-            check_overflow=self.precision.check_overflow,
+            check_overflow=self.precision.check_overflow or isinstance(basic, OneBitOptimizer),
             clipping=self.schema.gradient_clipping,
             report_norm=self.zero.compute_grad_norm,
             stop=self.schema.nonfinite_gradients == "stop",

@@ -11,7 +11,6 @@ from typing import Any
 from deepspeed.config.clean import ConfigProblem
 from deepspeed.config.explain import values_of
 from deepspeed.config.model import NoEffect, NotBuilt, Unbuilt, switches
-from deepspeed.config.optimizer import ONE_BIT_OPTIMIZERS
 from deepspeed.config.schema import Schema
 from deepspeed.config.schema_walk import Key, walk
 from deepspeed.errors import FeatureUnavailable
@@ -108,8 +107,6 @@ def _turned_on(data: Mapping[str, Any], path: str) -> bool:
     value: Any = data
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    if isinstance(value, str):
-        return value.lower() in {name.lower() for name in ONE_BIT_OPTIMIZERS}
     return value is True or (isinstance(value, Mapping) and any(switches(value)))
 
 

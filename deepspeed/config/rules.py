@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from .optimizer import ONE_BIT_OPTIMIZERS
+
 if TYPE_CHECKING:
     from .schema import Schema
 
@@ -137,12 +139,41 @@ def _mics(config: Schema) -> Iterator[str]:
     if zero.mics_shard_size < 1:
         return
     others = {
-        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
         "zero_optimization.zero_quantized_gradients": zero.zero_quantized_gradients,
         "expert_parallel.enabled": config.expert_parallel.enabled,
     }
     if found := _names(others):
         yield f"zero_optimization.mics_shard_size: does not work with {found}; give one of them"
+
+
+def one_bit_conflicts(config: Schema) -> str:
+    """What of a config does not work with an optimizer that exchanges signs; empty if nothing."""
+    zero = config.zero_optimization
+    return _names(
+        {
+            f"zero_optimization.stage {int(zero.stage)}, which gives ranks parts of gradients (use stage 0)": (
+                zero.stage > 0
+            ),
+            'gradient_allreduce_op "sum"': config.gradient_allreduce_op == "sum",
+            "sparse_gradients": config.sparse_gradients,
+            "expert_parallel.enabled": config.expert_parallel.enabled,
+            "optimizer_in_backward.enabled": config.optimizer_in_backward.enabled,
+            **_offloads(config),
+            "memory.device": config.memory.device is not None,
+            'nonfinite_gradients "ignore"': config.nonfinite_gradients == "ignore",
+        }
+    )
+
+
+def _one_bit(config: Schema) -> Iterator[str]:
+    kind = config.optimizer.type
+    if kind in ONE_BIT_OPTIMIZERS and (found := one_bit_conflicts(config)):
+        yield f"optimizer.type: {kind}, whose ranks exchange signs of whole momenta, does not work with {found}"
+    if kind == "OneBitLamb" and config.fp16.enabled and not config.fp16.dynamic:
+        yield (
+            "optimizer.type, fp16.loss_scale: OneBitLamb in fp16 needs a dynamic loss scale (0), found "
+            f"{config.fp16.loss_scale}"
+        )
 
 
 def _experts(config: Schema) -> Iterator[str]:
@@ -223,6 +254,7 @@ _RULES = (
     _updates_in_backward,
     _places,
     _mics,
+    _one_bit,
     _experts,
     _elastic_batch_sizes,
 )

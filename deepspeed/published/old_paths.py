@@ -35,6 +35,10 @@ MOVED: dict[str, str] = {
     ),
     "deepspeed.runtime.domino.transformer": "deepspeed.tensor_parallel.domino",
     "deepspeed.runtime.fp16.loss_scaler": "deepspeed.precision.loss_scaler",
+    "deepspeed.runtime.fp16.onebit": "deepspeed.ops.onebit",
+    "deepspeed.runtime.fp16.onebit.adam": "deepspeed.ops.onebit.adam",
+    "deepspeed.runtime.fp16.onebit.lamb": "deepspeed.ops.onebit.lamb",
+    "deepspeed.runtime.fp16.onebit.zoadam": "deepspeed.ops.onebit.zoadam",
     "deepspeed.runtime.hybrid_engine": "deepspeed.hybrid.engine",
     "deepspeed.runtime.pipe.dualpipev": "deepspeed.pipe.engine",
     "deepspeed.runtime.pipe.engine": "deepspeed.pipe.engine",
@@ -125,6 +129,7 @@ SPLIT: dict[str, dict[str, str]] = {
         "QuantizationConfig": "deepspeed.config.inference:RaggedQuantizationConfig",
         "RaggedInferenceEngineConfig": "deepspeed.config.inference",
     },
+    "deepspeed.inference.v2.inference_utils": {"DtypeEnum": "deepspeed.config.inference"},
     "deepspeed.inference.v2.ragged": {
         **names_at("deepspeed.config.inference", "AllocationMode DSStateManagerConfig"),
         **names_at(
@@ -173,6 +178,9 @@ SPLIT: dict[str, dict[str, str]] = {
     "deepspeed.ops.adam.multi_tensor_apply": {"MultiTensorApply": "deepspeed.published.runtime_names"},
     "deepspeed.runtime.bf16_optimizer": {"BF16_Optimizer": "deepspeed.runtime.base_optimizer:ZeroOptimizer"},
     "deepspeed.runtime.comm.coalesced_collectives": {"reduce_scatter_coalesced": "deepspeed.comm.coalesced"},
+    "deepspeed.runtime.comm.compressed": {"CompressedBackend": "deepspeed.comm.compressed"},
+    "deepspeed.runtime.comm.mpi": {"MpiBackend": "deepspeed.comm.compressed:CompressedBackend"},
+    "deepspeed.runtime.comm.nccl": {"NcclBackend": "deepspeed.comm.compressed:CompressedBackend"},
     "deepspeed.runtime.config": {
         **names_at(
             "deepspeed.published.constants",
@@ -345,6 +353,7 @@ REEXPORTED: dict[str, dict[str, str]] = {
 
 _GRID = "deepspeed.checkpoint.DeepSpeedCheckpoint takes the degrees of another grid"
 _EXPERTS = "the config's expert_parallel section runs the experts of a model: docs/moe.md"
+_FAMILIES = "build_hf_engine serves the models of Transformers as they are, without layers of its own"
 _SPLIT = "tensor_parallel.autotp_size and partition_config in the config split a model: docs/tensor_parallel.md"
 
 # old module, or name of a module that stays, or ".*" for all others below it → what takes its place
@@ -357,6 +366,9 @@ REMOVED: dict[str, str] = {
     "deepspeed.checkpoint.zero_checkpoint": "deepspeed.checkpoint.DeepSpeedCheckpoint reads such a folder",
     "deepspeed.comm.backend": "deepspeed.comm.torch.TorchBackend is the one backend",
     "deepspeed.comm.utils": "deepspeed.comm has get_rank, get_local_rank and get_world_size",
+    "deepspeed.inference.v2.allocator": _FAMILIES,
+    "deepspeed.inference.v2.inference_parameter": _FAMILIES,
+    "deepspeed.inference.v2.inference_utils.*": _FAMILIES,
     "deepspeed.module_inject.auto_tp": _SPLIT,
     "deepspeed.module_inject.auto_tp_model_utils": _SPLIT,
     "deepspeed.module_inject.autotp_config": _SPLIT,
@@ -389,6 +401,8 @@ REMOVED: dict[str, str] = {
     "deepspeed.runtime.torch_autocast": "set torch_autocast in the config; engine.torch_autocast_dtype() tells it",
     "deepspeed.runtime.utils.*": "the engine clips and checks gradients; torch.nn.utils clips others",
     "deepspeed.runtime.zero.linear": "torch's Linear keeps no whole weight at stage 3; leave it as it is",
+    "deepspeed.runtime.zero.mics.*": "deepspeed.initialize trains by zero_optimization.mics_shard_size",
+    "deepspeed.runtime.zero.mics_utils": "engine.mics_shard_size() tells how many ranks share one set of shards",
     "deepspeed.sequence.cross_entropy.*": "set tensor_parallel.vocab_parallel_lm_head in the config",
     "deepspeed.sequence.layer.*": "use DistributedAttention, or sequence_parallel_size in the config",
     "deepspeed.sequence.linear_cross_entropy": "set sequence_parallel.tiled_loss in the config",
@@ -410,23 +424,14 @@ COMING: dict[str, str] = {
     "deepspeed.autotuning": "python -m deepspeed.config check and ds_preflight estimate memory",
     "deepspeed.compile": "set compile in the config, or use torch.compile",
     "deepspeed.compression": _TORCHAO,
-    "deepspeed.inference.v2.allocator": _GENERATE,
-    "deepspeed.inference.v2.inference_parameter": _GENERATE,
-    "deepspeed.inference.v2.inference_utils": _GENERATE,
     "deepspeed.linear": "PEFT has LoRA and quantised linear layers",
     "deepspeed.nebula": "checkpoints are saved in the background with checkpoint.writer in the config",
     "deepspeed.ops.deepspeed4science": "use torch's scaled_dot_product_attention with a bias as its mask",
-    "deepspeed.ops.fp_quantizer": _TORCHAO,
-    "deepspeed.ops.quantizer": _TORCHAO,
     "deepspeed.ops.random_ltd": "train without token dropping",
     "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention with a block mask",
-    "deepspeed.runtime.comm.compressed": "gradients travel in communication_data_type",
-    "deepspeed.runtime.comm.mpi": "gradients travel in communication_data_type",
-    "deepspeed.runtime.comm.nccl": "gradients travel in communication_data_type",
     "deepspeed.runtime.compression": _TORCHAO,
     "deepspeed.runtime.data_pipeline": "give initialize a DataLoader with a sampler of your own",
     "deepspeed.runtime.eigenvalue": "torch.func computes Hessian-vector products",
-    "deepspeed.runtime.fp16.onebit": "use Adam or LAMB",
     "deepspeed.runtime.hybrid_engine_graph": _GENERATE,
     "deepspeed.runtime.progressive_layer_drop": "train without layer dropping",
     "deepspeed.runtime.quantize": _TORCHAO,

@@ -72,6 +72,7 @@ GETTERS: dict[str, str] = {
     "zero_quantized_gradients": "schema.zero_optimization.zero_quantized_gradients",
     "zero_quantized_nontrainable_weights": "schema.zero_optimization.zero_quantized_nontrainable_weights",
     "zero_quantized_weights": "schema.zero_optimization.zero_quantized_weights",
+    "zeropp_loco_param": "schema.zero_optimization.zeropp_loco_param",
     "is_sanity_checks_enabled": "schema.zero_optimization.enable_sanity_checks",
 }
 

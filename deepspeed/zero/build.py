@@ -17,11 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deepspeed.comm.codec import BlockCodec, block_codec
+from deepspeed.config.rules import one_bit_conflicts
 from deepspeed.config.schema import Schema
 from deepspeed.errors import DeepSpeedConfigError
 from deepspeed.log import NOTICE, log_dist_once
 from deepspeed.memory.tier import StateTiers
 from deepspeed.ops.muon import MuonWithAuxAdam, SingleDeviceMuon
+from deepspeed.ops.onebit.base import OneBitOptimizer
 from deepspeed.parallel import AxisGroup
 from deepspeed.precision.policy import Precision
 from deepspeed.zero.agreement import RankAgreement
@@ -30,6 +32,7 @@ from deepspeed.zero.gradients import replicated
 from deepspeed.zero.gradients.coded import CodedReduction, ErrorMemory
 from deepspeed.zero.gradients.reducer import GradientReducer, ReductionSettings
 from deepspeed.zero.gradients.reduction import ReduceToOwners, Reduction, ReductionWeights
+from deepspeed.zero.gradients.sign_reduction import SignReduction
 from deepspeed.zero.gradients.sparse import embedding_parameters
 from deepspeed.zero.memory_budget import Budgeted
 from deepspeed.zero.offload import gather_from, remotes_of, reserve, store_of, tiers_of, uses_disk
@@ -137,10 +140,9 @@ class ZeroModel:
         return {number: state for number, state in states.items() if state}
 
     def load_reduction_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Take over what `reduction_states` gave on the same rank of as many."""
+        """Take over what `reduction_states` gave on the same rank of as many; what is missing begins anew."""
         for number, each in enumerate(self.reductions.values()):
-            if str(number) in states:
-                each.load_state_dict(states[str(number)])
+            each.load_state_dict(states.get(str(number), {}))
 
     def close(self) -> None:
         """Remove every hook, and let go of what reductions hold."""
@@ -205,12 +207,25 @@ class StateBuilder:
                 "not cut; remove the key, or keep the experts of a layer on one rank.",
                 path="zero_optimization.mics_shard_size",
             )
+        self._require_whole()
         self.axes = ShardAxes(self.measure.ranks_of, zero.mics_shard_size if zero.shards_states else -1)
         self.tiers, self.remotes = self.agreement.run_together(
             lambda: (tiers_of(schema, budgeted, stack), remotes_of(schema, budgeted, stack)),
             "opening swap files",
             needed=uses_disk(schema),
         )
+
+    def _require_whole(self) -> None:
+        """Refuse an optimizer that exchanges signs of whole momenta where ranks have parts of them."""
+        if not isinstance(self.optimizer, OneBitOptimizer):
+            return
+        experts = "experts that lie on several ranks" if self.measure.lies_on is not None else ""
+        if found := one_bit_conflicts(self.schema) or experts:
+            kind = type(self.optimizer).__name__
+            raise DeepSpeedConfigError(
+                f"optimizer: {kind}, whose ranks exchange signs of whole momenta, does not work with {found}",
+                path="optimizer.type",
+            )
 
     def build(self) -> ZeroModel:
         """Choose the path by the config's stage."""
@@ -259,10 +274,17 @@ class StateBuilder:
         log_dist_once(f"zero_quantized_gradients: the gradients of axis {axis.name!r} travel in {hops}", [0], NOTICE)
         return nodes
 
+    def _reduction(self, placement: Placement) -> Reduction:
+        """How the gradients of a placement are reduced, for this optimizer."""
+        plain = make_reduction(self.schema, placement)
+        if not isinstance(self.optimizer, OneBitOptimizer) or placement.replicate is None or placement.copies == 1:
+            return plain
+        return SignReduction(plain, placement.replicate, self.optimizer)
+
     def _planner(self, axis_of: AxisOf, make: Make | None) -> GroupPlanner:
         schema, precision = self.schema, self.precision
         names = {id(param): name for name, param in self.module.named_parameters()}
-        travels, reduction_of = precision.reduce_dtypes(self.module), partial(make_reduction, schema)
+        travels, reduction_of = precision.reduce_dtypes(self.module), self._reduction
         return GroupPlanner(
             schema, axis_of, precision, names, travels, reduction_of, make, self.tiers, apart=self._coded
         )
@@ -271,6 +293,8 @@ class StateBuilder:
         """Gradients are summed where they lie; without an optimizer, too, for a user who updates parameters."""
         planner, module, measure = self._planner(axis_of, None), self.module, self.measure
         schema, precision, optimizer = self.schema, self.precision, self.optimizer
+        if isinstance(optimizer, OneBitOptimizer):
+            measure = replace(measure, local=lambda: optimizer.local)
         states = None if optimizer is None else OptimizerStates(optimizer, planner.groups, measure, waits=planner.waits)
 
         def holder_of(param: nn.Parameter) -> nn.Parameter:
@@ -292,6 +316,9 @@ class StateBuilder:
             rows=rows,
         )
         gradients = replicated.ReplicatedGradients(list(module.named_parameters()), holding)
+        exchange = planner.reduction_of(holding.main)
+        if isinstance(exchange, SignReduction) and states is not None:
+            exchange.name_of = partial(_name_of, states)
         ways = ReductionSettings(every_backward=False, limit=replicated.BUCKET_BYTES, first=replicated.FIRST_BYTES)
         reducer = GradientReducer(
             lambda: [gradients], planner.reduction_of, ways, None, registered=module.parameters, replicated=gradients
@@ -434,3 +461,9 @@ def _refuse_torch_muon(optimizer: Optimizer | None) -> None:
             "deepspeed.ops.muon.MuonWithAuxAdam, which gather the matrices, or zero_optimization.stage 0.",
             path="zero_optimization.stage",
         )
+
+
+def _name_of(states: OptimizerStates, master: Any) -> str:
+    """What the parameter is called that a tensor of the optimizer stands for; other names are themselves."""
+    pieces = (piece for group in states.groups for piece in group.pieces)
+    return next((piece.name for piece in pieces if piece.master is master), str(master))

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 FEATURES = {
-    "1-bit optimizers": "OnebitAdam, OnebitLamb, ZeroOneAdam and their backends",
     "DeepCompile": "compiled graphs over sharded parameters, and passes over them",
-    "FastGen": "inference over ragged batches",
-    "ZeRO++": "hpZ, MiCS, quantised communication",
+    "ZeRO++": "hpZ, quantised communication",
     "autotuning": "the search for a config",
     "compression": "quantisation, pruning and distillation during training",
     "data efficiency": "curriculum learning, random layer token drop, progressive layer drop, variable batches",

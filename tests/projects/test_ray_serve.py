@@ -66,7 +66,10 @@ def test_ray_serve(tmp_path):
                 address = re.search(r"http://\S+", line).group()
                 assert ask(address)
                 (first,) = servers(model)
+                engines = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+                assert engines
                 os.kill(first, signal.SIGKILL)
+                until(lambda: not any(Path(f"/proc/{engine}").exists() for engine in engines))
                 until(lambda: [each for each in servers(model) if each != first])
                 until(lambda: ask(address))
             finally:

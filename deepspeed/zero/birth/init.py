@@ -71,11 +71,15 @@ class Init(ContextDecorator):
             return
         _refuse(
             zero_param_parallel_group=zero_param_parallel_group is not None,
-            zero_quantized_weights=zero_quantized_weights,
             zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights,
             param_swapper=param_swapper is not None,
         )
         schema = _schema(config_dict_or_path, config)
+        if zero_quantized_weights and (schema is None or not schema.zero_optimization.zero_quantized_weights):
+            raise UsageError(
+                "zero.Init: zero_quantized_weights is given, but the engine gathers the weights as its config says. Set "
+                "zero_optimization.zero_quantized_weights in the config that Init gets, too, or leave this out."
+            )
         where = _where(remote_device, schema)
         on_hosts = where == "cpu"
         comm.init_distributed()

@@ -118,7 +118,7 @@ class Reduction(Protocol):
         """What it has to remember from step to step on this rank, for checkpoints; empty if nothing."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take over what `state_dict` gave on the same rank of as many."""
+        """Take over what `state_dict` gave on the same rank of as many; nothing, if there is nothing of that kind."""
 
     def close(self) -> None:
         """Let go of whatever it holds."""

@@ -17,6 +17,8 @@ from deepspeed.zero.gradients.coded import CodedReduction, ErrorMemory
 from deepspeed.zero.gradients.reduction import EvenShares, OwnedShares, ReductionWeights, SharePart
 from deepspeed.zero.placement import node_groups
 from tests.covering import pairs
+from tests.distributed.moe.models import Model as Experts
+from tests.distributed.moe.models import scrambled
 from tests.distributed.zero.test_coded_weights import data, engine_of, losses, same_everywhere, whole
 from tests.harness import ranks
 
@@ -229,3 +231,50 @@ def test_hops_are_told(monkeypatch):
 def test_bad_configs(zero, said):
     with pytest.raises(deepspeed.errors.DeepSpeedConfigError, match=said):
         deepspeed.DeepSpeedConfig({"train_batch_size": 1, "zero_optimization": zero})
+
+
+@ranks(4)
+def test_experts_and_tensor_parallel_layers(monkeypatch):
+    """Experts lie on fewer ranks than the rest; with tensor parallelism the ranks of an axis are no neighbours."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    near = {"zero_hpz_partition_size": 2}
+    for stage, tensor in ((2, 1), (3, 1), (2, 2)):
+        told = []
+        for zero in (
+            {},
+            {"zero_quantized_gradients": True, "zero_quantized_weights": True, **(near if stage == 3 else {})},
+        ):
+            model = scrambled(Experts(2, 2)) if tensor == 1 else _dense()
+            config = {
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+            }
+            if tensor > 1:
+                layers = {
+                    "partition_config": {
+                        "layer_specs": [
+                            {"patterns": ["0.weight"], "partition_type": "column"},
+                            {"patterns": ["2.weight"], "partition_type": "row"},
+                        ]
+                    }
+                }
+                config["tensor_parallel"] = {"autotp_size": tensor, **layers}
+            engine = deepspeed.initialize(model=model, config=config)[0]
+            found = []
+            for step in range(4):
+                made = torch.Generator().manual_seed(10 * step + dist.get_rank() // tensor)
+                x = torch.randn(12, 8 if tensor == 1 else 64, generator=made)
+                loss = engine(x) if tensor == 1 else engine(x).square().mean()
+                engine.backward(loss)
+                engine.step()
+                found.append(loss.item())
+            told.append(torch.tensor(found))
+            engine.destroy()
+        assert not torch.equal(*told)
+        torch.testing.assert_close(told[1], told[0], rtol=0.1, atol=0.05)
+
+
+def _dense():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))

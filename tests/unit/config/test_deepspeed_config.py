@@ -132,7 +132,6 @@ def test_every_unbuilt_feature_names_a_key_of_the_schema():
     [
         ({"compile": {"deepcompile": True}}, "compile.deepcompile"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
-        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}}, "optimizer.type"),
         (
             {"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}},
             "zero_optimization.zero_quantized_nontrainable_weights",
