@@ -87,7 +87,7 @@ def test_tokens_and_losses(tmp_path):
     for stage in (0, 1, 2, 3):
         engine, other = start(stage), start(stage, hybrid=False)
         assert type(engine) is deepspeed.DeepSpeedHybridEngine
-        for step in range(3):
+        for step in range(2):
             expected = plain(engine).generate(**given)
             generate = engine.generate if step else engine.module.generate
             assert torch.equal(generate(**given), expected), (stage, step)
